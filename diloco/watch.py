@@ -16,7 +16,7 @@ from diloco.tracking.follow import follow
 
 async def _serve(settings: WatchProcess, url: str, run: str) -> None:
     stop = lifecycle.stop_event()
-    async with open_bus(url, run) as bus, served(bus, settings, typer.echo):
+    async with open_bus(url, run) as bus, served(bus, settings, typer.echo, url):
         typer.echo(f"watching run {run!r} until Ctrl-C; the run does not notice")
         await stop.wait()
 

@@ -99,11 +99,20 @@ def time(value: Any) -> str:
     return f"{1e3 * value:g} ms" if 0 < value < 0.1 else f"{value:.3g} s"
 
 
+def summary() -> Iterator[str]:
+    """For who operates a run: what happens, and who notices what after how long."""
+    yield from ("| what happens | who notices what, after how long |", "|---|---|")
+    for what, parts in REGISTRY["summary"].items():
+        told = "; ".join(Row(file, text, what).filled(text) for file, text in parts)
+        yield f"| **{what}** | {told[:1].upper()}{told[1:]}. |"
+
+
 def page(note: str) -> Iterator[str]:
     """Its lines; note: that it is generated."""
     yield from ("# Deadlines", "", "You look up how long something waits, lasts or lives, and what comes then.", note)
     yield from ("", "Values of settings are their defaults, and formulas are worked out with them:")
     yield from ("[settings](settings.md) says how to change them. A lease is `lease_s`, the time to leave `leave_s`.",)
+    yield from ("", "## In short", "", *summary())
     for kind, head in HEADS.items():
         for title, found in rows(kind).items():
             yield from ("", f"## {title}", "")

@@ -46,6 +46,11 @@ def redis_bytes(
     return elements * each + offered_bytes(elements) + RESERVE_BYTES
 
 
+def round_bytes(elements: float, learners: int, codec: str) -> float:
+    """What is uploaded in a round: a delta of each learner, the next global and its outer state, of all fragments."""
+    return elements * (CODECS[codec] * learners + 2 * VALUE_BYTES)
+
+
 def offered_bytes(elements: float) -> float:
     """Of it, the offers of moments: a learner whose moments are of more than `MOST_OFFERED_BYTES` makes none."""
     return OFFERS * min(MOMENTS * VALUE_BYTES * elements, MOST_OFFERED_BYTES)

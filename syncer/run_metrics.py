@@ -109,6 +109,10 @@ def _unmerged_s(reading: Reading, look: Look, now_s: float) -> Values:
         yield (str(one["id"]),), max(0.0, now_s - reading.merged_unix_s.get(one["id"], now_s))
 
 
+def _rewound_s(reading: Reading, _: Look, now_s: float) -> Values:
+    yield (), max(0.0, now_s - reading.rewound_unix_s)
+
+
 def _loss(look: Look) -> float | None:
     return None if look.status["evaluation"] is None else look.status["evaluation"]["loss"]
 
@@ -139,6 +143,11 @@ FIGURES = (
         _one(lambda at: at.status["merged_share"]["recent"]),
     ),
     Figure("diloco_run_outer_steps", "Outer steps of all fragments", _one(lambda at: at.status["outer_steps"])),
+    Figure(
+        "diloco_run_rewound_seconds",
+        "Since Redis was last found without merges that it had had, by the tape; +Inf if it has no such entry",
+        _rewound_s,
+    ),
     Figure(
         "diloco_run_loss",
         "Held-out loss of the global parameters, nats a token, as the evaluator said last",
@@ -193,6 +202,11 @@ FIGURES = (
         "diloco_redis_max_bytes",
         "Memory that it may use; not there without a limit",
         _of_server(lambda info: info.maxmemory_bytes or None),
+    ),
+    Figure(
+        "diloco_redis_nearly_full",
+        "1 where less is free than a round of the run uploads, a tenth of its memory at least, a quarter at most",
+        _one(lambda at: at.nearly_full),
     ),
     Figure(
         "diloco_redis_received_bytes",

@@ -1,8 +1,11 @@
 """The page of deadlines has all of them: what the code waits for, keeps or repeats."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from diloco.options import ChaosProcess, DemoProcess, RunProcess
 from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, Settings, SyncerProcess
@@ -81,3 +84,26 @@ def test_times_are_written_as_people_do() -> None:
     assert [deadlines.time(one) for one in (0.0, 0.05, 0.25, 5.0, 60.0, 90.0, 150.0, 3600.0)] == [
         *("0 s", "50 ms", "0.25 s", "5 s", "60 s", "90 s", "2.5 min", "1 h")
     ]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what[:40])
+def test_each_row_can_be_read_alone(row: deadlines.Row) -> None:
+    """Who finds it by a search reads no other: none begins with "The same", or means something of another one."""
+    for cell in (row.what, row.follows, row.passes):
+        assert not re.match(r"(The same|As)\b", cell), cell
+        assert not re.search(r"\b(next|last|previous|first) row\b|\b(above|below)$", cell), cell
+    assert not re.match(r"(It|They|And|Another|Again|This|That|Its|Their)\b", row.what), row.what
+
+
+def test_the_summary_says_what_operators_ask_with_figures_of_the_code() -> None:
+    """Seven things that happen to a run; no figure in it is typed."""
+    happens = " ".join(deadlines.REGISTRY["summary"])
+    for what in ("killed", "hangs", "slow", "rank", "syncer", "Redis is gone", "older state"):
+        assert what in happens
+    assert 5 <= len(deadlines.REGISTRY["summary"]) <= 8
+    for parts in deadlines.REGISTRY["summary"].values():
+        assert any("{" in text for _, text in parts)
+        for _, text in parts:
+            assert not re.search(r"\d", deadlines.FORMULA.sub("", text)), text
+    lines = list(deadlines.summary())
+    assert any("has a gap after 1 s" in line and "on after 10 s" in line for line in lines)

@@ -70,6 +70,7 @@ PURE = (
     "pipeline/transfer/updates.py",
     "pipeline/units.py",
     "pipeline/view/page/from_tape.py",
+    "pipeline/view/page/joining.py",
     "pipeline/view/page/lanes.py",
     "pipeline/view/page/model.py",
     "pipeline/view/page/past.py",

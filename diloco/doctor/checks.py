@@ -22,7 +22,7 @@ from diloco.pipeline.needs import (
 from diloco.pipeline.pacing import Pace as MergePace
 from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, TRAINING_BYTES, learner_bytes, syncer_bytes
-from diloco.pipeline.redis_memory import CODECS
+from diloco.pipeline.redis_memory import CODECS, round_bytes
 from diloco.pipeline.units import as_bytes, as_rate, written
 
 PARTIES = ("syncer", "learner", "evaluator", "viewer")
@@ -104,9 +104,17 @@ def folder(one: Folder, needed_bytes: float = 0.0) -> Finding:
 def server(nodes: Iterable[Server], checkpoints: bool = False) -> Iterator[Finding]:
     """What it is and how it is set, each node of it. checkpoints: a syncer here keeps some."""
     nodes = list(nodes)
-    for look in (of_server.version, of_server.role, of_server.eviction, of_server.fill, of_server.disk):
+    for look in (of_server.version, of_server.role, of_server.eviction, of_server.disk):
         yield from dict.fromkeys(map(look, nodes))
     yield from dict.fromkeys(of_server.persistence(node, checkpoints) for node in nodes)
+
+
+def fills(nodes: Iterable[Server], run: Run | None) -> Iterator[Finding]:
+    """How full each node is."""
+    nodes = list(nodes)
+    learners = 0 if run is None else max(run.sync.quorum, run.learners if run.live is None else run.live)
+    a_round = 0.0 if run is None else round_bytes(run.params, learners, run.sync.codec) / len(nodes)
+    yield from dict.fromkeys(of_server.fill(one.used_bytes, one.maxmemory_bytes, a_round) for one in nodes)
 
 
 def memory(nodes: Iterable[Server], run: Run) -> Finding:

@@ -105,6 +105,7 @@ async def look(
             lacks = await examination.lacks(bus.keys, name)
             report.add(checks.rights(address, lacks, None if party == "all" else party))
             run = await _there(bus, report, run, step_s)
+            report.add(*checks.fills(nodes, run))
             writes = not (lacks["learner"] and lacks["syncer"])
             line, ahead_s = await measure.look_at_line(bus, examination, nodes, writes)
             report.add(checks.clock(ahead_s, OLD_S), *checks.link(line))

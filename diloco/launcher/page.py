@@ -25,8 +25,12 @@ LAST_LOOK_S = 5.0
 
 
 @asynccontextmanager
-async def served(bus: Bus, settings: HttpSettings, tell: Callable[[str], None]) -> AsyncIterator[Collector]:
+async def served(
+    bus: Bus, settings: HttpSettings, tell: Callable[[str], None], redis_url: str
+) -> AsyncIterator[Collector]:
     """Serve the page of the bus's run while the block goes on, and take a last look at its end.
+
+    redis_url: how others reach the bus, for the page to say.
 
     Raises:
         UsageError: the address cannot be listened on.
@@ -34,7 +38,7 @@ async def served(bus: Bus, settings: HttpSettings, tell: Callable[[str], None]) 
     from diloco.syncer.serving.http import start_http
 
     clock = LoopClock()
-    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S)
+    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S, redis_url=redis_url)
 
     async def status() -> Status:
         return await read_status(bus, clock)
@@ -67,12 +71,14 @@ def _reached(host: str, port: int) -> str:
 
 
 @asynccontextmanager
-async def left_in(folder: Path, bus: Bus, settings: HttpSettings, tell: Callable[[str], None]) -> AsyncIterator[None]:
+async def left_in(
+    folder: Path, bus: Bus, settings: HttpSettings, tell: Callable[[str], None], redis_url: str
+) -> AsyncIterator[None]:
     """As `served`, on a free port; what it showed last is left in a folder."""
     apart = settings.model_copy(update={"http_port": 0})  # the other one is the syncer's
     model = None
     try:
-        async with served(bus, apart, tell) as collector:
+        async with served(bus, apart, tell, redis_url) as collector:
             model = collector.model
             yield
     finally:

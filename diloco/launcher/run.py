@@ -391,10 +391,11 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
                 screen.note(f"resumed from {origin.checkpoint}, after {count(origin.tokens)} tokens")
             for note in (*method_notes(settings), *(f"warning: {one}" for one in _wrong(settings, folder, info))):
                 screen.note(note)
+            where = url
             if settings.redis_port is not None:
                 where = reached_at(settings)
                 screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
-            async with left_in(folder.path, bus, settings, screen.note):
+            async with left_in(folder.path, bus, settings, screen.note, where):
                 await launcher.watch(stop)
                 wall_s = time.monotonic() - began
                 await launcher.wind_down()

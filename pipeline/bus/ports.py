@@ -90,6 +90,13 @@ class BusInfo:
     received_bytes: int = 0
     """From all its clients since it was started, those of other runs too."""
     sent_bytes: int = 0
+    node: tuple[int, int] | None = None
+    """(used, maxmemory) of the node that is fullest, of those with a limit; None: of a single one, as above."""
+
+    @property
+    def fullest(self) -> tuple[int, int]:
+        """The same where there is one node too."""
+        return self.node or (self.used_bytes, self.maxmemory_bytes)
 
 
 class Keyed(Protocol):

@@ -7,17 +7,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
+from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.redis_memory import redis_bytes, redis_holds
+from diloco.pipeline.redis_memory import redis_bytes, redis_holds, round_bytes
 from diloco.pipeline.units import as_bytes
 
 OLDEST = (6, 2)
 """Version from which on a server has what scripts and streams need."""
 USERS_FROM = 7
 """Major version from which on a user's rights to read and to write are apart."""
-NEARLY_FULL = 0.9
-"""Share of maxmemory from which on it is warned of."""
+LEAST_FREE, MOST_FREE = 0.1, 0.25
+"""Shares of maxmemory between which lies what must be free, or it is warned of: room for a round of the run."""
 LEAST_LEARNERS = 4
 """A Redis must have room for the deltas of so many, or of a quorum: nobody knows how many learners will come."""
 KEEPS_KEYS = "noeviction"
@@ -101,14 +102,29 @@ def eviction(server: Server) -> Finding:
     )
 
 
-def fill(server: Server) -> Finding:
-    """How full it is."""
-    limit = server.maxmemory_bytes
-    if limit and (share := server.used_bytes / limit) >= NEARLY_FULL:
+def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding:
+    """How full a node is: the one rule, by which log, status, page, alert and doctor go.
+
+    Args:
+        used_bytes: of it.
+        maxmemory_bytes: 0: no limit.
+        a_round: bytes that a round of the run uploads to it (`redis_memory.round_bytes`); 0: not known.
+    """
+    free = maxmemory_bytes - used_bytes
+    least = min(max(LEAST_FREE * maxmemory_bytes, a_round), MOST_FREE * maxmemory_bytes)
+    if maxmemory_bytes and free <= least:
         return warning(
-            "Redis fill", f"Redis uses {share:.0%} of its maxmemory", "raise it; deltas are refused where it is full"
+            "Redis fill",
+            f"Redis should have {as_bytes(least)} free, and uses {used_bytes / maxmemory_bytes:.0%} of its maxmemory",
+            "raise it; deltas are refused where it is full",
         )
-    return ok("Redis fill", f"{as_bytes(server.used_bytes)} in use")
+    return ok("Redis fill", f"{as_bytes(used_bytes)} in use")
+
+
+def fill_of_run(info: BusInfo, elements: float, learners: int, sync: SyncSpec) -> Finding:
+    """`fill` of the fullest node of a run's bus. learners: that are live; a quorum at least is reckoned with."""
+    each = round_bytes(elements, max(learners, sync.quorum), sync.codec) / info.nodes
+    return fill(*info.fullest, each)
 
 
 def disk(server: Server) -> Finding:
@@ -146,8 +162,8 @@ def role(server: Server) -> Finding:
 
 
 def warnings(server: Server) -> Iterator[str]:
-    """What somebody should mend while a run goes on."""
-    yield from (str(found) for found in (eviction(server), fill(server), disk(server)) if found.level != "ok")
+    """What somebody should mend while a run goes on; besides, its `fill`, for which the run is to be known."""
+    yield from (str(found) for found in (eviction(server), disk(server)) if found.level != "ok")
 
 
 def room(maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 0, machine_bytes: int = 0) -> Finding:

@@ -1,9 +1,11 @@
 """The last look at a run, for the syncer's `/metrics`: who asks for them reads no bus. Pure."""
 
+import math
 from dataclasses import dataclass, field
 from statistics import median
 
 from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.status import LearnerStatus, present
@@ -22,11 +24,15 @@ class Reading:
     """None: none was taken yet."""
     merged_unix_s: dict[int, float] = field(default_factory=dict)
     """By fragment: when it was first seen at a higher version; before that, when it was first seen."""
+    rewound_unix_s: float = -math.inf
+    """When the bus was last found at an earlier state, by the tape: whichever syncer found it, in whichever life."""
     _versions: dict[int, int] = field(default_factory=dict)
 
     def see(self, look: Look) -> None:
         """Take the next look."""
         self.look = look
+        rewound = [one.unix_s for one in look.records if isinstance(one, Rewound)]
+        self.rewound_unix_s = max([self.rewound_unix_s, *rewound])
         running = look.status["phase"] == Phase.RUNNING
         for one in look.status["fragments"]:
             p, version = one["id"], one["version"]
@@ -54,8 +60,11 @@ class Reading:
         return max((heads.get(p, v) - v for p, v in enumerate(learner["versions"]) if v >= 0), default=0)
 
     def step_s(self) -> float | None:
-        """Of the usual learner that is live; if none is, of those that were."""
-        learners = self.learners()
+        """Of the usual learner that is live; if none is, of all that were: Redis keeps their last words.
+
+        An alert goes by it, which must not end because nobody is left.
+        """
+        learners = present(self.look.status["learners"]) if self.look is not None else []
         known = known_steps(one["step_s"] for one in learners if one["live"])
         known = known or known_steps(one["step_s"] for one in learners)
         return median(known) if known else None

@@ -10,10 +10,12 @@ and the rest "died" (or was lost before this part of a resumed run began). The r
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
-from diloco.pipeline.bus.ports import START, Bus, Clock
+from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock
+from diloco.pipeline.bus.server import fill_of_run
+from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
@@ -410,6 +412,11 @@ def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[
     return {seen.report.learner for seen in reports if _is_live(seen, live_s)}
 
 
+def redis_fill(info: BusInfo, spec: Spec, live: Collection[str]) -> Finding:
+    """How full the run's Redis is, as `server.fill_of_run`."""
+    return fill_of_run(info, layout_of(spec.tensors).elements, len(live), spec.sync)
+
+
 def _liveness(state: RunState | None, live_s: float | None) -> float:
     said = None if state is None else state.liveness_s
     return live_s or said or LIVE_S
@@ -429,7 +436,7 @@ async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> St
     if spec is not None:
         bus.use_groups(spec.sync.groups)
     evaluation, info = await _last_evaluation(bus, clock), await bus.info()
-    status, _, _ = await read_status_of(bus, clock, spec, evaluation, info.warnings, live_s)
+    status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, live_s)
     return status
 
 
@@ -438,7 +445,7 @@ async def read_status_of(
     clock: Clock,
     spec: Spec | None,
     evaluation: Evaluation | None,
-    bus_warnings: Sequence[str],
+    info: BusInfo,
     live_s: float | None,
 ) -> tuple[Status, list[Head | None], RunState | None]:
     """As `read_status`, for who knows what changes seldom; with the heads and the state that it is of.
@@ -451,6 +458,9 @@ async def read_status_of(
     holders = await bus.read_leases(range(len(heads)))
     reports = await bus.read_reports()
     state = await bus.read_state()
+    warnings = list(info.warnings)
+    if spec is not None and (found := redis_fill(info, spec, live_learners(reports, state))).level != "ok":
+        warnings.append(str(found))
     status = build_status(
         bus.keys.run,
         spec,
@@ -458,7 +468,7 @@ async def read_status_of(
         reports,
         heads,
         evaluation,
-        bus_warnings,
+        warnings,
         clock.unix(),
         _liveness(state, live_s),
         syncers,

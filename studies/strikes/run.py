@@ -112,7 +112,7 @@ async def run(
                 screen.note(f"{time.time() - launcher.began_s:7.1f} s  {text}")
 
             monkey = Monkey(draw(rules, for_s, settings.seed), children, server, proxy, note, settings.lose_tail)
-            async with left_in(folder.path, bus, settings, screen.note):
+            async with left_in(folder.path, bus, settings, screen.note, server.url):
                 launcher.start()
                 stop = asyncio.Event()
                 watching = asyncio.create_task(launcher.watch(stop))

@@ -155,7 +155,7 @@ async def serve(settings: SyncerProcess) -> int:
     if bus is None:
         return AGAIN_STATUS
     service = SyncerService(bus, LoopClock(), settings, metrics)
-    collector = Collector(bus, service.clock, service.nonce, settings.liveness_s)
+    collector = Collector(bus, service.clock, service.nonce, settings.liveness_s, redis_url=url)
     metrics.registry.register(RunMetrics(collector.reading, service.clock, service.leads))
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()

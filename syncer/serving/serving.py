@@ -12,6 +12,7 @@ from typing import Any
 
 import structlog
 
+from diloco.pipeline.bus.server import fill_of_run
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.pacing import merge_share, outer_room, slow_merges
@@ -241,10 +242,12 @@ class Serving:
         warned: frozenset[str] = frozenset()
         while True:
             await asyncio.sleep(BUS_LOOK_S)
-            warnings = frozenset((await self._bus.info()).warnings)
-            for warning in sorted(warnings - warned):
-                self._log.warning("bus_warning", detail=warning)
-            warned = warnings
+            info = await self._bus.info()
+            found = fill_of_run(info, self.context.layout.elements, len(self._watch.live()), self.context.sync)
+            told = {one: one for one in info.warnings} | ({} if found.level == "ok" else {found.about: str(found)})
+            for what in sorted(told.keys() - warned):
+                self._log.warning("bus_warning", detail=told[what])
+            warned = frozenset(told)
             await self._lost.spec()
 
     async def _keep_tape_short(self) -> None:

@@ -1,12 +1,13 @@
 """The page in a real headless Chromium, beside a toy run in real time: production service, exchange and HTTP side."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.run import Event
 from diloco.pipeline.view.page.collector import Collector, Update
 from diloco.pipeline.view.page.files import one_file
 from diloco.pipeline.view.page.model import Look, PageModel
@@ -188,6 +189,63 @@ async def test_nothing_sticks_out(page: Tab, width: int, theme: str) -> None:
         assert page.errors == []
 
 
+async def test_tile_axis_and_events_go_by_one_clock(page: Tab) -> None:
+    """The run's time: 0:00 is when it began. What was before is below it, and a lane that is drawn from there on does
+    not move it. The axis says so."""
+    joined = Event(name="learner_joined", who="l0", detail="", unix_s=1970.0)
+    async with page_of(Still(made_up(events=[joined]))) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.took.updates > 0 && diloco.charts.plots.has('fate')")
+        assert await page.value("diloco.model.coarse.begin") == 1970
+        assert await page.value("document.getElementById('tiles').lastElementChild.innerText") == "run time\n0:10"
+        assert await page.value("document.getElementById('events').textContent") == "-0:20  l0 joined"
+        last = "document.querySelector('#fate .u-legend .u-series').textContent"
+        await page.until(f"{last} === 'run time0:10'")
+        axis = "diloco.charts.plots.get('fate').axes[0].label"
+        assert await page.value(axis) == "run time (0:00: the run began)"
+
+
+async def test_one_of_a_kind_is_not_told_in_the_plural(page: Tab) -> None:
+    """A window that expects one learner, a syncer that serves one fragment, a learner with one fragment to adopt."""
+    async with page_of(Still(made_up())) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.took.updates > 0 && diloco.model.fragments.size === 2")
+        await page.value("import('/page/words.js').then((words) => { globalThis.words = words; }), 0")
+        await page.until("globalThis.words !== undefined")
+        row = "{...diloco.model.fragments.get('1'), expected: N, doubted: N, refused: N, interval: N}"
+        for number, told in (
+            (1, ["1 learner expected, 1 learner doubted, 1 delta refused so far", "interval 1 step;"]),
+            (2, ["2 learners expected, 2 learners doubted, 2 deltas refused so far", "interval 2 steps;"]),
+        ):
+            words = await page.value(f"words.fragmentWords('1', {row.replace('N', str(number))}, 0)")
+            assert all(one in words for one in told), words
+        learner = "words.learnerWords('l0', {...diloco.model.learners.get('l0'), behind: 1}, 0)"
+        assert "\n1 fragment to adopt" in await page.value(learner)
+        await page.value("diloco.model.patch({syncers: [{id: 's', leads: false, fragments: 1}]})")
+        await page.value("dispatchEvent(new Event('resize'))")
+        await page.until("document.getElementById('syncers').textContent === 's serves 1 fragment'")
+
+
+async def test_the_command_of_the_remedy_is_chosen_by_one_click(page: Tab) -> None:
+    """It stands for itself, so that it can be copied whole; where there is none there is no empty box."""
+    model = PageModel("run", "redis://:hunter2@10.0.0.5:6379")
+    model.see(Look(now_s=2000.0, status=build_status("run", None, None, [], [], None, [], 2000.0, 5.0, {"0": "s"})))
+    model.patch()
+    async with page_of(Still(model)) as address:
+        await page.open(address)
+        await page.until("document.getElementById('command').textContent !== ''")
+        assert await page.value("document.getElementById('do').textContent") == (
+            "Start one, with the password filled in:"
+        )
+        command = "DILOCO_REDIS_URL=redis://:PASSWORD@10.0.0.5:6379 diloco learner --run run"
+        assert await page.value("document.getElementById('command').textContent") == command
+        assert await page.value("getComputedStyle(document.getElementById('command')).userSelect") == "all"
+    async with page_of(Still(made_up())) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.took.updates > 0 && diloco.model.fragments.size === 2")
+        assert await page.value("getComputedStyle(document.getElementById('command')).display") == "none"
+
+
 class Still(Collector):
     """One that looks no more: its model is what it is."""
 
@@ -198,7 +256,7 @@ class Still(Collector):
         self._whole = Update(-1, b"")
 
 
-def made_up(text: str = "waits for l1") -> PageModel:
+def made_up(text: str = "waits for l1", events: Sequence[Event] = ()) -> PageModel:
     """Two learners and two fragments, of which one has an open window; `text` in all that is free text."""
     window = WindowView(state="collecting", attempt=0, members=("l0",), expected=2, reason=text, deadline_unix_s=None)
     heads = [samples.head(p, version=3, merged_tokens=50, window=window if p else samples.IDLE) for p in range(2)]
@@ -208,6 +266,6 @@ def made_up(text: str = "waits for l1") -> PageModel:
         "run", samples.spec(), state, reports, heads, None, [text], 2000.0, 5.0, {"0": text}, ["0"] * 2
     )
     model = PageModel("run")
-    model.see(Look(now_s=2000.0, status=status, began_s=1990.0))
+    model.see(Look(now_s=2000.0, status=status, began_s=1990.0, events=events))
     model.patch()
     return model

@@ -110,9 +110,9 @@ def test_a_page_beside_any_run(redis_server: str) -> None:
         assert 'src="/page/app.js"' in "".join(lines_of(address, "/", 30))
         lines = lines_of(address, "/page/events", 3)
         assert lines[1] == "event: snapshot\n"
-        assert json.loads(lines[2].removeprefix("data: "))["sentence"]["text"] == (
-            "The run has not begun: no learner has joined, no syncer is here either."
-        )
+        said = json.loads(lines[2].removeprefix("data: "))["sentence"]
+        assert said["text"] == "The run has not begun: no learner has joined, no syncer is here either."
+        assert said["command"] == f"diloco learner --run beside --redis-url {redis_server}"
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 0
     finally:

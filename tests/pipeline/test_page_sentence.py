@@ -8,7 +8,8 @@ import pytest
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.view.page.sentence import REMEDIES, Beside, patience_s, verdict
+from diloco.pipeline.view.page.joining import Way
+from diloco.pipeline.view.page.sentence import REMEDIES, Beside, Verdict, patience_s, verdict
 from diloco.pipeline.view.status import Status, build_status
 from tests import samples
 
@@ -50,6 +51,10 @@ def status(
 TWO = (samples.seen("l0"), samples.seen("l1"))
 
 
+def asked(said: Verdict) -> tuple[str, str]:
+    return said["do"], said["command"]
+
+
 def test_a_redis_that_does_not_answer() -> None:
     """Whatever was so before: nobody can know now. A hiccup is not worth a word."""
     said = verdict(status(TWO), Beside(away_s=12.0, away="BusUnavailable: refused"))
@@ -71,7 +76,7 @@ def test_a_run_that_nobody_has_joined(syncers: Sequence[str], where: str) -> Non
     found = build_status("my-run", None, None, [], [], None, [], NOW_S, 5.0, dict.fromkeys(syncers, "s"))
     said = verdict(found, Beside())
     assert said["text"] == f"The run has not begun: no learner has joined, {where}."
-    assert said["do"] == "Start one: diloco learner --run my-run"
+    assert asked(said) == ("Start one:", "diloco learner --run my-run")
 
 
 def test_learners_that_wait_for_a_syncer() -> None:
@@ -79,7 +84,7 @@ def test_learners_that_wait_for_a_syncer() -> None:
     found = build_status("my-run", samples.spec(), None, [seen], [None, None], None, [], NOW_S, 5.0, {})
     said = verdict(found, Beside())
     assert said["text"] == "1 learner waits for a syncer: nothing can be merged without one."
-    assert said["do"] == "Start one: diloco syncer --run my-run"
+    assert asked(said) == ("Start one:", "diloco syncer --run my-run")
     begins = build_status("my-run", samples.spec(), None, [seen], [None, None], None, [], NOW_S, 5.0, {"0": "s"})
     assert verdict(begins, Beside())["text"] == "The run begins: its first learner uploads the first parameters."
 
@@ -93,7 +98,7 @@ def test_heads_that_redis_has_lost() -> None:
 def test_no_syncer() -> None:
     said = verdict(status(TWO, syncers=()), Beside())
     assert said["text"] == "Nothing is merged, since no syncer is here; 2 learners train on."
-    assert said["do"] == "Start one: diloco syncer --run my-run"
+    assert asked(said) == ("Start one:", "diloco syncer --run my-run")
 
 
 def test_a_run_that_comes_to_its_end() -> None:
@@ -110,6 +115,7 @@ def test_a_finished_run() -> None:
         "level": "over",
         "text": "The run is finished: 2000 tokens in 1:00, 40% of them merged; global loss 1.5000.",
         "do": "",
+        "command": "",
     }
 
 
@@ -120,7 +126,7 @@ def samples_evaluation() -> Evaluation:
 def test_nobody_is_left() -> None:
     said = verdict(status([samples.seen("l0", age_s=75.0)]), Beside())
     assert said["text"] == "No learner is left, so nothing is trained: l0 (silent for 1:15)."
-    assert said["do"] == "Start one: diloco learner --run my-run"
+    assert asked(said) == ("Start one:", "diloco learner --run my-run")
     assert "all have left" in verdict(status([samples.seen("l0", left=True)]), Beside())["text"]
 
 
@@ -133,7 +139,7 @@ def test_a_quorum_that_cannot_be_met() -> None:
         "Nothing can be merged: a merge needs 3 learners, and 1 is live; missing: "
         "l1 (silent for 20 s), l2 (silent for 20 s), l3 (silent for 20 s) and 2 more."
     )
-    assert said["do"] == "Start 2 more: diloco learner --run my-run"
+    assert asked(said) == ("Start 2 more:", "diloco learner --run my-run")
 
 
 STUCK = Beside(unmerged_s=90.0)
@@ -185,7 +191,7 @@ def test_a_redis_that_is_nearly_full() -> None:
     said = verdict(status(TWO), Beside(redis_share=0.93))
     assert said["text"] == "Redis is 93% full: once it is, nothing can be published or merged."
     assert "maxmemory" in said["do"]
-    assert verdict(status(TWO), Beside(redis_share=0.5))["level"] == "well"
+    assert verdict(status(TWO), Beside())["level"] == "well"
 
 
 def test_merges_that_do_not_keep_up() -> None:
@@ -204,7 +210,9 @@ def test_a_run_that_goes_on_without_a_learner() -> None:
     assert said["text"].startswith(
         "The run goes on without l2 (silent for 12 s), and nobody waits: 2 learners train at"
     )
-    assert said["do"] == "Start it again: diloco learner --run my-run"
+    assert asked(said) == ("Start it again:", "diloco learner --run my-run --learner-id l2")
+    said = verdict(status([*seen, samples.seen("l4", age_s=12.0)]), Beside())
+    assert asked(said) == ("Start them again, each under its name:", "diloco learner --run my-run --learner-id l2")
 
 
 def test_a_run_that_is_well() -> None:
@@ -214,8 +222,61 @@ def test_a_run_that_is_well() -> None:
         "text": "The run is well: 2 learners train at 200 tokens/s, of which 32% are merged; "
         "25% of the budget is done, about 38 s are left.",
         "do": "",
+        "command": "",
     }
     new = status(TWO, heads=[samples.head(p) for p in range(2)])
     assert verdict(new, Beside())["text"] == (
         "The run begins well: 2 learners train at 200 tokens/s; first deltas are on their way."
     )
+
+
+FAR = "diloco learner --run my-run --redis-url redis://10.0.0.5:6379"
+
+
+@pytest.mark.parametrize(
+    ("url", "where", "command"),
+    [
+        ("redis://10.0.0.5:6379", "", FAR),
+        ("redis://10.0.0.5", "", FAR),
+        ("redis://10.0.0.5:7000/2", "", "diloco learner --run my-run --redis-url redis://10.0.0.5:7000/2"),
+        ("redis://[fd00::5]:6379", "", "diloco learner --run my-run --redis-url 'redis://[fd00::5]:6379'"),
+        (
+            "redis://127.0.0.1:6379",
+            " on this page's machine",
+            "diloco learner --run my-run --redis-url redis://127.0.0.1:6379",
+        ),
+        (
+            "unix:///tmp/a folder/redis.sock",
+            " on this page's machine, as its user (from others one can join a run that was started with --redis-port "
+            "or --redis-url)",
+            "diloco learner --run my-run --redis-url 'unix:///tmp/a folder/redis.sock'",
+        ),
+        (
+            "redis://:hunter2@10.0.0.5:6379",
+            ", with the password filled in",
+            "DILOCO_REDIS_URL=redis://:PASSWORD@10.0.0.5:6379 diloco learner --run my-run",
+        ),
+        (
+            "rediss://syncer:hunter2@db.example:6380/0?ssl_ca_certs=/home/me/hunter2.pem",
+            ", with user and password filled in, and your FILE",
+            "DILOCO_REDIS_URL=rediss://USER:PASSWORD@db.example:6380/0 DILOCO_REDIS_CA=FILE diloco learner "
+            "--run my-run",
+        ),
+        (
+            "redis://:<password>@<this machine>:6379",
+            ", with the password filled in, with this page's machine for HOST",
+            "DILOCO_REDIS_URL=redis://:PASSWORD@HOST:6379 diloco learner --run my-run",
+        ),
+        (
+            "redis://10.0.0.5:6379?password=hunter2",
+            ", with the password filled in",
+            "DILOCO_REDIS_URL=redis://:PASSWORD@10.0.0.5:6379 diloco learner --run my-run",
+        ),
+        ("redis://10.0.0.5:port", "", "diloco learner --run my-run"),
+    ],
+)
+def test_the_command_reaches_the_redis_of_the_run(url: str, where: str, command: str) -> None:
+    """By its address, as the page's server knows it. A password is named and never shown."""
+    said = verdict(status([samples.seen("l0", age_s=75.0)]), Beside(way=Way.of(url)))
+    assert asked(said) == (f"Start one{where}:", command)
+    assert "hunter2" not in str(said)

@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import Evaluation, Phase
+from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.page.collector import Collector
@@ -224,6 +225,37 @@ def test_a_fragment_is_unmerged_since_its_last_merge() -> None:
     assert unmerged(NOW_S + 20, (1, 6)) == {"0": 20, "1": 10}
     assert unmerged(NOW_S + 30, (2, 6)) == {"0": 0, "1": 20}
     assert unmerged(NOW_S + 40, (2, 6), Phase.DRAINING) == {"0": 0, "1": 0}
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["died", "left"])
+def test_a_round_is_known_as_long_as_the_run_is_not_finished(left: bool) -> None:
+    """Also when the last learner has gone long ago, and for a syncer that was started after that: else the alert that
+    nothing is merged would end by itself."""
+    for reading in (seen_before := Reading()), Reading():
+        if reading is seen_before:
+            reading.see(look([samples.seen("l0", step_s=0.2)]))
+        reading.see(look([samples.seen("l0", SHOWN_S + 3600, step_s=0.2, left=left)], NOW_S + SHOWN_S + 3600))
+        registry = shown(reading)
+        assert values(registry, "diloco_learner_steps_total") == {}
+        assert values(registry, "diloco_fragment_round_seconds") == {"0": pytest.approx(0.8), "1": pytest.approx(0.8)}
+    unmerged = values(shown(seen_before), "diloco_fragment_unmerged_seconds")
+    assert unmerged["0"] > 5 * 0.8
+
+
+def test_a_rewind_is_known_whoever_found_it_and_before_anybody_looked() -> None:
+    """By the tape: also of a syncer that found it at its start, before its metrics were first read, or that is gone."""
+
+    def since(reading: Reading, now_s: float) -> float:
+        return values(shown(reading, At(now_s)), "diloco_run_rewound_seconds")[""]
+
+    record = Rewound(fragment=0, version=3, was_version=5, unix_s=NOW_S - 20)
+    never, first = Reading(), Reading()
+    never.see(look([samples.seen()]))
+    assert since(never, NOW_S) == math.inf
+    first.see(replace(look([samples.seen()]), records=[record, samples.committed(unix_s=NOW_S)]))
+    assert since(first, NOW_S + 1) == 21
+    first.see(look([samples.seen()], NOW_S + 5))
+    assert since(first, NOW_S + 6) == 26, "the tape says it once"
 
 
 def test_what_a_peer_wrote_stays_within_its_label() -> None:

@@ -298,6 +298,7 @@ class RedisCalls:
             reply: Any = await client.execute_command("INFO", **targets)
         nodes = list(reply.values()) if self.cluster and "redis_version" not in reply else [reply]
         limits = [int(node.get("maxmemory", 0)) for node in nodes]
+        limited = [(int(node["used_memory"]), limit) for node, limit in zip(nodes, limits, strict=True) if limit]
         warnings = {warning for node in nodes for warning in server.warnings(server.Server.of(node))}
         return BusInfo(
             server_id="+".join(sorted(str(node["run_id"]) for node in nodes)),
@@ -309,6 +310,7 @@ class RedisCalls:
             warnings=tuple(sorted(warnings)),
             received_bytes=sum(int(node.get("total_net_input_bytes", 0)) for node in nodes),
             sent_bytes=sum(int(node.get("total_net_output_bytes", 0)) for node in nodes),
+            node=max(limited, key=lambda one: one[0] / one[1], default=None),
         )
 
     async def close(self) -> None:

@@ -23,7 +23,7 @@ from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.reading import Reading
-from diloco.pipeline.view.status import Status, read_status_of
+from diloco.pipeline.view.status import Status, read_status_of, redis_fill
 
 T = TypeVar("T")
 
@@ -51,7 +51,13 @@ class Collector:
     """Follows one run for as long as `run` goes on."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, epoch: str, live_s: float | None = None, idle_s: float = UNWATCHED_S
+        self,
+        bus: Bus,
+        clock: Clock,
+        epoch: str,
+        live_s: float | None = None,
+        idle_s: float = UNWATCHED_S,
+        redis_url: str = "",
     ) -> None:
         """Make one that has read nothing yet.
 
@@ -61,10 +67,11 @@ class Collector:
             epoch: letters and digits that no other collector has: numbers of updates are its own.
             live_s: a learner not heard from for this long is not live; None: what the run's syncers go by.
             idle_s: time between two looks while nobody follows.
+            redis_url: how the bus is reached: the page says how others can join, without its secrets.
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
         self._reader = RunReader(bus, clock, live_s)
-        self.model, self.reading = PageModel(bus.keys.run), Reading()
+        self.model, self.reading = PageModel(bus.keys.run, redis_url), Reading()
         self._updates: deque[Update] = deque()
         self._bytes = self._number = 0
         self._whole = Update(-1, b"")
@@ -167,7 +174,7 @@ class RunReader:
         self._cursors = {"events": START, "evaluations": START}
         self._evaluation: Evaluation | None = None
         self._info: BusInfo | None = None
-        self._asked_s = -INFO_S
+        self._asked_s = 0.0
 
     async def look(self) -> Look:
         """Read.
@@ -195,6 +202,7 @@ class RunReader:
             now_s=self._clock.unix(),
             status=status,
             info=self._info,
+            nearly_full=self._nearly_full(status),
             shares=self._shares,
             heads=[(head.fragment, head.version, head.digest) for head in heads if head is not None],
             began_s=None if state is None else state.started_unix_s,
@@ -216,11 +224,17 @@ class RunReader:
                 self._tape = {group: self._tape.get(group, START) for group in range(self._spec.sync.groups)}
 
     async def _status(self, evaluation: Evaluation | None) -> tuple[Status, list[Head | None], RunState | None]:
-        if (now := self._clock.now()) - self._asked_s >= INFO_S:
+        now = self._clock.now()
+        if self._info is None or now - self._asked_s >= INFO_S:
             self._info, self._asked_s = await self._bus.info(), now
-        warnings = self._info.warnings if self._info is not None else ()
-        given = self._spec, evaluation, warnings, self._live_s
+        given = self._spec, evaluation, self._info, self._live_s
         return await read_status_of(self._bus, self._clock, *given)
+
+    def _nearly_full(self, status: Status) -> bool:
+        live = {one["id"] for one in status["learners"] if one["live"]}
+        if self._spec is None or self._info is None:
+            return False
+        return redis_fill(self._info, self._spec, live).level != "ok"
 
     async def _news(self, stream: str, read: Callable[..., Awaitable[list[tuple[str, T]]]]) -> tuple[list[T], str]:
         at, found = self._cursors[stream], list[T]()

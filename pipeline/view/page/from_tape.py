@@ -9,7 +9,7 @@ from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
 from diloco.pipeline.units import count, duration
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.page.past import grown
-from diloco.pipeline.view.page.sentence import Verdict
+from diloco.pipeline.view.page.sentence import said
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, build_status
 
 NOTE = (
@@ -156,7 +156,7 @@ def model_of_tape(
         f"By its tape the run made {len(merges)} merges of {whose} in {duration(now_s - begun_s)}: "
         f"{count(sums['merged'])} tokens merged, {count(sums['rejected'])} rejected."
     )
-    return model.snapshot() | {"notes": [NOTE], "sentence": Verdict(level="over", text=text, do="")}
+    return model.snapshot() | {"notes": [NOTE], "sentence": said("over", text)}
 
 
 def _shares(layout: Layout | None, last: Mapping[int, Committed]) -> dict[int, float]:

@@ -14,8 +14,9 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
+from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, WindowLife, draw_record
-from diloco.pipeline.view.page.sentence import Beside, Verdict, verdict
+from diloco.pipeline.view.page.sentence import Beside, Verdict, said, verdict
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import LearnerStatus, Status, present
 
@@ -50,6 +51,8 @@ class Look:
     """Unix time."""
     status: Status
     info: BusInfo | None = None
+    nearly_full: bool = False
+    """Redis' memory, by `server.fill_of_run`."""
     shares: Mapping[int, float] = field(default_factory=dict)
     """Of the model, by fragment."""
     heads: Sequence[tuple[int, int, bytes]] = ()
@@ -67,8 +70,9 @@ class Look:
 class PageModel:
     """One run, as the page shows it."""
 
-    def __init__(self, run: str) -> None:
-        self._run = run
+    def __init__(self, run: str, redis_url: str = "") -> None:
+        """redis_url: how this server reaches the run's Redis; its secrets are not kept."""
+        self._run, self._way = run, Way.of(redis_url)
         self._times: tuple[Timeline, Timeline] | None = None
         """The last minutes, and the whole run."""
         self._shown, self._lives = Shown(MOST_LANES), dict[str, LearnerLife]()
@@ -80,6 +84,8 @@ class PageModel:
         self._still_s: float | None = None
         """Since when there was no merge."""
         self._outer_steps = 0
+        self._origin_s: float | None = None
+        """When the run began: 0:00 of all times that the page shows."""
         self._ended_s: dict[str, float] = {}
         self._status: Status | None = None
         self._over = False
@@ -88,7 +94,7 @@ class PageModel:
         """As the last patch left it."""
         self._new_marks: list[Model] = []
         self._losses_anew, self._new_losses = False, list[tuple[float, int, float]]()
-        self._next: Model = self._head(Verdict(level="note", text="Nothing is known of the run yet.", do=""), 0.0)
+        self._next: Model = self._head(said("note", "Nothing is known of the run yet."), 0.0)
 
     # --- looking ------------------------------------------------------------------------------------------
 
@@ -107,6 +113,8 @@ class PageModel:
             if isinstance(record, WindowChanged) and self._shown.fragment(record.fragment):
                 window = self._windows.setdefault(record.fragment, WindowLife())
                 window.opened = record.version, min(record.unix_s, now_s)
+        if look.began_s is not None:
+            self._origin_s = min(look.began_s, now_s)
         self._count(look)
         for event in look.events:
             if event.name in NAMES:
@@ -123,10 +131,10 @@ class PageModel:
             for one in self._times:
                 one.put(name, now_s, value)
         self._status = status
-        used = None if info is None or not info.maxmemory_bytes else info.used_bytes / info.maxmemory_bytes
+        full = info.fullest[0] / info.fullest[1] if info is not None and look.nearly_full else None
         unmerged_s = 0.0 if self._still_s is None else now_s - self._still_s
-        said = verdict(status, Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=used))
-        self._next = self._head(said, now_s) | {
+        beside = Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way)
+        self._next = self._head(verdict(status, beside), now_s) | {
             "totals": _totals(status, info),
             "learners": learners,
             "fragments": _fragments(status, now_s),
@@ -138,8 +146,8 @@ class PageModel:
 
     def away(self, now_s: float, since_s: float, error: str) -> None:
         """The bus could not be read."""
-        said = verdict(self._status, Beside(away_s=max(0.0, now_s - since_s), away=error))
-        self._next = self._next | self._head(said, now_s)
+        beside = Beside(away_s=max(0.0, now_s - since_s), away=error)
+        self._next = self._next | self._head(verdict(self._status, beside), now_s)
 
     def _begin(self, look: Look) -> None:
         """Draw what was before the first look."""
@@ -217,8 +225,14 @@ class PageModel:
 
     # --- telling ------------------------------------------------------------------------------------------
 
-    def _head(self, said: Verdict, now_s: float) -> Model:
-        return {"run": self._run, "now_s": round(now_s, 3), "sentence": said, "notes": self._notes}
+    def _head(self, sentence: Verdict, now_s: float) -> Model:
+        return {
+            "run": self._run,
+            "now_s": round(now_s, 3),
+            "origin_s": self._origin_s,
+            "sentence": sentence,
+            "notes": self._notes,
+        }
 
     def snapshot(self) -> Model:
         """All of it, as the last patch left it; without a patch there is nothing."""

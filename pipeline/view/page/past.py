@@ -85,10 +85,10 @@ def notes(records: Sequence[TapeRecord], status: Status, began_s: float, now_s: 
     found = []
     merged = [one for one in records if isinstance(one, Committed) and one.contributions]
     if status["outer_steps"] > len(merged):
-        earlier = status["outer_steps"] - len(merged)
         found.append(
-            f"The tape on Redis has the last {len(merged)} merges. {earlier} earlier ones are in the sums, not drawn: "
-            "with --tape-dir 10,000 entries stay there for each fragment group, without it those of ten minutes."
+            f"The tape on Redis has {len(merged)} of {status['outer_steps']} merges, the last ones. What is earlier is "
+            "in the sums, not drawn: with --tape-dir 10,000 entries stay there for each fragment group, without it "
+            "those of ten minutes."
         )
     if began_s < now_s - 5 and status["tokens"]:
         found.append(

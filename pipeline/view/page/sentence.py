@@ -5,12 +5,13 @@ What stands further up is worse, or makes what is below it moot: the first that 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from shlex import quote
 from statistics import median
 from typing import TypedDict
 
-from diloco.pipeline.bus.server import NEARLY_FULL
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.units import count, duration
+from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, present
 
 AWAY_S = 3.0
@@ -43,6 +44,8 @@ class Verdict(TypedDict):
     text: str
     do: str
     """What to do; "": nothing."""
+    command: str
+    """That does it, to be pasted; "": none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,9 @@ class Beside:
     refused: Mapping[str, int] = field(default_factory=dict)
     """Deltas refused since then, by reason."""
     redis_share: float | None = None
-    """Used of Redis' memory, where it has a limit."""
+    """Used of Redis' memory, where it is nearly full."""
+    way: Way = field(default_factory=Way)
+    """To the run's Redis."""
 
 
 def patience_s(status: Status) -> float:
@@ -81,7 +86,7 @@ def verdict(status: Status | None, beside: Beside) -> Verdict:
             "See that Redis runs and can be reached from here; syncers and learners find it again by themselves.",
         )
     if status is None:
-        return Verdict(level="note", text="Nothing is known of the run yet.", do="")
+        return said("note", "Nothing is known of the run yet.")
     return _of_run(status, beside)
 
 
@@ -91,20 +96,20 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
     if phase == Phase.FINISHED:
         return _finished(status)
     if not status["fragments"] and not status["tokens"]:
-        return _not_begun(status, learners)
+        return _not_begun(status, beside, learners)
     if phase == "waiting":
         return _bad(f"Nothing is merged: {status['reason']}.", "")
     if not status["syncers"]:
         return _bad(
             f"Nothing is merged, since no syncer is here; {_learners(len(live))} on.",
-            f"Start one: diloco syncer --run {status['run']}",
+            *_start(status, beside, "syncer"),
         )
     if phase in (Phase.DRAINING, Phase.CLOSING):
-        return Verdict(level="note", text=f"The run comes to its end ({status['reason']}): last deltas merge.", do="")
+        return said("note", f"The run comes to its end ({status['reason']}): last deltas merge.")
     if not live:
         return _bad(
             f"No learner is left, so nothing is trained: {_silent(learners) or 'all have left'}.",
-            f"Start one: diloco learner --run {status['run']}",
+            *_start(status, beside),
         )
     quorum = max((one["window"]["quorum"] for one in status["fragments"]), default=1)
     if quorum > len(live):
@@ -112,28 +117,23 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
         return _bad(
             f"Nothing can be merged: a merge needs {quorum} learners, and {len(live)} {_is(len(live))} live"
             f"{f'; missing: {silent}' if silent else ''}.",
-            f"Start {quorum - len(live)} more: diloco learner --run {status['run']}",
+            *_start(status, beside, what=f"Start {quorum - len(live)} more"),
         )
     if beside.unmerged_s > patience_s(status):
         return _nothing_merges(status, beside, live)
     return _merging(status, beside, learners, live)
 
 
-def _not_begun(status: Status, learners: Sequence[LearnerStatus]) -> Verdict:
-    run = status["run"]
+def _not_begun(status: Status, beside: Beside, learners: Sequence[LearnerStatus]) -> Verdict:
     if not learners:
         here = "a syncer waits" if status["syncers"] else "no syncer is here either"
-        return Verdict(
-            level="note",
-            text=f"The run has not begun: no learner has joined, {here}.",
-            do=f"Start one: diloco learner --run {run}",
-        )
+        return said("note", f"The run has not begun: no learner has joined, {here}.", *_start(status, beside))
     if not status["syncers"]:
         return _bad(
             f"{_learners(len(learners), 'waits', 'wait')} for a syncer: nothing can be merged without one.",
-            f"Start one: diloco syncer --run {run}",
+            *_start(status, beside, "syncer"),
         )
-    return Verdict(level="note", text="The run begins: its first learner uploads the first parameters.", do="")
+    return said("note", "The run begins: its first learner uploads the first parameters.")
 
 
 def _finished(status: Status) -> Verdict:
@@ -141,7 +141,7 @@ def _finished(status: Status) -> Verdict:
     more = f", {share:.0%} of them merged" if share is not None else ""
     more += f"; global loss {loss['loss']:.4f}" if loss is not None else ""
     text = f"The run is finished: {count(status['tokens'])} tokens in {_time(status['elapsed_s'])}{more}."
-    return Verdict(level="over", text=text, do="")
+    return said("over", text)
 
 
 def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus]) -> Verdict:
@@ -180,18 +180,18 @@ def _merging(
     status: Status, beside: Beside, learners: Sequence[LearnerStatus], live: Sequence[LearnerStatus]
 ) -> Verdict:
     """Well, with what is to be known all the same."""
-    if beside.redis_share is not None and beside.redis_share >= NEARLY_FULL:
-        return Verdict(
-            level="note",
-            text=f"Redis is {beside.redis_share:.0%} full: once it is, nothing can be published or merged.",
-            do="Raise its maxmemory; `diloco plan` says what the run needs.",
+    if beside.redis_share is not None:
+        return said(
+            "note",
+            f"Redis is {beside.redis_share:.0%} full: once it is, nothing can be published or merged.",
+            "Raise its maxmemory; `diloco plan` says what the run needs.",
         )
     if slow := next((one for one in status["warnings"] if one.startswith(SLOW)), ""):
-        return Verdict(level="note", text=f"{slow[:1].upper()}{slow[1:]}.", do="")
+        return said("note", f"{slow[:1].upper()}{slow[1:]}.")
     speed = sum(one["tokens_per_s"] for one in live)
     at = f"{_learners(len(live))} at {count(speed)} tokens/s"
     if not status["outer_steps"]:
-        return Verdict(level="well", text=f"The run begins well: {at}; first deltas are on their way.", do="")
+        return said("well", f"The run begins well: {at}; first deltas are on their way.")
     share = status["merged_share"]["recent"] or status["merged_share"]["since_start"]
     merged = f", of which {share:.0%} are merged" if share is not None else ""
     rest = ""
@@ -200,15 +200,28 @@ def _merging(
         rest = f"; {status['progress']:.0%} of the budget is done, about {_time(left_s)} are left"
     if silent := _silent(learners):
         text = f"The run goes on without {silent}, and nobody waits: {at}{merged}{rest}."
-        return Verdict(level="note", text=text, do=f"Start it again: diloco learner --run {status['run']}")
-    return Verdict(level="well", text=f"The run is well: {at}{merged}{rest}.", do="")
+        gone = [one["id"] for one in learners if not (one["live"] or one["left"])]
+        what = "Start it again" if len(gone) == 1 else "Start them again, each under its name"
+        do, command = _start(status, beside, what=what)
+        return said("note", text, do, f"{command} --learner-id {quote(gone[0])}")
+    return said("well", f"The run is well: {at}{merged}{rest}.")
 
 
 # --- words ---------------------------------------------------------------------------------------------
 
 
-def _bad(text: str, do: str) -> Verdict:
-    return Verdict(level="bad", text=text, do=do)
+def said(level: str, text: str, do: str = "", command: str = "") -> Verdict:
+    """A verdict; what is not given is nothing."""
+    return Verdict(level=level, text=text, do=do, command=command)
+
+
+def _bad(text: str, do: str, command: str = "") -> Verdict:
+    return said("bad", text, do, command)
+
+
+def _start(status: Status, beside: Beside, party: str = "learner", what: str = "Start one") -> tuple[str, str]:
+    """What to do, and the command that does it."""
+    return f"{what}{beside.way.where}:", beside.way.command(party, status["run"])
 
 
 def _is(count: int) -> str:

@@ -21,16 +21,16 @@ let chartsAt = -Infinity;
 let asked = false;
 /** Time that scripts have taken for the last update, ms, and how many there were: for who measures it. */
 export const took = { patch: 0, draw: 0, updates: 0, snapshots: 0 };
-Object.assign(globalThis, { diloco: { model, took } });
+Object.assign(globalThis, { diloco: { model, took, charts } });
 
 /** @returns {import("./lanes.js").Span} */
 function span() {
-  const origin = model.coarse.begin;
-  const end = Math.max(origin + 1, model.coarse.end, model.fine.end);
-  const whole = !shownSpan || end - origin <= shownSpan;
+  const first = model.coarse.begin;
+  const end = Math.max(first + 1, model.coarse.end, model.fine.end);
+  const whole = !shownSpan || end - first <= shownSpan;
   // While the last minutes are the whole run, they are the finer picture of it.
-  const times = !whole || model.fine.begin <= origin ? model.fine : model.coarse;
-  return { times, begin: whole ? origin : end - shownSpan, end, origin };
+  const times = !whole || model.fine.begin <= first ? model.fine : model.coarse;
+  return { times, begin: whole ? first : end - shownSpan, end, origin: model.origin };
 }
 
 function draw() {

@@ -16,7 +16,10 @@ export const FATES = [
   ["pending", "dots", "pending"],
   ["unsaid", "lines", "not merged, not told apart"],
 ];
-const HEIGHT = 200;
+const HEIGHT = 210;
+const BY_TIME = { label: "run time (0:00: the run began)",
+  incrs: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 604800] };
+const BY_TOKENS = { label: "trained tokens" };
 const BAD = ["killed", "died", "went silent"];
 
 /** @param {Times} times @param {string} name @param {number} from @param {number} to numbers of buckets
@@ -176,10 +179,11 @@ export class Charts {
         [0, 1.08 * (high || 1)] } },
       cursor: { drag: { x: false, y: false }, points: { show: false } },
       legend: { live: true },
-      series: [{ label: writeX === clock ? "time" : "tokens",
+      series: [{ label: writeX === clock ? "run time" : "tokens",
         value: (/** @type {any} */ _, /** @type {number|null} */ x) => (x == null ? "–" : writeX(x)) }, ...series],
       axes: [
-        { ...axis, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(writeX) },
+        { ...axis, ...(writeX === clock ? BY_TIME : BY_TOKENS), labelFont: axis.font, labelSize: 18, size: 32,
+          values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(writeX) },
         { ...axis, size: 62, values: (/** @type {any} */ _, /** @type {number[]} */ ticks) => ticks.map(write) },
       ],
       hooks: { draw: [(/** @type {any} */ u) => this.marks(u, writeX === clock)] },
@@ -192,7 +196,7 @@ export class Charts {
   /** Kills and joins: a line with a cross at its top, or a dash. @param {any} plot @param {boolean} byTime */
   marks(plot, byTime) {
     if (!this.model || !["fate", "loss"].includes(plot.root.parentElement?.id)) return;
-    const origin = this.model.coarse.begin;
+    const origin = this.model.origin;
     const { left, top, width, height } = plot.bbox;
     const pen = /** @type {CanvasRenderingContext2D} */ (plot.ctx);
     const scale = devicePixelRatio || 1;

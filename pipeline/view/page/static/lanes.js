@@ -5,6 +5,7 @@
 
 import { colour } from "./palette.js";
 import { Look } from "./layers.js";
+import { clock } from "./words.js";
 
 /** @typedef {import("./layers.js").Layer} Layer */
 /** @typedef {{name: string, lane: string, label: string, note: string, words: () => string}} Row */
@@ -228,7 +229,6 @@ export class Strips {
     const at = begin + (end - begin) * this.at;
     const bits = times.lanes.get(this.rows[this.row].lane)?.[Math.floor(at / times.step) - times.first] ?? 0;
     const said = this.layers.filter((one) => bits & one.bit).map((one) => one.label);
-    const seconds = Math.max(0, Math.round(at - origin));
-    return `\nat ${Math.floor(seconds / 60)}:${String(seconds % 60).padStart(2, "0")}: ${said.join("; ") || "nothing"}`;
+    return `\nat ${clock(at - origin)}: ${said.join("; ") || "nothing"}`;
   }
 }

@@ -84,7 +84,7 @@ export class Model {
   constructor() {
     this.run = "";
     this.now = 0;
-    this.sentence = { level: "note", text: "", do: "" };
+    this.sentence = { level: "note", text: "", do: "", command: "" };
     /** @type {string[]} */
     this.notes = [];
     /** @type {any} as `status.py` names it */
@@ -101,6 +101,13 @@ export class Model {
     this.losses = [];
     this.fine = new Times();
     this.coarse = new Times();
+    /** Unix time at which the run began; null: it has not. @type {number | null} */
+    this.origin_s = null;
+  }
+
+  /** Where all times that are shown begin. */
+  get origin() {
+    return this.origin_s ?? this.coarse.begin;
   }
 
   /** @param {any} all */
@@ -114,7 +121,7 @@ export class Model {
   /** @param {any} patch */
   patch(patch) {
     if (patch.now_s !== undefined) this.now = patch.now_s;
-    for (const name of /** @type {const} */ (["run", "sentence", "notes", "totals", "syncers"])) {
+    for (const name of /** @type {const} */ (["run", "origin_s", "sentence", "notes", "totals", "syncers"])) {
       if (patch[name] !== undefined) this[name] = patch[name];
     }
     for (const name of /** @type {const} */ (["learners", "fragments"])) {

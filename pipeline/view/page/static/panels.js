@@ -1,6 +1,6 @@
 /** What is said in words: the sentence, tiles, syncers, events, tables. All of it as text, never as HTML. */
 
-import { clock, counted, doing, percent, sized, windowWords } from "./words.js";
+import { clock, counted, doing, numbered, percent, sized, windowWords } from "./words.js";
 
 /** @typedef {import("./model.js").Model} Model */
 
@@ -35,12 +35,13 @@ function list(root, texts, tag = "li") {
 
 /** @param {Model} model */
 export function head(model) {
-  const { level, text, do: remedy } = model.sentence;
+  const { level, text, do: remedy, command } = model.sentence;
   document.title = `${SIGNS[level] ?? ""} ${model.run}`;
   put("name", model.run);
   put("sentence", text);
   put("sign", SIGNS[level] ?? "");
   put("do", remedy);
+  put("command", command ?? "");
   element("verdict").dataset.level = level;
   const totals = model.totals;
   put("phase", totals ? totals.phase + (totals.phase === "running" ? "" : ` (${totals.reason})`) : "");
@@ -66,7 +67,7 @@ function facts(model) {
     ["global loss", totals.evaluation ? totals.evaluation.loss?.toFixed(4) ?? "not a number" : "–"],
     ["deltas refused", refused || "none"],
     ["Redis", redis ? sized(redis.used) + (redis.most ? ` of ${sized(redis.most)}` : ", no limit") : "–"],
-    ["time", clock(totals.elapsed_s)],
+    ["run time", model.origin_s == null ? "not begun" : clock(totals.elapsed_s)],
   ];
 }
 
@@ -87,11 +88,10 @@ export function tiles(model) {
 /** @param {Model} model */
 export function lists(model) {
   const syncers = model.syncers.map((one) =>
-    `${one.id}${one.leads ? " leads, and" : ""} serves ${one.fragments} fragment${one.fragments === 1 ? "" : "s"}`);
+    `${one.id}${one.leads ? " leads, and" : ""} serves ${numbered(one.fragments, "fragment")}`);
   list(element("syncers"), syncers.length ? syncers : ["none is here"]);
-  const origin = model.coarse.begin;
   const events = model.marks.slice(-MOST_EVENTS).reverse().map((one) =>
-    `${clock(one.at_s - origin)}  ${one.who} ${one.what}${one.detail && !["joined", "left"].includes(one.what) ? `: ${one.detail}` : ""}`);
+    `${clock(one.at_s - model.origin)}  ${one.who} ${one.what}${one.detail && !["joined", "left"].includes(one.what) ? `: ${one.detail}` : ""}`);
   list(element("events"), events.length ? events : ["nothing yet"]);
 }
 

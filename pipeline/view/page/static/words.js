@@ -8,6 +8,11 @@ export function counted(number) {
   return number.toFixed(0);
 }
 
+/** @param {number} number @param {string} what @returns {string} '1 learner', '2 learners' */
+export function numbered(number, what) {
+  return `${number} ${what}${number === 1 ? "" : "s"}`;
+}
+
 /** @param {number} bytes @returns {string} */
 export function sized(bytes) {
   const units = ["B", "kB", "MB", "GB", "TB"];
@@ -60,7 +65,7 @@ export function learnerWords(name, row, now) {
     `${name}: ${doing(row, now)}${lives}`,
     `step ${row.step}, ${counted(row.tokens_per_s)} tokens/s${loss}`,
     `stood still in Learner.step for ${(100 * row.blocked).toPrecision(2)} % of its time`,
-    row.behind ? `${row.behind} fragments to adopt, version ${row.version}` : `all adopted, version ${row.version}`,
+    row.behind ? `${numbered(row.behind, "fragment")} to adopt, version ${row.version}` : `all adopted, version ${row.version}`,
     [row.host, row.device].filter(Boolean).join(", "),
   ].join("\n");
 }
@@ -84,16 +89,16 @@ export function windowWords(row, now) {
  */
 export function fragmentWords(name, row, now) {
   const more = [
-    row.expected ? `${row.expected} learners expected` : "",
+    row.expected ? `${numbered(row.expected, "learner")} expected` : "",
     row.attempt ? `attempt ${row.attempt + 1}` : "",
-    row.doubted ? `${row.doubted} learners doubted` : "",
-    row.refused ? `${row.refused} deltas refused so far` : "",
+    row.doubted ? `${numbered(row.doubted, "learner")} doubted` : "",
+    row.refused ? `${numbered(row.refused, "delta")} refused so far` : "",
   ].filter(Boolean);
   return [
     `fragment ${name}, version ${row.version}: ${windowWords(row, now)}`,
     row.reason,
     more.join(", "),
-    `interval ${row.interval} steps; last merge ${row.merge_s.toFixed(2)} s, outer step ${row.outer_s.toFixed(2)} s`,
+    `interval ${numbered(row.interval, "step")}; last merge ${row.merge_s.toFixed(2)} s, outer step ${row.outer_s.toFixed(2)} s`,
     row.owner ? `served by ${row.owner}` : "nobody serves it",
   ].filter(Boolean).join("\n");
 }

@@ -1,0 +1,60 @@
+"""The command that starts a party of a run, for whoever looks at its page to paste. Pure; it never has a secret."""
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+from diloco.pipeline.bus.tls import OPTIONS
+
+ANYWHERE = ("", "0.0.0.0", "::", "*", "<this machine>")  # noqa: S104  # named, not listened on
+HERE = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a party reaches the Redis of a run."""
+
+    url: str = ""
+    """Without secrets: names in capitals are to be filled in; "": not known."""
+    environ: Mapping[str, str] | None = None
+    """Variables that a party needs; None: the URL is no secret, and may be a flag."""
+    where: str = ""
+    """From where it goes, if not from everywhere; and what is to be filled in."""
+
+    @classmethod
+    def of(cls, url: str) -> "Way":
+        """That of a Redis URL as the page's server has it, whose secrets are left out; none of a malformed one."""
+        try:
+            parts = urlsplit(url)
+            host, port = parts.hostname or "", parts.port
+        except ValueError:
+            return cls()
+        options = dict(parse_qsl(parts.query))
+        fill, secret = "", bool(parts.password or options.get("password"))
+        if secret:
+            fill = ", with the password filled in" if not parts.username else ", with user and password filled in"
+        login = f"{'USER' if parts.username else ''}:PASSWORD@" if secret else ""
+        if parts.scheme == "unix":
+            shown = f"unix://{login}{parts.path}"
+            where = " on this page's machine, as its user"
+            where += " (from others one can join a run that was started with --redis-port or --redis-url)"
+        elif parts.scheme in ("redis", "rediss"):
+            where = " on this page's machine" if host in HERE else ""
+            if host in ANYWHERE:
+                host, fill = "HOST", fill + ", with this page's machine for HOST"
+            host = f"[{host}]" if ":" in host else host
+            shown = f"{parts.scheme}://{login}{host}:{port or 6379}{parts.path.rstrip('/')}"
+        else:
+            return cls()
+        files = {f"DILOCO_{name.upper()}": "FILE" for name, option in OPTIONS.items() if option in options}
+        environ = ({"DILOCO_REDIS_URL": shown} if secret else {}) | files
+        return cls(shown, environ if secret or files else None, where + fill + (", and your FILE" if files else ""))
+
+    def command(self, party: str, run: str) -> str:
+        """The one that starts a party."""
+        told = [f"{name}={shlex.quote(value)}" for name, value in (self.environ or {}).items()]
+        words = [*told, "diloco", party, "--run", run]
+        if self.url and "DILOCO_REDIS_URL" not in (self.environ or {}):
+            words += ["--redis-url", shlex.quote(self.url)]
+        return " ".join(words)
