@@ -68,7 +68,7 @@ class RedisSettings(Settings):
 
 def reached_at(settings: RedisSettings) -> str:
     """How others reach it, for people: its password is theirs to fill in."""
-    secret = "" if settings.redis_password is None else ":<password>@"
+    secret = "" if settings.redis_password is None else ":PASSWORD@"
     everywhere = settings.redis_bind in ("0.0.0.0", "::", "*")  # noqa: S104  # asked for, not listened on here
     where = "<this machine>" if everywhere else settings.redis_bind
     where = f"[{where}]" if ":" in where else where

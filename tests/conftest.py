@@ -24,6 +24,9 @@ from tests.world.campaign import quiet
 IMAGE = "redis:7"
 NO_DOCKER = "DILOCO_TEST_NO_DOCKER"
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a worker for each core; torch has not been imported yet
+
 
 @contextmanager
 def _container() -> Iterator[tuple[str | None, str]]:

@@ -29,7 +29,7 @@ def test_it_says_how_it_is_reached_and_serves_until_it_is_ended(number: int, sta
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
-            assert f"export DILOCO_REDIS_URL=redis://:<password>@127.0.0.1:{port}" in said
+            assert f"export DILOCO_REDIS_URL=redis://:PASSWORD@127.0.0.1:{port}" in said
             assert password not in said
             client = redis_py.Redis(port=port, password=password)
             assert client.ping()

@@ -67,8 +67,8 @@ def test_the_list_says_of_each_run_how_far_it_is_who_is_there_and_what_it_takes(
     held: Held, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held.begin()
-    held.on(lambda bus: bus.write_report(samples.report("l0", tokens=900)))
     held.on(lambda bus: bus.announce_syncer("aa" * 8, "s0", 30))
+    held.on(lambda bus: bus.write_report(samples.report("l0", tokens=900)))
     row = rows(held, capsys)[held.name]
     assert (row["phase"], row["tokens"], row["learners"], row["syncers"]) == ("waiting", 900, 1, 1)
     assert row["keys"] == len(held.backdoor.dump())
