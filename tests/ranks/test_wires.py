@@ -6,6 +6,7 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable, LeaseLost, RankGone, UsageError
 from diloco.workers.exchange.joining import meanwhile
 from diloco.workers.ranks import wires as wires_module
+from diloco.workers.ranks.joined import Rank
 from diloco.workers.ranks.lines import TcpLines, listen
 from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, TOLD_S, Wires
 
@@ -168,6 +170,27 @@ async def test_one_that_is_gone_as_all_leave_is_not_waited_for() -> None:
             with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
                 await question
         assert await wires[0].ask(2, "echo") == 0
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+async def test_a_learner_has_left_though_the_rank_that_said_so_is_killed_before_it_lets_the_others_go(
+    in_order: bool,
+) -> None:
+    """They end at once, and say how it left; they would wait for its next word until their time is over."""
+    async with wired(2) as (first, other):
+        nothing: Any = None
+        for one in (first, other):
+            rank = Rank(one, nothing, nothing, nothing, nothing)
+        first.tell(0, "left", 0)
+        first.tell(1, "left", 0)
+        leaving = asyncio.create_task(rank.hear_bye(3600))
+        await first.ask(1, "bye", in_order)
+        await asyncio.sleep(0)
+        assert not leaving.done()
+        first.leaving = True
+        for writer in first._writers.values():
+            writer.close()
+        assert await leaving is in_order
 
 
 @pytest.mark.parametrize("how", ["before it is called", "after"])

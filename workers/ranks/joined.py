@@ -65,7 +65,9 @@ class Rank:
         """The run was over as all joined."""
         self.wishes, self.parting, self.shards_told = Wishes(wires), Parting(wires), ShardsTold(wires)
         self.replicas = Replicas(wires)
-        self._bye: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._left_in_order: bool | None = None
+        """The learner's, once it has left."""
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
     def begin_with(self) -> list[tuple[int, int]]:
@@ -113,16 +115,16 @@ class Rank:
         """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
         ranks = range(self._wires.ranks)
         await asyncio.gather(*(self._wires.ask(rank, "bye", in_order) for rank in ranks))
-        gone = await asyncio.gather(*(self._wires.ask(rank, "go", in_order) for rank in ranks), return_exceptions=True)
+        gone = await asyncio.gather(*(self._wires.ask(rank, "go") for rank in ranks), return_exceptions=True)
         for error in gone:
             if isinstance(error, BaseException) and not isinstance(error, RankGone):
                 raise error
 
     async def _take_bye(self, _: int, in_order: bool) -> None:
-        self._wires.leaving = True
+        self._wires.leaving, self._left_in_order = True, in_order
 
-    async def _go(self, _: int, in_order: bool) -> None:
-        self._bye.set_result(in_order)
+    async def _go(self, _: int) -> None:
+        self._gone.set_result(None)
 
     async def hear_bye(self, within_s: float) -> bool:
         """Wait for rank 0's; whether the learner left in order.
@@ -131,11 +133,17 @@ class Rank:
             RankGone: it did not come, or a rank has not left its loop.
         """
         await self.parting.all_leave()
+        lost = asyncio.create_task(self._wires.until_gone(0))
         try:
             async with asyncio.timeout(within_s):
-                return await self._bye
+                await asyncio.wait({self._gone, lost}, return_when=asyncio.FIRST_COMPLETED)
+                if self._left_in_order is None:  # rank 0 was lost before: the wires end all
+                    await self._gone
         except TimeoutError:
             raise RankGone("rank 0 of this learner has not left in time") from None
+        finally:
+            lost.cancel()
+        return bool(self._left_in_order)
 
 
 @dataclass(slots=True)

@@ -55,6 +55,8 @@ class Wires:
         self._asked: dict[int, tuple[int, asyncio.Future[Any]]] = {}
         """Question -> the rank that was asked, and its answer."""
         self._tasks = set[asyncio.Task[Any]]()
+        self._hearing: dict[int, asyncio.Task[None]] = {}
+        """Rank -> what hears it, until its connection ends."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.leaving = False
         """From now on the others may go."""
@@ -78,7 +80,7 @@ class Wires:
         """
         for other, (reader, writer) in (await self._lines.connect()).items():
             self._writers[other] = writer
-            self.go_on(self._hear(other, reader))
+            self._hearing[other] = self.go_on(self._hear(other, reader))
         return self
 
     async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -152,6 +154,10 @@ class Wires:
             DilocoError: what a handler that nobody waits for has failed by.
         """
         await self._broken
+
+    async def until_gone(self, rank: int) -> None:
+        """Wait for the end of the connection to another rank; if it came too early, `watch` raises too."""
+        await asyncio.wait({self._hearing[rank]})
 
     async def ask(self, rank: int, what: str, *said: Any, vector: Float32 | None = None) -> Any:
         """Have a rank do something; its answer.
