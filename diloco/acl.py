@@ -13,6 +13,7 @@ from pathlib import Path
 
 from diloco.pipeline.bus import acl
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import party_name
 
 HEADER = """\
 # Users of a Redis 7 for Decoupled DiLoCo: each party may do what it does, and nothing else. Made by `diloco acl`.
@@ -85,8 +86,10 @@ def make(run: str, learners: list[str], passwords: Path | None) -> str:
         UsageError: a name cannot be one, occurs twice, or a password is missing.
     """
     for name in (*learners, *(() if run == "*" else (run,))):
-        if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
-            raise UsageError(f"{name!r} cannot be a name: letters, digits, '.', '_' and '-', 64 at most")
+        try:
+            party_name(name)
+        except ValueError as error:
+            raise UsageError(f"{name!r} {error}") from None
     names = [variable(user.name) for user in acl.users(run, learners)]
     if len(set(names)) < len(names):
         raise UsageError("two learners would have their passwords in the same variable: choose names that differ more")

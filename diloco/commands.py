@@ -5,14 +5,15 @@ Heavy parts (torch, matplotlib, Redis) are imported by the commands that need th
 
 import importlib
 import os
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import structlog
 import typer
 
 from diloco.extras import load_extra
-from diloco.options import WatchProcess, takes
+from diloco.options import SettingsCommand, WatchProcess, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
@@ -127,10 +128,28 @@ Html = Annotated[
     Path | None, typer.Option("--html", metavar="FILE", help="Write the run's page to this file, and print its address")
 ]
 Web = Annotated[bool, typer.Option("--web", help="As a page for browsers")]
+WATCH_S = 2
+
+
+class _Watching(SettingsCommand):
+    """`--watch` may stand without a number, which typer knows of no option."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """What is no number is not taken for one: it may be the folder."""
+        following = [*args[1:], ""]
+        for at in reversed([at for at, one in enumerate(args) if one == "--watch"]):
+            if not re.fullmatch(r"[-+]?\.?[0-9][0-9.]*[a-z]*", following[at]):
+                args = [*args[: at + 1], str(WATCH_S), *args[at + 1 :]]
+        return super().parse_args(ctx, args)
+
+
 Every = Annotated[
     int | None,
     typer.Option(
-        "--watch", metavar="SECONDS", min=1, help="Again after so many seconds, until the run is finished or Ctrl-C"
+        "--watch",
+        metavar="[SECONDS]",
+        min=1,
+        help=f"Again after so many seconds ({WATCH_S} if none are given), until the run is finished or Ctrl-C",
     ),
 ]
 To = Annotated[
@@ -149,6 +168,9 @@ def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False
     """Show a live run, or the report of a finished one."""
     logs.configure(settings.log_level)
     importlib.import_module("diloco.status").show(settings, folder, as_json, watch)
+
+
+status.cls = _Watching  # type: ignore[attr-defined]  # instead of that of `takes`
 
 
 @takes(WatchProcess)

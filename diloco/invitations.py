@@ -28,7 +28,7 @@ from diloco.pipeline.bus.redis.users import RedisUsers, connect_users
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import USERS_FROM
 from diloco.pipeline.errors import DilocoError, NotPermitted, UsageError
-from diloco.pipeline.messages.wire import PartyId
+from diloco.pipeline.messages.wire import PartyId, party_name
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
 
@@ -262,9 +262,9 @@ def _join(
 
 def _name(name: str) -> str:
     try:
-        return Invitation(url="redis://h", run="r", learner=name).learner
-    except ValidationError:
-        raise UsageError(f"{name!r} cannot be a name: letters, digits, '.', '_' and '-', 64 at most") from None
+        return party_name(name)
+    except ValueError as error:
+        raise UsageError(f"{name!r} {error}") from None
 
 
 @asynccontextmanager

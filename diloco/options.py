@@ -299,7 +299,7 @@ def check(settings: RunProcess) -> None:
         whose = "" if settings.resume is None else " (the resumed run's, unless you say where it is now: --data)"
         raise UsageError(f"data={settings.data!r}: no such file or folder here{whose}")
     if settings.http_port and settings.http_port + settings.syncers - 1 > 65535:
-        raise UsageError(f"http_port={settings.http_port}: each of {settings.syncers} syncers takes one more port")
+        raise UsageError(f"http_port={settings.http_port}: each syncer takes one more port, and 65535 is the last")
     if settings.redis_url is not None and settings.redis_port is not None:
         raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
 

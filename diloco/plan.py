@@ -17,7 +17,7 @@ from diloco.pipeline.messages.wire import MOST_STEPS, Codec, GlobalCodec, OuterN
 from diloco.pipeline.needs import CHOSEN, Needs, Site, needs_of, pace_of, params_of
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, Precision
 from diloco.pipeline.settings import SyncSettings, defaults
-from diloco.pipeline.units import as_bytes, as_rate, written
+from diloco.pipeline.units import as_bytes, as_rate, counted, written
 
 USUAL = defaults(SyncSettings) | defaults(RunSettings)
 
@@ -115,7 +115,7 @@ def command(
     except OverflowError:
         raise UsageError("no plan has numbers of this size: look at --params, --link and --merge-rate") from None
     console = Console()
-    console.print(choices(needs, f"{needs.learners} learners, {written(settings.params)} parameters"))
+    console.print(choices(needs, f"{counted(needs.learners, 'learner')}, {written(settings.params)} parameters"))
     console.print(needs.lines())
     console.print(
         "all of it is computed from what you gave and from constants, and nothing was measured here: `diloco doctor` "

@@ -27,11 +27,12 @@ from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.process import lifecycle, logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
-from diloco.pipeline.units import as_bytes, count, duration, parse_count
-from diloco.pipeline.view.status import Status, present, read_status
+from diloco.pipeline.units import as_bytes, count, counted, duration, parse_count
+from diloco.pipeline.view.status import AWAITED, Status, present, read_status
 
 LOOK_S = 1.0
 UNREADABLE = "unreadable"
+NOT_PERMITTED = "not permitted"
 
 
 class RunRow(TypedDict):
@@ -39,7 +40,10 @@ class RunRow(TypedDict):
 
     run: str
     phase: str
-    """Of `Phase`; "waiting": nobody has trained yet; "unreadable": damaged, or of another release."""
+    """Of `Phase`; "waiting": see the reason; "unreadable": damaged, or of another release; "not permitted": to this
+    user."""
+    reason: str
+    """Of the phase."""
     tokens: int
     budget_tokens: int
     age_s: float | None
@@ -102,7 +106,8 @@ async def _rows(url: str) -> list[RunRow]:
 async def _row(url: str, run: str, taken: Taken) -> RunRow:
     row: RunRow = {
         "run": run,
-        "phase": UNREADABLE,
+        "phase": UNREADABLE if taken.permitted else NOT_PERMITTED,
+        "reason": "",
         "tokens": 0,
         "budget_tokens": 0,
         "age_s": None,
@@ -112,6 +117,8 @@ async def _row(url: str, run: str, taken: Taken) -> RunRow:
         "keys": taken.keys,
         "bytes": taken.bytes,
     }
+    if not taken.permitted:
+        return row
     clock = LoopClock()
     async with open_bus(url, run) as bus:
         try:
@@ -119,7 +126,8 @@ async def _row(url: str, run: str, taken: Taken) -> RunRow:
         except BadMessage:
             row["syncers"] = await _syncers_at_work(bus)
             return row
-    row["phase"], row["tokens"], row["budget_tokens"] = status["phase"], status["tokens"], status["budget_tokens"]
+    row["phase"], row["reason"] = status["phase"], status["reason"]
+    row["tokens"], row["budget_tokens"] = status["tokens"], status["budget_tokens"]
     row["age_s"] = None if state is None else max(0.0, clock.unix() - state.started_unix_s)
     row["quiet_s"] = min((one["age_s"] for one in status["learners"]), default=None)
     row["learners"] = sum(one["live"] for one in present(status["learners"]))
@@ -135,13 +143,18 @@ async def _syncers_at_work(bus: Bus) -> int:
     return held
 
 
+def _state(row: RunRow) -> str:
+    """The phase, or what is waited for."""
+    return row["reason"] if row["reason"].startswith(AWAITED) else row["phase"]
+
+
 def _table(rows: list[RunRow]) -> Fitting:
     tokens = [
         f"{count(row['tokens'])} of {count(row['budget_tokens'])}" if row["budget_tokens"] else "-" for row in rows
     ]
     columns = {
         "run": [row["run"] for row in rows],
-        "state": [row["phase"] for row in rows],
+        "state": [_state(row) for row in rows],
         "tokens": tokens,
         "learners": [str(row["learners"]) for row in rows],
         "syncers": [str(row["syncers"]) for row in rows],
@@ -193,7 +206,10 @@ async def _idle(url: str, name: str, taken: Taken) -> RunRow:
         UsageError: somebody is.
     """
     row = await _row(url, name, taken)
-    if at_work := [f"{row[kind]} {kind}" for kind in ("learners", "syncers") if row[kind]]:
+    if row["phase"] == NOT_PERMITTED:
+        raise UsageError(f"run {name!r} has keys that this user may not look at: take the operator of that run")
+    here = {"learner": row["learners"], "syncer": row["syncers"]}
+    if at_work := [counted(number, kind) for kind, number in here.items() if number]:
         raise UsageError(
             f"run {name!r} is {row['phase']}, {' and '.join(at_work)} at work on it: end it first, by "
             f"`diloco finish --run {name}`, or stop them"

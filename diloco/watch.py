@@ -30,7 +30,7 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
     if web == (to is not None):
         raise UsageError(
             "say how, one of both: `diloco watch --web` serves a page, `--to tensorboard` or `--to wandb` writes "
-            "curves; in a terminal: diloco status --watch 2"
+            "curves; in a terminal: diloco status --watch"
         )
     if into is not None and to is None:
         raise UsageError("--into is the folder of --to: leave it out, or say where to")

@@ -27,6 +27,7 @@ from diloco.pipeline.messages.wire import (
     GlobalCodec,
     MergeName,
     OuterName,
+    PartyName,
     WeightsName,
 )
 from diloco.pipeline.sources import ENV_PREFIX, NEAR, nearest, read_file
@@ -132,7 +133,7 @@ class ServerSettings(Settings):
 class BusSettings(ServerSettings):
     """How a party reaches its run."""
 
-    run: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of the run on that Redis")
+    run: PartyName = Field("run", description="Name of the run on that Redis")
 
 
 class SyncSettings(Settings):
@@ -250,11 +251,7 @@ class TrainerSettings(Settings):
 class LearnerSettings(Settings):
     """One learner process."""
 
-    learner_id: str | None = Field(
-        None,
-        pattern=r"^[A-Za-z0-9._-]{1,64}$",
-        description="Name of this learner, unique in its run (default: made up)",
-    )
+    learner_id: PartyName | None = Field(None, description="Name of this learner, unique in its run (default: made up)")
     device: str = Field("auto", pattern=DEVICES, description="auto, cpu, cuda, cuda:N, mps; of ranks cuda:0+cuda:1")
     threads: int | None = Field(
         None, ge=1, le=4096, description="Torch threads (default: all usable cores, which those of `diloco run` share)"
@@ -302,9 +299,7 @@ class HttpSettings(Settings):
 class SyncerSettings(HttpSettings):
     """One syncer process."""
 
-    syncer_id: str | None = Field(
-        None, pattern=r"^[A-Za-z0-9._-]{1,64}$", description="Name of this syncer (default: made up)"
-    )
+    syncer_id: PartyName | None = Field(None, description="Name of this syncer (default: made up)")
     lease_s: Duration = Field(LEASE_S, gt=0.1, description="How long a lease lasts without being renewed")
     liveness_s: Duration = expert(
         default_factory=_following(1, LEASE_S),

@@ -121,3 +121,8 @@ def count(number: float) -> str:
         if number >= limit:
             return f"{number / (1e3 if suffix == 'k' else limit):.{digits}f}{suffix}"
     return f"{number:.0f}"
+
+
+def counted(number: int, what: str) -> str:
+    """'1 learner', '2 learners', '0 learners'."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

@@ -23,7 +23,7 @@ from diloco.pipeline.pacing import Pace as MergePace
 from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, TRAINING_BYTES, learner_bytes, syncer_bytes
 from diloco.pipeline.redis_memory import CODECS, round_bytes
-from diloco.pipeline.units import as_bytes, as_rate, written
+from diloco.pipeline.units import as_bytes, as_rate, counted, written
 
 PARTIES = ("syncer", "learner", "evaluator", "viewer")
 NAMED = {**{party: party for party in PARTIES}, INVITED: "learner"}
@@ -240,7 +240,7 @@ def needs(run: Run, site: Site, outer_s: float = 0.0) -> Needs:
 
 def quorum(live: int, needed: int) -> Finding:
     """Whether as many learners are live as a merge needs."""
-    found = f"a merge needs {needed} learners, {live} live"
+    found = f"a merge needs {counted(needed, 'learner')}, {live} live"
     if live < needed:
         return warning("quorum", f"{found}: nothing is merged", "start as many as are missing, under the run's name")
     return ok("quorum", found)
@@ -356,7 +356,7 @@ def plan(run: Run, site: Site) -> Finding:
     sync = run.sync
     has = f"H = {sync.sync_interval}, P = {sync.fragments}, {sync.codec} deltas"
     name = "a run" if run.live is None else "the run"
-    found = f"{name} of {written(float(f'{run.params:.3g}'))} parameters, {run.learners} learners, has {has}"
+    found = f"{name} of {written(float(f'{run.params:.3g}'))} parameters, {counted(run.learners, 'learner')}, has {has}"
     if run.step_s is None:
         return ok("plan", f"{found}; with --step-time it is judged whether line and merges keep up")
     planned = pace_of(site, run.learners, sync.overlap_steps, "auto", sync.global_codec, sync.outer)

@@ -27,7 +27,7 @@ from diloco.pipeline.needs import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
 from diloco.pipeline.settings import defaults
-from diloco.pipeline.units import Amount, Span
+from diloco.pipeline.units import Amount, Span, counted
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco.workers.trainer.models.sizes import SIZES, size_table
 
@@ -278,5 +278,5 @@ def closing(findings: list[Finding]) -> str:
     count = {level: sum(finding.level == level for finding in findings) for level in COLOURS}
     if not count["error"] and not count["warning"]:
         return f"all {count['ok']} findings are ok"
-    words = [f"{n} {level}{'s' * (n != 1)}" for level, n in count.items() if n and level != "ok"]
+    words = [counted(n, level) for level, n in count.items() if n and level != "ok"]
     return f"{' and '.join(words)}, {count['ok']} ok"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.units import counted
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _GPU = re.compile(r"(?:cuda:)?(\d{1,4})")
@@ -77,7 +78,7 @@ def told(places: Sequence[Place]) -> str:
         return ""
     if len(devices) == len(places):
         return f"a device for each learner: {', '.join(devices)}"
-    return f"{len(places)} learners share {len(devices)} device{'s' * (len(devices) > 1)} in turn: {', '.join(devices)}"
+    return f"{counted(len(places), 'learner')} share {counted(len(devices), 'device')} in turn: {', '.join(devices)}"
 
 
 def _place(asked: str, item: str, gpus: Sequence[str]) -> Place:

@@ -20,7 +20,7 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from diloco.pipeline.units import count, duration
+from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.shares import MergedShare
 from diloco.pipeline.view.status import LearnerStatus, OuterStep, Status, TokensLost, present
 
@@ -168,7 +168,7 @@ def refusals(by_reason: dict[str, int]) -> str:
     """'12 deltas (8 non_finite, 4 absurd_norm)'."""
     total = sum(by_reason.values())
     ordered = sorted(by_reason.items(), key=lambda item: (-item[1], item[0]))
-    return f"{total} delta{'s' if total > 1 else ''} ({', '.join(f'{n} {reason}' for reason, n in ordered)})"
+    return f"{counted(total, 'delta')} ({', '.join(f'{n} {reason}' for reason, n in ordered)})"
 
 
 def _outer_step(found: OuterStep) -> str:
@@ -244,8 +244,7 @@ def plain_line(status: Status) -> str:
     parts = [
         f"{status['phase']} {100 * min(1.0, status['progress']):.0f}%",
         f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens",
-        f"{len(live)} learner{'s' * (len(live) != 1)} live at "
-        f"{count(sum(learner['tokens_per_s'] for learner in live))} tokens/s",
+        f"{counted(len(live), 'learner')} live at {count(sum(learner['tokens_per_s'] for learner in live))} tokens/s",
         f"loss {_loss(sum(losses) / len(losses) if losses else None)}",
         f"global validation loss {_loss(evaluation['loss'] if evaluation else None)}",
         f"outer steps {status['outer_steps']}",

@@ -14,6 +14,7 @@ from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.units import counted
 from diloco.syncer.checkpoints.loading import is_of
 from diloco.syncer.checkpoints.places import Place
 
@@ -70,7 +71,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     shown = ("learner_killed", "learner_started", "learner_died", "syncer_died")
     kept = [event for event in report["events"] if event["name"] in shown]
     loss = report["global_val_loss"]
-    title = f"{outcome.method}, {len(report['learners'])} learners: global validation loss"
+    title = f"{outcome.method}, {counted(len(report['learners']), 'learner')}: global validation loss"
     draw(report["evaluations"], kept, title if loss is None else f"{title} {loss:.3f}", ledger_line(report), picture)
     _write(report | {"sample": text, "plot": str(picture)}, settings, folder)
     if text is not None:

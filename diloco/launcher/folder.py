@@ -107,6 +107,14 @@ class Folder:
         """The report."""
         return self.path / REPORT_FILE
 
+    def identity(self) -> tuple[int, int] | None:
+        """Of the folder itself, which it keeps under another name; None: nothing is there."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
     def make(self, settings: RunProcess, url: str | None = None) -> None:
         """Make it, empty but for settings and where the run is; what is in it, which `choose` let pass, is deleted.
 

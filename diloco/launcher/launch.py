@@ -164,8 +164,11 @@ class Child:
 
     def tail(self, lines: int = TAIL_LINES) -> str:
         """The last lines of its log."""
-        with self.log.open(errors="replace") as log:
-            return "".join(deque(log, maxlen=lines)).rstrip()
+        try:
+            with self.log.open(errors="replace") as log:
+                return "".join(deque(log, maxlen=lines)).rstrip()
+        except OSError as error:  # it was deleted
+            return f"({error.strerror})"
 
     def obituary(self) -> str:
         """How it ended, with its last log lines."""

@@ -10,7 +10,7 @@ from diloco.launcher.display import merged_share
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.tape import Rejected, TapeRecord
-from diloco.pipeline.units import count, duration
+from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.ledger import (
     CAUSES,
     Account,
@@ -149,8 +149,10 @@ def _rejected_of_others(kill: Kill, records: Sequence[TapeRecord], layout: Layou
     return {span: round(lost / layout.elements) for span, lost in spans.items()}
 
 
-def _demo(kill: Kill, parts: Sequence[Account], records: Sequence[TapeRecord], layout: Layout) -> dict[str, Any]:
-    """What the kill cost the others, and what it cost the run."""
+def _demo(
+    kill: Kill, parts: Sequence[Account], sums: Totals, records: Sequence[TapeRecord], layout: Layout
+) -> dict[str, Any]:
+    """What the kill cost the others, and what it cost the run. sums: of all parts."""
     mine = [part for part in parts if (part.learner, part.incarnation) == (kill.learner, kill.incarnation)]
     others = totals((part for part in parts if part.learner != kill.learner), layout)
     section = {
@@ -162,11 +164,13 @@ def _demo(kill: Kill, parts: Sequence[Account], records: Sequence[TapeRecord], l
         "others_rejected": _rejected_of_others(kill, records, layout),
     }
     if mine:
-        cost = totals(mine, layout)
+        cost, rest = totals(mine, layout), totals((part for part in parts if part not in mine), layout)
+        died = max(0, sums.lost["died"] - rest.lost["died"])  # rounded apart, it and the rest may not be the whole
         section["run_lost"] = {
             "trained_tokens": cost.tokens,
             "merged_tokens": cost.merged,
             **{cause: cost.lost[cause] for cause in ("overwritten", "rejected", "died", "pending")},
+            "died": died,
             "not_merged_tokens_by_fragment": not_merged_by_fragment(mine[0], layout),
         }
     return section
@@ -235,7 +239,7 @@ def build(outcome: Outcome) -> Report:
             for one in outcome.evaluations
         ],
         "events": _events(outcome),
-        "demo": _demo(outcome.kill, parts, outcome.records, outcome.layout)
+        "demo": _demo(outcome.kill, parts, sums, outcome.records, outcome.layout)
         if outcome.kill and outcome.layout
         else None,
         "resumed_from": None
@@ -283,20 +287,27 @@ def ledger_line(report: Report) -> str:
     return f"{report['tokens']} trained = " + " + ".join(shown)
 
 
-def _learners(rows: Sequence[dict[str, Any]]) -> str:
-    """'4 learners', '2 learners of 2 ranks', '3 learners of 1 to 2 ranks'."""
+def _learners(rows: Sequence[dict[str, Any]], started: int | None) -> str:
+    """'4 learners', '2 learners of 2 ranks', '3 learners of 1 to 2 ranks', '3 learners (2 started here, 1 joined)'.
+
+    started: by the launcher; None: not known.
+    """
     least, most = (choose((row.get("ranks", 1) for row in rows), default=1) for choose in (min, max))
     ranks = "" if most == 1 else f" of {most} ranks" if least == most else f" of {least} to {most} ranks"
-    return f"{len(rows)} learner{'s' * (len(rows) != 1)}{ranks}"
+    joined = 0 if started is None else max(0, len(rows) - started)
+    whence = f" ({started} started here, {joined} joined)" if joined else ""
+    return f"{counted(len(rows), 'learner')}{ranks}{whence}"
 
 
 def summary(report: Report) -> str:
     """A few lines for people."""
     loss = report["global_val_loss"]
     blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
+    learners = _learners(report["learners"], report["settings"].get("learners"))
     lines = [
-        f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {_learners(report['learners'])}, "
-        f"{count(report['tokens'])} tokens in {duration(report['wall_s'])}, {report['outer_steps']} outer steps",
+        f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {learners}, "
+        f"{count(report['tokens'])} tokens in {duration(report['wall_s'])}, "
+        f"{counted(report['outer_steps'], 'outer step')}",
         f"global validation loss {'-' if loss is None else f'{loss:.4f}'} nats per token",
         f"tokens: {ledger_line(report)}",
         *([f"merged share {merged_share(report['merged_share'])}"] if report.get("merged_share") else []),

@@ -99,6 +99,10 @@ class Launcher:
         self._told: set[str] = set()
         """Incarnations of learners whose moments the user has been told of."""
         self.stopped = False
+        self._made = folder.identity()
+        """The folder that all began to write to."""
+        self._moved = False
+        """It is there no more."""
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -151,6 +155,7 @@ class Launcher:
         silent_since: float | None = None
         give_up_s = None
         while True:
+            self._check_folder()
             try:
                 status = await read_status(self._bus, self._clock, self._settings.liveness_s)
                 self._note(status)
@@ -176,6 +181,17 @@ class Launcher:
                 self._children.terminate()
                 return
             await _pause(stop)
+
+    def _check_folder(self) -> None:
+        """What is still to be written has a place, also where somebody has moved or deleted the output folder."""
+        if self._folder.identity() == self._made:
+            return
+        path = self._folder.path
+        self._warn(
+            f"the output folder {path} was moved or deleted: the run goes on, and saves its last checkpoint there"
+        )
+        self._folder.logs.mkdir(parents=True, exist_ok=True)
+        self._made, self._moved = self._folder.identity(), True
 
     def _note(self, status: Status) -> None:
         now = self._clock.now()
@@ -287,7 +303,17 @@ class Launcher:
                 self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
 
     async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
-        """Everything that the report needs, read while Redis still runs; None before any fragment had a version."""
+        """Everything that the report needs, read while Redis still runs; None before any fragment had a version.
+
+        Raises:
+            DilocoError: the run is lost, or a part of what the report needs.
+        """
+        self._check_folder()
+        if self._moved:
+            raise DilocoError(
+                f"the output folder {self._folder.path} was moved or deleted while the run was under way, so there is "
+                f"no report. The run came to its end; what it saved since is in {self._folder.checkpoints}"
+            )
         data = await self._bus.read_spec()
         state = await self._bus.read_state()
         if data is None or state is None:

@@ -25,12 +25,11 @@ from diloco.pipeline.view.page.collector import MOST_READ, RunReader
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.reading import Reading
 from diloco.tracking.curves import Point, Rounds, evaluations, now
-from diloco.tracking.trackers import TensorBoard, Tracker, Wandb
+from diloco.tracking.trackers import PACKAGES, TensorBoard, Tracker, Wandb, check_package
 
 EVERY_S = 10.0
 LAST_S = 120.0
 """For the evaluation of a finished run's last model, which comes after its end."""
-KINDS = ("tensorboard", "wandb")
 
 
 def _mark(kind: str, point: Point) -> list[float]:
@@ -177,15 +176,16 @@ def follow(url: str, run: str, kind: str, folder: Path | None) -> None:
     Args:
         url: of its Redis.
         run: its name.
-        kind: of `KINDS`.
+        kind: of `PACKAGES`.
         folder: None: one of the kind and the run.
 
     Raises:
         UsageError: no such kind, its package is missing, or the folder cannot be used.
         PeerError: what is on the Redis is not a run of this build.
     """
-    if kind not in KINDS:
-        raise UsageError(f"--to {kind}: there are {', '.join(KINDS)}")
+    if kind not in PACKAGES:
+        raise UsageError(f"--to {kind}: there are {', '.join(PACKAGES)}")
+    check_package(kind)
     folder = folder or Path("tracked") / kind / run
     notes = Notes(folder, run, kind)
     try:

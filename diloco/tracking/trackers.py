@@ -1,5 +1,6 @@
 """What `diloco watch --to` writes to: TensorBoard's files, or Weights & Biases. Each is imported when it is wanted."""
 
+import importlib
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,21 @@ from typing import Protocol
 
 from diloco.pipeline.errors import UsageError, missing
 from diloco.tracking.curves import ROUND, Point
+
+PACKAGES = {"tensorboard": "tensorboard.summary.writer.event_file_writer", "wandb": "wandb"}
+"""What each kind needs."""
+
+
+def check_package(kind: str) -> None:
+    """Before anything is made for it.
+
+    Raises:
+        UsageError: what the kind needs is not installed.
+    """
+    try:
+        importlib.import_module(PACKAGES[kind])
+    except ModuleNotFoundError as error:
+        raise UsageError(missing(kind, kind, f"`diloco watch --to {kind}`")) from error
 
 
 class Tracker(Protocol):
@@ -30,17 +46,11 @@ class TensorBoard:
     on_disk = True
 
     def __init__(self, folder: Path) -> None:
-        """Begin one.
+        """Begin one."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-        Raises:
-            UsageError: no package.
-        """
-        try:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.compat.proto.summary_pb2 import Summary
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ModuleNotFoundError as error:
-            raise UsageError(missing("tensorboard", "tensorboard", "`diloco watch --to tensorboard`")) from error
         self._event, self._summary = Event, Summary
         self._writer = EventFileWriter(str(folder))
 
@@ -71,16 +81,14 @@ class Wandb:
             life: its id there.
 
         Raises:
-            UsageError: no package, or it refuses.
+            UsageError: it refuses.
         """
-        try:
-            import wandb
-        except ModuleNotFoundError as error:
-            raise UsageError(missing("wandb", "wandb", "`diloco watch --to wandb`")) from error
+        import wandb
+
         try:
             self._run = wandb.init(id=life, name=run, dir=str(folder), resume="allow")
         except wandb.errors.Error as error:
-            raise UsageError(f"Weights & Biases: {error}") from error
+            raise UsageError(f"Weights & Biases: {error} (without an account or a line: WANDB_MODE=offline)") from error
         self._run.define_metric("*", step_metric="tokens")
         self._run.define_metric(f"{ROUND}*", step_metric="round")
 

@@ -120,6 +120,12 @@ def invited(run: str, learner_id: str) -> User:
     return User(f"{INVITED}-{learner_id}", learner(run, learner_id).rules)
 
 
+def invited_learner(user: str) -> str:
+    """The learner of a user that was invited; "" of any other."""
+    kind, _, learner_id = user.partition("-")
+    return learner_id if kind == INVITED else ""
+
+
 def evaluator(run: str = "*") -> User:
     """The evaluator: reads globals, writes evaluations."""
     keys, read = _Patterns(run), "%R~"

@@ -22,7 +22,7 @@ from diloco.pipeline.messages.payload import Update, Updates
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.messages.wire import Message
+from diloco.pipeline.messages.wire import MAX_NAME_CHARS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
 
 EVENTS_CAP = 10_000
@@ -31,7 +31,7 @@ EVALUATIONS_CAP = 100_000
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
 
-_LEARNER = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+_LEARNER = re.compile(PARTY.encode())
 _HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
 
 
@@ -69,7 +69,7 @@ def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> 
 
     A sender that cannot be a learner's name has no stream: any learner may have put it there.
     """
-    names = {name.decode() for name in senders if _LEARNER.fullmatch(name)}
+    names = {name.decode() for name in senders if len(name) <= MAX_NAME_CHARS and _LEARNER.fullmatch(name)}
     known = after or {}
     return {learner: known.get(learner, START) for learner in sorted({*names, *known})}
 

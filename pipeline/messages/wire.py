@@ -7,9 +7,10 @@ bytes must keep stands there, as a field constraint. A message is msgpack of its
 defence against forgery.
 """
 
+import re
 from typing import Annotated, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo
 
 from diloco.pipeline.view.shares import MOST_SAMPLES
 
@@ -37,7 +38,27 @@ GlobalCodec = Literal["fp32", "bf16", "int8"]
 """How learners read globals: as they are, rounded (`halves`), or as updates of what they have (`updates`). Syncers have
 them in float32 in any case."""
 
-PartyId = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
+MAX_NAME_CHARS = 64
+PARTY = r"[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*"
+"""A name of dots alone would be a place outside of where its folder or log is to lie."""
+PartyId = Annotated[str, Field(pattern=f"^{PARTY}$", max_length=MAX_NAME_CHARS)]
+
+
+def party_name(name: str) -> str:
+    """The name of a run, a learner or a syncer, as a person gives it.
+
+    Raises:
+        ValueError: it cannot be one.
+    """
+    if len(name) > MAX_NAME_CHARS or not re.fullmatch(PARTY, name):
+        raise ValueError(
+            f"cannot be a name: letters, digits, '.', '_' and '-', {MAX_NAME_CHARS} at most, and not dots alone"
+        )
+    return name
+
+
+PartyName = Annotated[str, AfterValidator(party_name)]
+"""A `PartyId` that a person gives."""
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
 Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
 FragmentId = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]

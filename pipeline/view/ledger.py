@@ -249,18 +249,22 @@ class Totals:
 
 
 def totals(parts: Iterable[Account], layout: Layout) -> Totals:
-    """Sum up. Each number is less than a token from its exact value; an unaccounted token-element shows as a token."""
+    """Sum up, rounded as the status rounds. Each number is less than a token from its exact value, where the ledger
+    closes; an unaccounted token-element shows as a token."""
     parts, size = list(parts), layout.elements
     tokens = sum(part.tokens for part in parts)
     exact = {cause: sum(getattr(part, cause) for part in parts) for cause in ("merged", *CAUSES)}
     gap = exact["unaccounted"]
     shown = -(-abs(gap) // size) * (1 if gap > 0 else -1)
-    whole = {cause: value // size for cause, value in exact.items() if cause != "unaccounted"}
-    by_remainder = sorted(whole, key=lambda cause: exact[cause] % size, reverse=True)
-    for cause in by_remainder[: tokens - shown - sum(whole.values())]:
-        whole[cause] += 1
-    lost = {cause: shown if cause == "unaccounted" else whole[cause] for cause in CAUSES}
-    return Totals(tokens, whole["merged"], lost, {"trained": tokens * size, **exact})
+    *known, _, _ = exact.values()
+    merged, *lost = in_whole_tokens(known, size, tokens - shown)
+    pending = tokens - shown - merged - sum(lost)
+    return Totals(
+        tokens,
+        merged,
+        dict(zip(CAUSES, (*lost, pending, shown), strict=True)),
+        {"trained": tokens * size, **exact},
+    )
 
 
 def not_merged_by_fragment(part: Account, layout: Layout) -> dict[str, int]:

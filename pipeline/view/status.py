@@ -30,6 +30,9 @@ from diloco.pipeline.view.shares import MergedShare, shares
 LIVE_S = 5.0
 """A learner not heard from for this long is not live, where the run has not said otherwise."""
 
+AWAITED = "waiting for"
+"""How the reason begins of a run that waits, unless the bus has lost a part of it."""
+
 _RECENT_S = 3600.0
 
 
@@ -249,8 +252,12 @@ def _crowded(reports: Sequence[SeenReport]) -> list[str]:
     return found if len(found) <= 3 else [*found[:3], f"the same on {len(found) - 3} more machines"]
 
 
-def _not_begun(spec: Spec | None) -> str:
-    return "waiting for the first learner" if spec is None else "a learner is here; waiting for a syncer"
+def _awaited(spec: Spec | None, state: RunState | None, syncers: Mapping[str, str] | None, live: int) -> str:
+    """What a run waits for that has not begun, or that nobody is at work on; "" of any other."""
+    if state is None:
+        return f"{AWAITED} the first learner" if spec is None else f"{AWAITED} a syncer; a learner is here"
+    abandoned = state.phase is Phase.RUNNING and syncers is not None and not syncers and not live
+    return f"{AWAITED} a syncer and learners" if abandoned else ""
 
 
 def _tokens(
@@ -343,6 +350,7 @@ def build_status(
     warnings = list(bus_warnings)
     gone = _gone(spec, state, heads, tokens)
     warnings += [gone] if gone else []
+    awaited = _awaited(spec, state, syncers, live)
     if quorum > live and (state is None or state.phase is Phase.RUNNING):
         warnings.insert(0, f"quorum {quorum} > {live} live")
     if syncers is not None and not syncers and present and (state is None or state.phase is not Phase.FINISHED):
@@ -367,8 +375,10 @@ def build_status(
         refused.update(head.refused)
     return {
         "run": run,
-        "phase": "waiting" if state is None or (gone and state.phase is Phase.RUNNING) else state.phase.value,
-        "reason": gone or (_not_begun(spec) if state is None else state.reason),
+        "phase": "waiting"
+        if state is None or awaited or (gone and state.phase is Phase.RUNNING)
+        else state.phase.value,
+        "reason": gone or awaited or ("" if state is None else state.reason),
         "tokens": tokens,
         "budget_tokens": budget,
         "progress": min(1.0, tokens / budget) if budget else 0.0,

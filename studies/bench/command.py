@@ -17,6 +17,7 @@ from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
 from diloco.pipeline.process.lifecycle import interrupt_at_end_signals
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
+from diloco.pipeline.units import counted
 from diloco.studies.bench import codec
 from diloco.studies.bench.beside import command as bench_compare
 from diloco.studies.bench.figures import Spread, show_machine, shown, table, write_json
@@ -193,7 +194,9 @@ def end_to_end(
     passes = {way: measuring.measure(case, out.console, redis_url, way == "on", server) for way in ways}
     by_way: dict[str, dict[str, Spread]] = {f"append-only file {way}": passes[way][0].spreads() for way in ways}
     found, note = next(iter(by_way.values())), passes[ways[0]][1]
-    what = f"{case.params / 1e6:g}M parameters, {fragments} fragments, {learners} learners, {wire}"
+    what = (
+        f"{case.params / 1e6:g}M parameters, {counted(fragments, 'fragment')}, {counted(learners, 'learner')}, {wire}"
+    )
     what += f", {outer}, globals in {global_codec}" + (f", {link:g} Gbit/s" if link else "")
     what += ", parameters in bf16" if dtype == "bf16" else ""
     title = f"End to end: {', '.join((what, *(by_way if aof == 'on' else ()), f'{rounds} rounds'))}"
@@ -355,7 +358,7 @@ def window(
     counts = whole(fragments, "fragments")
     given = measuring.Ladder(_count(params, "params"), counts, learners, _wire(wire), rounds)
     found = measuring.measure(given, out.console, redis_url, aof)
-    title = f"Windows: {given.params / 1e6:g}M parameters, {learners} learners, {wire}"
+    title = f"Windows: {given.params / 1e6:g}M parameters, {counted(learners, 'learner')}, {wire}"
     rows = ((name, shown(one["outer_steps_per_s"]), shown(one["round_s"])) for name, one in found.items())
     out.console.print(table(title, ("fragments", "outer steps per second", "seconds of a round"), rows))
     out.write("window", given, "embedded" if redis_url is None else "given", {"by_fragments": found}, aof=aof)

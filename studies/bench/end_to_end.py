@@ -36,6 +36,7 @@ from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.payload.quantize import GROUP
 from diloco.pipeline.process import lifecycle
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
+from diloco.pipeline.units import counted
 from diloco.pipeline.view.status import read_status
 from diloco.studies.bench import floor, machine
 from diloco.studies.bench.figures import Spread, progress, spread
@@ -331,7 +332,7 @@ def measure(
     """All rounds of one case, after those that do not count; what was measured, and with which server and client."""
     if redis_url is not None and case.link_gbit:
         raise UsageError("--link is for the embedded Redis, on whose socket the lines end")
-    need_memory(case.memory_bytes(), f"{case.params / 1e6:g}M parameters with {case.learners} learners")
+    need_memory(case.memory_bytes(), f"{case.params / 1e6:g}M parameters with {counted(case.learners, 'learner')}")
     found, benchmark, memory = Measured(), floor.find_benchmark(), floor.Memory()
     with server(redis_url, aof, binary) as url, Plain(url) as redis, progress(console) as bar:
         task = bar.add_task("starting Redis, syncer, learners", total=case.unmeasured + case.rounds)

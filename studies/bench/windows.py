@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from rich.console import Console
 
+from diloco.pipeline.units import counted
 from diloco.studies.bench.end_to_end import Case, Fleet, server
 from diloco.studies.bench.figures import Spread, progress, spread
 from diloco.studies.bench.machine import need_memory
@@ -32,7 +33,7 @@ class Ladder:
 def measure(given: Ladder, console: Console, redis_url: str | None, aof: bool) -> dict[str, dict[str, Spread]]:
     """For each number of fragments: outer steps per second and seconds of a round."""
     whole = Case(given.params, learners=given.learners, wire=given.wire, rounds=given.rounds, outer="nesterov")
-    need_memory(whole.memory_bytes(), f"{given.params / 1e6:g}M parameters with {given.learners} learners")
+    need_memory(whole.memory_bytes(), f"{given.params / 1e6:g}M parameters with {counted(given.learners, 'learner')}")
     cases = {str(p): replace(whole, fragments=p) for p in given.fragments}
     cases["1, tiny"] = replace(whole, params=SMALL)
     took: dict[str, list[float]] = {name: [] for name in cases}

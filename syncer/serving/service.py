@@ -32,7 +32,7 @@ from diloco.syncer.replay.recording import Recorder
 from diloco.syncer.run_metrics import RunMetrics
 from diloco.syncer.serving.retrying import EVERY_SECOND, retrying, warn
 from diloco.syncer.serving.serving import Serving, cancel
-from diloco.syncer.serving.start import Start, check_memory, speed_for
+from diloco.syncer.serving.start import BusWarnings, Start, check_memory, speed_for
 from diloco.syncer.watch import RunWatch
 
 
@@ -97,18 +97,19 @@ class SyncerService:
         Raises:
             DilocoError: settings, spec or checkpoint cannot be used.
         """
-        start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload)
+        warnings = BusWarnings()
+        start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload, warnings)
         spec = await _until(stop, start.spec())
         if spec is None:
             return
         context = await self._context(spec)
-        self.serving = Serving(context, self.settings)
+        self.serving = Serving(context, self.settings, warnings)
         fragments, elements = len(context.layout.fragments), context.layout.elements
         structlog.get_logger().info("spec_agreed", fragments=fragments, elements=elements, quorum=spec.sync.quorum)
         self.in_order = await self.serving.run(stop)
 
     async def _context(self, spec: Spec) -> SyncerContext:
-        """What the run is served with; warns of a bus that is not fit for it."""
+        """What the run is served with, on a bus that has room for it."""
         settings, layout = self.settings, layout_of(spec.tensors)
         self.bus.use_groups(spec.sync.groups)
         await retrying(self.metrics, partial(check_memory, self.bus, layout, spec.sync))

@@ -27,6 +27,7 @@ from diloco.syncer.serving.lead import Lead
 from diloco.syncer.serving.leases import RETRIES, Leases, release_all
 from diloco.syncer.serving.lost import Lost
 from diloco.syncer.serving.retrying import retrying
+from diloco.syncer.serving.start import BusWarnings
 from diloco.syncer.watch import WATCH_S
 
 BUS_LOOK_S = 5.0
@@ -37,11 +38,11 @@ TAPE_KEPT_S = 600.0
 class Serving:
     """Made once the spec is agreed; `run` does all."""
 
-    def __init__(self, context: SyncerContext, settings: SyncerProcess) -> None:
+    def __init__(self, context: SyncerContext, settings: SyncerProcess, bus_warnings: BusWarnings) -> None:
         """Raises:
         UsageError: a folder cannot be written.
         """
-        self.context, self._settings = context, settings
+        self.context, self._settings, self._bus_warnings = context, settings, bus_warnings
         self._bus, self._clock, self._watch = context.bus, context.clock, context.watch
         initial = InitialVersions(context)
         self.owners = [FragmentOwner(context, layout, initial) for layout in context.layout.fragments]
@@ -238,16 +239,12 @@ class Serving:
         return None if slow is None else str(slow)
 
     async def _watch_bus(self) -> None:
-        """Say what is wrong with the server, once each time it comes up, and that it has the run's spec."""
-        warned: frozenset[str] = frozenset()
+        """Say what is wrong with the server, and see that it has the run's spec."""
         while True:
             await asyncio.sleep(BUS_LOOK_S)
             info = await self._bus.info()
-            found = fill_of_run(info, self.context.layout.elements, len(self._watch.live()), self.context.sync)
-            told = {one: one for one in info.warnings} | ({} if found.level == "ok" else {found.about: str(found)})
-            for what in sorted(told.keys() - warned):
-                self._log.warning("bus_warning", detail=told[what])
-            warned = frozenset(told)
+            fill = fill_of_run(info, self.context.layout.elements, len(self._watch.live()), self.context.sync)
+            self._bus_warnings.tell(info, fill)
             await self._lost.spec()
 
     async def _keep_tape_short(self) -> None:

@@ -8,9 +8,10 @@ from typing import TypeVar
 
 import structlog
 
-from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.bus.ports import Bus, BusInfo, Clock
 from diloco.pipeline.bus.server import room
 from diloco.pipeline.errors import BusError, UsageError
+from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.outer_cost import Speed, operations_of
@@ -33,6 +34,20 @@ WORTH_MEASURING = 1e10
 """Operations of an outer step of all fragments: a tenth of a second of one core."""
 
 
+class BusWarnings:
+    """What is wrong with the server, said once each time it comes up."""
+
+    def __init__(self) -> None:
+        self._told: frozenset[str] = frozenset()
+
+    def tell(self, info: BusInfo, *findings: Finding) -> None:
+        """What the server says of itself now, and what else was found."""
+        told = {one: one for one in info.warnings} | {one.about: str(one) for one in findings if one.level != "ok"}
+        for what in sorted(told.keys() - self._told):
+            structlog.get_logger().warning("bus_warning", detail=told[what])
+        self._told = frozenset(told)
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """How one syncer comes to the run's spec."""
@@ -44,6 +59,7 @@ class Start:
     name: str
     """The syncer's, for the tape."""
     offload: Offload
+    bus_warnings: BusWarnings
 
     async def spec(self) -> Spec:
         """The run's spec: from a checkpoint onto an empty bus, or as the first learner proposed it; waits for it.
@@ -54,6 +70,7 @@ class Start:
         place = self.settings.resume
         while place is not None and not await _retry(partial(self._resume, place)):  # noqa: ASYNC110  # see LOOK_S
             await asyncio.sleep(LOOK_S)
+        self.bus_warnings.tell(await _retry(self.bus.info))  # there may be hours to mend it before anybody trains
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
         while data is None:
@@ -107,14 +124,12 @@ async def _retry(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def check_memory(bus: Bus, layout: Layout, sync: SyncSpec) -> None:
-    """Warn of what is wrong with the bus. What the run needs of it is what `diloco plan` says for as many learners.
+    """What the run needs of the bus is what `diloco plan` says for as many learners.
 
     Raises:
         UsageError: its memory cannot hold the run.
     """
     info = await bus.info()
-    for warning in info.warnings:
-        structlog.get_logger().warning("bus_warning", detail=warning)
     found = room(info.maxmemory_bytes, layout.elements, sync)
     if found.level == "error":
         raise UsageError(f"{found} (`diloco doctor` looks at all of it)")

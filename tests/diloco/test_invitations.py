@@ -1,17 +1,22 @@
 """`diloco invite`, `join` and `revoke`: the word, and the user that it names, on a real Redis."""
 
+import asyncio
 import secrets
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import redis as redis_py
 
 from diloco.cli import main
-from diloco.invitations import PREFIX, Invitation, _address
+from diloco.invitations import PREFIX, Invitation, _address, _invite
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.redis.users import RedisUsers
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError
+from tests import samples
+from tests.backdoor import RedisBackdoor
 from tests.pipeline.test_acl import as_user, rules_of
 
 INVITATION = Invitation(url="rediss://invited-anna:secret@h:6380?ssl_ca_data=x", run="my-run", learner="anna")
@@ -61,6 +66,11 @@ def invited(guests: str, capsys: pytest.CaptureFixture[str], name: str, *more: s
     return Invitation.read(word)
 
 
+def here(invitation: Invitation, server: str) -> str:
+    """URL of a server as its learner."""
+    return server.replace("://", f"://{invitation.url.removeprefix('redis://').partition('@')[0]}@", 1)
+
+
 @pytest.mark.redis
 def test_the_operator_invites_who_may_publish_under_that_name_in_that_run_alone(
     guests: str, capsys: pytest.CaptureFixture[str], redis_server: str
@@ -92,6 +102,72 @@ def test_nobody_is_invited_twice_under_one_name(guests: str, capsys: pytest.Capt
     assert "there is no run 'nosuch' on this Redis yet" in capsys.readouterr().err
     assert main(["invite", name, "--redis-url", guests, "--at", "redis://h"]) == 2
     assert f"`diloco revoke {name}` first" in capsys.readouterr().err
+
+
+@pytest.mark.redis
+def test_of_two_invitations_under_one_name_at_a_time_each_lets_in_and_one_revocation_ends_both(
+    guests: str, redis_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both look before either makes the user: no word is printed whose password does not work."""
+    name, looked = f"gina-{secrets.token_hex(3)}", asyncio.Barrier(2)
+    exists = RedisUsers.exists
+
+    async def both_look_first(users: RedisUsers, user: str) -> bool:
+        found = await exists(users, user)
+        await looked.wait()
+        return found
+
+    monkeypatch.setattr(RedisUsers, "exists", both_look_first)
+
+    async def twice() -> list[Any]:
+        return await asyncio.gather(*(_invite(guests, "r", name, "redis://127.0.0.1:1") for _ in range(2)))
+
+    words = {word for word, _ in asyncio.run(twice())}
+    assert len(words) == 2
+    urls = [here(Invitation.read(word), redis_server) for word in words]
+    invited_ones: list[Any] = [redis_py.Redis.from_url(url, protocol=2) for url in urls]
+    for one in invited_ones:
+        assert one.ping()
+    assert main(["revoke", name, "--redis-url", guests]) == 0
+    for one in invited_ones:
+        with pytest.raises((redis_py.exceptions.AuthenticationError, redis_py.exceptions.ConnectionError)):
+            one.ping()
+        one.close()
+
+
+@pytest.mark.redis
+def test_an_invited_learner_is_told_what_its_invitation_is_for_and_that_it_may_have_been_revoked(
+    guests: str, redis_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under another's name it hears whose the invitation is, while it has joined that it is let in no more."""
+    name, run = f"hans-{secrets.token_hex(3)}", f"r-{secrets.token_hex(3)}"
+    url = here(invited(guests, capsys, name, "--run", run), redis_server)
+
+    async def as_learner() -> None:
+        async with open_bus(redis_server, run):  # loads the scripts
+            pass
+        async with open_bus(url, run) as bus:
+            assert await bus.write_report(samples.report(name)) is None
+            with pytest.raises(NotPermitted, match=f"is for learner '{name}' .* leave out --learner-id") as other:
+                await bus.write_report(samples.report("other"))
+            assert "diloco acl" not in str(other.value)
+            await asyncio.to_thread(main, ["revoke", name, "--redis-url", guests])
+
+            async def report_until_refused() -> None:
+                while True:  # the connection's end may be noticed first
+                    with suppress(BusUnavailable):
+                        await bus.write_report(samples.report(name, number=2))
+
+            told = f"refused this user.*revoked the invitation of learner '{name}'"
+            with pytest.raises(UsageError, match=told) as cut:
+                await report_until_refused()
+            assert f"`diloco invite {name}`" in str(cut.value)
+            assert "set user and password" not in str(cut.value)
+
+    asyncio.run(as_learner())
+    backdoor = RedisBackdoor(run, redis_server)
+    backdoor.free_memory()
+    backdoor.client.close()
 
 
 @pytest.mark.redis

@@ -256,7 +256,7 @@ def test_urls_are_shown_without_their_secrets(url, shown):
         ({"groups": 2, "method": "data-parallel"}, "DILOCO_GROUPS"),
         ({"syncers": 2, "method": "data-parallel"}, "--syncers"),
         ({"state_every": 5.0, "method": "data-parallel"}, "DILOCO_STATE_EVERY"),
-        ({"syncers": 3, "http_port": 65534}, "http_port=65534.*3 syncers"),
+        ({"syncers": 3, "http_port": 65534}, "http_port=65534.*65535 is the last"),
         ({"quorum": 2, "outer": "nesterov", "lease_s": 9.0, "method": "data-parallel"}, "--quorum; --outer; --lease-s"),
         ({"outer_lr": 0.5, "method": "data-parallel"}, "--outer-lr needs another --method"),
         ({"fragments": 4, "method": "data-parallel"}, "--fragments"),

@@ -252,6 +252,22 @@ def test_the_ranks_of_learners_are_told(ranks: tuple[int, int], said: str):
     assert said in summary(built)
 
 
+def test_learners_that_joined_are_told_apart_from_those_that_the_launcher_started():
+    built = build(outcome(settings={"learners": 1}))
+    assert "2 learners (1 started here, 1 joined), " in summary(built)
+    assert "decoupled, 2 learners, " in summary(build(outcome(settings={"learners": 2})))
+
+
+@pytest.mark.parametrize("merged", range(0, 80, 7))
+def test_what_the_run_lost_with_a_learner_is_what_the_ledger_says_has_died(merged: int):
+    """Where nobody else died, it is one number, however it is rounded."""
+    kill = Kill(*B, 0.4, 0.6, {"ratio_while": 0.99, "ratio_after": None}, killed_unix_s=5.0, restarted_unix_s=7.0)
+    records = [committed(0, 1, (*A, 33), (*B, merged)), committed(1, 1, (*A, 21), (*B, 5))]
+    given = ledger_inputs(report(*A, tokens=33, overwritten=12 * 7), report(*B, tokens=80, left=False))
+    built = build(outcome(kill=kill, records=records, ledger_inputs=given))
+    assert built["demo"]["run_lost"]["died"] == built["tokens_lost"]["died"]
+
+
 def test_the_summary_is_readable_without_any_evaluation():
     assert "global validation loss -" in summary(build(outcome(evaluations=[], stopped=True)))
 

@@ -1,6 +1,7 @@
 """Promises of the launcher about the ends of a run, on the bus in memory and without processes."""
 
 import asyncio
+import shutil
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,7 @@ from diloco.launcher.launch import ChildDied, Children
 from diloco.launcher.run import Launcher
 from diloco.options import RunProcess
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.errors import BusUnavailable, DilocoError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.testing.memory import MemoryBus
@@ -206,6 +207,25 @@ def test_whoever_is_waited_for_at_the_end_is_named(tmp_path: Path) -> None:
         ]
 
     run_virtual(main())
+
+
+async def test_a_run_whose_folder_is_moved_or_deleted_says_so_and_goes_on_to_a_clear_end(tmp_path: Path) -> None:
+    """Logs have a place again at once; no report is made of the half that is left."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    launcher, _, screen, _ = launched(folder)
+    launcher._check_folder()
+    assert screen.notes == []
+    for spoil in (lambda: folder.rename(tmp_path / "elsewhere"), lambda: shutil.rmtree(folder)):
+        spoil()
+        screen.notes.clear()
+        for _ in range(2):
+            launcher._check_folder()
+        assert len(screen.notes) == 1
+        assert f"the output folder {folder} was moved or deleted" in screen.notes[0]
+        assert (folder / "logs").is_dir()
+    with pytest.raises(DilocoError, match=f"{folder} was moved or deleted .* no report"):
+        await launcher.gather(1.0, None)
 
 
 async def test_ctrl_c_is_not_lost_if_redis_is_away_at_that_moment(tmp_path: Path) -> None:

@@ -6,15 +6,18 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 from diloco.cli import main
+from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.redis_streams import RedisBus, open_bus
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode, encode
 from tests import samples
 from tests.backdoor import RedisBackdoor
+from tests.pipeline.test_acl import as_user, rules_of
 
 pytestmark = pytest.mark.redis
 
@@ -93,7 +96,7 @@ def test_a_run_that_cannot_be_read_is_not_deleted_while_a_syncer_serves_it(
     held.on(lambda bus: bus.acquire_lease(0, "a", 60.0))
     assert rows(held, capsys)[held.name]["syncers"] == 1
     assert held.diloco("runs", "delete", held.name, "--yes") == 2
-    assert "1 syncers at work on it" in capsys.readouterr().err
+    assert "1 syncer at work on it" in capsys.readouterr().err
 
 
 def test_deleting_a_run_leaves_no_key_of_it_and_all_of_others(
@@ -119,7 +122,7 @@ def test_a_run_at_work_is_not_deleted(held: Held, capsys: pytest.CaptureFixture[
     held.on(lambda bus: bus.write_report(samples.report("l0")))
     before = held.backdoor.dump()
     assert held.diloco("runs", "delete", held.name, "--yes") == 2
-    assert f"1 learners at work on it: end it first, by `diloco finish --run {held.name}`" in capsys.readouterr().err
+    assert f"1 learner at work on it: end it first, by `diloco finish --run {held.name}`" in capsys.readouterr().err
     assert held.backdoor.dump() == before
 
 
@@ -151,6 +154,56 @@ def test_a_finished_run_is_extended_to_a_larger_budget(held: Held, capsys: pytes
     assert spec == samples.spec().model_copy(update={"sync": samples.spec().sync.model_copy(update={"tokens": 2000})})
     assert held.diloco("runs", "extend", held.name, "--tokens", "3k") == 2
     assert "is running: only a finished run can be extended" in capsys.readouterr().err
+
+
+def test_an_extended_run_that_nobody_has_started_again_is_waiting(
+    held: Held, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the list it says for whom, as `diloco status` does."""
+    held.begin(Phase.FINISHED, tokens=900)
+
+    async def first_versions(bus: RedisBus) -> None:
+        for p, size in enumerate((600, 200)):
+            await samples.commit(bus, p, 0, np.zeros(size, np.float32))
+            await bus.release_lease(p, "ab" * 8)
+
+    held.on(first_versions)
+    assert held.diloco("runs", "extend", held.name, "--tokens", "2k") == 0
+    row = rows(held, capsys)[held.name]
+    assert (row["phase"], row["reason"]) == ("waiting", "waiting for a syncer and learners")
+    monkeypatch.setenv("COLUMNS", "200")
+    assert held.diloco("runs") == 0
+    assert "waiting for a syncer and learners" in capsys.readouterr().out
+    assert held.diloco("status", "--json", "--run", held.name) == 0
+    status = json.loads(capsys.readouterr().out)
+    assert (status["phase"], status["reason"]) == (row["phase"], row["reason"])
+
+
+def test_the_operator_of_one_run_sees_that_there_are_others_and_frees_its_own(
+    held: Held, redis_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another's run it learns that it is there, and how many keys it has."""
+    if int(held.backdoor.client.info()["redis_version"].split(".")[0]) < 7:  # type: ignore[index]
+        pytest.skip("ACL selectors need Redis 7")
+    other = Held(redis_server)
+    for run in (held, other):
+        run.begin(Phase.FINISHED)
+    user = acl.operator(held.name)
+    held.backdoor.client.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
+    held.url = as_user(redis_server, user.name)
+    try:
+        found = rows(held, capsys)
+        assert (found[held.name]["phase"], found[held.name]["tokens"]) == ("finished", 900)
+        assert (found[other.name]["phase"], found[other.name]["tokens"]) == ("not permitted", 0)
+        assert found[other.name]["keys"] == len(other.backdoor.dump())
+        assert held.diloco("runs", "delete", other.name, "--yes") == 2
+        assert "take the operator of that run" in capsys.readouterr().err
+        assert other.state.phase is Phase.FINISHED
+        assert held.diloco("runs", "delete", held.name, "--yes") == 0
+    finally:
+        held.backdoor.client.execute_command("ACL", "DELUSER", user.name)
+        other.backdoor.free_memory()
+        other.backdoor.client.close()
 
 
 def test_an_extension_that_was_killed_between_its_two_writes_is_made_again(held: Held) -> None:

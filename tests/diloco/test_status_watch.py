@@ -9,9 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from diloco.cli import main
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.messages.run import Phase, RunState
@@ -59,6 +62,34 @@ def test_it_goes_through_an_outage_and_ends_cleanly_at_ctrl_c(redis_binary: obje
             _, errors = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0
             assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("given", "folder", "every_s"),
+    [
+        (["--watch"], None, 2),
+        (["--watch", "5"], None, 5),
+        (["--watch", "--json"], None, 2),
+        (["--watch", "runs/2026"], "runs/2026", 2),
+        (["..", "--watch"], "..", 2),
+        (["--watch=3", "x"], "x", 3),
+        ([], None, None),
+    ],
+)
+def test_without_a_number_it_is_every_two_seconds(
+    given: list[str], folder: str | None, every_s: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What follows may be the folder."""
+    asked: list[Any] = []
+    monkeypatch.setattr("diloco.status.show", lambda _, *rest: asked.append(rest))
+    assert main(["status", *given]) == 0
+    assert asked == [(Path(folder) if folder else None, "--json" in given, every_s)]
+
+
+def test_a_number_of_seconds_that_cannot_be_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in ("0", "-1", "2s", "0.5"):
+        assert main(["status", "--watch", given]) == 2
+        assert "--watch" in capsys.readouterr().err
 
 
 def test_it_ends_with_the_run(redis_server: str) -> None:

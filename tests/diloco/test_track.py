@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,7 @@ from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.view.page.collector import RunReader
 from diloco.tracking.curves import Point
 from diloco.tracking.follow import Notes, Writer
+from diloco.tracking.trackers import Wandb
 from tests import samples
 from tests.syncer.test_run_metrics import look
 
@@ -210,7 +212,8 @@ class Watcher:
         time.sleep(1.0)
 
     def _last(self) -> int:
-        return int(json.loads(self._notes.read_text())["last"]["evaluations"][0]) if self._notes.exists() else -1
+        last = json.loads(self._notes.read_text())["last"] if self._notes.exists() else {}
+        return int(last["evaluations"][0]) if "evaluations" in last else -1
 
     def end(self, how: signal.Signals) -> int:
         self.process.send_signal(how)
@@ -295,11 +298,28 @@ def test_one_that_is_killed_goes_on_and_writes_no_step_twice(
 @pytest.mark.redis
 @pytest.mark.parametrize("kind", ["tensorboard", "wandb"])
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(redis_server: str, tmp_path: Path, kind: str) -> None:
+    """Before anything is made: no folder is left behind."""
     lacking = "tensorboard.compat.proto.event_pb2" if kind == "tensorboard" else kind
-    watcher = Watcher(redis_server, "any", kind, tmp_path, lacking=f"{kind},{lacking}")
+    watcher = Watcher(redis_server, "any", kind, tmp_path / "into", lacking=f"{kind},{lacking}")
     _, errors = watcher.process.communicate(timeout=LIMIT_S)
     assert watcher.process.returncode == 2
     assert f"pip install 'diloco[{kind}]'" in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_is_not_logged_in_to_wandb_is_told_of_the_way_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Refusal(Exception):
+        pass
+
+    def init(**_: object) -> None:
+        raise Refusal("No API key configured. Use `wandb login` to log in.")
+
+    fake = SimpleNamespace(init=init, errors=SimpleNamespace(Error=Refusal))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(UsageError, match=r"`wandb login`.*WANDB_MODE=offline"):
+        Wandb(tmp_path, "r", "life")
 
 
 async def test_a_resumed_run_is_the_one_that_it_resumes() -> None:

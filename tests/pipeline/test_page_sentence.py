@@ -101,6 +101,12 @@ def test_no_syncer() -> None:
     assert asked(said) == ("Start one:", "diloco syncer --run my-run")
 
 
+def test_a_run_that_nobody_is_at_work_on() -> None:
+    said = verdict(status((), syncers=()), Beside())
+    assert said["text"] == "Nobody is at work on the run: neither a syncer nor a learner is here."
+    assert asked(said) == ("Start a syncer, then learners:", "diloco syncer --run my-run")
+
+
 def test_a_run_that_comes_to_its_end() -> None:
     said = verdict(status(TWO, samples.run_state(phase=Phase.DRAINING, reason="budget spent")), Beside())
     assert said["text"] == "The run comes to its end (budget spent): last deltas merge."

@@ -12,7 +12,8 @@ from redis.asyncio import ConnectionPool
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.calls import parse, translate
+from diloco.pipeline.bus.redis.calls import parse
+from diloco.pipeline.bus.redis.errors import translate
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, NotPermitted, UsageError

@@ -4,10 +4,12 @@ from difflib import get_close_matches
 from pathlib import Path
 
 import pytest
+from pydantic import TypeAdapter, ValidationError
 
 from diloco.cli import main
 from diloco.options import ALL_FIELDS, ChaosProcess, DemoProcess
 from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.messages.wire import PartyId, party_name
 from diloco.pipeline.settings import (
     PARTIES,
     BusSettings,
@@ -150,6 +152,18 @@ def test_a_wrong_value_is_named_with_what_is_allowed(kind, flags, words):
         load(kind, flags)
     for word in words:
         assert word in str(error.value)
+
+
+@pytest.mark.parametrize("name", [".", "..", "...", "a/b", "../a", "a b", "", "a" * 65])
+def test_a_name_that_could_lead_elsewhere_is_refused_in_words_and_on_the_wire(name, capsys):
+    """Folders and logs are named by learners and runs."""
+    for command in (["learner", "--learner-id"], ["learner", "--run"], ["invite"], ["acl", "--learner"]):
+        assert main([*command, name, *(() if command == ["acl", "--learner"] else ("--redis-url", "redis://h"))]) == 2
+        assert "cannot be a name: letters, digits" in capsys.readouterr().err
+    with pytest.raises(ValidationError):
+        TypeAdapter(PartyId).validate_python(name)
+    for good in ("a", "a.b", "..a", "-", "_.", "a" * 64):
+        assert TypeAdapter(PartyId).validate_python(good) == good == party_name(good)
 
 
 def test_all_wrong_values_are_named_at_once():

@@ -94,6 +94,19 @@ def test_it_says_which_syncer_serves_which_fragment():
     assert build()["syncers"] == []
 
 
+@pytest.mark.parametrize(
+    ("syncers", "silent_s", "phase"),
+    [({}, 60.0, "waiting"), ({"0a": "s"}, 60.0, "running"), ({}, 0.0, "running"), (None, 60.0, "running")],
+)
+def test_a_run_that_nobody_is_at_work_on_waits_and_says_for_whom(syncers, silent_s, phase):
+    """As one that was extended. With a syncer or a learner, or where it is not known, it goes on."""
+    status = build(syncers=syncers, reports=[samples.seen(age_s=silent_s)])
+    assert status["phase"] == phase
+    assert (status["reason"] == "waiting for a syncer and learners") == (phase == "waiting")
+    ended = build(syncers=syncers, reports=[], state=samples.run_state(phase=Phase.FINISHED))
+    assert ended["phase"] == "finished"
+
+
 def test_refused_deltas_are_counted_by_reason_and_doubted_learners_named():
     """Who looks at a run sees that something is wrong with a learner, what, and with which one."""
     window = samples.IDLE.model_copy(update={"doubted": ("l3",)})
@@ -303,7 +316,7 @@ def test_status_is_read_from_the_bus():
 
     for silence_s in (1.0, 8000.0):
         status = run_virtual(main(silence_s))
-        assert status["phase"] == "running"
+        assert status["phase"] == ("running" if silence_s < 5 else "waiting")
         assert status["evaluation"]["loss"] == 1499.0
         assert status["elapsed_s"] == silence_s
         assert status["learners"][0]["age_s"] == pytest.approx(silence_s)

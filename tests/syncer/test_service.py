@@ -1,14 +1,17 @@
 """The production syncer and exchange, whole runs in virtual time on the memory bus."""
 
 import asyncio
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.errors import UsageError
@@ -73,6 +76,27 @@ def test_a_redis_is_refused_that_has_less_than_the_plan_says(
         await check_memory(MemoryBus("run", VirtualClock(), MemoryStore(maxmemory_bytes=planned)), layout, sync)
         with pytest.raises(UsageError, match=rf"{learners} deltas, .*2 offers of moments"):
             await check_memory(MemoryBus("run", VirtualClock(), MemoryStore(maxmemory_bytes=planned - 1)), layout, sync)
+
+    run_virtual(main())
+
+
+def test_a_syncer_that_waits_for_a_spec_says_at_once_what_is_wrong_with_its_redis(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not hours later, when somebody begins to train; and once."""
+
+    async def main() -> None:
+        world = VirtualRun()
+        info = dataclasses.replace(await world.bus.info(), warnings=("keys may be evicted",))
+        monkeypatch.setattr(MemoryBus, "info", AsyncMock(return_value=info))
+        with capture_logs() as lines:
+            world.start_syncer()
+            await asyncio.sleep(1)
+            world.stop.set()
+            assert world.syncer is not None
+            await world.syncer
+        told = [line for line in lines if line["event"] in ("bus_warning", "waiting_for_spec")]
+        assert [line.get("detail") for line in told] == ["keys may be evicted", None]
 
     run_virtual(main())
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.wire import PartyId
+from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.settings import BusSettings, EncodeOn, SyncSettings, load
 from diloco.pipeline.units import parse_whole
 
@@ -23,9 +23,9 @@ class Arguments(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, arbitrary_types_allowed=True, extra="forbid")
 
-    run: PartyId
+    run: PartyName
     redis_url: str | None
-    learner_id: PartyId | None
+    learner_id: PartyName | None
     sync: InstanceOf[SyncSettings] | None
     tokens: Annotated[int, BeforeValidator(parse_whole), Field(ge=1, le=2**62)] | None
     trainer: Annotated[dict[str, str | int | bool | _Finite | None] | None, Field(max_length=64)]

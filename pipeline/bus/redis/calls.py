@@ -10,7 +10,7 @@ import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any, Literal
 from urllib.parse import SplitResult, urlsplit
@@ -25,17 +25,11 @@ from redis.backoff import NoBackoff
 from diloco.pipeline.bus import cluster_slots, server, stored_values
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.redis import bulk
+from diloco.pipeline.bus.redis.errors import ERRORS, NO_TLS, refused, translate
 from diloco.pipeline.bus.tls import check_files
 from diloco.pipeline.errors import (
-    BadMessage,
-    BusError,
-    BusFull,
     BusUnavailable,
     DilocoError,
-    HeadMoved,
-    LeaseLost,
-    NotPermitted,
-    PayloadIncomplete,
     UsageError,
 )
 
@@ -52,42 +46,8 @@ BULK_S = 60.0
 SCANNED = 1000
 """Keys a round trip, where all are looked at."""
 
-_UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY)\s")
 _CLOSED = re.compile(r"the handler is closed|transport is clos")
 """How an event loop (uvloop's) refuses to write to a connection that was reset a moment ago: as a RuntimeError."""
-_FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
-_REMEDIES = {
-    "OOM": "its memory is full: raise its maxmemory",
-    "MISCONF": "it cannot write to its disk: free space where it keeps its data",
-    "NOREPLICAS": "too few replicas answer: start them, or lower its min-replicas-to-write",
-}
-"""What to do where writes are refused. Nothing else is needed: whoever was refused goes on trying."""
-_FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
-_TLS = (
-    (
-        re.compile("CERTIFICATE_REQUIRED|certificate required"),
-        "it asks for a client certificate; set DILOCO_REDIS_CERT and DILOCO_REDIS_KEY",
-    ),
-    (
-        re.compile("CERTIFICATE_VERIFY_FAILED"),
-        "its certificate is not to be trusted; set DILOCO_REDIS_CA to the file of the authority that issued it",
-    ),
-    (
-        re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
-        NO_TLS := "no TLS is spoken there; name its TLS port, or use redis://",
-    ),
-)
-"""What OpenSSL says, and what to do."""
-
-
-_NOT_THERE = (
-    (
-        "connecting to",
-        "; nobody answers there: has a Redis been started, and is DILOCO_REDIS_URL its address?",
-    ),
-    ("Protocol error", "; what answers there is no Redis: does DILOCO_REDIS_URL have the right port?"),
-)
-"""What redis-py says, and what to look at: nothing of it was ever there, or it is away for now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,60 +64,6 @@ def script(name: str) -> Script:
     folder = resources.files(__package__) / "lua"
     text = (folder / "_prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
-
-
-def translate(error: BaseException, where: str) -> DilocoError:
-    """An error of redis-py, of a socket or of a time limit as one of ours; never shows credentials."""
-    if isinstance(error.__cause__, rx.AuthenticationError):
-        error = error.__cause__  # redis-py wraps what happens while it connects
-    text = str(error)
-    if isinstance(error, rx.NoPermissionError) or _FORBIDDEN.search(text):
-        return NotPermitted(
-            f"Redis at {where} does not permit this user that: {text}; set a user for this party in DILOCO_REDIS_URL "
-            "(a learner's own user goes with its --learner-id; runs and invitations are the operator's; `diloco acl` "
-            "makes users)"
-        )
-    if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
-        remedy = "set user and password in DILOCO_REDIS_URL (an invitation may have been taken back)"
-        if "without any password configured" in text:
-            remedy = "leave user and password out of DILOCO_REDIS_URL"
-        return UsageError(f"Redis at {where} refused this user: {text.rstrip('.')}; {remedy}")
-    for sign, hint in _TLS:
-        if sign.search(text):
-            return UsageError(f"Redis at {where}: {text}: {hint}")
-    if isinstance(error, rx.NoScriptError):
-        return BusUnavailable(f"Redis at {where} does not have the scripts yet: a syncer loads them")
-    if (full := _FULL.search(text)) or isinstance(error, rx.OutOfMemoryError):
-        return BusFull(f"Redis at {where} refuses writes, {_REMEDIES[full[2] if full else 'OOM']} ({text})")
-    if "WRONGTYPE" in text:
-        return BadMessage(f"Redis at {where}: {text}")
-    down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError, rx.RedisClusterException)
-    if isinstance(error, rx.ResponseError) and not isinstance(error, down) and not _UNAVAILABLE.search(text):
-        return BusError(f"Redis at {where}: {text}")
-    hint = next((hint for sign, hint in _NOT_THERE if sign in text), "")
-    return BusUnavailable(f"Redis at {where}: {text.rstrip('.') or type(error).__name__}{hint}")
-
-
-_ERRORS = (rx.RedisError, OSError, TimeoutError)
-
-
-def _refused(reply: list[Any]) -> DilocoError:
-    """What a script answered instead of OK."""
-    code, key, *more = (x.decode(errors="replace") if isinstance(x, bytes) else x for x in reply)
-    detail = more[0] if more else None
-    match code:
-        case "LEASE":
-            return LeaseLost(f"{key} is not held by this owner")
-        case "HEAD":
-            return HeadMoved(f"{key} is at version {detail}" if detail else f"{key} does not exist")
-        case "PAYLOAD":
-            return PayloadIncomplete(f"{key} has {detail} chunks")
-        case "HOLDER":
-            return stored_values.replaced(str(key), int(detail or 0))
-        case "TOTAL":
-            return BadMessage(f"{key}: {detail} is no total that can be added to")
-        case _:
-            return BadMessage(f"{key} holds a {detail}")
 
 
 def to_ms(seconds: float) -> int:
@@ -220,8 +126,8 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> "RedisCalls":
             info: dict[str, Any] = await probe.info()
     except TypeError:
         raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
-    except _ERRORS as error:
-        refused = await _hinted(translate(error, where), where, options)
+    except ERRORS as error:
+        refused = await _hinted(translate(error, where, str(options.get("username") or "")), where, options)
         raise type(refused)(f"{refused}{hint}") from None
     finally:
         await probe.aclose()
@@ -284,6 +190,7 @@ class RedisCalls:
 
     def __init__(self, options: dict[str, Any], where: str, cluster: bool) -> None:
         self.cluster = cluster
+        self._translate = partial(translate, where=where, user=str(options.get("username") or ""))
         self._where = where
         self._clients: dict[Lane, Client] = {lane: _client(options, cluster) for lane in LANES}
         self._turns = {lane: asyncio.Semaphore(limit) for lane, limit in LANES.items()}
@@ -343,12 +250,12 @@ class RedisCalls:
                     self._calls.discard(scope)
                     if not self._calls:
                         self._idle.set()
-        except _ERRORS as error:
+        except ERRORS as error:
             if self._closed:
                 raise BusUnavailable("the bus was closed") from None
             if isinstance(error, TimeoutError):
                 raise BusUnavailable(f"Redis at {self._where}: no answer in {limit_s:g} s") from None
-            raise translate(error, self._where) from error
+            raise self._translate(error) from error
         except RuntimeError as error:
             if not _CLOSED.search(str(error)):
                 raise
@@ -390,9 +297,9 @@ class RedisCalls:
     def answer(self, reply: Any) -> list[Any]:
         """What a script answered after OK; raises what it answered else."""
         if isinstance(reply, Exception):
-            raise translate(reply, self._where) from reply
+            raise self._translate(reply) from reply
         if reply[0] != b"OK":
-            raise _refused(reply)
+            raise refused(reply)
         return list(reply[1:])
 
     async def pipeline(self, lane: Lane, limit_s: float, commands: Iterable[Sequence[Any]]) -> list[Any]:
@@ -404,12 +311,14 @@ class RedisCalls:
             replies: list[Any] = await pipeline.execute(raise_on_error=False)
             return replies
 
-    async def many(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """As `pipeline`, on the control lane; the first error among the replies is raised."""
+    async def many(
+        self, commands: Iterable[Sequence[Any]], but_for: type[Exception] | tuple[type[Exception], ...] = ()
+    ) -> list[Any]:
+        """As `pipeline`, on the control lane; the first error among the replies is raised, `but_for` those."""
         replies = await self.pipeline("control", CONTROL_S, commands)
         for reply in replies:
-            if isinstance(reply, Exception):
-                raise translate(reply, self._where) from reply
+            if isinstance(reply, Exception) and not isinstance(reply, but_for):
+                raise self._translate(reply) from reply
         return replies
 
     async def keys(self, pattern: str) -> AsyncIterator[list[bytes]]:
@@ -428,7 +337,7 @@ class RedisCalls:
             replies = await bulk.send(client, commands)
         for reply in replies:
             if isinstance(reply, Exception):
-                raise translate(reply, self._where) from reply
+                raise self._translate(reply) from reply
         return [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in replies]
 
     @staticmethod

@@ -4,6 +4,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import redis.exceptions as rx
+
 from diloco.pipeline.bus.keys import PREFIX
 from diloco.pipeline.bus.redis.calls import RedisCalls, connect_calls
 
@@ -17,6 +19,8 @@ class Taken:
     keys: int = 0
     bytes: int = 0
     """Memory, as Redis reckons it."""
+    permitted: bool = True
+    """This user may look at all of it."""
 
 
 class RedisRuns:
@@ -30,15 +34,19 @@ class RedisRuns:
 
         Raises:
             BusUnavailable: Redis is away.
-            NotPermitted: this user may not look at all keys.
+            NotPermitted: this user may not even see which keys there are.
         """
         found: dict[str, Taken] = {}
         async for keys in self._calls.keys(f"{PREFIX}{{*"):
-            sizes = await self._calls.many(("MEMORY USAGE", key) for key in keys)
+            asked = (("MEMORY USAGE", key) for key in keys)
+            sizes = await self._calls.many(asked, but_for=rx.NoPermissionError)
             for key, size in zip(keys, sizes, strict=True):
                 if (name := _RUN.match(key)) and size is not None:
                     run, before = name[1].decode(), found.get(name[1].decode(), Taken())
-                    found[run] = Taken(before.keys + 1, before.bytes + int(size))
+                    if isinstance(size, rx.NoPermissionError):
+                        found[run] = Taken(before.keys + 1, before.bytes, permitted=False)
+                    else:
+                        found[run] = Taken(before.keys + 1, before.bytes + int(size), before.permitted)
         return found
 
     async def free(self, run: str) -> int:

@@ -30,14 +30,14 @@ class RedisUsers:
         return any(reply is not None for reply in await self._everywhere("ACL GETUSER", name))
 
     async def make(self, user: User, password: str) -> None:
-        """Make a user, or have the one of this name be so.
+        """Make a user. One of this name that was made at the same moment has both passwords then: neither is broken.
 
         Raises:
             NotPermitted: who is connected may make none.
         """
         digest = hashlib.sha256(password.encode()).hexdigest()
         rules = re.findall(r"\([^)]*\)|\S+", user.rules)
-        await self._everywhere("ACL SETUSER", user.name, "reset", "on", f"#{digest}", *rules)
+        await self._everywhere("ACL SETUSER", user.name, "on", f"#{digest}", *rules)
 
     async def take_away(self, name: str) -> bool:
         """Delete a user, and end its connections; False: there was none."""

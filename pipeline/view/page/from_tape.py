@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
-from diloco.pipeline.units import count, duration
+from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.page.past import grown
 from diloco.pipeline.view.page.sentence import said
@@ -151,9 +151,9 @@ def model_of_tape(
     )
     model.patch()
     names = {life.learner for life in lives}
-    whose = f"{len(names)} learner{'' if len(names) == 1 else 's'}"
     text = (
-        f"By its tape the run made {len(merges)} merges of {whose} in {duration(now_s - begun_s)}: "
+        f"By its tape the run made {counted(len(merges), 'merge')} of {counted(len(names), 'learner')} in "
+        f"{duration(now_s - begun_s)}: "
         f"{count(sums['merged'])} tokens merged, {count(sums['rejected'])} rejected."
     )
     return model.snapshot() | {"notes": [NOTE], "sentence": said("over", text)}

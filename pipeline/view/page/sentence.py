@@ -10,7 +10,7 @@ from statistics import median
 from typing import TypedDict
 
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.units import count, duration
+from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, present
 
@@ -97,6 +97,11 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
         return _finished(status)
     if not status["fragments"] and not status["tokens"]:
         return _not_begun(status, beside, learners)
+    if phase == "waiting" and not (live or status["syncers"]):
+        return _bad(
+            "Nobody is at work on the run: neither a syncer nor a learner is here.",
+            *_start(status, beside, "syncer", "Start a syncer, then learners"),
+        )
     if phase == "waiting":
         return _bad(f"Nothing is merged: {status['reason']}.", "")
     if not status["syncers"]:
@@ -115,7 +120,7 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
     if quorum > len(live):
         silent = _silent(learners)
         return _bad(
-            f"Nothing can be merged: a merge needs {quorum} learners, and {len(live)} {_is(len(live))} live"
+            f"Nothing can be merged: a merge needs {counted(quorum, 'learner')}, and {len(live)} {_is(len(live))} live"
             f"{f'; missing: {silent}' if silent else ''}.",
             *_start(status, beside, what=f"Start {quorum - len(live)} more"),
         )
@@ -229,7 +234,7 @@ def _is(count: int) -> str:
 
 
 def _learners(count: int, one: str = "trains", more: str = "train") -> str:
-    return f"1 learner {one}" if count == 1 else f"{count} learners {more}"
+    return f"{counted(count, 'learner')} {one if count == 1 else more}"
 
 
 def _silent(learners: Sequence[LearnerStatus]) -> str:
