@@ -99,10 +99,13 @@ def load_command(name: str) -> typer.Typer:
 def _version(wanted: bool) -> None:
     if not wanted:
         return
+    from diloco.pipeline.messages.wire import SPOKEN, formats_told
+
     try:
-        typer.echo(f"diloco {version('diloco')}")
+        found = version("diloco")
     except PackageNotFoundError:
-        typer.echo("diloco (from a source tree, not installed)")
+        found = "(from a source tree, not installed)"
+    typer.echo(f"diloco {found}, wire format {formats_told(SPOKEN)}")
     raise typer.Exit
 
 

@@ -29,6 +29,7 @@ from diloco.pipeline.process import lifecycle, logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
 from diloco.pipeline.units import as_bytes, count, counted, duration, parse_count
 from diloco.pipeline.view.status import AWAITED, Status, present, read_status
+from diloco.workers.exchange.reaching import read_run
 
 LOOK_S = 1.0
 UNREADABLE = "unreadable"
@@ -254,7 +255,7 @@ async def _extend(url: str, name: str, tokens: int) -> None:
         if state.phase is not Phase.FINISHED:
             raise UsageError(f"run {name!r} is {state.phase.value}: only a finished run can be extended")
         spec = decode(Spec, encoded)
-        bus.use_groups(spec.sync.groups)
+        bus.use_spec(spec)
         if tokens <= state.tokens:
             raise UsageError(f"--tokens {tokens}: run {name!r} has trained {state.tokens} already; give more")
         if await bus.read_syncers() or any(await bus.read_leases(range(spec.sync.fragments))):
@@ -299,6 +300,7 @@ def finish(
 async def _finish(url: str, run: str, wait: bool) -> None:
     stop = lifecycle.stop_event()
     async with open_bus(url, run) as bus:
+        await read_run(bus)
         state = await bus.read_state()
         if state is None:
             raise DilocoError(

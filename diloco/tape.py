@@ -61,7 +61,7 @@ async def read_live(bus: Bus) -> list[TapeRecord]:
     if data is None:
         return []
     spec = decode(Spec, data)
-    bus.use_groups(spec.sync.groups)
+    bus.use_spec(spec)
     cursors = dict.fromkeys(range(spec.sync.groups), START)
     records = []
     while entries := await bus.read_tape(cursors):

@@ -113,7 +113,6 @@ class _Run:
             syncer = self._serve()
         await asyncio.gather(syncer, *(learner.task for learner in learners if learner.task))
         bus, layout = _bus(world), layout_of(world.spec.tensors)
-        bus.use_groups(1)
         tape = [entry.record for entry in await bus.read_tape({0: "0"}, limit=100_000)]
         return totals(accounts(tape, await read_ledger_inputs(bus, len(layout.fragments), 5.0), layout), layout)
 

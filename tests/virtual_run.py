@@ -181,7 +181,7 @@ class VirtualRun:
         self.store = MemoryStore()
         self.spec = spec_of(sync or sync_spec())
         self.bus = MemoryBus(RUN, self.clock, self.store)
-        self.bus.use_groups(self.spec.sync.groups)
+        self.bus.use_spec(self.spec)
         self.settings = settings
         self.stop = asyncio.Event()
         self.syncer: asyncio.Task[None] | None = None

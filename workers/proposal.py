@@ -6,6 +6,7 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.settings import WAITING_SYNCER, SyncSettings, agree, load
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.workers.checks.arguments import Arguments
@@ -57,7 +58,8 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int
     frozen = frozen_digests(model) if given.same_frozen else None
     try:
         tensors = tensor_table(model, sync, () if held is None else held.tensors)
-        return Spec(sync=sync, tensors=tensors, trainer=dict(trainer), frozen=frozen)
+        format = FORMAT if held is None else held.format
+        return Spec(format=format, sync=sync, tensors=tensors, trainer=dict(trainer), frozen=frozen)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"])) or "the run's spec"

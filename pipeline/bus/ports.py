@@ -23,6 +23,7 @@ from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Rewound, TapeRecord, WindowChanged
 from diloco.pipeline.payload.codec import Encoded
 
@@ -103,13 +104,15 @@ class Keyed(Protocol):
     """What every part of the bus has: it is bound to one run."""
 
     keys: RunKeys
+    format: int
+    """The run's wire format: what is written is in it, and what is not is refused."""
 
 
 class Connection(Keyed, Protocol):
     """The way to the server."""
 
-    def use_groups(self, groups: int) -> None:
-        """Set the number of fragment groups; called once the spec is known (`Spec.sync.groups`)."""
+    def use_spec(self, spec: Spec) -> None:
+        """Take the run's fragment groups and its wire format from its spec; called once that is known."""
         ...
 
     async def info(self) -> BusInfo:

@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
 from diloco.pipeline.bus.commits import Commit, Republication, Staged, named
 from diloco.pipeline.bus.ports import START, MomentsBoard, Offered
 from diloco.pipeline.errors import BadMessage, BusError, LearnerReplaced
+from diloco.pipeline.messages import formats
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
@@ -24,6 +25,8 @@ from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_NAME_CHARS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
+
+V = TypeVar("V")
 
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
@@ -86,11 +89,11 @@ def entry_id(text: str) -> tuple[int, int]:
     return int(ms), int(seq or 0)
 
 
-def decode_offer(fragment: int, learner: str, at: str, data: bytes) -> Offered:
+def decode_offer(fragment: int, learner: str, at: str, data: bytes, format: int) -> Offered:
     """An entry of a learner's stream; what does not decode is reported, not raised: its owner refuses it."""
     name = offer_id(learner, at)
     try:
-        header = decode(DeltaHeader, data)
+        header = decode(DeltaHeader, data, format=format)
     except BadMessage as error:
         return Offered(name, None, str(error))
     if header.fragment != fragment:
@@ -103,34 +106,34 @@ def decode_offer(fragment: int, learner: str, at: str, data: bytes) -> Offered:
 # --- what else is read -----------------------------------------------------------------------------------
 
 
-def decode_state(blob: bytes | None) -> RunState | None:
+def decode_state(blob: bytes | None, format: int) -> RunState | None:
     """The run's state, or None where there is none yet."""
-    return None if blob is None else _decoded_state(blob)
+    return None if blob is None else _decoded_state(blob, format)
 
 
 @lru_cache(maxsize=2)
-def _decoded_state(blob: bytes) -> RunState:
+def _decoded_state(blob: bytes, format: int) -> RunState:
     """Every report is answered with it, and it hardly changes."""
-    return decode(RunState, blob)
+    return decode(RunState, blob, format=format)
 
 
-def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:
+def moments_board(format: int, wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:
     """Who asks for which moments, whether a peer has taken it up, and the complete offer."""
     return MomentsBoard(
-        wish=None if wish is None else decode(MomentsWish, wish),
+        wish=None if wish is None else decode(MomentsWish, wish, format=format),
         claimed=claim is not None,
-        offer=None if offer is None else decode(MomentsOffer, offer),
+        offer=None if offer is None else decode(MomentsOffer, offer, format=format),
     )
 
 
-def decode_data_order(blob: bytes) -> DataOrder:
+def decode_data_order(blob: bytes, format: int) -> DataOrder:
     """What the run's shards are of."""
-    return decode(DataOrder, blob, 1024)
+    return decode(DataOrder, blob, 1024, format)
 
 
-def decode_shard(blob: bytes) -> Shard:
+def decode_shard(blob: bytes, format: int) -> Shard:
     """A data shard."""
-    return decode(Shard, blob, 1024)
+    return decode(Shard, blob, 1024, format)
 
 
 def _is_count(blob: bytes) -> bool:
@@ -159,13 +162,15 @@ def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
     return live
 
 
-def seen_reports(now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes]) -> list[SeenReport]:
+def seen_reports(
+    now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], format: int
+) -> list[SeenReport]:
     """Stored reports with their ages, by name; one that cannot be read is as good as none."""
     found = []
     for name, blob in sorted(reports.items()):
         with suppress(BadMessage):
             age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
-            found.append(SeenReport(report=decode(LearnerReport, blob), age_s=age_s))
+            found.append(SeenReport(report=decode(LearnerReport, blob, format=format), age_s=age_s))
     return found
 
 
@@ -190,12 +195,15 @@ def replaced(key: str, generation: int) -> LearnerReplaced:
     return LearnerReplaced(f"{key} is held by generation {generation}", generation)
 
 
-def shard_queue(epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes]) -> ShardQueue:
+def shard_queue(
+    epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes], format: int
+) -> ShardQueue:
     """The shard stream as a checkpoint keeps it."""
     return ShardQueue(
         epochs=epochs,
         open=tuple(
-            (decode_shard(blob), decode_count("shard position", positions.get(at.encode()))) for at, blob in entries
+            (decode_shard(blob, format), decode_count("shard position", positions.get(at.encode())))
+            for at, blob in entries
         ),
     )
 
@@ -219,19 +227,26 @@ class MergedBases(Message):
     merged: Annotated[tuple[MergedBase, ...], Field(fail_fast=True)]
 
 
-def head_fields(commit: Commit) -> dict[str, bytes]:
+def head_fields(commit: Commit, format: int) -> dict[str, bytes]:
     """What a commit sets in the head's hash; the three totals are added to, not set."""
     previous = commit.expected[1] if commit.expected else commit.lost and commit.lost.previous_digest
-    return {
+    fields = {
         "version": b"%d" % commit.version,
         "digest": commit.digest,
         "interval": b"%d" % commit.interval,
-        **payload_fields(commit),
+        **payload_fields(commit, format),
         "previous_digest": previous or b"",
-        "window": encode(commit.window),
-        "merged": encode(MergedBases(merged=commit.merged)),
+        "window": encode(commit.window, format),
+        "merged": encode(MergedBases(merged=commit.merged), format),
         **lost_totals(commit),
     }
+    return _without_later(fields, format)
+
+
+def _without_later(fields: dict[str, V], format: int) -> dict[str, V]:
+    """A head's fields without those that the format does not have: a party of it would leave old ones standing."""
+    gone = {one.name for one in formats.later(fields, Head, format)}
+    return {name: value for name, value in fields.items() if name not in gone}
 
 
 def lost_totals(commit: Commit) -> dict[str, bytes]:
@@ -261,22 +276,23 @@ def payload_names(of: Commit | Republication) -> dict[str, Any]:
     }
 
 
-def payload_fields(of: Commit | Republication) -> dict[str, bytes]:
+def payload_fields(of: Commit | Republication, format: int) -> dict[str, bytes]:
     """The same, as its hash has it."""
     said = payload_names(of)
-    return {
+    fields = {
         **{name: said[name].encode() for name in ("payload", "momentum", "rest")},
         **{name: b"%d" % said[name] for name in ("chunks", "behind")},
         "payload_digest": said["payload_digest"] or b"",
-        "updates": encode(Updates(updates=of.updates)) if of.updates else b"",
+        "updates": encode(Updates(updates=of.updates), format) if of.updates else b"",
     }
+    return _without_later(fields, format)
 
 
 NAMED = ("payload", "rest", "momentum", "updates")
 """Fields of the head's hash that name payloads."""
 
 
-def replaced_by(of: Commit | Republication, named: Sequence[bytes]) -> tuple[list[str], str]:
+def replaced_by(of: Commit | Republication, named: Sequence[bytes], format: int) -> tuple[list[str], str]:
     """Payloads that a head names no more: global, rest and updates, which live on for a while; and a momentum or "".
 
     named: what the head says in the fields `NAMED`.
@@ -286,17 +302,17 @@ def replaced_by(of: Commit | Republication, named: Sequence[bytes]) -> tuple[lis
     """
     kept = {one.key for one in staged_by(of)}
     payload, rest, momentum = (value.decode() for value in named[:3])
-    keys = [payload, rest, *(key for one in decode_updates(named[3]) for key in one.payloads)]
+    keys = [payload, rest, *(key for one in decode_updates(named[3], format) for key in one.payloads)]
     return [key for key in keys if key and key not in kept], momentum if momentum not in kept else ""
 
 
-def decode_updates(blob: bytes | None) -> tuple[Update, ...]:
+def decode_updates(blob: bytes | None, format: int) -> tuple[Update, ...]:
     """The head's `updates` field.
 
     Raises:
         BadMessage: it does not decode.
     """
-    return decode(Updates, blob).updates if blob else ()
+    return decode(Updates, blob, format=format).updates if blob else ()
 
 
 def head_after(head: Head, commit: Commit) -> Head:
@@ -326,7 +342,7 @@ _REFUSED = {refused_field(reason.value).encode(): reason.value for reason in Ref
 """Field of a head's hash -> reason."""
 
 
-def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
+def decode_head(fragment: int, fields: Mapping[bytes, bytes], format: int) -> Head | None:
     """The head's hash to a `Head`; None where there is no hash.
 
     Raises:
@@ -335,26 +351,27 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
     if not fields:
         return None
     try:
-        return Head(
-            fragment=fragment,
-            version=int(fields[b"version"]),
-            digest=fields[b"digest"],
-            payload=fields[b"payload"].decode(),
-            chunks=int(fields[b"chunks"]),
-            momentum=fields[b"momentum"].decode(),
-            previous_digest=fields[b"previous_digest"] or None,
-            window=decode(WindowView, fields[b"window"]),
-            merged=decode(MergedBases, fields[b"merged"]).merged,
-            merged_deltas=int(fields[b"merged_deltas"]),
-            merged_tokens=int(fields[b"merged_tokens"]),
-            rejected_tokens=int(fields[b"rejected_tokens"]),
-            rest=fields.get(b"rest", b"").decode(),
-            payload_digest=fields.get(b"payload_digest") or None,
-            updates=decode_updates(fields.get(b"updates")),
-            behind=decode_count("behind", fields.get(b"behind")),
-            interval=decode_count("interval", fields.get(b"interval")),
-            refused={reason: decode_count("refusals", fields[n]) for n, reason in _REFUSED.items() if n in fields},
-        )
+        said: dict[str, Any] = {
+            "fragment": fragment,
+            "version": int(fields[b"version"]),
+            "digest": fields[b"digest"],
+            "payload": fields[b"payload"].decode(),
+            "chunks": int(fields[b"chunks"]),
+            "momentum": fields[b"momentum"].decode(),
+            "previous_digest": fields[b"previous_digest"] or None,
+            "window": decode(WindowView, fields[b"window"], format=format),
+            "merged": decode(MergedBases, fields[b"merged"], format=format).merged,
+            "merged_deltas": int(fields[b"merged_deltas"]),
+            "merged_tokens": int(fields[b"merged_tokens"]),
+            "rejected_tokens": int(fields[b"rejected_tokens"]),
+            "rest": fields.get(b"rest", b"").decode(),
+            "payload_digest": fields.get(b"payload_digest") or None,
+            "updates": decode_updates(fields.get(b"updates"), format),
+            "behind": decode_count("behind", fields.get(b"behind")),
+            "interval": decode_count("interval", fields.get(b"interval")),
+            "refused": {reason: decode_count("refusals", fields[n]) for n, reason in _REFUSED.items() if n in fields},
+        }
+        return Head(**_without_later(said, format))
     except (KeyError, ValueError) as error:  # pydantic's and UnicodeDecodeError are ValueErrors
         raise BadMessage(f"head of fragment {fragment} is unreadable: {error}") from error
 

@@ -1,10 +1,11 @@
 """Wire types of deltas."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
 from diloco.pipeline.messages.wire import (
+    FORMAT,
     MAX_CHUNKS,
     Codec,
     Digest,
@@ -15,6 +16,7 @@ from diloco.pipeline.messages.wire import (
     Seconds,
     SignedCount,
     Version,
+    WireFormat,
 )
 
 
@@ -24,8 +26,9 @@ class DeltaHeader(Message):
     max_bytes: ClassVar[int] = 4096
     max_parts: ClassVar[int] = 1
     max_items: ClassVar[int] = 0
+    says_format: ClassVar[bool] = True
 
-    format: Literal[1] = 1
+    format: WireFormat = FORMAT
     learner: PartyId
     incarnation: Nonce
     fragment: FragmentId

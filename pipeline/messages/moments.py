@@ -1,10 +1,10 @@
 """Wire types of an inner optimizer's moments, which a learner that joins may have from a peer."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field, FiniteFloat
 
-from diloco.pipeline.messages.wire import MAX_TENSORS, Count, Digest, Message, Nonce, PartyId, Text
+from diloco.pipeline.messages.wire import FORMAT, MAX_TENSORS, Count, Digest, Message, Nonce, PartyId, Text, WireFormat
 
 StateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 MAX_STATE_NAMES = 16
@@ -26,7 +26,9 @@ class OptimizerKind(Message):
 class MomentsWish(Message):
     """A learner asks for a peer's moments."""
 
-    format: Literal[1] = 1
+    says_format: ClassVar[bool] = True
+
+    format: WireFormat = FORMAT
     learner: PartyId
     kind: OptimizerKind
     """Others are of no use to it."""
@@ -38,8 +40,9 @@ class MomentsOffer(Message):
     max_bytes: ClassVar[int] = 16 * 2**20
     max_parts: ClassVar[int] = 2 * MAX_STATE_NAMES
     max_items: ClassVar[int] = MAX_TENSORS
+    says_format: ClassVar[bool] = True
 
-    format: Literal[1] = 1
+    format: WireFormat = FORMAT
     learner: PartyId
     nonce: Nonce
     layout: Digest

@@ -7,6 +7,8 @@ from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Clock, Connection
 from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.testing.memory_store import EntryId, Hash, MemoryStore, Stream
 
 
@@ -15,14 +17,15 @@ class MemoryCalls(Connection):
 
     def __init__(self, run: str, clock: Clock, store: MemoryStore | None = None) -> None:
         self.keys = RunKeys(run)
+        self.format = FORMAT
         self.store = store or MemoryStore()
         self._clock = clock
         self._closed = False
         self._breaks = 0
         self._waiters: dict[asyncio.Event, None] = {}
 
-    def use_groups(self, groups: int) -> None:
-        self.keys = RunKeys(self.keys.run, groups)
+    def use_spec(self, spec: Spec) -> None:
+        self.keys, self.format = RunKeys(self.keys.run, spec.sync.groups), spec.format
 
     async def info(self) -> BusInfo:
         await self._turn()

@@ -73,14 +73,16 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         lost = {name.encode(): total for name, total in stored_values.lost_totals(commit).items()}
         sums = self._add({**head, **lost}, {**totals, "rejected_tokens": 0})
         self._keep(staged)
-        self.store.hset(keys.head(p), {**stored_values.head_fields(commit), **sums})
-        self._xadd(keys.tape(keys.group(p)), encode(commit.record))
+        self.store.hset(keys.head(p), {**stored_values.head_fields(commit, self.format), **sums})
+        self._xadd(keys.tape(keys.group(p)), encode(commit.record, self.format))
         for old in replaced:
             self._expire(old, commit.replaced_ttl_s)
         self._delete(headers, (*gone, old_momentum))
 
     def _replaced(self, head: Hash, of: Commit | Republication) -> tuple[list[str], str]:
-        return stored_values.replaced_by(of, [head.get(name.encode(), b"") for name in stored_values.NAMED])
+        return stored_values.replaced_by(
+            of, [head.get(name.encode(), b"") for name in stored_values.NAMED], self.format
+        )
 
     def _keep(self, staged: Iterable[Staged]) -> None:
         """Make payloads stay that are whole, all of them or none."""
@@ -98,7 +100,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         self._expect(fragment, head, anew.expected)
         replaced, old_momentum = self._replaced(head, anew)
         self._keep(staged)
-        self.store.hset(key, stored_values.payload_fields(anew))
+        self.store.hset(key, stored_values.payload_fields(anew, self.format))
         for old in replaced:
             self._expire(old, anew.replaced_ttl_s)
         self._delete({}, (old_momentum,))
@@ -117,7 +119,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         self._delete(headers, refusal.delta_payloads)
         self.store.hset(keys.head(fragment), sums)
         for record in refusal.records:
-            self._xadd(keys.tape(keys.group(fragment)), encode(record))
+            self._xadd(keys.tape(keys.group(fragment)), encode(record, self.format))
 
     async def write_window(
         self,
@@ -129,6 +131,6 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
     ) -> None:
         await self._turn()
         self._expect(fragment, self._owner_checks(fragment, nonce), expected)
-        self.store.hset(self.keys.head(fragment), {"window": encode(window)})
+        self.store.hset(self.keys.head(fragment), {"window": encode(window, self.format)})
         if record is not None:
-            self._xadd(self.keys.tape(self.keys.group(fragment)), encode(record))
+            self._xadd(self.keys.tape(self.keys.group(fragment)), encode(record, self.format))

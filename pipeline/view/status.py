@@ -444,7 +444,7 @@ async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> St
     data = await bus.read_spec()
     spec = None if data is None else decode(Spec, data)
     if spec is not None:
-        bus.use_groups(spec.sync.groups)
+        bus.use_spec(spec)
     evaluation, info = await _last_evaluation(bus, clock), await bus.info()
     status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, live_s)
     return status

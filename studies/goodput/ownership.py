@@ -142,7 +142,6 @@ class _Syncers:
     def _start(self, syncer: int) -> None:
         clock = VirtualClock()
         bus = MemoryBus("simulated", clock, self._store)
-        bus.use_groups(1)
 
         def told(of: int) -> Callable[[bool], None]:
             return lambda served: self._told(syncer, served) if of == self._fragment else None

@@ -16,6 +16,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.sums import SUMS_FILE, damaged, parse_sums
 from diloco.pipeline.files.tensor_file import Tensor, tensors_in
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot, layout_of
+from diloco.pipeline.messages.formats import complaint
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec
@@ -260,9 +261,7 @@ def open_checkpoint(folder: Place) -> Checkpoint:
     try:
         saved = SavedState.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "file"
-        raise UsageError(f"{folder}/{STATE_FILE}: {where}: {first['msg']}") from error
+        raise UsageError(f"{folder}/{STATE_FILE}: {complaint(error)}") from error
     if saved.format > 2:
         _check_manifest(folder, saved, data)
     return Checkpoint(folder, saved)

@@ -6,6 +6,7 @@ run is finished. Each fragment is consistent in itself, and checked by its diges
 
 import asyncio
 import hashlib
+import json
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
@@ -22,6 +23,7 @@ from diloco.pipeline.files.replacing import digested
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.files.tensor_file import Tensor, parts_of
 from diloco.pipeline.fragments import FragmentLayout, layout_of
+from diloco.pipeline.messages.formats import fields
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.spec import Spec, SyncSpec
@@ -265,7 +267,8 @@ def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
     Raises:
         OSError: also if others took this one for a leftover, since its writer stood still, and have removed it.
     """
-    manifest, folder = state.model_dump_json(indent=1).encode(), place.below(name)
+    told = fields(state, state.spec.format, "json")
+    manifest, folder = json.dumps(told, indent=1).encode(), place.below(name)
     sums = {one.file: one.sha256 for one in state.fragments} | {STATE_FILE: hashlib.sha256(manifest).hexdigest()}
     folder.write(SUMS_FILE, ["".join(f"{digest}  {file}\n" for file, digest in sums.items()).encode()])
     folder.write(STATE_FILE, [manifest])

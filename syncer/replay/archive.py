@@ -78,7 +78,7 @@ class TapeArchive:
         for entry in entries:
             by_group.setdefault(entry.group, []).append(entry)
         for group, theirs in by_group.items():
-            append_whole(self._files[group], b"".join(encode(entry.record) for entry in theirs))
+            append_whole(self._files[group], b"".join(encode(entry.record, self._bus.format) for entry in theirs))
             self._cursors[group] = theirs[-1].entry_id
             self._newest[group].extend(entry.entry_id for entry in theirs)
             self._untrimmed[group] += len(theirs)

@@ -130,7 +130,7 @@ class Recorder:
         Raises:
             UsageError: the folder cannot be written, or holds the recording of another run.
         """
-        self._directory, self._writer, self._sync = directory, writer, spec.sync
+        self._directory, self._writer, self._sync, self._format = directory, writer, spec.sync, spec.format
         self._log = structlog.get_logger()
         self.problem = ""
         """What is missing, for people; "" if nothing."""
@@ -173,7 +173,7 @@ class Recorder:
 
     def _save(self, header: MergeHeader | GlobalHeader, kind: str, arrays: Sequence[Vector]) -> None:
         folder = self._directory / str(header.fragment)
-        packed = encode(header)
+        packed = encode(header, self._format)
         try:
             folder.mkdir(exist_ok=True)
             name = f"{header.version}-{header.digest.hex()}-{self._writer}{kind}"

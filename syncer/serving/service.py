@@ -111,7 +111,7 @@ class SyncerService:
     async def _context(self, spec: Spec) -> SyncerContext:
         """What the run is served with, on a bus that has room for it."""
         settings, layout = self.settings, layout_of(spec.tensors)
-        self.bus.use_groups(spec.sync.groups)
+        self.bus.use_spec(spec)
         await retrying(self.metrics, partial(check_memory, self.bus, layout, spec.sync))
         recorder = None
         if settings.record_deltas:

@@ -93,9 +93,9 @@ class Start:
         A learner may have proposed the spec already; what counts is that no fragment has a head of another run.
         """
         if (data := await self.bus.read_spec()) is not None:
-            present = codec.decode(Spec, data).sync
-            self.bus.use_groups(present.groups)
-            if all(await self.bus.read_heads(range(present.fragments))):
+            present = codec.decode(Spec, data)
+            self.bus.use_spec(present)
+            if all(await self.bus.read_heads(range(present.sync.fragments))):
                 state = await self.bus.read_state()
                 if state is None or not state.base_tokens:
                     raise UsageError(f"the run was started before: {taken(self.bus)}")
@@ -106,7 +106,7 @@ class Start:
         if "tokens" in self.settings.model_fields_set:
             spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": self.settings.tokens})})
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
-        self.bus.use_groups(spec.sync.groups)
+        self.bus.use_spec(spec)
         fragments = range(spec.sync.fragments)
         for p in fragments:
             if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):

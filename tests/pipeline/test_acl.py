@@ -557,7 +557,7 @@ async def test_users_of_any_run_reach_each(server: Server) -> None:
     server.admin.execute_command("ACL", "SETUSER", "any", "on", ">pw-any", *rules_of(user))
     calls = await connect_calls(as_user(server.url, "any"))
     bus = RedisBus(calls, server.run)
-    bus.use_groups(3)
+    bus.use_spec(samples.spec(groups=3))
     assert await bus.read_spec() is None
     assert await bus.read_heads([0, 1]) == [None, None]
     with pytest.raises(NotPermitted):

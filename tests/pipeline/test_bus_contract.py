@@ -52,7 +52,7 @@ def test_an_adapter_makes_every_call_itself(adapter: type[Bus]) -> None:
     """A protocol's own method does nothing, so none may be left to it."""
     calls = {name for name, _ in inspect.getmembers(Bus, inspect.isfunction) if not name.startswith("_")}
     theirs = {name for name in calls if getattr(adapter, name) in {vars(part).get(name) for part in Bus.__mro__}}
-    assert {"commit", "read_chunks", "use_groups"} <= calls
+    assert {"commit", "read_chunks", "use_spec"} <= calls
     assert theirs == set()
 
 
@@ -460,7 +460,7 @@ async def test_an_archived_part_of_the_tape_is_dropped_and_the_rest_stays(bus: B
 
 
 async def test_groups_have_tapes_of_their_own(bus: Bus) -> None:
-    bus.use_groups(2)
+    bus.use_spec(samples.spec(groups=2))
     assert await bus.tape_end() == {0: START, 1: START}
     await head_of(bus, 1)
     await head_of(bus, 2)
@@ -655,7 +655,7 @@ async def test_a_spec_that_is_set_is_told_where_memory_is_short(bus: Bus, backdo
 
 async def test_a_step_over_several_cluster_slots_is_a_mistake_everywhere(bus: Bus, backdoor: Backdoor) -> None:
     """It would pass unnoticed on a single node and fail on a cluster."""
-    bus.use_groups(2)
+    bus.use_spec(samples.spec(groups=2))
     digest = await head_of(bus)
     commit = await commit_on(bus, (0, digest), delta_payloads=(bus.keys.head(1),))
     before = backdoor.dump()

@@ -99,7 +99,7 @@ def cluster(nodes: list[tuple[str, subprocess.Popen[bytes]]]) -> list[str]:
 @pytest.mark.redis
 async def test_three_groups_live_on_three_nodes_and_go_through_all_steps(cluster: list[str]) -> None:
     bus = await connect(cluster[0], "run")
-    bus.use_groups(3)
+    bus.use_spec(samples.spec(groups=3))
     info = await bus.info()
     assert info.cluster
     assert info.server_id.count("+") == NODES - 1
@@ -163,7 +163,7 @@ async def test_a_cluster_that_lost_a_node_is_unavailable_in_part_and_says_so(
 ) -> None:
     """The last of the tests that use the nodes: it kills one."""
     bus = await connect(nodes[0][0], "lossy")
-    bus.use_groups(12)
+    bus.use_spec(samples.spec(groups=12))
     for p in range(12):
         await bus.acquire_lease(p, NONCE, 60)
     nodes[2][1].kill()

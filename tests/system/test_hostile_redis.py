@@ -58,7 +58,7 @@ class RealRun:
 
     async def connect(self) -> RedisBus:
         self.buses.append(await connect(self.server.url, RUN))
-        self.buses[-1].use_groups(self.spec.sync.groups)
+        self.buses[-1].use_spec(self.spec)
         return self.buses[-1]
 
     async def start_syncer(self) -> SyncerService:

@@ -258,7 +258,6 @@ def test_two_learners_with_batch_norm_end_with_the_weighted_mean_of_its_buffers(
 
 
 async def commits_of(bus: Any) -> list[Committed]:
-    bus.use_groups(1)
     entries = await bus.read_tape(dict.fromkeys(range(1), "0-0"))
     return [entry.record for entry in entries if isinstance(entry.record, Committed)]
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.testing.memory import MemoryBus
 
 BLOCKING = ("read_tape", "read_offers", "read_chunks")
@@ -91,9 +92,14 @@ class Link:
         """Names of the run's keys."""
         return self._bus.keys
 
-    def use_groups(self, groups: int) -> None:
+    @property
+    def format(self) -> int:
+        """The run's wire format."""
+        return self._bus.format
+
+    def use_spec(self, spec: Spec) -> None:
         """As the bus."""
-        self._bus.use_groups(groups)
+        self._bus.use_spec(spec)
 
     async def close(self) -> None:
         """Nothing is kept open."""

@@ -491,7 +491,7 @@ class Oracle:
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))
-            decoded = stored_values.decode_head(p, head) if isinstance(head, dict) else None
+            decoded = stored_values.decode_head(p, head, 1) if isinstance(head, dict) else None
             if decoded is not None:
                 needed |= {
                     decoded.payload,

@@ -50,7 +50,7 @@ class Shards:
     def check(self) -> None:
         """What left the queue was read; all else of the epochs queued so far is still there."""
         queue, epochs = self._queue(), self._store.values.get(self._keys.shard_epoch)
-        waiting = [stored_values.decode_shard(data) for data in queue.data] if queue else []
+        waiting = [stored_values.decode_shard(data, 1) for data in queue.data] if queue else []
         there = {(shard.epoch, shard.index) for shard in waiting}
         for epoch in range(self._epochs_lost, int(epochs) if isinstance(epochs, bytes) else 0):
             for index, start in enumerate(range(0, BLOCKS, SHARD_BLOCKS)):

@@ -20,6 +20,7 @@ from diloco.pipeline.bus.redis.calls import RedisCalls, connect_calls
 from diloco.pipeline.bus.redis_streams import RedisBus
 from diloco.pipeline.bus.stored_values import entry_id, offer_id, parse_offer_id
 from diloco.pipeline.testing.memory_store import EntryId, Stream
+from tests import samples
 from tests.world.plan import plan
 from tests.world.record import (
     STAMPED,
@@ -123,7 +124,7 @@ class Replay:
     def __init__(self, redis: RedisCalls, groups: int) -> None:
         self._redis = redis
         self.bus = RedisBus(redis, RUN)
-        self.bus.use_groups(groups)
+        self.bus.use_spec(samples.spec(groups=groups))
         self._keys = self.bus.keys
         self._entries: defaultdict[str, _Entries] = defaultdict(_Entries)
         self._snapshots: dict[int, list[tuple[bytes, int, bytes]]] = {}

@@ -105,7 +105,7 @@ class Joining:
         carrier = make_carrier(member)
         version_0 = Version0(member, agreement, carrier)
         pulling = Pulling(member, carrier)
-        self._bus.use_groups(held.sync.groups)
+        self._bus.use_spec(held)
         fragments = range(len(layout.fragments))
         await self._identity.acquire(self._reporting.write)
         reporting = self._outages.forever(self._reporting.keep_reporting)

@@ -71,7 +71,7 @@ async def read_run(bus: Bus) -> Spec | None:
     if (encoded := await bus.read_spec()) is None:
         return None
     spec = codec.decode(Spec, encoded)
-    bus.use_groups(spec.sync.groups)
+    bus.use_spec(spec)
     return spec
 
 

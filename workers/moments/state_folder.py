@@ -29,6 +29,7 @@ from diloco.pipeline.files.replacing import TEMPORARY, digested, replace
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import file_sha256
 from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.formats import complaint
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.messages.wire import Count, Digest, Message, PartyId, Text
 from diloco.workers.background import BackgroundThread
@@ -195,8 +196,7 @@ class StateFolder:
             if state.format > 1 and file_sha256(file) != state.moments_sha256:
                 raise StateRefused(f"{file} is damaged: it does not have the digest that {path.name} says")
         except ValidationError as error:
-            first = error.errors()[0]
-            raise StateRefused(f"{path} is damaged: {first['loc']}: {first['msg']}") from error
+            raise StateRefused(f"{path} cannot be read: {complaint(error)}") from error
         except (OSError, SafetensorError, BadPayload) as error:
             raise StateRefused(f"{self.path} holds no whole state: {error}") from error
         return state, moments

@@ -119,7 +119,7 @@ class Working:
     def _follow(self) -> None:
         """As one of the ranks that rank 0 speaks for: it only answers."""
         training, log = self._training, self._log
-        self._bus.use_groups(training.spec.sync.groups)
+        self._bus.use_spec(training.spec)
         member = Member(
             self._bus,
             self._clock,

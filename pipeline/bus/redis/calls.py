@@ -281,9 +281,15 @@ class RedisCalls:
         return self.answer(reply)
 
     async def load_scripts(self) -> None:
-        """Give the server all scripts, for all parties: a user that may not, waits for one that may."""
-        names = (path.name for path in (resources.files(__package__) / "lua").iterdir())
+        """Give the server all scripts, for all parties: a user that may not, waits for one that may.
+
+        Those of the release before too, for its learners: they may not load theirs, and its syncers may be gone.
+        """
+        folder = resources.files(__package__) / "lua"
+        names = (path.name for path in folder.iterdir())
         texts = [script(name[:-4]).text for name in names if name.endswith(".lua") and not name.startswith("_")]
+        if (earlier := folder / "earlier").is_dir():
+            texts += [path.read_text() for path in earlier.iterdir()]
         async with self.call("control", CONTROL_S) as client:
             nodes = client.get_primaries() if isinstance(client, RedisCluster) else [None]
             for node in nodes:

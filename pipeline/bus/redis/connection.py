@@ -6,6 +6,8 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Connection
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms
 from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.wire import FORMAT
 
 
 class RedisConnection(Connection):
@@ -13,10 +15,11 @@ class RedisConnection(Connection):
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         self.keys = RunKeys(run)
+        self.format = FORMAT
         self._redis = calls
 
-    def use_groups(self, groups: int) -> None:
-        self.keys = RunKeys(self.keys.run, groups)
+    def use_spec(self, spec: Spec) -> None:
+        self.keys, self.format = RunKeys(self.keys.run, spec.sync.groups), spec.format
 
     async def info(self) -> BusInfo:
         return await self._redis.info()

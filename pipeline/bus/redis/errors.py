@@ -71,7 +71,7 @@ def translate(error: BaseException, where: str, user: str = "") -> DilocoError:
         if sign.search(text):
             return UsageError(f"Redis at {where}: {text}: {hint}")
     if isinstance(error, rx.NoScriptError):
-        return BusUnavailable(f"Redis at {where} does not have the scripts yet: a syncer loads them")
+        return BusUnavailable(f"Redis at {where} does not have this release's scripts: a syncer of it loads them")
     if (full := _FULL.search(text)) or isinstance(error, rx.OutOfMemoryError):
         return BusFull(f"Redis at {where} refuses writes, {_REMEDIES[full[2] if full else 'OOM']} ({text})")
     if "WRONGTYPE" in text:

@@ -46,7 +46,7 @@ class RedisOffers(RedisConnection, Offers):
         group = self.keys.group(p)
         keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
         outdone = [stored_values.parse_offer_id(renews)[1]] if renews else []
-        (at,) = await self._redis.script("offer", keys, learner, encode(header), *outdone)
+        (at,) = await self._redis.script("offer", keys, learner, encode(header, self.format), *outdone)
         return stored_values.offer_id(learner, at.decode())
 
     async def read_offers(
@@ -69,7 +69,9 @@ class RedisOffers(RedisConnection, Offers):
             if found or not came or now() >= until:
                 of = {streams[key][0]: entries for key, entries in found.items()}
                 return [
-                    stored_values.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]
+                    stored_values.decode_offer(fragment, name, at, data, self.format)
+                    for name in sorted(of)
+                    for at, data in of[name]
                 ]
 
 
@@ -141,7 +143,7 @@ class RedisHeads(RedisConnection, Heads):
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         found = await self._redis.hashes(self.keys.head(p) for p in fragments)
-        return [stored_values.decode_head(p, fields) for p, fields in zip(fragments, found, strict=True)]
+        return [stored_values.decode_head(p, fields, self.format) for p, fields in zip(fragments, found, strict=True)]
 
 
 class RedisTape(RedisConnection, Tape):
@@ -155,7 +157,9 @@ class RedisTape(RedisConnection, Tape):
     async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
         groups = {self.keys.tape(group): group for group in cursors}
         found = await self._redis.read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
-        return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
+        return [
+            TapeEntry(groups[key], at, decode_tape(data, self.format)) for key, entries in found for at, data in entries
+        ]
 
     async def trim_tape(self, group: int, before: str) -> None:
         stored_values.entry_id(before)
@@ -221,7 +225,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         """
         found = await self._redis.command("HMGET", self.keys.head(p), *stored_values.NAMED)
         named = [value or b"" for value in found]
-        replaced, old_momentum = stored_values.replaced_by(of, named)
+        replaced, old_momentum = stored_values.replaced_by(of, named, self.format)
         version, digest = of.expected or ("", b"")
         step.fields |= {
             "was": {"version": str(version), "digest": digest, **dict(zip(stored_values.NAMED, named, strict=True))},
@@ -237,17 +241,17 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         self._headers(step, p, commit.entries)
         await self._name_payloads(step, p, commit, [*commit.delta_payloads, *commit.retired])
         step.fields |= {
-            "set": [part for pair in stored_values.head_fields(commit).items() for part in pair],
+            "set": [part for pair in stored_values.head_fields(commit, self.format).items() for part in pair],
             "merged_deltas": str(len(commit.record.contributions)),
             "merged_tokens": str(commit.merged_tokens),
-            "record": encode(commit.record),
+            "record": encode(commit.record, self.format),
         }
         await self._redis.script("commit", *step.call())
 
     async def republish(self, fragment: int, anew: Republication) -> None:
         step = _Step(self._owned(fragment), anew.nonce)
         await self._name_payloads(step, fragment, anew, ())
-        step.fields["set"] = [part for pair in stored_values.payload_fields(anew).items() for part in pair]
+        step.fields["set"] = [part for pair in stored_values.payload_fields(anew, self.format).items() for part in pair]
         await self._redis.script("republish", *step.call())
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
@@ -261,7 +265,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
                 {"field": stored_values.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
             ],
             "gone": step.places(refusal.delta_payloads),
-            "records": [encode(record) for record in refusal.records],
+            "records": [encode(record, self.format) for record in refusal.records],
         }
         await self._redis.script("refuse", *step.call())
 
@@ -273,5 +277,5 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         window: WindowView,
         record: WindowChanged | Rewound | None,
     ) -> None:
-        args = (nonce, *expected, encode(window), encode(record) if record else "")
+        args = (nonce, *expected, encode(window, self.format), encode(record, self.format) if record else "")
         await self._redis.script("write_window", self._owned(fragment), *args)

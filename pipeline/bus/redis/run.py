@@ -45,15 +45,17 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
         return await self._redis.script("replace_spec", [self.keys.spec], spec, instead_of) == [1]
 
     async def write_state(self, state: RunState) -> RunState:
-        (blob,) = await self._redis.script("write_state", [self.keys.state], state.phase.rank, encode(state))
-        return decode(RunState, blob)
+        (blob,) = await self._redis.script(
+            "write_state", [self.keys.state], state.phase.rank, encode(state, self.format)
+        )
+        return decode(RunState, blob, format=self.format)
 
     async def begin_again(self, state: RunState) -> bool:
         ranks = Phase.FINISHED.rank, state.phase.rank
-        return await self._redis.script("begin_again", [self.keys.state], *ranks, encode(state)) == [1]
+        return await self._redis.script("begin_again", [self.keys.state], *ranks, encode(state, self.format)) == [1]
 
     async def read_state(self) -> RunState | None:
-        return stored_values.decode_state(await self._redis.command("HGET", self.keys.state, "blob"))
+        return stored_values.decode_state(await self._redis.command("HGET", self.keys.state, "blob"), self.format)
 
 
 class RedisReports(RedisConnection, Reports):
@@ -63,28 +65,32 @@ class RedisReports(RedisConnection, Reports):
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
         name = f"{report.learner}/{report.incarnation}"
         holder = (report.generation, stored_values.holder(report))
-        (blob,) = await self._redis.script("write_report", keys, name, encode(report), report.number, *holder)
-        return stored_values.decode_state(blob)
+        (blob,) = await self._redis.script(
+            "write_report", keys, name, encode(report, self.format), report.number, *holder
+        )
+        return stored_values.decode_state(blob, self.format)
 
     async def put_back_report(self, seen: SeenReport) -> None:
         name = f"{seen.report.learner}/{seen.report.incarnation}"
         keys = [self.keys.learners, self.keys.seen]
-        await self._redis.script("put_back_report", keys, name, encode(seen.report), int(seen.age_s * 1000))
+        await self._redis.script(
+            "put_back_report", keys, name, encode(seen.report, self.format), int(seen.age_s * 1000)
+        )
 
     async def read_reports(self) -> list[SeenReport]:
         now_ms, reports, seen = await self._redis.script("read_reports", [self.keys.learners, self.keys.seen])
-        return stored_values.seen_reports(int(now_ms), pairs(reports), pairs(seen))
+        return stored_values.seen_reports(int(now_ms), pairs(reports), pairs(seen), self.format)
 
 
 class RedisRunLogs(RedisConnection, RunLogs):
     """Two capped streams."""
 
     async def _add(self, key: str, message: Message, cap: int) -> None:
-        await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message))
+        await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message, self.format))
 
     async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
         found = await self._redis.read({key: after}, limit, 0)
-        return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
+        return [(at, decode(kind, data, format=self.format)) for _, entries in found for at, data in entries]
 
     async def add_event(self, event: Event) -> None:
         await self._add(self.keys.events, event, stored_values.EVENTS_CAP)
@@ -122,26 +128,27 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
         keys = [self.keys.init_claim, self.keys.initial]
-        return await self._redis.script("announce", keys, upload.nonce, encode(upload), to_ms(ttl_s)) == [1]
+        args = upload.nonce, encode(upload, self.format), to_ms(ttl_s)
+        return await self._redis.script("announce", keys, *args) == [1]
 
     async def read_initial(self) -> InitialUpload | None:
         blob = await self._redis.command("GET", self.keys.initial)
-        return None if blob is None else decode(InitialUpload, blob)
+        return None if blob is None else decode(InitialUpload, blob, format=self.format)
 
 
 class RedisMomentsExchange(RedisConnection, MomentsExchange):
     """Wish, claim and offer are strings that expire."""
 
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
-        await self._redis.script("ask", [self.keys.moments_wish], encode(wish), to_ms(ttl_s))
+        await self._redis.script("ask", [self.keys.moments_wish], encode(wish, self.format), to_ms(ttl_s))
 
     async def read_moments(self) -> MomentsBoard:
         keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
-        return stored_values.moments_board(*await self._redis.many(("GET", key) for key in keys))
+        return stored_values.moments_board(self.format, *await self._redis.many(("GET", key) for key in keys))
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
         return await self._claim(self.keys.moments_claim, nonce, ttl_s)
 
     async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
         keys = [self.keys.moments_claim, self.keys.moments_offer, self.keys.moments_wish, self.keys.moments_claim]
-        return await self._redis.script("announce", keys, offer.nonce, encode(offer), to_ms(ttl_s)) == [1]
+        return await self._redis.script("announce", keys, offer.nonce, encode(offer, self.format), to_ms(ttl_s)) == [1]

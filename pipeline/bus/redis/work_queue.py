@@ -19,14 +19,16 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
         return [self.keys.shards, self.keys.shard_positions, self.keys.shard_epoch]
 
     async def propose_data_order(self, order: DataOrder) -> DataOrder:
-        return stored_values.decode_data_order(await self._propose(self.keys.data_order, encode(order)))
+        return stored_values.decode_data_order(
+            await self._propose(self.keys.data_order, encode(order, self.format)), self.format
+        )
 
     async def read_data_order(self) -> DataOrder | None:
         held = await self._redis.command("GET", self.keys.data_order)
-        return None if held is None else stored_values.decode_data_order(held)
+        return None if held is None else stored_values.decode_data_order(held, self.format)
 
     async def _put_shards(self, before: int, after: int, empty: bool, shards: Iterable[tuple[Shard, int]]) -> bool:
-        pairs = (part for shard, position in shards for part in (encode(shard), position))
+        pairs = (part for shard, position in shards for part in (encode(shard, self.format), position))
         return await self._redis.script("put_shards", self._queue, before, after, int(empty), *pairs) == [1]
 
     async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
@@ -45,7 +47,9 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
             return None
         at, blob, position = found
         position = stored_values.decode_count("shard position", position)
-        return ClaimedShard(entry_id=at.decode(), shard=stored_values.decode_shard(blob), position=position)
+        return ClaimedShard(
+            entry_id=at.decode(), shard=stored_values.decode_shard(blob, self.format), position=position
+        )
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
         stored_values.entry_id(entry_id)
@@ -61,7 +65,9 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
     async def read_shards(self) -> ShardQueue:
         epochs, entries, positions = await self._redis.script("read_shards", self._queue)
         found = ((at.decode(), fields[1]) for at, fields in entries)
-        return stored_values.shard_queue(stored_values.decode_count("shard epoch", epochs), found, pairs(positions))
+        return stored_values.shard_queue(
+            stored_values.decode_count("shard epoch", epochs), found, pairs(positions), self.format
+        )
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         if not await self._put_shards(0, queue.epochs, True, queue.open):

@@ -220,7 +220,7 @@ class RunReader:
             if self._spec is not None:
                 layout = layout_of(self._spec.tensors)
                 self._shares = {one.id: one.elements / layout.elements for one in layout.fragments}
-                self._bus.use_groups(self._spec.sync.groups)
+                self._bus.use_spec(self._spec)
                 self._tape = {group: self._tape.get(group, START) for group in range(self._spec.sync.groups)}
 
     async def _status(self, evaluation: Evaluation | None) -> tuple[Status, list[Head | None], RunState | None]:
