@@ -7,6 +7,7 @@ PYTEST_ARGS ?=
 SEEDS       ?= 10000
 INPUTS      ?= 1000000
 GPU_ARGS    ?=
+RELEASE_ARGS ?=
 
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -14,7 +15,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-browser test-docker test-prometheus test-slurm test-trainers test-gpu gpu dst fuzz lint docs clean
+.PHONY: help demo test test-all test-browser test-docker test-prometheus test-slurm test-trainers test-gpu gpu dst fuzz lint docs release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -66,6 +67,9 @@ docs: $(VENV)/docs.stamp  ## write the reference pages, and build the site with 
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'open site/index.html; its search needs a server: $(BIN)/python -m http.server -d site'
 
+release: $(VENV)/release.stamp  ## wheel and sdist of the tagged commit in dist/, tried; RELEASE_ARGS=--offline: with what is installed
+	PIP_ARGS='$(PIP_ARGS)' $(BIN)/python deploy/release.py $(RELEASE_ARGS)
+
 clean:  ## remove the environment and caches; runs/ stays
 	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -94,6 +98,11 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/trainers.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV); torch is large, this can take some minutes'
 	$(PIP) -e '.[trainers]'
+	@touch $(VENV)/dev.stamp $(VENV)/run.stamp $@
+
+$(VENV)/release.stamp: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'installing into $(VENV); torch is large, this can take some minutes'
+	$(PIP) -e '.[dev,release]'
 	@touch $(VENV)/dev.stamp $(VENV)/run.stamp $@
 
 $(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python

@@ -1,9 +1,9 @@
 """`make release`: a wheel and a source distribution of a tagged commit, tried as their users will.
 
-The tag `v0.1.0` has to be on the commit that is checked out, and nothing may be changed. Version of pyproject.toml, tag,
-heading of CHANGELOG.md, images of compose.yaml and kustomizations have to be the same. What is built is the commit's
-content, not this folder's. Both distributions are checked, installed into environments of their own, and train a
-little there. It uploads nothing: the last lines say how.
+The tag `v0.1.0` has to be on the commit that is checked out, and nothing may be changed. The version of pyproject.toml,
+the tag, the heading of CHANGELOG.md and the tags of our images have to be the same. What is built is the commit's
+content, not this folder's. Both distributions are checked, installed into environments of their own, and train a little
+there. It uploads nothing: the last lines say how.
 """
 
 import argparse

@@ -9,6 +9,7 @@ import enum
 import hashlib
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -16,17 +17,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import torch
-
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.redis import calls
 from diloco.pipeline.messages import delta, head, moments, payload, run, shards, spec, tape
 from diloco.pipeline.messages.formats import declared
 from diloco.pipeline.messages.wire import FORMAT, Message
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.workers.moments.state_folder import LOCK_FILE
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
-from tests.workers.test_recovery import Party
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
@@ -94,10 +91,14 @@ def check_frozen(folder: Path) -> str:
     ]
     if not differing:
         return ""
-    return (
-        f"wire format {then['format']} is no more what {folder.name} released: what is new needs `Since` (CONTRIBUTING.md,"
-        ' "A new field"). If it is not released yet: python -m tests.releases\n' + "\n".join(differing)
-    )
+    told = "is no more what it released: what is new needs `Since` (CONTRIBUTING.md, 'A new field')"
+    return "\n".join([f"{folder.name}: wire format {then['format']} {told}", *differing])
+
+
+def format_of(folder: Path) -> int:
+    """The newest wire format that a release spoke."""
+    found: int = json.loads((folder / WIRE_FILE).read_text())["format"]
+    return found
 
 
 def lost_scripts(folder: Path) -> list[str]:
@@ -124,6 +125,11 @@ def write_files(folder: Path) -> None:
         await world.finish(*(VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)))
 
     run_virtual(main())
+    import torch
+
+    from diloco.workers.moments.state_folder import LOCK_FILE
+    from tests.workers.test_recovery import Party
+
     torch.manual_seed(0)
     random.seed(0)
     party = Party(folder / "learner", steps=3)
@@ -148,13 +154,7 @@ def write_files(folder: Path) -> None:
     subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
     for name in REPORTED:
         (folder / "whole" / name).rename(out / name)
-    _remove(folder / "whole")
-
-
-def _remove(folder: Path) -> None:
-    for path in sorted(folder.rglob("*"), reverse=True):
-        path.rmdir() if path.is_dir() else path.unlink()
-    folder.rmdir()
+    shutil.rmtree(folder / "whole")
 
 
 def releases() -> list[Path]:
