@@ -65,6 +65,8 @@ class Place:
     def command(self, release: int, user: str, *arguments: str) -> dict[str, Any]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
         kept |= {"DILOCO_REDIS_URL": self.url(user), "DILOCO_RUN": RUN, "PYTHONPATH": str(self.trees[release])}
+        # A machine that does much else: no party is to give up while another one starts.
+        kept |= {"DILOCO_SHUTDOWN_S": "200", "DILOCO_LEASE_S": "15", "DILOCO_LIVENESS_S": "15"}
         kept |= {"OMP_NUM_THREADS": "1", "DILOCO_EVAL_EVERY": "500ms", "DILOCO_EVAL_TOKENS": "256"}
         return {"args": [sys.executable, "-m", "diloco", *arguments], "env": kept, "cwd": self.trees[release]}
 
@@ -88,7 +90,7 @@ class Place:
     def replace(self, name: str, release: int) -> None:
         """End a party in order, and start the other release's in its place."""
         self.parties[name].send_signal(signal.SIGTERM)
-        assert self.parties[name].wait(30) in (0, 75), self.said(name)
+        assert self.parties[name].wait(LIMIT_S) in (0, 75), self.said(name)
         self.start(name, release)
 
     def said(self, name: str) -> str:
@@ -212,7 +214,7 @@ def test_every_party_is_replaced_by_the_next_release_and_back_while_the_run_goes
     done = place.done(NEXT, "operator", "finish")
     assert done.returncode == 0, done.stdout + done.stderr
     for name, process in place.parties.items():
-        assert process.wait(30) == 0, place.said(name)
+        assert process.wait(LIMIT_S) == 0, place.said(name)
     status, tape, spec, _ = place.read()
     assert spec.format == OLD
     assert status["phase"] == "finished"
