@@ -18,14 +18,21 @@ TAG = f"v{VERSION}"
 HEADING = re.compile(rf"^## \[{re.escape(VERSION)}\].*$", re.MULTILINE)
 
 
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """What is in this tree as one commit of a repository of its own, ready for its tag."""
+LOOKED_AT = ("pyproject.toml", "CHANGELOG.md", "LICENSE", "compose.yaml", "deploy")
+"""What is looked at before anything is built."""
+
+
+@pytest.fixture(params=[LOOKED_AT], ids=["some"])
+def clone(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """What is in this tree, or some of it, as one commit of a repository of its own, ready for its tag."""
     clone = tmp_path / "clone"
-    left = shutil.ignore_patterns(
-        ".git", ".venv", ".*_cache", ".hypothesis", "*.egg-info", "__pycache__", "dist", "site"
-    )
-    shutil.copytree(ROOT, clone, symlinks=True, ignore=left)
+    clone.mkdir()
+    (clone / ".gitignore").write_text("__pycache__/\n")
+    for name in request.param:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, clone / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, clone / name)
     changelog = clone / "CHANGELOG.md"
     changelog.write_text(HEADING.sub(f"## [{VERSION}] - 2027-01-31", changelog.read_text(), count=1))
     git(clone, "init", "--quiet", "--initial-branch", "main")

@@ -22,6 +22,7 @@ from diloco.pipeline.bus.embedded import find_server, free_port
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, Rejected
 from diloco.pipeline.payload.codec import decode
@@ -109,6 +110,12 @@ class Place:
 
         return asyncio.run(read())
 
+    def read_if_there(self) -> tuple[dict[str, Any], list[Any], Spec, int] | None:
+        """The same; None: a machine that does much else did not answer in time."""
+        with contextlib.suppress(BusUnavailable):
+            return self.read()
+        return None
+
     def begun(self) -> None:
         """Wait for the first merge."""
 
@@ -122,11 +129,13 @@ class Place:
         """Every fragment is merged from both learners, and evaluated, by whoever is there now."""
         for name, process in self.parties.items():
             assert process.poll() is None, self.said(name)
-        _, tape, _, evaluated = self.read()
+        _, tape, _, evaluated = wait_for(self.read_if_there)
         seen = len(tape)
 
         def merged() -> bool:
-            status, tape, _, evaluations = self.read()
+            if (found := self.read_if_there()) is None:
+                return False
+            status, tape, _, evaluations = found
             both = {
                 (record.fragment, one.learner)
                 for record in tape[seen:]
