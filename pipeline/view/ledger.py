@@ -134,9 +134,7 @@ def surviving(
     return [history[version] for _, history in sorted(histories.items()) for version in sorted(history)], lost
 
 
-def _back_from(
-    made: Mapping[tuple[int, int, bytes], Committed], head: tuple[int, int, bytes]
-) -> dict[int, Committed]:
+def _back_from(made: Mapping[tuple[int, int, bytes], Committed], head: tuple[int, int, bytes]) -> dict[int, Committed]:
     """By version: the merges that led to a head, as far back as they are known without a gap."""
     found: dict[int, Committed] = {}
     fragment, version, digest = head

@@ -33,7 +33,7 @@ from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
 from diloco.pipeline.messages.tape import RefusalReason, TapeRecord
 from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
 from diloco.pipeline.testing.memory_store import MemoryStore, Stream
-from diloco.pipeline.view.ledger import accounts, problems, surviving
+from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.studies.strikes.audit import Violation
 from diloco.syncer import algorithm
@@ -560,7 +560,7 @@ class Oracle:
         Only of a bus that came back without its last second is a gap accepted, or a merge that does not hold: also of
         those that had ended before, who could not notice it.
         """
-        if not self._rewinds and surviving(self._tape, ledger_inputs.heads)[1]:
+        if not self._rewinds and ledger.surviving(self._tape, ledger_inputs.heads)[1]:
             self.broken("the ledger closes", "a merge was lost, and the bus lost nothing")
         self._check_books(self._tape, ledger_inputs)
 
@@ -572,7 +572,7 @@ class Oracle:
 
     def _check_books(self, tape: Sequence[TapeRecord], ledger_inputs: LedgerInputs) -> None:
         for p, fragment in enumerate(self.fragments):
-            commits = [one for one in surviving(tape, ledger_inputs.heads)[0] if one.fragment == p]
+            commits = [one for one in ledger.surviving(tape, ledger_inputs.heads)[0] if one.fragment == p]
             parts = {(one.learner, one.incarnation, one.base_version) for c in commits for one in c.contributions}
             if parts != fragment.merged.keys():
                 odd = sorted(parts ^ fragment.merged.keys())
@@ -581,7 +581,7 @@ class Oracle:
         ledger_inputs = replace(
             ledger_inputs, reports=tuple(one.model_copy(update=outages) for one in ledger_inputs.reports)
         )
-        for problem in problems(accounts(tape, ledger_inputs, self._layout)):
+        for problem in ledger.problems(ledger.accounts(tape, ledger_inputs, self._layout)):
             self.broken("the ledger closes", problem)
 
     def wire_values(self, p: int, base: npt.NDArray[Any], values: npt.NDArray[Any]) -> Float64:
