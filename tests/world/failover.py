@@ -28,9 +28,9 @@ CLOCKS_S = (0.0, 2.0, 10.0)
 """The clock of a server that takes over is up to so far ahead, or behind."""
 STAYS = 0.4
 """So many of the parties stay with the server that was there before, in a split."""
-SERVES_S, REFUSES_S = (0.1, 1.5), (0.0, 1.5)
-"""A server that has lost its replicas takes writes for so long, and refuses them for so long until the network heals.
-The first are up to three lease times, which is more than `min-replicas-max-lag` and a lease have in common."""
+SERVES_S, REFUSES_S = (0.1, 4.0), (0.0, 1.5)
+"""A server that was replaced takes writes for so long, and refuses them for so long until the network heals. The first
+are up to eight lease times: as the settings stand `min-replicas-max-lag` is two (10 s), and a server may have none."""
 
 
 class Failovers:
