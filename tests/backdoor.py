@@ -53,10 +53,10 @@ class MemoryBackdoor:
     def hset(self, key: str, field: str, value: bytes) -> None:
         self.store.hset(key, {field: value})
 
-    def append(self, key: str, data: bytes) -> None:
-        """Add raw bytes to a stream of messages."""
+    def append(self, key: str, data: bytes, ms: int = 0) -> None:
+        """Add raw bytes to a stream of messages; `ms`: of the entry's id."""
         stream = self.store.stream(key)
-        stream.append((stream.last[0] + 1, 0), data)
+        stream.append((ms or stream.last[0] + 1, 0), data)
 
     def delete(self, key: str) -> None:
         self.store.delete(key)
@@ -110,8 +110,8 @@ class RedisBackdoor:
     def hset(self, key: str, field: str, value: bytes) -> None:
         self.client.hset(key, field, value)
 
-    def append(self, key: str, data: bytes) -> None:
-        self.client.xadd(key, {"m": data})
+    def append(self, key: str, data: bytes, ms: int = 0) -> None:
+        self.client.xadd(key, {"m": data}, f"{ms}-0" if ms else "*")
 
     def delete(self, key: str) -> None:
         self.client.delete(key)

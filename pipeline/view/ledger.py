@@ -18,7 +18,7 @@ are the headers still on the streams. What is left over in the two lines has an 
 Only the surviving history counts: a merge that the bus lost, and that was made again or never, is no merge.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -92,12 +92,16 @@ def surviving(
 ) -> tuple[list[Committed], bool]:
     """The merges that hold, and whether any was lost with the bus.
 
+    Where a server was replaced while others still wrote to it, records of both histories stand between each other.
+    So the merges that lead to a head are followed back from it; only where that is not known their order decides.
+
     Args:
         records: each fragment's in the order of its tape. One may stand there again: an archive that was begun anew.
         heads: (fragment, version, digest) at the end, as far as known: what does not lead there is lost, also if the
             tape ends before it says so.
     """
     histories: dict[int, dict[int, Committed]] = {}
+    made: dict[tuple[int, int, bytes], Committed] = {}
     lost = False
 
     def cut(fragment: int, version: int) -> None:
@@ -113,6 +117,9 @@ def surviving(
             lost = True
         elif isinstance(record, Committed):
             there = histories.setdefault(record.fragment, {}).get(record.version)
+            made_as = record.fragment, record.version, record.digest
+            if record.base_digest is not None or made_as not in made:  # else it was put back, which is no merge
+                made[made_as] = record
             put_back = there is not None and record.base_digest is None and record.digest == there.digest
             if not put_back and there != record:
                 cut(record.fragment, record.version)
@@ -120,7 +127,23 @@ def surviving(
     for fragment, version, digest in heads:
         last = histories.get(fragment, {}).get(version)
         cut(fragment, version + 1 if last is None or last.digest == digest else version)
+        if leads := _back_from(made, (fragment, version, digest)):
+            history = histories.setdefault(fragment, {})
+            lost = lost or any(history.get(at) != one for at, one in leads.items())
+            history |= leads
     return [history[version] for _, history in sorted(histories.items()) for version in sorted(history)], lost
+
+
+def _back_from(made: Mapping[tuple[int, int, bytes], Committed], head: tuple[int, int, bytes]) -> dict[int, Committed]:
+    """By version: the merges that led to a head, as far back as they are known without a gap."""
+    found: dict[int, Committed] = {}
+    fragment, version, digest = head
+    while (one := made.get((fragment, version, digest))) is not None:
+        found[version] = one
+        if one.base_digest is None:
+            break
+        version, digest = version - 1, one.base_digest
+    return found
 
 
 # --- accounts ----------------------------------------------------------------------------------------

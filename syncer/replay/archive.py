@@ -4,6 +4,9 @@ Every syncer archives all tapes, each into files of its own, so that killing any
 archive takes each record once. The lead alone trims the tapes, of what it has on disk itself; `KEEP_UNTRIMMED`
 entries stay for readers that lag, the other archives among them.
 
+A server that took over may lack what was archived of another one. Then its whole tape is archived once more
+(`tape_reading`).
+
 Where the disk is full nothing is trimmed, so nothing is lost: what the tape holds is archived once there is room.
 """
 
@@ -15,7 +18,9 @@ from pathlib import Path
 
 import structlog
 
-from diloco.pipeline.bus.ports import START, Tape, TapeEntry
+from diloco.pipeline.bus.ports import Tape, TapeEntry
+from diloco.pipeline.bus.stored_values import entry_id
+from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.appending import append_whole
 from diloco.pipeline.payload.codec import encode
@@ -36,7 +41,7 @@ class TapeArchive:
             UsageError: the folder cannot be written.
         """
         self._bus, self._trims = bus, trims
-        self._cursors = dict.fromkeys(range(groups), START)
+        self._reader = TapeReader(bus, groups)
         self._newest: dict[int, deque[str]] = {group: deque(maxlen=KEEP_UNTRIMMED) for group in range(groups)}
         self._untrimmed = dict.fromkeys(range(groups), 0)
         self.problem = ""
@@ -51,7 +56,7 @@ class TapeArchive:
         """Archive until cancelled; what cannot be written is read from the tape again."""
         while True:
             try:
-                await self._append(await self._bus.read_tape(self._cursors, BLOCK_S))
+                await self._append(await self._reader.read(BLOCK_S))
                 self.problem = ""
             except OSError as error:
                 if not self.problem:
@@ -65,7 +70,7 @@ class TapeArchive:
         Raises:
             OSError: it cannot be written.
         """
-        while entries := await self._bus.read_tape(self._cursors):
+        while entries := await self._reader.read():
             await self._append(entries)
 
     def close(self) -> None:
@@ -79,10 +84,14 @@ class TapeArchive:
             by_group.setdefault(entry.group, []).append(entry)
         for group, theirs in by_group.items():
             append_whole(self._files[group], b"".join(encode(entry.record, self._bus.format) for entry in theirs))
-            self._cursors[group] = theirs[-1].entry_id
-            self._newest[group].extend(entry.entry_id for entry in theirs)
+            self._reader.passed(theirs[-1])
+            newest = self._newest[group]
+            if newest and entry_id(theirs[0].entry_id) <= entry_id(newest[-1]):  # from the start of another tape
+                newest.clear()
+                self._untrimmed[group] = 0
+            newest.extend(entry.entry_id for entry in theirs)
             self._untrimmed[group] += len(theirs)
             if self._untrimmed[group] >= 2 * KEEP_UNTRIMMED and self._trims():
-                await self._bus.trim_tape(group, self._newest[group][0])
+                await self._bus.trim_tape(group, newest[0])
                 self._untrimmed[group] = KEEP_UNTRIMMED
         await asyncio.sleep(0)

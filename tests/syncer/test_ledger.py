@@ -192,6 +192,24 @@ def test_a_merge_that_the_bus_lost_is_no_merge() -> None:
     assert versions(tape, (0, 4, bytes(16)), (1, 5, bytes(16))) == ([(0, 1), (0, 2), (0, 3)], False)
 
 
+def test_of_two_servers_histories_the_one_that_leads_to_the_head_holds_whatever_came_later() -> None:
+    """One was cut off and still served some: archives of both syncers, by time, have both between each other."""
+
+    def made(version: int, of: tuple[str, str], server: bytes, base: bytes, unix_s: float) -> Committed:
+        one = committed(0, version, (*of, 10), unix_s=unix_s)
+        return one.model_copy(update={"digest": server * 16, "base_digest": base * 16})
+
+    first = made(1, A, b"0", b"0", 1)
+    old = [made(2, A, b"a", b"0", 2), made(3, A, b"b", b"a", 4), made(4, A, b"c", b"b", 5)]
+    new = [made(2, B, b"d", b"0", 3), made(3, B, b"e", b"d", 4.5)]
+    tape = sorted([first, *old, *new], key=lambda one: one.unix_s)
+    assert surviving(tape, [(0, 3, b"e" * 16)]) == ([first, *new], True)
+    assert surviving(tape, [(0, 4, b"c" * 16)]) == ([first, *old], True)
+    rewound = Rewound(fragment=0, version=1, was_version=4, unix_s=6.0)
+    assert surviving([*tape, rewound], [(0, 3, b"e" * 16)]) == ([first, *new], True)
+    assert surviving([first, *new], [(0, 3, b"e" * 16)]) == ([first, *new], False)
+
+
 def test_an_archive_begun_anew_loses_nothing() -> None:
     tape: list[TapeRecord] = [committed(0, v, (*A, 10), unix_s=v) for v in (1, 2, 3)]
     commits, lost = surviving([*tape, tape[2]])

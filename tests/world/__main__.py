@@ -1,6 +1,7 @@
 """`python -m tests.world`: run simulated worlds; replay and shrink one that failed."""
 
 import asyncio
+from itertools import count, islice
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +14,7 @@ from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.process.cores import usable_cores
 from tests.world.campaign import Summary, campaign, code_digest, done_before, quiet
-from tests.world.plan import Kind
+from tests.world.plan import Kind, plan
 from tests.world.shrink import shrink
 from tests.world.twin import record, replay
 from tests.world.world import Result, run_seed
@@ -30,10 +31,14 @@ def run_seeds(
     first: Annotated[int, typer.Option(min=0, help="The first seed")] = 0,
     jobs: Annotated[int, typer.Option(min=1, help="Processes")] = usable_cores(),
     folder: Annotated[Path, typer.Option(help="Where results are kept, so that the next call goes on")] = Path(".dst"),
+    failovers: Annotated[
+        bool, typer.Option("--failovers", help="Only worlds in which another server takes over")
+    ] = False,
 ) -> None:
     """Run many seeds over all cores. Interrupted, it goes on where it was; changed code begins anew."""
     file = folder / f"{code_digest()[:16]}.jsonl"
-    wanted = range(first, first + seeds)
+    able = (seed for seed in count(first) if not failovers or plan(seed).fails_over)
+    wanted = dict.fromkeys(islice(able, seeds))
     summary, known = Summary(), set[int]()
     for line in done_before(file):
         if line["seed"] in wanted and line["seed"] not in known:
@@ -63,12 +68,13 @@ def show(summary: Summary, jobs: int, file: Path) -> None:
         table.add_row(kind.value, f"{summary.fired[kind.value]:,}")
     console.print(table)
     table = Table("killed at", "times", box=None)
-    for point, count in sorted(summary.crashed.items()):
-        table.add_row(point, f"{count:,}")
+    for point, times in sorted(summary.crashed.items()):
+        table.add_row(point, f"{times:,}")
     console.print(table)
     rate = summary.merges / summary.seconds if summary.seconds else 0.0
+    each_s = summary.seconds / max(1, summary.seeds)
     console.print(
-        f"{summary.seeds:,} seeds, {summary.merges:,} merges, {summary.virtual_s:,.0f} virtual s; "
+        f"{summary.seeds:,} seeds of {each_s:.2f} s, {summary.merges:,} merges, {summary.virtual_s:,.0f} virtual s; "
         f"{rate:,.0f} merges/s a core, {jobs} at a time; results in {file}"
     )
     for seed, violation in sorted(summary.violations.items()):

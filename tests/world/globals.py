@@ -15,8 +15,9 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.payload import Chunk, Update
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.payload.codec import PayloadReader, decode, payload_digest
-from diloco.pipeline.testing.memory_store import MemoryStore, Stream
+from diloco.pipeline.testing.memory_store import Stream
 from tests.world import reference
+from tests.world.record import Seen
 from tests.world.surviving import Float64, Surviving
 
 Float32 = npt.NDArray[np.float32]
@@ -82,7 +83,7 @@ def badly_coded(wire: bytes, due: Float64, allowed: float) -> str | None:
 class Globals:
     """What a run has published, as an onlooker reads it."""
 
-    def __init__(self, store: MemoryStore, layout: Layout, sync: SyncSpec, broken: Callable[[str, str], None]) -> None:
+    def __init__(self, store: Seen, layout: Layout, sync: SyncSpec, broken: Callable[[str, str], None]) -> None:
         """broken: called with a promise and how it was broken."""
         self._store, self._layout, self._broken = store, layout, broken
         self._syncs = [reference.constants(sync, (slot.tensor for slot in f.slots)) for f in layout.fragments]

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.testing.memory import MemoryBus
+from tests.world.record import WorldBus
 
 BLOCKING = ("read_tape", "read_offers", "read_chunks")
 SLOW_S = 0.05
@@ -37,14 +37,8 @@ class Fate:
 class Surroundings(Protocol):
     """What a link must know of its world."""
 
-    @property
-    def epoch(self) -> int:
-        """Counts restarts of the bus."""
-        ...
-
-    @property
-    def bus_up(self) -> bool:
-        """Whether the bus answers."""
+    def bus_up(self, link: "Link") -> bool:
+        """Whether the server that a party reaches answers."""
         ...
 
     def fate(self, party: str, number: int, method: str) -> Fate:
@@ -71,9 +65,10 @@ class Surroundings(Protocol):
 class Link:
     """One party's connection, from its start to its death."""
 
-    def __init__(self, bus: MemoryBus, world: Surroundings, party: str, first_call: int, hangs_s: float) -> None:
+    def __init__(self, bus: WorldBus, world: Surroundings, party: str, first_call: int, hangs_s: float) -> None:
         """`hangs_s`: how long a call waits for an answer that does not come."""
-        self._bus, self._world, self._hangs_s = bus, world, hangs_s
+        self.bus, self._world, self._hangs_s = bus, world, hangs_s
+        self._breaks = 0
         self._time = asyncio.get_running_loop().time
         self.party = party
         self.calls = first_call
@@ -81,6 +76,8 @@ class Link:
         """`late`: what is observed now took effect after its caller gave up."""
         self.sent_s = 0.0
         """When what is observed now was sent."""
+        self.beside = False
+        """It reaches the server that was there before a failover."""
         self.paused_until = 0.0
         self.cut_until = self.slow_until = 0.0
         """Until when no call reaches the bus, and each takes long."""
@@ -90,23 +87,24 @@ class Link:
     @property
     def keys(self) -> Any:
         """Names of the run's keys."""
-        return self._bus.keys
+        return self.bus.keys
 
     @property
     def format(self) -> int:
         """The run's wire format."""
-        return self._bus.format
+        return self.bus.format
 
     def use_spec(self, spec: Spec) -> None:
         """As the bus."""
-        self._bus.use_spec(spec)
+        self.bus.use_spec(spec)
 
     async def close(self) -> None:
         """Nothing is kept open."""
 
     def break_calls(self) -> None:
-        """The connection is lost: reads that wait end with an error."""
-        self._bus.disconnect()
+        """The connection is lost: reads that wait end with an error, as does what is under way."""
+        self._breaks += 1
+        self.bus.disconnect()
 
     def held_up_s(self, since_s: float) -> float:
         """Seconds since then in which a call was slow on its way, or `slow` work was done."""
@@ -131,7 +129,7 @@ class Link:
     async def _call(self, name: str, args: tuple[Any, ...], more: dict[str, Any]) -> Any:
         number, sent_s = self.calls, self._time()
         self.calls += 1
-        world, method = self._world, getattr(self._bus, name)
+        world, method = self._world, getattr(self.bus, name)
         fate = world.fate(self.party, number, name)
         if name not in BLOCKING:
             self._in_flight[number] = None
@@ -147,7 +145,7 @@ class Link:
             if fate.lost or fate.late_s or not self._reaches():
                 await self._travel(self._hangs_s)
                 raise BusUnavailable("no answer: the call was lost")
-            epoch = world.epoch
+            breaks = self._breaks
             outcome = await self._effect(name, method, args, more, sent_s)
             if fate.twice and not self.dead and self._reaches():
                 outcome = await self._effect(name, method, args, more, sent_s)
@@ -157,7 +155,7 @@ class Link:
             if fate.reply_lost:
                 await self._travel(self._hangs_s)
                 raise BusUnavailable("no answer: the reply was lost")
-            if self.dead or epoch != world.epoch or not self._reaches():
+            if self.dead or breaks != self._breaks or not self._reaches():
                 raise BusUnavailable("the connection was lost")
             if isinstance(outcome, Exception):
                 raise outcome
@@ -184,11 +182,11 @@ class Link:
             raise BusUnavailable("dead")
 
     async def _late(self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any], sent_s: float) -> None:
-        if self._world.bus_up and name not in BLOCKING:  # a read that nobody waits for does nothing
+        if self._world.bus_up(self) and name not in BLOCKING:  # a read that nobody waits for does nothing
             await self._effect(name, method, args, more, sent_s, late=True)
 
     def _reaches(self) -> bool:
-        return self._world.bus_up and self._time() >= self.cut_until
+        return self._world.bus_up(self) and self._time() >= self.cut_until
 
     async def _effect(
         self, name: str, method: Any, args: tuple[Any, ...], more: dict[str, Any], sent_s: float, late: bool = False

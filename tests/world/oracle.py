@@ -16,6 +16,7 @@ to the token-element.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -32,16 +33,18 @@ from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
 from diloco.pipeline.messages.tape import RefusalReason, TapeRecord
 from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
 from diloco.pipeline.testing.memory_store import MemoryStore, Stream
-from diloco.pipeline.view.ledger import accounts, problems, surviving
+from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.studies.strikes.audit import Violation
 from diloco.syncer import algorithm
 from diloco.workers.rounds import Base
 from tests.world import reference
+from tests.world.archives import Archive
 from tests.world.globals import Globals, badly_coded
 from tests.world.link import Link
 from tests.world.plan import Plan
 from tests.world.pulls import Pulls
+from tests.world.record import Seen
 from tests.world.refusals import Refusals
 from tests.world.shards import Shards
 from tests.world.surviving import Float64, Surviving
@@ -66,7 +69,7 @@ class Oracle:
     def __init__(self, plan: Plan, layout: Layout, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
         self._now = now
         self._together = plan.together
-        self._spec, self._layout, self._store, self._keys = plan.spec, layout, store, keys
+        self._spec, self._layout, self._store, self._keys = plan.spec, layout, Seen(store), keys
         self.fragments = [Surviving.none(fragment.elements) for fragment in layout.fragments]
         self.violation: Violation | None = None
         self.merges = 0
@@ -87,21 +90,25 @@ class Oracle:
         self._ever: dict[tuple[int, int, bytes], Surviving] = {}
         """The history up to each commit that ever was."""
         self._tape: list[TapeRecord] = []
-        """All that was ever written to it, as an archive has it."""
-        self._ever_drained = self._finished = False
+        """All that was ever written to it, as archives have it: on both servers, where there were two."""
+        self._ever_drained = self._finished = self._lost_its_end = False
         self._rewound_s = -REPORTED_S
         self._rewinds = 0
         self._closing: list[set[str]] = []
         """What was pending in each fragment when the run was first said to be closing."""
-        self.shards = Shards(store, keys, self.broken)
+        self.shards = Shards(self._store, keys, self.broken)
         self._reading: dict[tuple[Link, int], float] = {}
         """When a syncer last read a fragment's stream from its start."""
-        self._windows = Windows(
-            plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now, self._is_uploaded
+        self._make_windows = partial(
+            Windows, plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now, self._is_uploaded
         )
+        self._windows = self._make_windows()
+        self._side: dict[str, Any] | None = None
+        """Of those who are still with a server that was replaced: what belongs to its history, by attribute."""
+        self._side_store = store
         self._pulls = Pulls(layout, plan.latency_s, now)
-        self._globals = Globals(store, layout, plan.spec.sync, self.broken)
-        self._refusals = Refusals(store, keys, now, self._published_as, len(layout.fragments))
+        self._globals = Globals(self._store, layout, plan.spec.sync, self.broken)
+        self._refusals = Refusals(self._store, keys, now, self._published_as, len(layout.fragments))
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
             "read_heads": self._looked,
@@ -160,6 +167,12 @@ class Oracle:
             what = f"{values} as fragment {base.fragment} version {base.version}"
             self.broken("only committed values are adopted", f"{learner}: {what} instead of {shown}")
 
+    def _phase(self) -> Phase | None:
+        """Of the run, as the bus has it."""
+        state = self._store.values.get(self._keys.state)
+        found = stored_values.decode_state(state.get(b"blob")) if isinstance(state, dict) else None
+        return None if found is None else found.phase
+
     def draining(self) -> None:
         """From now on windows may close below the quorum."""
         self._ever_drained = True
@@ -175,6 +188,7 @@ class Oracle:
         self._rewound_s = self._now()
         self._rewinds += 1
         self._finished = False
+        self._lost_its_end |= self._phase() is Phase.FINISHED
         for p in range(len(self.fragments)):
             self._check_pending(p)
             self._windows.changed(p, self.fragments[p])
@@ -187,9 +201,40 @@ class Oracle:
 
     def observe(self, link: Link, method: str, args: tuple[Any, ...], outcome: Any) -> None:
         """A call took effect, or was refused by the bus."""
-        check = self._checks.get(method)
-        if check is not None:
-            check(link, outcome, *args)
+        if method not in self._checks:
+            return
+        if link.beside:
+            self._turn()
+        self._checks[method](link, outcome, *args)
+        if link.beside:
+            self._turn()
+
+    # --- a server beside the one that took over --------------------------------------------------------
+
+    def divide(self, store: MemoryStore) -> None:
+        """From now on there are two histories: that of `store`, for links that are `beside`, is going to be lost."""
+        self._side = {
+            "fragments": self.snapshot(),
+            "_refusals": self._refusals.copy(),
+            "_windows": self._make_windows(),
+            "_closing": list(self._closing),
+            "_finished": self._finished,
+            "_rewound_s": self._rewound_s,
+        }
+        self._side_store = store
+
+    def heal(self) -> None:
+        """Nobody is with the server that was replaced any more."""
+        self._side = None
+
+    def _turn(self) -> None:
+        """Judge by the other history."""
+        assert self._side is not None
+        mine = {name: getattr(self, name) for name in self._side}
+        for name, value in self._side.items():
+            setattr(self, name, value)
+        self._side = mine
+        self._store.store, self._side_store = self._side_store, self._store.store
 
     # --- the stream ------------------------------------------------------------------------------------
 
@@ -215,6 +260,7 @@ class Oracle:
             if renews:
                 self._renewed(p, header, renews)
             state.pending[outcome] = self._offers[p, outcome] = header
+            self._refusals.offered(p, outcome)
             if header.due:
                 state.due.add(header.base_digest)
             self._windows.changed(p, state)
@@ -292,6 +338,7 @@ class Oracle:
         if key in self._uploads:
             self._uploaded(key, first, chunks)
         if ":delta:" in key:
+            self._refusals.written(key)
             of = int(key.split(":delta:")[1].split(":")[0])
             self._windows.changed(of, self.fragments[of])
         if (":global:" in key or ":update:" in key) and not isinstance(outcome, Exception):
@@ -485,7 +532,10 @@ class Oracle:
 
     def check_finished(self, manifest: tuple[tuple[int, bytes], ...]) -> None:
         """The run is finished: the manifest is the truth, nothing stays for ever but the heads'."""
-        if manifest != tuple((f.version, f.digests.get(f.version, b"")) for f in self.fragments):
+        heads = tuple((f.version, f.digests.get(f.version, b"")) for f in self.fragments)
+        # A server that took over may know that the run is finished, and lack what was merged last.
+        were = self._lost_its_end and all((p, *one) in self._ever for p, one in enumerate(manifest))
+        if manifest != heads and not were:
             self.broken("the manifest is the heads", f"{manifest} but {[f.version for f in self.fragments]}")
         self.shards.check()
         needed = set()
@@ -510,13 +560,28 @@ class Oracle:
         Only of a bus that came back without its last second is a gap accepted, or a merge that does not hold: also of
         those that had ended before, who could not notice it.
         """
-        if not self._rewinds and surviving(self._tape, ledger_inputs.heads)[1]:
+        if not self._rewinds and ledger.surviving(self._tape, ledger_inputs.heads)[1]:
             self.broken("the ledger closes", "a merge was lost, and the bus lost nothing")
+        self._check_books(self._tape, ledger_inputs)
+
+    def check_archive(self, archive: Archive, ledger_inputs: LedgerInputs) -> None:
+        """The run is finished, and whoever has followed its tapes has read all that is on them: its books close too."""
+        for promise, detail in archive.problems(self._store, self._keys):
+            self.broken(promise, detail)
+        self._check_books(archive.records, ledger_inputs)
+
+    def _check_books(self, tape: Sequence[TapeRecord], ledger_inputs: LedgerInputs) -> None:
+        for p, fragment in enumerate(self.fragments):
+            commits = [one for one in ledger.surviving(tape, ledger_inputs.heads)[0] if one.fragment == p]
+            parts = {(one.learner, one.incarnation, one.base_version) for c in commits for one in c.contributions}
+            if parts != fragment.merged.keys():
+                odd = sorted(parts ^ fragment.merged.keys())
+                self.broken("the tape tells which merges hold", f"fragment {p}: {odd[:4]} of {len(odd)}")
         outages = {"outages": int(self._rewinds > 0)}
         ledger_inputs = replace(
             ledger_inputs, reports=tuple(one.model_copy(update=outages) for one in ledger_inputs.reports)
         )
-        for problem in problems(accounts(self._tape, ledger_inputs, self._layout)):
+        for problem in ledger.problems(ledger.accounts(tape, ledger_inputs, self._layout)):
             self.broken("the ledger closes", problem)
 
     def wire_values(self, p: int, base: npt.NDArray[Any], values: npt.NDArray[Any]) -> Float64:

@@ -28,6 +28,8 @@ FAULTS_UNTIL_S = 12.0
 """Planned faults begin before this, in virtual seconds."""
 END_FAULTS_S = 4.0
 """Where faults go on to the end, the last ones begin so long after the run was asked to drain."""
+FAILS_OVER = 0.4
+"""Share of worlds in which another server takes over."""
 LEARNERS, SYNCERS = 4, 3
 BLOCKS, SHARD_BLOCKS = 60, 7
 """Data blocks of an epoch, and of a shard."""
@@ -50,6 +52,8 @@ class Kind(StrEnum):
     BUS_RESTARTED = "bus_restarted"
     BUS_REWOUND = "bus_rewound"
     BUS_FULL = "bus_full"
+    BUS_FAILED_OVER = "bus_failed_over"
+    BUS_SPLIT = "bus_split"
     SLOW_MERGE = "slow_merge"
     DELTA_POISONED = "delta_poisoned"
     MESSAGE_DELAYED = "message_delayed"
@@ -79,7 +83,8 @@ MESSAGE_KINDS = (
     Kind.MESSAGE_LATE,
 )
 """The last one: a call that takes effect after its caller gave up, even if it is dead by then."""
-PLANNED = tuple(Kind)[: tuple(Kind).index(Kind.SLOW_MERGE)]
+FAILOVERS = (Kind.BUS_FAILED_OVER, Kind.BUS_FAILED_OVER, Kind.BUS_SPLIT)
+PLANNED = tuple(kind for kind in tuple(Kind)[: tuple(Kind).index(Kind.SLOW_MERGE)] if kind not in FAILOVERS)
 RANK_KINDS = (
     *(Kind.RANK_KILLED,) * 4,
     *(
@@ -172,6 +177,9 @@ class Plan:
     together: tuple[bool, ...]
     """Of each learner: it is of several ranks; of how many is drawn for each life (`ranks`)."""
 
+    fails_over: bool = False
+    """Whether another server takes over in it, once or more."""
+
     @property
     def learners(self) -> int:
         """Learners at the start."""
@@ -262,6 +270,15 @@ def plan(seed: int) -> Plan:
         faults += [_fault(chance, f"rank-{number}", kinds=RANK_KINDS) for number in range(count)]
         count = 0 if calm_end else chance.one_of((0, 1, 3), "rank end faults")
         end_faults += [_fault(chance, f"rank-end-{i}", END_FAULTS_S, RANK_KINDS) for i in range(count)]
+    fails_over = chance.share("fails over") < FAILS_OVER
+    if fails_over:  # as in a cluster, in most of them
+        sync = sync.model_copy(update={"groups": chance.one_of((1, FRAGMENTS, FRAGMENTS), "groups")})
+        faults += [
+            _fault(chance, f"failover-{number}", kinds=FAILOVERS)
+            for number in range(chance.one_of((1, 2, 3), "failovers"))
+        ]
+        count = 0 if calm_end else chance.one_of((0, 0, 1), "end failovers")
+        end_faults += [_fault(chance, f"failover-end-{number}", END_FAULTS_S, FAILOVERS) for number in range(count)]
     stormy = chance.one_of((0.0, 0.002, 0.005, 0.015), "storm")
     return Plan(
         seed=seed,
@@ -280,6 +297,7 @@ def plan(seed: int) -> Plan:
         calm_end=calm_end,
         end_faults=tuple(sorted(end_faults, key=lambda fault: fault.at_s)),
         together=together,
+        fails_over=fails_over,
     )
 
 

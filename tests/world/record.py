@@ -1,12 +1,14 @@
 """What a world's memory server did, in the order in which it did it: enough to do the same to another server.
 
 A recorded bus notes a call in the same step in which it takes effect, so that the order is the true one. The
-server's own events lie between the calls: keys that expired, the snapshot of a rewind, restarts, memory full.
+server's own events lie between the calls: keys that expired, the snapshot of a rewind, restarts, another server in
+its place, memory full. What is done on a server that was cut off is not noted: nothing of it is left.
 A blocking read that ended empty is left out: it says when nothing came, not what is there.
 """
 
+import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +90,19 @@ class Full:
     full: bool
 
 
-Event = Called | Expired | Snapshot | Restarted | Full
+@dataclass(frozen=True, slots=True)
+class FailedOver:
+    """Another server took over for good. Of each part (a hash tag) it has what was there at a snapshot."""
+
+    parts: Mapping[str, int]
+
+
+Event = Called | Expired | Snapshot | Restarted | FailedOver | Full
+
+
+def part_of(key: str) -> str:
+    """The hash tag of a key: all keys that share it lie on one node of a cluster."""
+    return key[key.index("{") + 1 : key.index("}")]
 
 
 def _short(value: Any) -> str:
@@ -143,11 +157,64 @@ class WorldStore(MemoryStore):
     def restart(self, saved: Saved | None) -> None:
         """Restart with what was saved."""
         super().restart(saved)
-        self.tell(Restarted(next(i for i, one in enumerate(self._saved) if one is saved)))
+        self.tell(Restarted(self._number(saved)))
+
+    def fail_over(self, parts: Mapping[str, Saved], moved_s: float) -> None:
+        """Another server is in its place: of each part it has what was saved, and its clock is `moved_s` ahead of
+        the one before. Expiries are times of that clock."""
+        values: dict[str, Value] = {}
+        expiries: dict[str, float] = {}
+        for part, (theirs, until) in parts.items():
+            values |= {key: value for key, value in theirs.items() if part_of(key) == part}
+            expiries |= {key: at - moved_s for key, at in until.items() if part_of(key) == part}
+        super().restart((values, expiries))
+        self.tell(FailedOver({part: self._number(saved) for part, saved in parts.items()}))
+
+    def _number(self, saved: Saved | None) -> int:
+        return next(i for i, one in enumerate(self._saved) if one is saved)
+
+    def beside(self) -> "WorldStore":
+        """The same server, as those still have it who are cut off together with it."""
+        old = WorldStore()
+        old.values, old.expiries = super().snapshot()
+        return old
+
+    def hand_over(self, waiters: Collection[asyncio.Event], other: "WorldStore") -> None:
+        """Reads that wait here wait there."""
+        for key, waiting in list(self._waiters.items()):
+            for waiter in [waiter for waiter in waiting if waiter in waiters]:
+                other.enlist([key], waiter)
+                self.discharge([key], waiter)
+
+
+class Seen:
+    """What an onlooker sees of the servers: one of them at a time."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.store = store
+
+    @property
+    def values(self) -> dict[str, Value]:
+        """As its store's."""
+        return self.store.values
+
+    @property
+    def expiries(self) -> dict[str, float]:
+        """As its store's."""
+        return self.store.expiries
 
 
 class WorldBus(MemoryBus):
     """A memory bus behind a link: the link's delay is the way to the server, so a call acts at once."""
+
+    def __init__(self, run: str, clock: Clock, store: WorldStore) -> None:
+        super().__init__(run, clock, store)
+        self.server = store
+
+    def move(self, store: WorldStore) -> None:
+        """Reach another server from now on, with the reads that wait."""
+        self.server.hand_over(self._waiters.keys(), store)
+        self.store = self.server = store
 
     async def _turn(self) -> None:
         """Give way to nobody."""
@@ -168,15 +235,15 @@ class Recorder:
 
     def bus(self, run: str, clock: Clock, store: WorldStore, who: str) -> WorldBus:
         """A connection whose calls are noted."""
-        return RecordedBus(run, clock, store, who, self.events)
+        return RecordedBus(run, clock, store, who)
 
 
 class RecordedBus(WorldBus):
     """A world's bus that notes each call as it takes effect."""
 
-    def __init__(self, run: str, clock: Clock, store: WorldStore, who: str, events: list[Event]) -> None:
+    def __init__(self, run: str, clock: Clock, store: WorldStore, who: str) -> None:
         super().__init__(run, clock, store)
-        self._who, self._events = who, events
+        self._who = who
         self._now_ms = 0
         self._stamped: dict[str, dict[bytes, bytes]] = {}
         self._held: dict[EntryId, tuple[str, int]] = {}
@@ -204,7 +271,7 @@ class RecordedBus(WorldBus):
             return
         mine = {name: copy(value) if isinstance(value, (dict, list, set)) else value for name, value in args.items()}
         times = self._times() if method in TIMED else None
-        self._events.append(Called(self._clock.now(), self._who, method, mine, copy(outcome), times))
+        self.server.tell(Called(self._clock.now(), self._who, method, mine, copy(outcome), times))
 
 
 def _noted(name: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ while its owner, which reads on where it was, still has it.
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,10 +17,10 @@ from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
-from diloco.pipeline.testing.memory_store import MemoryStore, Stream
+from diloco.pipeline.testing.memory_store import Stream
 from diloco.pipeline.testing.virtual_time import UNIX_START_S
-from diloco.workers.exchange.carrier import DELTA_TTL_S
 from tests.world.link import Link
+from tests.world.record import Seen
 from tests.world.surviving import Float64, Surviving
 
 SKEW_S = 0.5
@@ -29,11 +30,6 @@ DEADLINE_S = 1.0
 READ_S = 0.3
 """A payload that is whole is read and judged within this, while nothing holds its reader up."""
 REMEMBERED = 32
-
-
-def offered_at(entry: str) -> float:
-    """When an entry came, in virtual seconds: its id says so."""
-    return int(entry.partition("-")[0]) / 1000 - UNIX_START_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,7 @@ class Refusals:
 
     def __init__(
         self,
-        store: MemoryStore,
+        store: Seen,
         keys: RunKeys,
         now: Callable[[], float],
         published: Callable[[DeltaHeader], Float64],
@@ -59,6 +55,24 @@ class Refusals:
     ) -> None:
         self._store, self._keys, self._now, self._published = store, keys, now, published
         self._gone: list[deque[Gone]] = [deque(maxlen=REMEMBERED) for _ in range(fragments)]
+        self._offered_s: dict[tuple[int, str], float] = {}
+        self._written_s: dict[str, float] = {}
+        """When something of a payload came last."""
+
+    def copy(self) -> "Refusals":
+        """Of a history that parts from this one."""
+        twin = copy(self)
+        twin._gone = [deque(gone, REMEMBERED) for gone in self._gone]
+        twin._offered_s, twin._written_s = dict(self._offered_s), dict(self._written_s)
+        return twin
+
+    def offered(self, p: int, entry: str) -> None:
+        """A header came."""
+        self._offered_s[p, entry] = self._now()
+
+    def written(self, key: str) -> None:
+        """Something of a payload came."""
+        self._written_s[key] = self._now()
 
     def lost(self, before: list[Surviving], after: list[Surviving]) -> None:
         """The bus came back as it was earlier."""
@@ -102,7 +116,8 @@ class Refusals:
             if self._key(other) not in refusal.delta_payloads or not self._mergeable(state, other):
                 continue
             decided_s = (refusal.records[0].unix_s - UNIX_START_S if refusal.records else self._now()) - SKEW_S
-            if offered_at(entry) + link.held_up_s(offered_at(entry)) < decided_s:  # else it may be unread
+            came_s = self._offered_s[p, entry]
+            if came_s + link.held_up_s(came_s) < decided_s:  # else it may be unread
                 yield f"the payload of {other.learner}'s pending delta on {other.base_version} went with it"
 
     def _wrong(
@@ -135,7 +150,7 @@ class Refusals:
             case RefusalReason.NON_FINITE:
                 return "but it is finite" if np.isfinite(self._published(header)).all() else ""
             case RefusalReason.UPLOAD_TIMEOUT:
-                return self._in_time(link, header, entry)
+                return self._in_time(link, header, self._offered_s[header.fragment, entry])
             case RefusalReason.RUN_FINISHED:
                 return "" if closing else "but it is not"
         return "for which there was no cause"
@@ -168,15 +183,15 @@ class Refusals:
             )
         )
 
-    def _in_time(self, link: Link, header: DeltaHeader, entry: str) -> str:
+    def _in_time(self, link: Link, header: DeltaHeader, offered_s: float) -> str:
         """The upload had its time, and was not there well before."""
         key, now = self._key(header), self._now()
-        if (waited_s := now - offered_at(entry)) < DEADLINE_S:
+        if (waited_s := now - offered_s) < DEADLINE_S:
             return f"but only {waited_s:.2f} s after its header"
         stream = self._store.values.get(key)
         if not isinstance(stream, Stream) or len(stream.ids) < header.chunks or key not in self._store.expiries:
             return ""
-        whole_at = self._store.expiries[key] - DELTA_TTL_S
+        whole_at = self._written_s[key]
         since_s = now - whole_at
         if since_s > READ_S + link.held_up_s(whole_at - READ_S):
             return f"but it was whole {since_s:.2f} s ago"

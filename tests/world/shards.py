@@ -6,15 +6,16 @@ from typing import Any
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.messages.shards import ClaimedShard, Shard
-from diloco.pipeline.testing.memory_store import MemoryStore, Stream
+from diloco.pipeline.testing.memory_store import Stream
 from tests.world.link import Link
 from tests.world.plan import BLOCKS, SHARD_BLOCKS
+from tests.world.record import Seen
 
 
 class Shards:
     """Those of one run."""
 
-    def __init__(self, store: MemoryStore, keys: RunKeys, broken: Callable[[str, str], None]) -> None:
+    def __init__(self, store: Seen, keys: RunKeys, broken: Callable[[str, str], None]) -> None:
         self._store, self._keys, self._broken = store, keys, broken
         self._read: set[tuple[int, int]] = set()
         """(epoch, block) that a learner has read."""

@@ -3,11 +3,12 @@
 The promise: no fragment's lease is free for longer than two lease times while a syncer is here that can take it.
 
 Two lease times are counted anew whenever something happens after which the syncers need another round: one of them
-starts, ends, dies, is paused or cut off, or comes back from that; a call of theirs about leases meets with a fault
-of its own; the bus was away or full. The death of a syncer itself gives no time: its lease is held until it ends, and
-only then is it free. An owner that has lost a lease begins anew only when it has ended what it was at (a merge, a
-call that hangs); that time does not count either, for this fragment. Where the bus has lost the head too, two more
-lease times go by: those who may remember it come first.
+starts, ends, dies, is paused or cut off, or comes back from that; a call of theirs about leases meets with a fault of
+its own; the bus was away or full. Where another server takes over whose clock is behind, what was to end by that clock
+ends so much later, and the two lease times begin only then. The death of a syncer itself gives no time: its lease is
+held until it ends, and only then is it free. An owner that has lost a lease begins anew only when it has ended what it
+was at (a merge, a call that hangs); that time does not count either, for this fragment. Where the bus has lost the
+head too, two more lease times go by: those who may remember it come first.
 """
 
 from collections.abc import Collection, Sequence
@@ -27,7 +28,7 @@ class Takeover:
 
     def disturbed(self, now: float) -> None:
         """Something happened after which the syncers need another round."""
-        self._disturbed_s = now
+        self._disturbed_s = max(self._disturbed_s, now)
 
     def taken(self, fragment: int) -> None:
         """A syncer took or prolonged its lease."""

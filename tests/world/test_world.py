@@ -12,6 +12,7 @@ import pytest
 
 from diloco.pipeline.messages.wire import AVERAGED, Codec, GlobalCodec, OuterName
 from diloco.pipeline.testing.chance import Chance
+from tests.failover_mutations import FAILOVER_MUTATIONS
 from tests.mutations import MUTATIONS, Mutation, applied
 from tests.rank_mutations import RANK_MUTATIONS
 from tests.world.campaign import Summary, campaign, done_before
@@ -19,7 +20,7 @@ from tests.world.plan import Kind, plan, ranks
 from tests.world.shrink import shrink
 from tests.world.world import MERGES, run_seed
 
-ALL_MUTATIONS = [*MUTATIONS, *RANK_MUTATIONS]
+ALL_MUTATIONS = [*MUTATIONS, *RANK_MUTATIONS, *FAILOVER_MUTATIONS]
 pytestmark = pytest.mark.usefixtures("no_log_lines")
 
 WORLDS = 100
@@ -183,6 +184,8 @@ def test_every_defect_can_still_be_put_in() -> None:
 
 def able(mutation: Mutation) -> Callable[[int], bool]:
     """Whether a seed's world runs the code in which a defect is."""
+    if mutation in FAILOVER_MUTATIONS:
+        return lambda seed: plan(seed).fails_over
     return (lambda seed: any(plan(seed).together)) if mutation in RANK_MUTATIONS else (lambda seed: True)
 
 

@@ -25,6 +25,8 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer import payloads
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.studies.strikes.audit import Violation
+from tests.world.archives import Archive
+from tests.world.failover import Failovers
 from tests.world.lapses import Lapses
 from tests.world.link import Fate, Link
 from tests.world.oracle import Oracle
@@ -96,11 +98,13 @@ class World:
         self._recorder = recorder
         if recorder is not None:
             recorder.watch(self.store)
-        self.oracle = Oracle(plan, self.layout, self.store, RunKeys(RUN), self.clock.now)
+        self.oracle = Oracle(plan, self.layout, self.store, RunKeys(RUN, plan.spec.sync.groups), self.clock.now)
         self.oracle.on_violation = lambda: self._wake.set()
         self._server = Server(self.store, self.oracle, self.clock)
+        self._keys = RunKeys(RUN, plan.spec.sync.groups)
+        self._failovers = Failovers(self._server, self.store, self.oracle, self._keys, self.chance, self._links)
         self.takeover = Takeover(len(self.layout.fragments), LEASE_S)
-        self._lapses = Lapses(self.store, RunKeys(RUN), self.clock.now)
+        self._lapses = Lapses(self.store, RunKeys(RUN, plan.spec.sync.groups), self.clock.now)
         self.fired: Counter[str] = Counter()
         self.crashed: Counter[str] = Counter()
         self.struck: set[str] = set()
@@ -114,6 +118,8 @@ class World:
         self._parties: dict[str, Party] = {}
         self._lives: Counter[str] = Counter()
         self._armed: dict[str, Fault] = {}
+        self._archive: Archive | None = None
+        self._archive_links: list[Link] = []
         self._beside: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Task[None] | None = None
 
@@ -138,24 +144,18 @@ class World:
 
     # --- what links ask ----------------------------------------------------------------------------------
 
-    @property
-    def bus_up(self) -> bool:
-        """Whether the bus answers."""
-        return self._server.up
-
-    @property
-    def epoch(self) -> int:
-        """Counts restarts of the bus."""
-        return self._server.epoch
+    def bus_up(self, link: Link) -> bool:
+        """Whether the server that a party reaches answers."""
+        return link.beside or self._server.up
 
     def fate(self, party: str, number: int, method: str) -> Fate:
         """What happens to a call."""
         chance = self.chance
         drawn = chance.integer("call", party, number)
         delay_s = self.plan.latency_s * (0.5 + (drawn & 0xFFFFFFFF) / 2**32)
-        if self.clock.now() < self._parties[party].link.slow_until:
+        if party in self._parties and self.clock.now() < self._parties[party].link.slow_until:
             delay_s += SLOW_CALL_S * (drawn & 0xFFFF) / 2**16
-        if self._calm or (drawn >> 32) / 2**32 >= self.plan.message_fault_rate:
+        if self._calm or party not in self._parties or (drawn >> 32) / 2**32 >= self.plan.message_fault_rate:
             return Fate(delay_s)
         id_ = f"call-{party}-{number}"
         if not self._may(id_):
@@ -185,10 +185,10 @@ class World:
         """A call took effect."""
         if isinstance(outcome, LeaseLost):
             self.fired[Kind.TWO_HOLDERS] += 1
-        elif method == "acquire_lease" and outcome is True:
+        elif method == "acquire_lease" and outcome is True and not link.beside:
             self.takeover.taken(args[0])
-        nonce = party.service.nonce if isinstance(party := self._parties[link.party], WorldSyncer) else ""
-        if not link.late and self._lapses.found(nonce, method, args, outcome):
+        nonce = party.service.nonce if isinstance(party := self._parties.get(link.party), WorldSyncer) else ""
+        if not (link.late or link.beside) and self._lapses.found(nonce, method, args, outcome):
             self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += 1
         chunks = method in ("write_chunks", "read_chunks")
         self._effects[chunks] += 1
@@ -232,8 +232,8 @@ class World:
     def _bus(self, who: str) -> WorldBus:
         """A connection to the server."""
         if self._recorder is None:
-            return WorldBus(RUN, self.clock, self.store)
-        return self._recorder.bus(RUN, self.clock, self.store, who)
+            return WorldBus(RUN, self._server.clock, self.store)
+        return self._recorder.bus(RUN, self._server.clock, self.store, who)
 
     def poisons(self, what: tuple[object, ...]) -> bool:
         """Whether this delta is poisoned."""
@@ -332,14 +332,25 @@ class World:
                 self.cut(everybody[fault.party % len(everybody)], fault.lasts_s)
             case Kind.BUS_RESTARTED | Kind.BUS_REWOUND:
                 await self._server.restart(fault, lambda: self._disconnected(fault))
+            case Kind.BUS_FAILED_OVER | Kind.BUS_SPLIT:
+                await self._failovers.strike(fault, lambda moved_s: self._taken_over(fault, moved_s))
             case Kind.BUS_FULL:
                 self.happened(fault.kind, fault.id)
                 await self._server.fill(fault.lasts_s)
 
     def _disconnected(self, fault: Fault) -> None:
         self.happened(fault.kind, fault.id)
-        for party in self._parties.values():
-            party.link.break_calls()
+        for link in [party.link for party in self._parties.values()] + self._archive_links:
+            if not link.beside:
+                link.break_calls()
+
+    def _taken_over(self, fault: Fault, moved_s: float) -> None:
+        """By a server whose clock is ahead by so much; behind, what was to end by it ends later."""
+        self._disconnected(fault)
+        self.takeover.disturbed(self.clock.now() + max(0.0, -moved_s))
+
+    def _links(self) -> list[Link]:
+        return [party.link for _, party in sorted(self._parties.items()) if party.alive] + self._archive_links
 
     def cut(self, party: Party, lasts_s: float) -> None:
         party.link.cut_until = self.clock.now() + lasts_s
@@ -413,6 +424,12 @@ class World:
 
     async def _story(self) -> None:
         self._start_all()
+        if self.plan.fails_over:
+            bus = WorldBus(RUN, self._server.clock, self.store)  # not recorded: it only reads
+            bus.use_spec(self.spec)
+            self._archive = Archive(Link(bus, self, "archive", 0, self.plan.hangs_s), self.spec.sync.groups)
+            self._archive_links = [self._archive.link]
+            self._following = self._spawn(self._archive.follow())
         striking = self._spawn(self._strike_all(self.plan.faults))
         if not await self._until(lambda: self.oracle.merges >= self._merges and striking.done()):
             return
@@ -449,20 +466,22 @@ class World:
     def _look_at_leases(self) -> None:
         """Whether those that are free are taken in time."""
         syncers = [party for party in self._alive("syncer") if isinstance(party, WorldSyncer) and party.serves]
+        syncers = [syncer for syncer in syncers if not syncer.link.beside]
         free = [
-            not self.store.has(RunKeys(RUN).lease(p), self.clock.now())
+            not self.store.has(self._keys.lease(p), self.clock.now())
             and all(syncer.service.owners[p].idle.is_set() for syncer in syncers)
             for p in range(len(self.layout.fragments))
         ]
         able = [f"{syncer.name}.{syncer.life}" for syncer in syncers]
-        lost = [p for p in range(len(free)) if not self.store.has(RunKeys(RUN).head(p), self.clock.now())]
-        broken = self.takeover.look(self.clock.now(), free, able, self.bus_up and not self.store.full, lost)
+        lost = [p for p in range(len(free)) if not self.store.has(self._keys.head(p), self.clock.now())]
+        broken = self.takeover.look(self.clock.now(), free, able, self._server.up and not self.store.full, lost)
         if broken is not None:
             self.oracle.broken("take-over within two lease times", broken)
 
     async def _drain(self) -> None:
         """The user ends the run; all parties end, and the books close."""
         bus = self._bus("world")
+        bus.use_spec(self.spec)
         self.oracle.draining()
         self.note("world", "draining")
         striking = self._spawn(self._strike_all(self.plan.end_faults))
@@ -476,6 +495,10 @@ class World:
         self._check_end(await bus.read_state())
         ledger_inputs = await read_ledger_inputs(bus, len(self.layout.fragments), LIVENESS_S)
         self.oracle.check_ledger(ledger_inputs)
+        if self._archive is not None:
+            self._following.cancel()
+            await self._archive.follow(0.0)
+            self.oracle.check_archive(self._archive, ledger_inputs)
 
     async def _ended_in_order(self, bus: WorldBus, struck: bool) -> bool:
         """Whether the run is finished and all are gone; does what its user does, and the one who runs the syncers.
