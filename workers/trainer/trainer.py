@@ -182,6 +182,7 @@ def train_once(
         optimizer,
         run=settings.run,
         redis_url=redis_url,
+        region_redis_url=None if (url := settings.region_redis_url) is None else url.get_secret_value(),
         learner_id=settings.learner_id,
         sync=settings,
         trainer=agreed,
