@@ -144,7 +144,7 @@ class ExchangeThread:
         bus = await reaching.reach(self._url, self._run_name, training.learner)
         encoder = OnDevice(training.parameters.device) if training.encode_on_device else OnHost(AT_ONCE)
         who = training.learner, training.incarnation
-        region = reaching.region_at(training.region_url, self._run_name, training.learner)
+        region = reaching.region_at(training.region_url, self._run_name, *who)
         joining = Joining(bus, LoopClock(), *who, training.report, encoder=encoder, region=region)
         try:
             initial = training.parameters.snapshot

@@ -1,7 +1,6 @@
 """A learner's way to its Redis: one that is not there yet is waited for, and it is said so."""
 
 import asyncio
-import secrets
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -136,8 +135,10 @@ async def reach(url: str, run: str, learner: str) -> Bus:
     return await retry(lambda: connect(url, run), BACKOFF.waits(), BusUnavailable, partial(_say, learner=learner))
 
 
-def region_at(url: str | None, run: str, learner: str) -> Region | None:
+def region_at(url: str | None, run: str, learner: str, nonce: str = "") -> Region | None:
     """A learner's way to the cache of its region; None: it has none. It is reached when it is needed.
+
+    nonce: of its claims.
 
     Raises:
         UsageError: the URL is malformed.
@@ -145,7 +146,7 @@ def region_at(url: str | None, run: str, learner: str) -> Region | None:
     if url is None:
         return None
     log = structlog.get_logger().bind(learner=learner)
-    return Region(RedisRegionCache(url, run), LoopClock(), secrets.token_hex(8), offload, log)
+    return Region(RedisRegionCache(url, run), LoopClock(), nonce, offload, log)
 
 
 def _say(error: BaseException, wait_s: float, learner: str | None) -> None:

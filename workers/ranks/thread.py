@@ -88,7 +88,8 @@ class RankThread(ExchangeThread):
     async def _join_and_work(self) -> None:
         meeting, training = self._meeting, self._training
         bus = await reaching.reach(self._url, self._run_name, training.learner)
-        region = reaching.region_at(training.region_url, self._run_name, training.learner)
+        who = training.learner, f"{training.incarnation}-{meeting.rank}"
+        region = reaching.region_at(training.region_url, self._run_name, *who)
         try:
             most = max(fragment.elements for fragment in self._shares.layout.fragments)
             wires = Wires(TcpLines(meeting.rank, meeting.addresses, meeting.listener, meeting.token), most)

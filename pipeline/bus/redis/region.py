@@ -49,10 +49,13 @@ class RedisRegionCache(RegionCache):
             check_files(self._options)
         except UsageError as error:
             raise UsageError(f"the region's Redis (DILOCO_REGION_REDIS_URL): {error}") from None
-        kept = {name: value for name, value in self._options.items() if name not in ("username", "password", "db")}
+        given = {**self._options, "retry": Retry(NoBackoff(), 0)}
+        if "path" not in given:  # over a socket of this machine the library logs in by itself in any case
+            given = {name: value for name, value in given.items() if name not in ("username", "password", "db")}
+            given["redis_connect_func"] = self._log_in
         try:
-            self._pool = ConnectionPool(**kept, redis_connect_func=self._log_in, retry=Retry(NoBackoff(), 0))
-            self._pool.make_connection()  # which judges the URL's options; it is not connected
+            self._pool = ConnectionPool(**given)
+            self._pool.make_connection()  # type: ignore[no-untyped-call]  # which judges the URL's options; it is not connected
         except (ValueError, TypeError):
             raise UsageError("the region's Redis URL has an option (?name=value) that cannot be used") from None
         self._keys = RunKeys(run)
