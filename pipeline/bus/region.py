@@ -11,7 +11,7 @@ that both keep:
 from collections.abc import Sequence
 from typing import Protocol
 
-LEASE_S = 2.0
+LEASE_S = 1.5
 """Who brings a payload and is not heard of for so long is gone: another one goes on."""
 ENTRY_S = 600.0
 """What nobody has added to for so long is gone; a newcomer finds what was brought since."""
@@ -33,8 +33,8 @@ class RegionCache(Protocol):
         """
         ...
 
-    async def claim(self, name: str, nonce: str) -> bool:
-        """Become the one that brings a payload, or stay it, for `LEASE_S`; False: another one is."""
+    async def claim(self, name: str, nonce: str) -> str:
+        """Become the one that brings a payload, or stay it, for `LEASE_S`; the nonce of who is. "": nobody by now."""
         ...
 
     async def write(self, name: str, first: int, chunks: Sequence[bytes | memoryview], within_s: float) -> None:

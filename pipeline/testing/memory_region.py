@@ -30,9 +30,11 @@ class MemoryRegionCache(MemoryCalls, RegionCache):
             raise RegionAway(str(error)) from error
         return [data for _, entries in found for _, data in entries]
 
-    async def claim(self, name: str, nonce: str) -> bool:
+    async def claim(self, name: str, nonce: str) -> str:
         await self._reached()
-        return await self._claim(self.keys.region_claim(name), nonce, LEASE_S)
+        key = self.keys.region_claim(name)
+        await self._claim(key, nonce, LEASE_S)
+        return (self._bytes(key) or b"").decode()
 
     async def write(self, name: str, first: int, chunks: Sequence[bytes | memoryview], within_s: float) -> None:
         await self._reached()

@@ -34,6 +34,8 @@ LOOK_S = 0.01
 JOIN_S = 180.0
 AWAY_S = 8.0
 """For so long a cache that was killed is away."""
+LATE = 0.6
+"""Share of the time after which what was struck should be as before."""
 MB = 1e6
 
 Strike = Literal["", "claimant", "cache"]
@@ -180,7 +182,7 @@ def measure(case: Case, console: Console) -> dict[str, float]:
         first, joined = door.back.passed_bytes, _totals(place.reports())
         up, began = door.there.passed_bytes, time.monotonic()
         bar.reset(task, description=f"{case.global_codec}, {case.strike or 'undisturbed'}")
-        strikes = 0
+        strikes, late = 0, (0, (0, 0))
         while (passed := time.monotonic() - began) < case.seconds:
             bar.update(task, completed=passed)
             if case.strike and passed > case.seconds / 4 and not strikes:
@@ -189,6 +191,8 @@ def measure(case: Case, console: Console) -> dict[str, float]:
                     place.kill_cache()
                 else:
                     place.start(place.kill_claimant())
+            if passed > LATE * case.seconds and not late[0]:
+                late = door.back.passed_bytes, _totals(place.reports())
             time.sleep(LOOK_S)
         reports = place.reports()
         down, sent = door.back.passed_bytes - first, door.there.passed_bytes - up
@@ -214,6 +218,8 @@ def measure(case: Case, console: Console) -> dict[str, float]:
                 "one_learners_pull_mb": one_pull / MB,
                 "first_one_learners_pull_mb": sum(joined) / case.learners / MB,
                 "down_over_one_pull": down / one_pull,
+                "late_down_over_one_pull": (down + first - late[0])
+                / ((main_bytes + shared - sum(late[1])) / case.learners or 1.0),
                 "first_load_over_one_pull": first / (sum(joined) / case.learners),
                 "not_waited_for": float(place.said("region_not_waited_for")),
                 "warned": float(place.said("region_unavailable") + place.said("region_entry_refused")),

@@ -72,15 +72,15 @@ async def test_a_read_waits_for_the_next_chunk(cache):
 async def test_one_has_the_claim_until_it_lapses(cache, monkeypatch):
     for module in (adapter, memory_region):
         monkeypatch.setattr(module, "LEASE_S", 0.3)
-    assert await cache.claim("x", A)
-    assert not await cache.claim("x", B)
-    assert await cache.claim("y", B)
+    assert await cache.claim("x", A) == A
+    assert await cache.claim("x", B) == A
+    assert await cache.claim("y", B) == B
     await asyncio.sleep(0.2)
-    assert await cache.claim("x", A)  # prolonged
+    assert await cache.claim("x", A) == A  # prolonged
     await asyncio.sleep(0.2)
-    assert not await cache.claim("x", B)
+    assert await cache.claim("x", B) == A
     await asyncio.sleep(0.2)
-    assert await cache.claim("x", B)
+    assert await cache.claim("x", B) == B
 
 
 async def test_what_is_kept_expires_and_what_was_replaced_soon(cache, backdoor):
@@ -130,8 +130,8 @@ async def test_runs_with_one_cache_do_not_meet(backdoor):
         caches = [MemoryRegionCache(run, LoopClock(), backdoor.store) for run in ("a", "b")]
     else:
         caches = [RedisRegionCache(backdoor.url, f"{backdoor.run}-{run}") for run in ("a", "b")]
-    assert await caches[0].claim("x", A)
-    assert await caches[1].claim("x", B)
+    assert await caches[0].claim("x", A) == A
+    assert await caches[1].claim("x", B) == B
     await caches[0].write("x", 0, CHUNKS, 1.0)
     assert await read(caches[1], "x") == []
     for cache in caches:
@@ -236,7 +236,7 @@ async def test_a_wrong_password_is_told_without_it(redis_binary):
         assert "wrongwrong" not in str(error.value)
         await cache.close()
         cache = RedisRegionCache(f"unix://:{'right' * 3}@{path}", "run")
-        assert await cache.claim("x", A)
+        assert await cache.claim("x", A) == A
         await cache.close()
 
 

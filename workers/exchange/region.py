@@ -37,7 +37,11 @@ LOOK_S = 0.25
 """Time between two looks whether who brings a payload is still there."""
 UNMEASURED_BYTES_S = 250_000.0
 """What a line is taken to carry before a pull over it was measured."""
-BACKOFF = Backoff(1.0, 60.0)
+LEAST_WAIT_S = 2.0
+"""For a neighbour's pull at least: a dead one's claim lapses in less."""
+MOST_HOLDERS = 3
+"""One after the other that are waited for: neighbours may die, and nobody says truly that one has."""
+BACKOFF = Backoff(1.0, 15.0)
 """Waits before a cache that failed is tried again."""
 
 Chunks = Sequence[bytes | memoryview]
@@ -56,6 +60,10 @@ class Fair:
 
     def wait_s(self, nbytes: int) -> float:
         """For so many bytes: the two would share the line, so each of them would have half of it."""
+        return max(LEAST_WAIT_S, self.call_s(nbytes))
+
+    def call_s(self, nbytes: int) -> float:
+        """For a call of the cache that carries so many."""
         each_s = (self._took_s.value or 0.0) / self._bytes.value if self._bytes.value else 1 / UNMEASURED_BYTES_S
         return max(LEAST_CALL_S, 2 * nbytes * each_s)
 
@@ -82,7 +90,7 @@ class Region:
         reader, before = wanted.reader(), self.shared
         if due is None or size < LEAST_BYTES or self._clock.now() < self._again_s:
             return await self._straight(wanted, reader)
-        one, lost = _One(wanted, head, due.hex(), self._clock.now() + self._fair.wait_s(size)), None
+        one, lost = _One(wanted, head, due.hex(), self._fair.wait_s(size)), None
         try:
             try:
                 await self._together(one, reader)
@@ -115,12 +123,17 @@ class Region:
             RegionAway: the cache does not work.
             BadPayload, BusError: as `payloads.pull`; or of what the cache gave.
         """
-        while not reader.complete and (left_s := one.until - self._clock.now()) > 0:
+        until, holders = self._clock.now() + one.wait_s, set[str]()
+        while not reader.complete and (left_s := until - self._clock.now()) > 0:
             if await self._read(one, reader):
                 continue
-            if await self._cache.claim(one.name, self._nonce):
+            holder = await self._cache.claim(one.name, self._nonce)
+            if holder == self._nonce:
                 await self._bring(one, reader)
                 return
+            if holder not in holders and len(holders) < MOST_HOLDERS:  # it goes on where another one has died
+                holders.add(holder)
+                until = self._clock.now() + one.wait_s
             await self._read(one, reader, min(LOOK_S, left_s))
         if not reader.complete:
             self._log.debug("region_not_waited_for", fragment=one.head.fragment, chunks=reader.received)
@@ -128,7 +141,7 @@ class Region:
     async def _read(self, one: "_One", reader: PayloadReader, block_s: float = 0.0) -> bool:
         """Take what the cache has next, if it has anything."""
         limit, chunk_bytes = min(one.wanted.limit, reader.expected - reader.received), one.wanted.chunk_bytes
-        within_s = self._fair.wait_s(limit * chunk_bytes)
+        within_s = self._fair.call_s(limit * chunk_bytes)
         chunks = await self._cache.read(one.name, reader.received, limit, chunk_bytes, within_s, block_s)
         for chunk in chunks:
             reader.feed(chunk)
@@ -147,7 +160,7 @@ class Region:
                 first, chunks = reader.received, await self._pull(one.wanted, reader)
                 if lost is None:
                     try:
-                        within_s = self._fair.wait_s(sum(map(len, chunks)))
+                        within_s = self._fair.call_s(sum(map(len, chunks)))
                         await self._cache.write(one.name, first, chunks, within_s)
                     except RegionAway as error:
                         lost = error
@@ -198,8 +211,8 @@ class _One:
     wanted: Wanted
     head: Head
     name: str
-    until: float
-    """When no neighbour is waited for any longer."""
+    wait_s: float
+    """For one neighbour."""
 
     @property
     def version(self) -> int:

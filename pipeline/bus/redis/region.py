@@ -69,14 +69,14 @@ class RedisRegionCache(RegionCache):
         reply = await self._call([command], within_s + block_s, most)
         return reply.strings()[3::3][:limit]  # key, and of each entry id, field, value
 
-    async def claim(self, name: str, nonce: str) -> bool:
+    async def claim(self, name: str, nonce: str) -> str:
         key = self._keys.region_claim(name)
         ms = to_ms(LEASE_S)
         reply = await self._call([("SET", key, nonce, "NX", "PX", ms), ("GET", key)], LEAST_CALL_S)
-        if [bytes(one) for one in reply.strings()] != [nonce.encode()]:
-            return False
-        await self._call([("PEXPIRE", key, ms)], LEAST_CALL_S)
-        return True
+        holder = b"".join(reply.strings()[-1:]).decode(errors="replace")
+        if holder == nonce:
+            await self._call([("PEXPIRE", key, ms)], LEAST_CALL_S)
+        return holder
 
     async def write(self, name: str, first: int, chunks: Sequence[bytes | memoryview], within_s: float) -> None:
         key = self._keys.region_payload(name)
@@ -135,6 +135,8 @@ class RedisRegionCache(RegionCache):
         said = str(translate(error, self._where, str(self._options.get("username") or "")))
         for ours, theirs in _OURS.items():
             said = said.replace(ours, theirs)
+        if re.search("NOPERM|NOAUTH", said):
+            said += "; DILOCO_REGION_REDIS_URL is to name its user and password (`diloco acl --region` makes one)"
         return f"the region's {said}"
 
     async def _log_in(self, connection: AbstractConnection) -> None:
