@@ -39,6 +39,8 @@ LATE = 0.6
 MB = 1e6
 
 Strike = Literal["", "claimant", "cache"]
+Reports = dict[tuple[str, str], LearnerReport]
+"""By learner and incarnation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,17 @@ class Place:
         words = [str(word) for pair in given.items() for word in pair]
         self.learners[name] = Process(name, ["-m", "diloco", "learner", *words], self._folder, self._environ, False)
 
-    def reports(self) -> dict[tuple[str, str], LearnerReport]:
+    def reports(self) -> Reports:
         """Of all incarnations so far, by learner and incarnation."""
 
-        async def read() -> dict[tuple[str, str], LearnerReport]:
+        async def read() -> Reports:
             async with open_bus(self._main.url, RUN) as bus:
                 found = [seen.report for seen in await bus.read_reports()]
             return {(one.learner, one.incarnation): one for one in found}
 
         return asyncio.run(read())
 
-    def wait_for(self, there: Callable[[dict[tuple[str, str], LearnerReport]], bool], what: str) -> None:
+    def wait_for(self, there: Callable[[Reports], bool], what: str) -> None:
         """Until reports say so.
 
         Raises:
@@ -138,10 +140,16 @@ class Place:
         return sum(path.read_text(errors="replace").count(event) for path in self._folder.glob("l*.log"))
 
 
-def _totals(reports: dict[tuple[str, str], LearnerReport]) -> tuple[int, int]:
-    """Bytes of globals from the run's Redis, and from the region's, of all."""
-    pulled = [one.pulled_bytes for one in reports.values()]
-    return sum(one for one, _ in pulled), sum(one for _, one in pulled)
+def _between(before: Reports, after: Reports) -> tuple[float, float, float]:
+    """Bytes of globals from the run's Redis and from the region's, of all; and of the learner that pulled the most.
+
+    One that was killed has pulled less: what it had not reported yet is in none of these.
+    """
+    found = []
+    for who, one in after.items():
+        had = before[who].pulled_bytes if who in before else (0, 0)
+        found.append((one.pulled_bytes[0] - had[0], one.pulled_bytes[1] - had[1]))
+    return sum(one[0] for one in found), sum(one[1] for one in found), max(map(sum, found))
 
 
 def _cpu_s(url: str) -> float:
@@ -179,10 +187,10 @@ def measure(case: Case, console: Console) -> dict[str, float]:
             lambda reports: {one.learner for one in reports.values() if min(one.versions) >= 0} >= set(names), "joining"
         )
         time.sleep(1.0)  # the last reports of joining
-        first, joined = door.back.passed_bytes, _totals(place.reports())
+        first, joined = door.back.passed_bytes, place.reports()
         up, began = door.there.passed_bytes, time.monotonic()
         bar.reset(task, description=f"{case.global_codec}, {case.strike or 'undisturbed'}")
-        strikes, late = 0, (0, (0, 0))
+        strikes, late, late_reports = 0, 0, joined
         while (passed := time.monotonic() - began) < case.seconds:
             bar.update(task, completed=passed)
             if case.strike and passed > case.seconds / 4 and not strikes:
@@ -191,8 +199,8 @@ def measure(case: Case, console: Console) -> dict[str, float]:
                     place.kill_cache()
                 else:
                     place.start(place.kill_claimant())
-            if passed > LATE * case.seconds and not late[0]:
-                late = door.back.passed_bytes, _totals(place.reports())
+            if passed > LATE * case.seconds and not late:
+                late, late_reports = door.back.passed_bytes, place.reports()
             time.sleep(LOOK_S)
         reports = place.reports()
         down, sent = door.back.passed_bytes - first, door.there.passed_bytes - up
@@ -200,7 +208,6 @@ def measure(case: Case, console: Console) -> dict[str, float]:
             max((one for one in reports.values() if one.learner == name), key=lambda one: one.generation)
             for name in names
         ]
-        main_bytes, shared = _totals(reports)
         found = {
             "first_load_mb": first / MB,
             "down_mb": down / MB,
@@ -210,17 +217,16 @@ def measure(case: Case, console: Console) -> dict[str, float]:
             "main_redis_cpu_s": _cpu_s(main.url),
         }
         if cache is not None:
-            of_main, of_region = main_bytes - joined[0], shared - joined[1]
-            one_pull = (of_main + of_region) / case.learners
+            of_main, of_region, one_pull = _between(joined, reports)
+            one_load, late_pull = _between({}, joined)[2], _between(late_reports, reports)[2]
             found |= {
                 "from_main_mb": of_main / MB,
                 "from_region_mb": of_region / MB,
-                "one_learners_pull_mb": one_pull / MB,
-                "first_one_learners_pull_mb": sum(joined) / case.learners / MB,
+                "one_pull_mb": one_pull / MB,
+                "one_first_load_mb": one_load / MB,
                 "down_over_one_pull": down / one_pull,
-                "late_down_over_one_pull": (down + first - late[0])
-                / ((main_bytes + shared - sum(late[1])) / case.learners or 1.0),
-                "first_load_over_one_pull": first / (sum(joined) / case.learners),
+                "late_down_over_one_pull": (down + first - late) / (late_pull or 1.0),
+                "first_load_over_one": first / one_load,
                 "not_waited_for": float(place.said("region_not_waited_for")),
                 "warned": float(place.said("region_unavailable") + place.said("region_entry_refused")),
                 "found_again": float(place.said("region_found")),
