@@ -389,7 +389,7 @@ def region(
     """
     out = _Out(json_file, None)
     _learners("region")
-    measuring = importlib.import_module("diloco.studies.bench.region")
+    measuring = importlib.import_module("diloco.studies.bench.region.measuring")
     plain = measuring.Case(model, learners, fragments, line_bytes_s=line * 1e6, seconds=seconds)
     codecs = ("fp32", "int8") if global_codec == "both" else (global_codec,)
     cases: dict[str, Any] = {}

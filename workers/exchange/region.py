@@ -35,7 +35,7 @@ LEAST_BYTES = 16 * 1024
 """A smaller payload goes straight: calls take longer than its bytes."""
 LOOK_S = 0.25
 """Time between two looks whether who brings a payload is still there."""
-UNMEASURED_BYTES_S = 250_000.0
+UNMEASURED_BYTES_RATE = 250_000.0
 """What a line is taken to carry before a pull over it was measured."""
 LEAST_WAIT_S = 2.0
 """For a neighbour's pull at least: a dead one's claim lapses in less."""
@@ -64,7 +64,7 @@ class Fair:
 
     def call_s(self, nbytes: int) -> float:
         """For a call of the cache that carries so many."""
-        each_s = (self._took_s.value or 0.0) / self._bytes.value if self._bytes.value else 1 / UNMEASURED_BYTES_S
+        each_s = (self._took_s.value or 0.0) / self._bytes.value if self._bytes.value else 1 / UNMEASURED_BYTES_RATE
         return max(LEAST_CALL_S, 2 * nbytes * each_s)
 
 
