@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import structlog
 from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.region import LEASE_S, LEAST_CALL_S
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.payload import Update
-from diloco.pipeline.payload.codec import Payload, as_bytes, whole_chunk
+from diloco.pipeline.messages.payload import Chunk, Update
+from diloco.pipeline.payload.codec import Payload, as_bytes, decode, whole_chunk
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.memory_region import MemoryRegionCache
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
@@ -21,6 +22,7 @@ from diloco.pipeline.transfer import payloads
 from diloco.pipeline.transfer.payloads import Wanted, push
 from diloco.workers.exchange.region import BACKOFF, LEAST_WAIT_S, Fair, Region, _One
 from tests.samples import IDLE
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
 
 ELEMENTS, CHUNK_BYTES = 40_000, 8192
 CHUNKS = -(-4 * ELEMENTS // CHUNK_BYTES)
@@ -345,3 +347,54 @@ def test_which_versions_a_heads_payloads_are_of():
     assert {key: one.version for key, one in found.items()} == {KEY: 7, **{f"update-{v}": v for v in (6, 7, 8, 9)}}
     assert {one.oldest for one in found.values()} == {6}
     assert _One(Wanted(None, KEY, 1, "fp32", 1, 0.0), head(), "", 0.0).oldest == 3  # type: ignore[arg-type]
+
+
+# --- whole runs -------------------------------------------------------------------------------------------
+
+
+def sum_of(world: VirtualRun, key: str) -> bytes:
+    """Of the bytes that are on the bus."""
+    chunks = [decode(Chunk, data).data for data in world.store.values[key].data]  # type: ignore[union-attr]
+    return hashlib.sha256(b"".join(chunks)).digest()
+
+
+@pytest.mark.parametrize("global_codec", ["fp32", "bf16", "int8"])
+def test_in_a_run_one_of_three_pulls_what_heads_vouch_for(global_codec, monkeypatch):
+    """Heads have the sum of each payload that learners pull, as it is on the bus; one pull brings it for all."""
+    monkeypatch.setattr("diloco.workers.exchange.region.LEAST_BYTES", 0)
+
+    async def scenario() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, global_codec=global_codec, key_frame_interval=3))
+        world.start_syncer()
+        store, log = MemoryStore(), structlog.get_logger()
+        party = []
+        for name in ("l0", "l1", "l2"):
+            region = Region(MemoryRegionCache(RUN, world.clock, store), world.clock, name, inline, log)
+            party.append(VirtualLearner(name, world, incarnation=f"{len(party):016x}", region=region).start())
+        await world.until_version(8)
+        for head in await world.heads():
+            named = {head.payload, *(update.payload for update in head.updates)}
+            assert head.sums == {key: sum_of(world, key) for key in named}
+        pulled = [one.region.pulled for one in party if one.region]
+        shared = [one.region.shared for one in party if one.region]
+        assert all(shared)
+        assert sum(pulled) < 0.7 * sum(shared), (pulled, shared)
+        assert {report.report.region for report in await world.bus.read_reports()} == {"used"}
+        await end(*party)
+        world.stop.set()
+
+    run_virtual(scenario())
+
+
+def test_in_a_run_without_a_cache_no_sums_are_made():
+    async def scenario() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(2)
+        assert [head.sums for head in await world.heads()] == [{}, {}]
+        assert {report.report.region for report in await world.bus.read_reports()} == {""}
+        await end(learner)
+        world.stop.set()
+
+    run_virtual(scenario())
