@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -243,12 +244,12 @@ def test_a_beginning_that_is_wrong_is_refused_though_the_rest_is_the_runs_own(mo
 
 def test_bytes_that_are_no_chunks_are_refused(monkeypatch):
     async def scenario() -> None:
-        for chunk in (b"no msgpack", b"", bytes(10**5)):
+        for first, chunk in itertools.product((0, 2), (b"no msgpack", b"", bytes(10**5))):
             place = Place(monkeypatch)
             await place.publish()
             cache = MemoryRegionCache("run", place.clock, place.store)
-            await lies(place, THETA, 2)
-            await cache.write(NAME, 2, [chunk], 1.0)
+            await lies(place, THETA, first)
+            await cache.write(NAME, first, [chunk], 1.0)
             with capture_logs() as said:
                 await all_of([place.fetch(place.learner())])
             assert [one["event"] for one in said] == ["region_entry_refused"], chunk[:20]
@@ -323,14 +324,18 @@ def test_a_payload_without_a_sum_goes_straight(monkeypatch):
 
 
 def test_what_the_runs_redis_lacks_is_its_own_fault(monkeypatch):
-    """The cache is not blamed, and whoever pulls tries again as ever."""
+    """The cache is not blamed, though it has a beginning, and whoever pulls tries again as ever."""
 
     async def scenario() -> None:
-        place = Place(monkeypatch)
-        learner = place.learner()
-        result = (await asyncio.gather(place.fetch(learner), return_exceptions=True))[0]
-        assert "has 0 of" in str(result)
-        assert learner.state == "used"
+        for first in (0, 3):
+            place = Place(monkeypatch)
+            learner = place.learner()
+            await lies(place, THETA, first)
+            with capture_logs() as said:
+                result = (await asyncio.gather(place.fetch(learner), return_exceptions=True))[0]
+            assert f"has {first} of" in str(result)
+            assert learner.state == "used"
+            assert said == []
 
     run_virtual(scenario())
 

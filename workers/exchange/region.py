@@ -78,6 +78,8 @@ class Region:
         self._away, self._again_s = False, 0.0
         self.pulled, self.shared = 0, 0
         """Bytes of globals so far: from the run's Redis, from the region's."""
+        self._took = False
+        """Some of the payload in hand came from the cache, and may be why it is wrong."""
 
     @property
     def state(self) -> Literal["used", "away"]:
@@ -87,7 +89,7 @@ class Region:
     async def fetch(self, wanted: Wanted, head: Head) -> PayloadReader:
         """As `payloads.Fetch`."""
         due, size = head.sums.get(wanted.key), payload_bytes(wanted.elements, wanted.codec)
-        reader, before = wanted.reader(), self.shared
+        reader, self._took = wanted.reader(), False
         if due is None or size < LEAST_BYTES or self._clock.now() < self._again_s:
             return await self._straight(wanted, reader)
         one, lost = _One(wanted, head, due.hex(), self._fair.wait_s(size)), None
@@ -97,11 +99,11 @@ class Region:
             except RegionAway as error:
                 lost = error
             await self._straight(wanted, reader)  # what it still lacks
-            if self.shared > before and await self._offload(_sum, reader) != due:
+            if self._took and await self._offload(_sum, reader) != due:
                 raise BadPayload("its bytes do not have the sum that the head says")
         except BadPayload as error:
-            if self.shared == before:
-                raise  # none of it came from the region
+            if not self._took:
+                raise
             self._failed("region_entry_refused", f"{wanted.key}: {error}")
             with suppress(RegionAway):
                 await self._cache.drop(one.name)
@@ -143,6 +145,7 @@ class Region:
         limit, chunk_bytes = min(one.wanted.limit, reader.expected - reader.received), one.wanted.chunk_bytes
         within_s = self._fair.call_s(limit * chunk_bytes)
         chunks = await self._cache.read(one.name, reader.received, limit, chunk_bytes, within_s, block_s)
+        self._took |= bool(chunks)
         for chunk in chunks:
             reader.feed(chunk)
             self.shared += len(chunk)
@@ -182,7 +185,12 @@ class Region:
         return reader
 
     async def _pull(self, wanted: Wanted, reader: PayloadReader) -> Chunks:
-        began, chunks = self._clock.now(), await wanted.chunks(reader.received)
+        began = self._clock.now()
+        try:
+            chunks = await wanted.chunks(reader.received)
+        except BadPayload:  # the run's Redis does not have it any more: nothing of the region's is wrong
+            self._took = False
+            raise
         size = sum(map(len, chunks))
         self.pulled += size
         self._fair.observe(size, self._clock.now() - began)
