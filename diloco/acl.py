@@ -34,10 +34,10 @@ def template() -> str:
     return HEADER + "\n".join((acl.DEFAULT_USER, *lines)) + "\n"
 
 
-def acl_file(run: str, learners: Iterable[str], passwords: Mapping[str, str]) -> str:
-    """Lines for a run's users. `passwords`: by variable."""
+def acl_file(users: Iterable[acl.User], passwords: Mapping[str, str]) -> str:
+    """Lines for users. `passwords`: by variable."""
     lines = []
-    for user in acl.users(run, learners):
+    for user in users:
         digest = hashlib.sha256(passwords[variable(user.name)].encode()).hexdigest()
         lines.append(user.line(digest))
     return "\n".join((acl.DEFAULT_USER, *lines)) + "\n"
@@ -79,8 +79,8 @@ def _read(file: Path | None) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
-def make(run: str, learners: list[str], passwords: Path | None) -> str:
-    """The ACL file of a run.
+def make(run: str, learners: list[str], passwords: Path | None, region: bool = False) -> str:
+    """The ACL file of a run; region: of the Redis of a region, which has one user.
 
     Raises:
         UsageError: a name cannot be one, occurs twice, or a password is missing.
@@ -90,7 +90,10 @@ def make(run: str, learners: list[str], passwords: Path | None) -> str:
             party_name(name)
         except ValueError as error:
             raise UsageError(f"{name!r} {error}") from None
-    names = [variable(user.name) for user in acl.users(run, learners)]
+    if region and learners:
+        raise UsageError("--region: all learners of a region are one user there, so leave out --learner")
+    users = [acl.region(run)] if region else acl.users(run, learners)
+    names = [variable(user.name) for user in users]
     if len(set(names)) < len(names):
         raise UsageError("two learners would have their passwords in the same variable: choose names that differ more")
-    return acl_file(run, learners, gather_passwords(names, os.environ, passwords))
+    return acl_file(users, gather_passwords(names, os.environ, passwords))

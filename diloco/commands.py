@@ -216,6 +216,9 @@ def acl(
         typer.Option(metavar="FILE", help="Lines REDIS_<USER>_PASSWORD=...; what is missing is made up and added"),
     ] = None,
     template: Annotated[bool, typer.Option(help="Print deploy/users.acl, with variables in place of hashes")] = False,
+    region: Annotated[
+        bool, typer.Option("--region", help="For the Redis of a region (DILOCO_REGION_REDIS_URL): its one user")
+    ] = False,
 ) -> None:
     """Print an ACL file for Redis 7: a user for each party, with no more rights than it needs.
 
@@ -223,7 +226,7 @@ def acl(
     for learners of any name, whom nothing keeps from each other's deltas; `learner-NAME` publishes as NAME only.
     """
     maker = importlib.import_module("diloco.acl")
-    typer.echo(maker.template() if template else maker.make(run, learner or [], passwords), nl=False)
+    typer.echo(maker.template() if template else maker.make(run, learner or [], passwords, region), nl=False)
 
 
 COLDEST, HOTTEST = 1e-3, 1e3

@@ -200,7 +200,10 @@ class ChaosProcess(RunProcess, ChaosSettings):
 
 OF_DEMO = dict.fromkeys(DemoSettings.model_fields, "it is of `diloco demo`, which kills a learner: leave it out here")
 """Settings that `diloco run` once had."""
-OF_ONE_LEARNER = {"device": "it is of one learner; where all of a run train is said by --devices cuda:0,cuda:1 ..."}
+OF_ONE_LEARNER = {
+    "device": "it is of one learner; where all of a run train is said by --devices cuda:0,cuda:1 ...",
+    "region_redis_url": "it is of `diloco learner`: start the learners of a region by that, and leave it out here",
+}
 """Settings that the launcher gives to each learner's process by itself."""
 
 CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"})

@@ -69,6 +69,10 @@ class RunWatch:
         reports = [s.report for s in self.expected(fragment, version)]
         return [report for report in reports if report.learner not in doubted]
 
+    def sums_wanted(self) -> bool:
+        """Whether a live learner keeps what it pulls for its neighbours, who judge it by its sum."""
+        return any(seen.report.region for seen in self.live())
+
     def is_here(self, learner: str, incarnation: str) -> bool:
         """Whether what it announced may still come: it is live, or has left in order (all of it is on the bus then)."""
         who = (learner, incarnation)

@@ -24,6 +24,7 @@ from diloco.studies.quality.virtual_report import virtual_report
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.exchange.joining import Joining
+from diloco.workers.exchange.region import Region
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.rounds import Publication, Rounds
 
@@ -72,6 +73,7 @@ class VirtualLearner:
     """(epoch, block) in the order read."""
     stop: bool = False
     """Asked to leave."""
+    region: Region | None = None
 
     def begin(self, elements: int) -> np.ndarray:
         """Initial values of a fragment."""
@@ -95,7 +97,8 @@ class VirtualLearner:
         self.values = [self.begin(f.elements) for f in layout.fragments]
         self.rounds = Rounds(layout, spec.sync)
         self.bus = self.connect()
-        self.joining = Joining(self.bus, self.world.clock, self.name, self.incarnation, self.report, offload=inline)
+        given = self.bus, self.world.clock, self.name, self.incarnation, self.report
+        self.joining = Joining(*given, offload=inline, region=self.region)
         self.exchange = await self.joining.join(spec, layout, lambda p: self.values[p].copy())
         self.adopt()
         running = asyncio.create_task(self.exchange.work())

@@ -74,6 +74,7 @@ class Learner:
         *,
         run: str | None = None,
         redis_url: str | None = None,
+        region_redis_url: str | None = None,
         learner_id: str | None = None,
         sync: SyncSettings | None = None,
         tokens: int | str | None = None,
@@ -95,6 +96,7 @@ class Learner:
             optimizer: the inner one, a wrapper of it, or a list of several. Moments stay as a fragment is adopted.
             run: name of the run; default: the environment's DILOCO_RUN, else "run".
             redis_url: default: the environment's DILOCO_REDIS_URL.
+            region_redis_url: of a Redis that neighbours share (docs); default: DILOCO_REGION_REDIS_URL, else none.
             learner_id: unique among live learners; default: DILOCO_LEARNER_ID, else host, process id and a random part.
             sync: the protocol's constants, if this learner is the first; default: the run's, else defaults. A number
                 of fragments that is not given is no more than the model has trained tensors.
@@ -105,9 +107,8 @@ class Learner:
             state_dir: a folder of this learner's own on its own disk, for the optimizer's moments, step counters and
                 random states; a restart goes on from it. None: the optimizer keeps those that it has, or takes those of
                 a live peer, or begins fresh.
-            state_every_s: time between two savings.
             recover: "auto"; "peer": never from `state_dir`; "fresh": from nothing, whatever the optimizer has.
-            log_losses: append the loss of each step to `state_dir`/losses.jsonl.
+            state_every_s, log_losses: time between two savings; append each step's loss to `state_dir`/losses.jsonl.
             encode_on: where deltas are encoded, and their bases and residuals lie: "cpu": in host memory; "device":
                 where the model is, at 4 bytes a parameter, 8 to 12 if the codec quantizes; "auto": that, if it is CUDA.
             same_frozen: learners have the same frozen parameters, tensor by tensor, or are refused. The first one
@@ -116,12 +117,12 @@ class Learner:
                 Default: those of the model's DistributedDataParallel or `fully_shard`. Each makes a `Learner`, alike.
 
         Raises:
-            UsageError: no Redis URL, losses to be logged to no folder, or an argument, a model or an optimizer that
-                cannot be used, by name.
+            UsageError: no Redis URL; or an argument, a model or an optimizer that cannot be used, by name.
         """
         self._given = given = check_arguments(
             run=run,
             redis_url=redis_url,
+            region_redis_url=region_redis_url,
             learner_id=learner_id,
             sync=sync,
             tokens=tokens,
@@ -313,10 +314,9 @@ class Learner:
     def globals(self) -> dict[str, Any]:
         """The whole model as a state dict, with the newest global values of what is trained, whatever stands here.
 
-        Reads the run's heads once more, which waits for the network; training is not touched. The names are those of
-        the plain model, without `_orig_mod.` of torch.compile or `module.` of DistributedDataParallel. Global values
-        are in host memory, in the parameters' types, and as precise as learners pull them (`global_codec`). What is
-        not trained is this model's own, not a copy.
+        Reads the run's heads, which waits for the network; training goes on. Names are the plain model's, without
+        `_orig_mod.` of torch.compile or `module.` of DistributedDataParallel. Global values are in host memory, in the
+        parameters' types, as precise as learners pull them. What is not trained is this model's own, not a copy.
 
         After `close` in a run that ends, its last merges are waited for: then it is the finished run's model.
 

@@ -50,6 +50,8 @@ class Training:
     """Of the last step that told it."""
     ranks: int = 1
     """Processes of this learner."""
+    region_url: str | None = None
+    """Of the region's Redis, if there is one."""
 
     def report(self, left: bool) -> LearnerReport:
         """What others learn of this learner. The exchange thread's, since a loss may have to wait for its device."""
@@ -115,4 +117,6 @@ def make_training(
     on_device = given.encode_on == "device" or (given.encode_on == "auto" and device.type == "cuda")
     watch = ModelWatch(model, {tensor.name for tensor in spec.tensors}, check=check)
     recovery, keeper = Recovery(moments), Keeper(moments, rounds)
-    return Training(*who, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, times)
+    made = Training(*who, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, times)
+    made.region_url = given.region_redis_url
+    return made

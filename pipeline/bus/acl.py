@@ -165,6 +165,12 @@ def operator(run: str = "*") -> User:
     return User("operator", rules.replace(_CONNECT, f"{_CONNECT} {_OPERATOR}", 1))
 
 
+def region(run: str = "*") -> User:
+    """Learners of a region on the Redis that they share: what they keep there for each other, of any age."""
+    commands = "+xadd +xread +set +get +pexpire +unlink +zadd +zrangebyscore +zremrangebyscore"
+    return User("region", _rules((commands, _Patterns(run).of_run("region:*"))))
+
+
 def users(run: str = "*", learners: Iterable[str] = ()) -> list[User]:
     """All users of a run: one for learners of any name, and one for each named learner."""
     return [

@@ -4,6 +4,7 @@ Those of deltas, and global fragments in the run's format (`global_formats`).
 """
 
 import asyncio
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +17,10 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes
+from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes, chunk_count
 from diloco.pipeline.transfer.global_format import (
     STATE_RULES,
+    SUMMED,
     Float32,
     Held,
     Kind,
@@ -28,6 +30,7 @@ from diloco.pipeline.transfer.global_format import (
     joined,
     key_of,
     vectors,
+    with_sums,
 )
 from diloco.pipeline.transfer.global_formats import FORMATS
 
@@ -68,6 +71,43 @@ async def _pull_piece(bus: PayloadStore, key: str, reader: PayloadReader, limit:
         reader.feed(chunk)
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A payload that is complete on the bus; as the arguments of `pull`."""
+
+    bus: PayloadStore
+    key: str
+    elements: int
+    codec: Codec
+    chunk_bytes: int
+    extend_s: float
+
+    @property
+    def limit(self) -> int:
+        """Chunks in flight at a time."""
+        return _piece(self.chunk_bytes)
+
+    def reader(self) -> PayloadReader:
+        """With nothing in it."""
+        return PayloadReader(self.elements, self.codec, self.chunk_bytes)
+
+    async def chunks(self, first: int) -> Sequence[bytes | memoryview]:
+        """Some of them, from the first one on.
+
+        Raises:
+            BadPayload: there are none.
+        """
+        count = chunk_count(self.elements, self.codec, self.chunk_bytes)
+        extend_s = self.extend_s * (count > self.limit)
+        if not (chunks := await self.bus.read_chunks(self.key, first, self.limit, extend_s=extend_s)):
+            raise BadPayload(f"{self.key} has {first} of {count} chunks")
+        return chunks
+
+
+Fetch = Callable[[Wanted, Head], Awaitable[PayloadReader]]
+"""Another way for a payload that a head names than `pull`, with the same errors."""
+
+
 async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncIterator[Sequence[bytes | memoryview]]:
     """The chunks that a reader lacks, while they are being uploaded, however long that takes: the caller has the
     deadline, and feeds the reader before it asks for more.
@@ -83,26 +123,45 @@ async def push(bus: PayloadStore, key: str, array: npt.NDArray[Any], chunk_bytes
     return await push_payload(bus, key, Payload(as_bytes(array), chunk_bytes), chunk_bytes, ttl_s)
 
 
-async def push_payload(bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float) -> Staged:
-    """As `push`, of a payload whose bytes are all there and none of whose chunks is whole yet."""
-    sent, piece = 0, _piece(chunk_bytes)
+async def push_payload(
+    bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float, sums: dict[str, bytes] | None = None
+) -> Staged:
+    """As `push`, of a payload whose bytes are all there and none of whose chunks is whole yet; sums: `push_growing`."""
+    sent, piece, made = 0, _piece(chunk_bytes), hashlib.sha256()
     while sent < payload.chunks:
         payload.grow_to(min((sent + piece) * chunk_bytes, payload.nbytes))
+        if sums is not None:
+            made.update(payload.part(sent, sent + piece))
         sent = await _write(bus, key, payload, sent, ttl_s, piece)
+    if sums is not None:
+        sums[key] = made.digest()
     return Staged(key, sent)
 
 
 async def push_growing(
-    bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float, more: asyncio.Event
+    bus: PayloadStore,
+    key: str,
+    payload: Payload,
+    chunk_bytes: int,
+    ttl_s: float,
+    more: asyncio.Event,
+    sums: dict[str, bytes] | None = None,
 ) -> Staged:
-    """As `push`, of a payload that is still being written; `more` is set when more of it is, or of another one."""
-    sent, piece = 0, _piece(chunk_bytes)
+    """As `push`, of a payload that is still being written; `more` is set when more of it is, or of another one.
+
+    sums: gets the payload's sum under its key; None: it is not wanted, and costs nothing.
+    """
+    sent, piece, made = 0, _piece(chunk_bytes), hashlib.sha256()
     while sent < payload.chunks:
         more.clear()
         if payload.ready < min(sent + piece, payload.chunks):
             await more.wait()
         else:
+            if sums is not None:  # a piece takes milliseconds, and another thread may work meanwhile
+                made.update(payload.part(sent, sent + piece))
             sent = await _write(bus, key, payload, sent, ttl_s, piece)
+    if sums is not None:
+        sums[key] = made.digest()
     return Staged(key, sent)
 
 
@@ -138,15 +197,15 @@ async def push_global(
         ttl_s: it is gone after this, unless a commit makes it stay.
         state: the outer optimizer's; None or empty: all zeros.
     """
-    staged: dict[Kind, Staged] = {}
+    staged, sums = dict[Kind, Staged](), dict[str, bytes]()
     whole = FORMATS[sync.global_codec].whole(values)
     payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in whole.items()}
     for kind, payload in payloads.items():
         key = key_of(bus.keys, kind, fragment, version, nonce)
-        staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s)
+        staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s, sums if kind in SUMMED else None)
     if state:
         staged["momentum"] = await push_state(bus, fragment, version, nonce, state, sync, ttl_s)
-    return alone(staged, payloads)
+    return with_sums(alone(staged, payloads), sums)
 
 
 async def push_state(
@@ -192,15 +251,17 @@ async def pull_shown(
     offload: Offload,
     extend_s: float = KEPT_S,
     held: Held | None = None,
+    fetch: "Fetch | None" = None,
 ) -> Float32:
     """The values (elements,) that learners train from at a head, in an array that nobody else has.
 
-    offload, extend_s: as `pull_state`; as `pull`. held: what is here already; it is left as it is.
+    offload, extend_s: as `pull_state`; as `pull`. held: what is here already; it is left as it is. fetch: gets the
+    payloads instead of `pull`.
 
     Raises:
         BadPayload: as `pull_state`.
     """
-    return await FORMATS[sync.global_codec].shown(_Source(bus, head, elements, sync, offload, extend_s), held)
+    return await FORMATS[sync.global_codec].shown(_Source(bus, head, elements, sync, offload, extend_s, fetch), held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,9 +274,13 @@ class _Source:
     sync: SyncSpec
     work: Offload
     extend_s: float = KEPT_S
+    fetch: "Fetch | None" = None
 
     async def pull(self, key: str, codec: Codec) -> PayloadReader:
         """As `Source`."""
+        if self.fetch is not None:
+            wanted = Wanted(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
+            return await self.fetch(wanted, self.head)
         return await pull(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
 
     async def pull_state(self) -> OuterState:

@@ -63,6 +63,9 @@ class LearnerStatus(TypedDict):
     """Processes that train as this learner."""
     moments: NotRequired[str]
     """Where its optimizer's came from, as `Learner.recovered`; "": it has not said."""
+    region: NotRequired[str]
+    pulled_bytes: NotRequired[tuple[int, int]]
+    """As `LearnerReport`: its region's cache, and bytes of globals from the run's Redis and from there."""
 
 
 class WindowStatus(TypedDict):
@@ -183,6 +186,8 @@ def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
         "device": report.device,
         "ranks": report.ranks,
         "moments": report.moments,
+        "region": report.region,
+        "pulled_bytes": report.pulled_bytes,
     }
 
 
@@ -367,6 +372,9 @@ def build_status(
         slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)
         warnings += [str(slow)] if slow else []
         warnings += _crowded(here)
+        if away := sorted({seen.report.learner for seen in here if seen.report.region == "away"}):
+            what = "pull from the run's Redis, since that of their region cannot be used (their logs say why)"
+            warnings.append(f"{', '.join(away[:5])}{' ...' if away[5:] else ''} {what}")
     elapsed_s = _elapsed_s(state, reports, now_unix_s)
     samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)
     merged_share = shares(samples, (began + elapsed_s, tokens, merged), lost["pending"])

@@ -24,11 +24,12 @@ RESET = struct.pack("ii", 1, 0)
 """SO_LINGER with no time: closing resets the connection, and drops what is not sent yet."""
 
 
-class _Line:
-    """One direction of a slow line: pieces pass one after the other, each in its time."""
+class Line:
+    """One direction of a line: on a slow one pieces pass one after the other, each in its time."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
+        self.passed_bytes = 0
 
     async def carry(self, duration_s: float) -> None:
         """Until a piece that takes so long is through. A sleep that lasted too long is made up for by the next ones."""
@@ -47,7 +48,8 @@ class Door:
         self._passing = asyncio.Event()
         self._passing.set()
         self._cut = False
-        self._there, self._back = _Line(), _Line()
+        self.there, self.back = Line(), Line()
+        """To the server, and from it."""
         self._connections: set[asyncio.Task[None]] = set()
         self.port = 0
 
@@ -104,8 +106,8 @@ class Door:
         except OSError:
             return
         there, back = (
-            asyncio.create_task(self._pass(reader, to_server, self._there)),
-            asyncio.create_task(self._pass(from_server, writer, self._back)),
+            asyncio.create_task(self._pass(reader, to_server, self.there)),
+            asyncio.create_task(self._pass(from_server, writer, self.back)),
         )
         try:  # one side has ended: so does the connection
             await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
@@ -115,13 +117,14 @@ class Door:
                 one.cancel()
             await asyncio.gather(there, back, return_exceptions=True)
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: "_Line") -> None:
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, line: "Line") -> None:
         with contextlib.suppress(ConnectionError):
             while piece := await reader.read(PIECE_BYTES):
                 await self._passing.wait()
                 if self._bytes_per_s is not None:
                     await line.carry(len(piece) / self._bytes_per_s)
                 writer.write(piece)
+                line.passed_bytes += len(piece)
                 await writer.drain()
 
 

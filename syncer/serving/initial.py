@@ -74,6 +74,7 @@ class InitialVersions:
             digest=digest,
             payload=whole.payload,
             rest=whole.rest,
+            sums=whole.sums,
             momentum=None,
             window=IDLE_VIEW,
             merged=(),

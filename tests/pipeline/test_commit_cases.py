@@ -567,3 +567,19 @@ async def test_a_commit_that_deletes_what_it_names_never_reaches_the_server(bus:
         with pytest.raises(ValueError, match="names what it deletes"):
             await bus.commit(replace(commit, retired=(key,)))
     assert backdoor.dump() == before
+
+
+async def test_a_head_has_the_sums_that_its_commit_says_until_the_next_one(bus: Bus) -> None:
+    """Those of a key frame and of an update, by key; put back with a lost head, and replaced as it is republished."""
+    assert await bus.acquire_lease(0, NONCE, 60.0)
+    commit = await commit_on(bus, None)
+    sums = {commit.payload.key: bytes(range(32))}
+    await bus.commit(replace(commit, sums=sums))
+    (head,) = await bus.read_heads([0])
+    assert head.sums == sums
+    payload = await stage(bus, bus.keys.global_payload(0, 0, "anew"))
+    anew = Republication(NONCE, (0, head.digest), payload, None, None, sums={payload.key: bytes(32)})
+    await bus.republish(0, anew)
+    assert (await bus.read_heads([0]))[0].sums == {payload.key: bytes(32)}
+    await bus.commit(await commit_on(bus, (0, head.digest)))
+    assert (await bus.read_heads([0]))[0].sums == {}

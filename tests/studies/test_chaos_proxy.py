@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.studies.strikes.proxy import HOST, MADE_UP_S, Proxy, _Line
+from diloco.studies.strikes.proxy import HOST, MADE_UP_S, Line, Proxy
 from diloco.studies.strikes.tail import Tail
 
 LIMIT_S = 10.0
@@ -164,7 +164,7 @@ def test_a_slow_line_carries_its_pieces_one_after_the_other() -> None:
     """Whoever sends them; what it could have carried while idle is gone, but for a sleep's lateness."""
 
     async def main() -> None:
-        loop, line = asyncio.get_running_loop(), _Line()
+        loop, line = asyncio.get_running_loop(), Line()
         await asyncio.sleep(5.0)
         began = loop.time()
         await asyncio.gather(*(line.carry(0.1) for _ in range(10)))

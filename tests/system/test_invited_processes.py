@@ -131,7 +131,7 @@ def place(tmp_path: Path, redis_binary: Path | None) -> Iterator[Place]:
         certificate, key = authority.issued("server")
         port, plain = free_port(host), free_port("127.0.0.1")
         passwords = {variable(user.name): f"pw-{user.name}-1234" for user in acl.users("run")}
-        (tmp_path / "users.acl").write_text(acl_file("run", [], passwords))
+        (tmp_path / "users.acl").write_text(acl_file(acl.users("run"), passwords))
         command = [
             str(redis_binary or find_server()),
             "--tls-port",

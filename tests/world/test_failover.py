@@ -33,7 +33,7 @@ class Place:
 
     def _bus(self) -> WorldBus:
         bus = WorldBus("run", self.server.clock, self.store)
-        bus.use_groups(2)
+        bus.keys = RunKeys("run", 2)
         return bus
 
     def bus_up(self, link: Link) -> bool:

@@ -144,7 +144,8 @@ class ExchangeThread:
         bus = await reaching.reach(self._url, self._run_name, training.learner)
         encoder = OnDevice(training.parameters.device) if training.encode_on_device else OnHost(AT_ONCE)
         who = training.learner, training.incarnation
-        joining = Joining(bus, LoopClock(), *who, training.report, encoder=encoder)
+        region = reaching.region_at(training.region_url, self._run_name, *who)
+        joining = Joining(bus, LoopClock(), *who, training.report, encoder=encoder, region=region)
         try:
             initial = training.parameters.snapshot
             exchange = await joining.join(training.spec, training.layout, lambda p: initial(p).numpy())
@@ -153,6 +154,8 @@ class ExchangeThread:
         finally:
             if self._abandoned or not self._joined.done():
                 await joining.abandon()
+            if region is not None:
+                await region.close()
             await bus.close()
 
     async def _recover_and_help(self, bus: Bus, exchange: Exchange) -> None:

@@ -8,6 +8,7 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.retry import Outages
 from diloco.workers.encoding import Encoder, Offload
+from diloco.workers.exchange.region import Region
 from diloco.workers.exchange.shared import Shared
 
 
@@ -28,3 +29,5 @@ class Member:
     """Runs heavy work."""
     outages: Outages
     log: Any
+    region: Region | None = None
+    """What it pulls by; None: straight from the bus."""

@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import structlog
 
 from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis.region import RedisRegionCache
 from diloco.pipeline.bus.redis_streams import connect, open_bus
+from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
@@ -18,6 +20,8 @@ from diloco.pipeline.process import logs
 from diloco.pipeline.retry import Backoff, retry
 from diloco.pipeline.settings import PARTIES, BusSettings, load
 from diloco.pipeline.sources import check_variables
+from diloco.workers.background import offload
+from diloco.workers.exchange.region import Region
 
 T = TypeVar("T")
 
@@ -129,6 +133,20 @@ def wait_for_spec(read: Callable[[], T], learner: str | None, check: Callable[[]
 async def reach(url: str, run: str, learner: str) -> Bus:
     """A bus, once its Redis is there."""
     return await retry(lambda: connect(url, run), BACKOFF.waits(), BusUnavailable, partial(_say, learner=learner))
+
+
+def region_at(url: str | None, run: str, learner: str, nonce: str = "") -> Region | None:
+    """A learner's way to the cache of its region; None: it has none. It is reached when it is needed.
+
+    nonce: of its claims.
+
+    Raises:
+        UsageError: the URL is malformed.
+    """
+    if url is None:
+        return None
+    log = structlog.get_logger().bind(learner=learner)
+    return Region(RedisRegionCache(url, run), LoopClock(), nonce, offload, log)
 
 
 def _say(error: BaseException, wait_s: float, learner: str | None) -> None:

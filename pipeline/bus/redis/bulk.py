@@ -16,7 +16,7 @@ from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import ChunkParts
 
 Part = bytes | memoryview
-Argument = str | bytes | int | float | ChunkParts
+Argument = str | bytes | memoryview | int | float | ChunkParts
 
 ROOM_BYTES = 4 * 2**20 + 64 * 2**10
 """Of the buffer that a reply comes into; it grows if the reply does not fit."""
@@ -31,6 +31,9 @@ def pack(arguments: Sequence[Argument]) -> list[Part]:
         if isinstance(argument, ChunkParts):
             pieces += [text + b"$%d\r\n" % argument.nbytes + argument.head, argument.data]
             text = argument.tail + b"\r\n"
+        elif isinstance(argument, memoryview):
+            pieces += [text + b"$%d\r\n" % argument.nbytes, argument]
+            text = b"\r\n"
         else:
             value = argument if isinstance(argument, bytes) else str(argument).encode()
             text += b"$%d\r\n%b\r\n" % (len(value), value)
@@ -90,15 +93,27 @@ async def receive(client: Redis, command: Sequence[Argument]) -> list[memoryview
 
 
 async def _receive(connection: AbstractConnection, command: bytes) -> list[memoryview]:
+    return (await exchange(connection, [command])).strings()
+
+
+async def exchange(
+    connection: AbstractConnection, commands: Sequence[Part], replies: int = 1, most_bytes: int = 2**62
+) -> "Reply":
+    """Send packed commands, and take their replies as they lie in memory.
+
+    Raises:
+        ConnectionError: the connection was lost.
+        InvalidResponse: what came is none, or more than `most_bytes`. The connection is of no use then.
+    """
     if connection._writer is None:
         raise rx.ConnectionError("connection lost before the command was sent")
     transport: Any = connection._writer.transport  # the library has no other way to it
     usual = transport.get_protocol()
-    reply = Reply(usual)
+    reply = Reply(usual, most_bytes=most_bytes, replies=replies)
     transport.pause_reading()
     transport.set_protocol(reply)
     transport.resume_reading()
-    transport.write(command)
+    transport.writelines(commands)
     try:
         await reply.done
     finally:
@@ -106,23 +121,32 @@ async def _receive(connection: AbstractConnection, command: bytes) -> list[memor
             transport.pause_reading()
             transport.set_protocol(usual)
             transport.resume_reading()
-    return reply.strings()
+    return reply
 
 
 class Reply(asyncio.BufferedProtocol):
     """One reply as it comes in."""
 
-    def __init__(self, usual: asyncio.BaseProtocol, room_bytes: int = ROOM_BYTES) -> None:
-        """usual: the connection's protocol before and afterwards, which has to hear of its end."""
+    def __init__(
+        self, usual: asyncio.BaseProtocol, room_bytes: int = ROOM_BYTES, most_bytes: int = 2**62, replies: int = 1
+    ) -> None:
+        """As the reply of so many commands, one after another.
+
+        Args:
+            usual: the connection's protocol before and afterwards, which has to hear of its end.
+            room_bytes: of its buffer at first.
+            most_bytes: more is no reply to what was asked.
+            replies: errors among them are told by `errors`.
+        """
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = False
         self._usual = usual
         self._room, self._room_bytes = memoryview(b""), room_bytes  # a read that waits holds none
         self._filled = self._at = self._needed = 0
-        self._due = 1
-        """Values not yet seen."""
+        self._due, self._most = replies, most_bytes
+        """Values not yet seen; bytes that they may have."""
         self._strings: list[tuple[int, int]] = []
-        self._error = ""
+        self.errors: list[str] = []
 
     def strings(self) -> list[memoryview]:
         """What came, in order, where it lies.
@@ -130,8 +154,8 @@ class Reply(asyncio.BufferedProtocol):
         Raises:
             ResponseError: it is an error.
         """
-        if self._error:
-            raise rx.ResponseError(self._error)
+        if self.errors:
+            raise rx.ResponseError(self.errors[0])
         return [self._room[start:stop] for start, stop in self._strings]
 
     # --- what the transport calls ---------------------------------------------------------------------
@@ -149,6 +173,8 @@ class Reply(asyncio.BufferedProtocol):
                 self._look()
         except ValueError as error:  # int() of something else: no Redis speaks so
             self._finish(rx.InvalidResponse(f"not a reply: {error}"))
+        if self._filled > self._most:
+            self._finish(rx.InvalidResponse(f"not a reply: more than {self._most} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing more will come."""
@@ -179,6 +205,8 @@ class Reply(asyncio.BufferedProtocol):
                 size = int(text)
                 stop = after + max(0, size) + (2 if size >= 0 else 0)
                 self._needed = stop
+                if stop > self._most:
+                    raise ValueError(f"more than {self._most} bytes, with a string of {size}")
                 if stop > self._filled:
                     if stop > len(self._room):
                         self._grow(stop + _LEAST_ROOM)
@@ -189,7 +217,7 @@ class Reply(asyncio.BufferedProtocol):
                 self._due -= 1
             else:
                 if kind == b"-":
-                    self._error = text.decode(errors="replace")
+                    self.errors.append(text.decode(errors="replace"))
                 self._due -= 1
             self._at = after
         if not self._due:

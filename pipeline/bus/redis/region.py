@@ -1,0 +1,158 @@
+"""A region's Redis, of version 6.2 or newer: plain commands on keys of the run's own prefix, no scripts.
+
+It is not trusted. So all that it answers is read in bounds, its answers to the login too: the library's own reader
+makes room for whatever a server announces. Connections (with TLS and all that) are redis-py's.
+"""
+
+import asyncio
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import redis.exceptions as rx
+from redis.asyncio import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.bus.redis.bulk import Argument, Reply, exchange, pack
+from diloco.pipeline.bus.redis.calls import parse, to_ms
+from diloco.pipeline.bus.redis.errors import ERRORS, translate
+from diloco.pipeline.bus.region import ENTRY_S, FADING_S, LEASE_S, LEAST_CALL_S, RegionCache
+from diloco.pipeline.bus.tls import check_files
+from diloco.pipeline.errors import RegionAway, UsageError
+from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES
+
+SMALL_BYTES = 64 * 1024
+"""Of what is answered to commands that fetch no payload."""
+ENTRY_BYTES = 256
+"""What a stream's entry has around its chunk on the wire, at most."""
+_THERE = re.compile("equal or smaller than the target stream top item")
+_OURS = {"DILOCO_REDIS_CERT and DILOCO_REDIS_KEY": "?ssl_certfile=FILE&ssl_keyfile=FILE in the URL"}
+_OURS |= {"DILOCO_REDIS_CA to the file": "?ssl_ca_certs=FILE in the URL, the file"}
+_OURS |= {"DILOCO_REDIS_URL": "DILOCO_REGION_REDIS_URL"}
+
+
+class RedisRegionCache(RegionCache):
+    """Connects when it is first asked, and again after whatever has happened."""
+
+    def __init__(self, url: str, run: str) -> None:
+        """url: as the run's. Certificates are options of it (ssl_ca_certs=FILE ...).
+
+        Raises:
+            UsageError: malformed, or a file in it is not there.
+        """
+        try:
+            self._options, self._where = parse(url)
+            check_files(self._options)
+        except UsageError as error:
+            raise UsageError(f"the region's Redis (DILOCO_REGION_REDIS_URL): {error}") from None
+        given = {**self._options, "retry": Retry(NoBackoff(), 0)}
+        if "path" not in given:  # over a socket of this machine the library logs in by itself in any case
+            given = {name: value for name, value in given.items() if name not in ("username", "password", "db")}
+            given["redis_connect_func"] = self._log_in
+        try:
+            self._pool = ConnectionPool(**given)
+            self._pool.make_connection()  # type: ignore[no-untyped-call]  # which judges the URL's options; it is not connected
+        except (ValueError, TypeError):
+            raise UsageError("the region's Redis URL has an option (?name=value) that cannot be used") from None
+        self._keys = RunKeys(run)
+
+    async def read(
+        self, name: str, first: int, limit: int, chunk_bytes: int, within_s: float, block_s: float = 0.0
+    ) -> Sequence[bytes | memoryview]:
+        block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
+        command = ("XREAD", "COUNT", limit, *block, "STREAMS", self._keys.region_payload(name), f"{first}-0")
+        most = limit * (chunk_bytes + CHUNK_EXTRA_BYTES + ENTRY_BYTES) + SMALL_BYTES
+        reply = await self._call([command], within_s + block_s, most)
+        return reply.strings()[3::3][:limit]  # key, and of each entry id, field, value
+
+    async def claim(self, name: str, nonce: str) -> str:
+        key = self._keys.region_claim(name)
+        ms = to_ms(LEASE_S)
+        reply = await self._call([("SET", key, nonce, "NX", "PX", ms), ("GET", key)], LEAST_CALL_S)
+        holder = b"".join(reply.strings()[-1:]).decode(errors="replace")
+        if holder == nonce:
+            await self._call([("PEXPIRE", key, ms)], LEAST_CALL_S)
+        return holder
+
+    async def write(self, name: str, first: int, chunks: Sequence[bytes | memoryview], within_s: float) -> None:
+        key = self._keys.region_payload(name)
+        commands: list[Sequence[Argument]] = [
+            ("XADD", key, *(("NOMKSTREAM",) if index else ()), f"{index + 1}-0", "c", chunk)
+            for index, chunk in enumerate(chunks, first)
+        ]
+        try:
+            await self._call([*commands, ("PEXPIRE", key, to_ms(ENTRY_S))], within_s, there=True)
+        except RegionAway:
+            with suppress(RegionAway):  # it may lack one in the middle
+                await self.drop(name)
+            raise
+
+    async def keep(self, fragment: int, version: int, name: str, oldest: int) -> None:
+        key = self._keys.region_kept(fragment)
+        old = ("ZRANGEBYSCORE", key, "-inf", f"({oldest}")
+        found = await self._call([("ZADD", key, version, name), ("PEXPIRE", key, to_ms(ENTRY_S)), old], LEAST_CALL_S)
+        gone = [bytes(one).decode(errors="replace") for one in found.strings()]
+        fading = [("PEXPIRE", self._keys.region_payload(one), to_ms(FADING_S)) for one in gone]
+        if fading:
+            await self._call([*fading, ("ZREMRANGEBYSCORE", key, "-inf", f"({oldest}")], LEAST_CALL_S)
+
+    async def drop(self, name: str) -> None:
+        await self._call([("UNLINK", self._keys.region_payload(name))], LEAST_CALL_S)
+
+    async def close(self) -> None:
+        await self._pool.disconnect()
+
+    async def _call(
+        self, commands: Sequence[Sequence[Any]], within_s: float, most_bytes: int = SMALL_BYTES, there: bool = False
+    ) -> Reply:
+        """Their replies, none of which is an error; there: but for what says that an entry is there."""
+        try:
+            async with asyncio.timeout(within_s):
+                connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
+                try:
+                    reply = await _exchange(connection, commands, most_bytes)
+                except BaseException:
+                    await connection.disconnect(nowait=True)  # the rest of the replies may still come
+                    raise
+                finally:
+                    await self._pool.release(connection)
+            reply.errors = [error for error in reply.errors if not (there and _THERE.search(error))]
+            reply.strings()
+            return reply
+        except ERRORS as error:
+            if isinstance(error, TimeoutError) and not str(error):
+                error = TimeoutError(f"no answer in {within_s:.3g} s")
+            raise RegionAway(self._told(error)) from error
+        except (RuntimeError, ValueError, TypeError) as error:
+            # An event loop's way to refuse a connection that was reset; or an option of the URL that does not exist.
+            raise RegionAway(self._told(rx.ConnectionError(str(error)))) from error
+
+    def _told(self, error: BaseException) -> str:
+        said = str(translate(error, self._where, str(self._options.get("username") or "")))
+        for ours, theirs in _OURS.items():
+            said = said.replace(ours, theirs)
+        if re.search("NOPERM|NOAUTH", said):
+            said += "; DILOCO_REGION_REDIS_URL is to name its user and password (`diloco acl --region` makes one)"
+        return f"the region's {said}"
+
+    async def _log_in(self, connection: AbstractConnection) -> None:
+        """The library does this itself otherwise, and takes an answer of any size."""
+        connection._parser.on_connect(connection)  # type: ignore[no-untyped-call]
+        user, password, db = (self._options.get(name) for name in ("username", "password", "db"))
+        commands: list[Sequence[Argument]] = []
+        if password:
+            commands.append(("AUTH", *((user,) if user else ()), password))
+        if db:
+            commands.append(("SELECT", db))
+        if commands and (errors := (await _exchange(connection, commands, SMALL_BYTES)).errors):
+            wrong = re.match("WRONGPASS|ERR (AUTH|Client sent AUTH|invalid password)", errors[0])
+            raise (rx.AuthenticationError if wrong else rx.ResponseError)(errors[0].removeprefix("WRONGPASS "))
+
+
+async def _exchange(connection: AbstractConnection, commands: Sequence[Sequence[Any]], most_bytes: int) -> Reply:
+    packed = [part for command in commands for part in pack(command)]
+    return await exchange(connection, packed, len(commands), most_bytes)

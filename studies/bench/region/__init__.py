@@ -1,0 +1,1 @@
+"""What a region's line carries: `diloco bench region`."""
