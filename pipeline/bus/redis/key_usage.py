@@ -4,7 +4,8 @@ import time
 
 from diloco.pipeline.bus.key_usage import KeyUsage, count
 from diloco.pipeline.bus.keys import PREFIX
-from diloco.pipeline.bus.redis.calls import RedisCalls, connect_calls
+from diloco.pipeline.bus.redis.calls import RedisCalls
+from diloco.pipeline.bus.redis.connecting import connect_calls
 
 LENGTH = {b"stream": "XLEN", b"hash": "HLEN", b"string": "EXISTS"}
 """Command that tells how many entries there are; a string is one."""
