@@ -12,6 +12,7 @@ The namespaces have no names. Each lives as long as a process that holds it, whi
 nothing is left behind, however this process ends.
 """
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -26,6 +27,7 @@ from typing import Self
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import lifecycle
 
+CLONE_NEWNET = 0x40000000  # linux/sched.h
 START_S = 5.0
 NEAR, FAR = "near", "far"
 NETWORKS = 256
@@ -153,6 +155,18 @@ class Network:
             holder.wait()
             if holder.stderr is not None:
                 holder.stderr.close()
+
+
+def enter(namespace: str) -> None:
+    """Have this process, which has no other threads, on that machine from now on.
+
+    Raises:
+        OSError: it may not.
+    """
+    with Path(namespace).open("rb") as file:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
 
 
 def _of(number: int) -> str:

@@ -102,6 +102,11 @@ class Node:
                 env=KEEPS_FREED | os.environ,
             )
 
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, if it runs."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
     def kill(self) -> None:
         """SIGKILL to it and to what it has forked, as when its machine fails; its folder stays."""
         if self._process is not None and self._process.poll() is None:
@@ -147,6 +152,9 @@ def _read(answer: IO[bytes]) -> Any:
 class Servers:
     """What both kinds have in common. Leaving the block leaves no process and no folder."""
 
+    shares = 1
+    """How many primaries have the keys among them."""
+
     def __init__(self, network: Network | None = None, binary: Path | None = None, password: str = "") -> None:
         """As told.
 
@@ -168,6 +176,24 @@ class Servers:
     def primaries(self) -> list[str]:
         """Names of those that are primaries, as the others of them say."""
         raise NotImplementedError
+
+    def serving(self) -> list[str]:
+        """Those of them that say so themselves, and so take what is asked of them."""
+        found = []
+        for name in self.primaries():
+            with contextlib.suppress(OSError, DilocoError):
+                if self.nodes[name].ask("ROLE")[0] == "master":
+                    found.append(name)
+        return found
+
+    def can_spare(self, name: str) -> bool:
+        """Whether the others can do without this one for good."""
+        raise NotImplementedError
+
+    def beside(self, name: str) -> list[str]:
+        """Those that stand in the same place as this one, and are cut off with it."""
+        sentinel = f"sentinel-{name.rpartition('-')[2]}"
+        return [sentinel] if sentinel in self.nodes else []
 
     def _set_up(self) -> None:
         """Start all, and wait until they know each other."""
@@ -273,6 +299,11 @@ class SentinelServers(Servers):
         found = max(named, key=named.count, default=None)
         return [] if found is None else [found]
 
+    def can_spare(self, name: str) -> bool:
+        """A primary, where another one and its replica live; a sentinel, where two others do."""
+        kind = name.partition("-")[0]
+        return sum(one.name.startswith(kind) and one.pid is not None for one in self.nodes.values()) > 2
+
     def _set_up(self) -> None:
         for number in range(3):
             node = self._add(f"redis-{number}")
@@ -314,6 +345,8 @@ class ClusterServers(Servers):
     Slots of a dead primary are served by its replica, and those of a pair that is dead by nobody.
     """
 
+    shares = 3
+
     @property
     def url(self) -> str:
         """One of the servers."""
@@ -337,6 +370,11 @@ class ClusterServers(Servers):
                     if "master" in line[2] and len(line) > 8 and name is not None:
                         told[name] = told.get(name, 0) + 1
         return [name for name, votes in told.items() if 2 * votes > asked]
+
+    def can_spare(self, name: str) -> bool:
+        """Where its replica is in touch with it, which no other one is."""
+        number = int(name.rpartition("-")[2])
+        return f"redis-{(number + 3) % 6}" in self.replicas()
 
     def _set_up(self) -> None:
         ids = {}
