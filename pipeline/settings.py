@@ -194,10 +194,7 @@ class SyncSettings(Settings):
         2_500_000, ge=1, le=2**62, description="Budget: trained tokens of all learners together, e.g. 2.5M"
     )
     groups: int | None = expert(
-        None,
-        ge=1,
-        le=4096,
-        description="Fragment groups, each in a slot of a Redis Cluster (default: one for each fragment there, else 1)",
+        None, ge=1, le=4096, description="Fragment groups (default: on a Redis Cluster one for each fragment, else 1)"
     )
     chunk_bytes: int = expert(CHUNK_BYTES, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
 

@@ -438,10 +438,10 @@ class Learner:
 
     def _proposal(self) -> Spec:
         """By what stands already: the run's spec; or, where it has none, the budget that a syncer waits for it with."""
-        beginning, where = reaching.Beginning(), (self._url, self._given.run)
-        held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._life.go_on_joining)
+        beginning, url, run, go_on = reaching.Beginning(), self._url, self._given.run, self._life.go_on_joining
+        held = reaching.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
         if held is None:
-            beginning = reaching.wait_for_spec(partial(reaching.read_beginning, *where), self.id, self._life.go_on_joining)
+            beginning = reaching.wait_for_spec(partial(reaching.read_beginning, url, run), self.id, go_on)
         return proposal(self.model, self._given, held, beginning)
 
     def _training(
