@@ -23,7 +23,8 @@ from diloco.cli import main
 from diloco.launcher.locate import server_url
 from diloco.options import takes
 from diloco.pipeline.bus import acl
-from diloco.pipeline.bus.redis.calls import parse
+from diloco.pipeline.bus.hosts import SENTINEL_SCHEMES, SENTINELS_LOGIN, Hosts
+from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.users import RedisUsers, connect_users
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import USERS_FROM
@@ -46,7 +47,7 @@ class Invitation(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    url: Annotated[str, Field(pattern=r"^rediss?://")]
+    url: Annotated[str, Field(pattern=r"^rediss?(\+sentinel)?://")]
     """With user, password and authority."""
     run: PartyId
     learner: PartyId
@@ -113,7 +114,7 @@ async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, l
     user, password = acl.invited(run, name), secrets.token_hex(24)
     invitation = Invitation(url=_address(url, at, user.name, password), run=run, learner=name)
     notes = []
-    if invitation.url.startswith("redis://"):
+    if not invitation.url.startswith("rediss"):
         notes.append("note: no TLS: whoever can read the network reads the password, and all that is trained")
     elif "ssl_ca_data" not in invitation.url:
         notes.append(
@@ -132,6 +133,11 @@ async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, l
             notes.append(
                 "note: this Redis has no ACL file that it may write: started again, it does not know the learner"
             )
+        if users.away:
+            notes.append(
+                f"note: {', '.join(sorted(users.away))} did not answer and does not know the learner: once it is back, "
+                f"`diloco revoke {name}`, and invite anew"
+            )
     with suppress(NotPermitted):
         async with open_bus(url, run) as bus:
             if await bus.read_spec() is None:
@@ -148,27 +154,33 @@ def _address(url: str, at: str | None, user: str, password: str) -> str:
     ours = urlsplit(url)
     there = urlsplit(at) if at is not None else ours
     try:
-        host, port = there.hostname or "", there.port
+        hosts = Hosts.of(there).hosts
     except ValueError:
-        host, port = "", None
-    if there.scheme not in ("redis", "rediss") or not host:
+        hosts = ()
+    if there.scheme not in ("redis", "rediss", *SENTINEL_SCHEMES) or not hosts:
         raise UsageError(f"--at {at if at is not None else 'is needed'}: give rediss://HOST:PORT, or redis://HOST:PORT")
-    if at is None and host in _HERE:
+    if at is None and any(host in _HERE for host, _ in hosts):
         here = f"{ours.scheme}://{ours.netloc.rpartition('@')[2]}"
         raise UsageError(
-            f"{host} is this machine alone: say how the learner reaches it, with --at rediss://HOST:PORT, or, for one "
-            f"on this machine, --at {here}"
+            f"{hosts[0].host} is this machine alone: say how the learner reaches it, with --at rediss://HOST:PORT, or, "
+            f"for one on this machine, --at {here}"
         )
-    if at is not None and (there.username or there.password or there.path.strip("/") or there.query):
+    service = there.scheme in SENTINEL_SCHEMES
+    named = there.username or there.password or there.query or (there.path.strip("/") and not service)
+    if at is not None and named:
         raise UsageError("--at takes an address alone: the invitation gets a user and a password of its own")
-    options = dict(parse_qsl(ours.query, keep_blank_values=True)) if there.scheme == "rediss" else {}
-    kept = {name: value for name, value in options.items() if name == "ssl_ca_data"}
-    if authority := options.get("ssl_ca_certs"):
-        kept["ssl_ca_data"] = Path(authority).read_text()
-    place = f"[{host}]" if ":" in host else host
-    netloc = f"{quote(user)}:{quote(password)}@{place}" + (f":{port}" if port else "")
-    database = parse(url)[0].get("db", 0)
-    return urlunsplit((there.scheme, netloc, f"/{database}" if database else "", urlencode(kept), ""))
+    options = dict(parse_qsl(ours.query, keep_blank_values=True))
+    kept = {name: value for name, value in options.items() if service and name in SENTINELS_LOGIN}
+    if there.scheme.startswith("rediss"):
+        kept |= {name: value for name, value in options.items() if name == "ssl_ca_data"}
+        if authority := options.get("ssl_ca_certs"):
+            kept["ssl_ca_data"] = Path(authority).read_text()
+    place = there.netloc.rpartition("@")[2]
+    database = parse(url).options.get("db", 0)
+    path = "/" + there.path.split("/")[1] if service else ""
+    path += f"/{database}" if database else ""
+    netloc = f"{quote(user)}:{quote(password)}@{place}"
+    return urlunsplit((there.scheme, netloc, path, urlencode(kept), ""))
 
 
 # --- revoke -------------------------------------------------------------------------------------------
@@ -192,6 +204,11 @@ async def _revoke(url: str, name: str) -> None:
     async with _users(url) as users:
         if not await users.take_away(f"{acl.INVITED}-{name}"):
             raise UsageError(f"nobody was invited as {name!r} on this Redis, or the invitation was taken back before")
+        if users.away:
+            raise DilocoError(
+                f"{name!r} is cut off, but {', '.join(sorted(users.away))} did not answer, and may still know it: once "
+                "that is back, there: redis-cli ACL DELUSER " + f"{acl.INVITED}-{name}"
+            )
         if await users.keep() == "failed":
             raise DilocoError(
                 f"{name!r} is cut off, but this Redis cannot write its ACL file, which still has the learner: started "

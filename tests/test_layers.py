@@ -33,6 +33,7 @@ PURE = (
     "diloco/launcher/devices.py",
     "pipeline/agreement.py",
     "pipeline/bus/cluster_slots.py",
+    "pipeline/bus/hosts.py",
     "pipeline/bus/commits.py",
     "pipeline/bus/key_usage.py",
     "pipeline/bus/keys.py",

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.calls import connect_calls
+from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.fragments import (
     RedisFragmentLeases,
     RedisHeads,

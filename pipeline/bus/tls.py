@@ -27,7 +27,7 @@ def with_tls(url: str, files: Mapping[str, Path | None]) -> str:
         parts = urlsplit(url)
     except ValueError:  # `redis.calls.parse` says what is wrong with it
         return url
-    if parts.scheme != "rediss":
+    if parts.scheme not in ("rediss", "rediss+sentinel"):
         names = ", ".join(name for name, path in files.items() if path is not None)
         raise UsageError(f"{names}: for TLS only, and the Redis URL does not begin with rediss://")
     options = dict(parse_qsl(parts.query, keep_blank_values=True)) | given

@@ -1,8 +1,9 @@
 """What must be true of a run that was struck, judged by what it left: its tape, its bus, its logs. Pure.
 
 The audit knows nothing of how the run was made. It takes the evidence as it was read afterwards and returns every
-promise that was broken, with where. Judged is the history that survived: where the bus lost its last second, what it
-lost may be made again, and only then may a version fall.
+promise that was broken, with where. Judged is the history that survived: where the bus lost its last second, or
+another server took over that did not have it, what is lost may be made again, and only then may a version fall. On the
+tape that survived, each version is there once, whatever was lost.
 """
 
 import math
@@ -17,8 +18,10 @@ from diloco.pipeline.view.ledger import accounts, problems, surviving
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.studies.strikes.growth import Scale, grown
 from diloco.studies.strikes.rates import Struck
-from diloco.studies.strikes.schedule import Manner, Party
+from diloco.studies.strikes.schedule import BUS, Manner, Party
 
+SETTLED_S = 5.0
+"""After another server has taken over, or the old one is back, for so long the servers may still change their minds."""
 REPORTS_S = 2.0
 """An acknowledgement is on its way, or was lost with the bus's last second, for as long as this."""
 
@@ -62,6 +65,8 @@ class Evidence:
     layout: Layout
     records: Sequence[TapeRecord] = ()
     """The archives of all syncers together, each fragment's in the order of its tape."""
+    tape: Sequence[TapeRecord] = ()
+    """What is on the bus at the end: the tape that survived."""
     ledger_inputs: LedgerInputs = field(default_factory=LedgerInputs)
     strikes: Sequence[Struck] = ()
     tail_lost: bool = False
@@ -86,11 +91,16 @@ def audit(evidence: Evidence) -> list[Violation]:
     return found
 
 
-def losses(evidence: Evidence) -> list[float]:
-    """When the bus came back without its last second."""
-    if not evidence.tail_lost:
-        return []
-    return [one.ended_s for one in evidence.strikes if (one.manner, one.party) == (Manner.KILL, Party.REDIS)]
+def losses(evidence: Evidence) -> list[tuple[float, float]]:
+    """Spans in which the bus may have lost what it had acknowledged: no merge from after one is lost in it."""
+    return [
+        (strike.ended_s, strike.ended_s)
+        if strike.party is Party.REDIS
+        else (strike.began_s, strike.ended_s + SETTLED_S)
+        for strike in evidence.strikes
+        if strike.party is Party.PRIMARY
+        or (evidence.tail_lost and (strike.manner, strike.party) == (Manner.KILL, Party.REDIS))
+    ]
 
 
 # --- versions --------------------------------------------------------------------------------------------
@@ -105,7 +115,7 @@ def _versions(evidence: Evidence) -> Iterator[str]:
             yield from _follows(record, history, lost_s)
             history.append(record)
         elif isinstance(record, Rewound):
-            if not any(at <= record.unix_s for at in lost_s):
+            if not any(since_s <= record.unix_s for since_s, _ in lost_s):
                 yield (
                     f"fragment {record.fragment}: rewound from version {record.was_version} to {record.version}, and "
                     f"the bus had lost nothing"
@@ -119,12 +129,12 @@ def _versions(evidence: Evidence) -> Iterator[str]:
             yield f"fragment {fragment}: the head is version {version}, {digest.hex()[:8]}, and the tape ends at {told}"
 
 
-def _follows(record: Committed, history: list[Committed], lost_s: Sequence[float]) -> Iterator[str]:
+def _follows(record: Committed, history: list[Committed], lost_s: Sequence[tuple[float, float]]) -> Iterator[str]:
     """Whether a commit goes on from the one before; takes back what the bus has lost in between."""
     where = f"fragment {record.fragment}"
     if history and record.version <= history[-1].version:
         replaced = next((one for one in history if one.version >= record.version), history[-1])
-        if not any(replaced.unix_s <= at <= record.unix_s for at in lost_s):
+        if not any(replaced.unix_s <= until_s and since_s <= record.unix_s for since_s, until_s in lost_s):
             yield (
                 f"{where}: version {record.version} by {record.syncer} comes after version {history[-1].version} by "
                 f"{history[-1].syncer}, and the bus had lost nothing"
@@ -144,6 +154,19 @@ def _follows(record: Committed, history: list[Committed], lost_s: Sequence[float
 def _cut(history: list[Committed], version: int) -> None:
     while history and history[-1].version >= version:
         history.pop()
+
+
+def _one_digest(evidence: Evidence) -> Iterator[str]:
+    """Holds without any excuse: what was lost is not on this tape."""
+    there: dict[tuple[int, int], bytes] = {}
+    for record in evidence.tape:
+        if isinstance(record, Committed):
+            digest = there.setdefault((record.fragment, record.version), record.digest)
+            if digest != record.digest:
+                yield (
+                    f"fragment {record.fragment}: version {record.version} is on the surviving tape as "
+                    f"{digest.hex()[:8]} and as {record.digest.hex()[:8]}"
+                )
 
 
 def _merged_once(evidence: Evidence) -> Iterator[str]:
@@ -201,7 +224,7 @@ def _struck_in_hand(evidence: Evidence, claimed: dict[str, float], readers: dict
         until_s = readers.get(consumer, math.inf) + REPORTS_S
         since_s = claimed.get(consumer, -math.inf)
         for strike in evidence.strikes:
-            hit = strike.party is Party.REDIS or strike.name == learner
+            hit = strike.party in BUS or strike.name == learner
             if hit and strike.began_s <= until_s and strike.ended_s >= since_s:
                 return True
     return False
@@ -230,6 +253,7 @@ def _finished(evidence: Evidence) -> Iterator[str]:
 
 CHECKS = {
     "a version rises by exactly 1": _versions,
+    "a version has one digest on the tape that survived": _one_digest,
     "nothing is merged twice": _merged_once,
     "every token is accounted for": _ledger,
     "every shard is read to its end, once but for strikes": _shards,

@@ -48,7 +48,7 @@ from diloco.studies.strikes import report as chaos_report
 from diloco.studies.strikes import run as chaos_run
 from diloco.studies.strikes.monkey import REDIS
 from diloco.studies.strikes.rates import StepTimes, Struck
-from diloco.studies.strikes.schedule import NOTHING, Manner, Party, Rule, parse
+from diloco.studies.strikes.schedule import NOTHING, Manner, Party, Redis, Rule, parse
 
 Report = dict[str, Any]
 
@@ -78,7 +78,7 @@ def plan_of(settings: ChaosProcess) -> list[Rule]:
         UsageError: one cannot be read.
     """
     asked = {manner: getattr(settings, manner.value) for manner in Manner}
-    rules = [rule for manner, text in asked.items() for rule in parse(manner, text)]
+    rules = [rule for manner, text in asked.items() for rule in parse(manner, text, Redis(settings.redis))]
     if settings.lose_tail and not any(one.manner is Manner.KILL and one.party is Party.REDIS for one in rules):
         raise UsageError("--lose-tail needs --kill redis:EVERY: only a killed Redis loses its last second")
     return rules
@@ -103,6 +103,8 @@ def prepared(settings: ChaosProcess, for_: str) -> tuple[ChaosProcess, float]:
     settings = with_preset(settings)
     if settings.method == BASELINE and "kill" not in settings.model_fields_set:
         update["kill"] = "learner:3s"
+    elif settings.redis != "one" and "kill" not in settings.model_fields_set:
+        update["kill"] = f"learner:3s,syncer:7s,{Party.PRIMARY}:20s"
     return settings.model_copy(update=update), for_s
 
 
@@ -122,8 +124,8 @@ def check_struck_baseline(settings: ChaosProcess) -> None:
             raise UsageError(
                 f"--{flag} {getattr(settings, flag)!r} needs --method decoupled: {why}; give learner:EVERY"
             )
-    for name in ("cut", "hang", "lose_tail"):
-        if getattr(settings, name) not in (*NOTHING, False):
+    for name in ("cut", "hang", "partition", "lose_tail", "redis"):
+        if getattr(settings, name) not in (*NOTHING, False, Redis.ONE):
             raise UsageError(f"{flag_of(name)} needs --method decoupled: {why}")
     if unused := unused_by_baseline(settings, used=("checkpoint_every", "log_losses")):
         raise UsageError(f"{'; '.join(unused)} {'needs' if len(unused) == 1 else 'need'} --method decoupled: {why}")
@@ -160,6 +162,7 @@ def calm(settings: ChaosProcess, report: Mapping[str, Any]) -> ChaosProcess:
     assert settings.tokens is not None  # noqa: S101  # on prepared settings
     ledger = report["ledger"]
     update: dict[str, Any] = {"kill": "none", "pause": "none", "cut": "none", "hang": "none", "lose_tail": False}
+    update["partition"] = "none"
     if settings.method != BASELINE and ledger["tokens"]:
         kept = (ledger["merged"] + ledger["overwritten"]) / ledger["tokens"]
         update["tokens"] = max(1, round(settings.tokens * kept))
@@ -215,12 +218,13 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
     shown: ModuleType = elastic_report if report["method"] == BASELINE else chaos_report
     names = sorted(outcome.steps, key=lambda name: (len(name), name))
     lanes = [*names, *sorted({one.name for one in outcome.strikes if one.party is Party.SYNCER})]
+    servers = sorted({one.name for one in outcome.strikes if one.party in (Party.PRIMARY, Party.SENTINEL)})
     picture = folder.path / PICTURE_FILE
     draw(
         outcome.steps,
         outcome.strikes,
         outcome.merges,
-        lanes if report["method"] == BASELINE else [*lanes, REDIS],
+        lanes if report["method"] == BASELINE else [*lanes, *(servers or [REDIS])],
         outcome.span,
         f"A run under strikes (method {report['method']}, seed {report['seed']}): {report['verdict']}",
         chaos_report.goodput_line(report),

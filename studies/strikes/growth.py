@@ -38,6 +38,8 @@ class Scale:
     """Most of them that a head names."""
     shards: int
     """Of an epoch."""
+    groups: int = 1
+    """Of fragments."""
 
 
 def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
@@ -72,8 +74,8 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
         "shards": (1, shards),
         "shard-positions": (1, shards),
         "deltas": (p * m, deltas),
-        "senders": (1, m),
-        "arrivals": (1, 1),
+        "senders": (scale.groups, scale.groups * m),
+        "arrivals": (scale.groups, scale.groups),
         "head": (p, 32 * p),
         "lease": (p, p),
         "tape": (p, TAPE_CAP),

@@ -16,14 +16,27 @@ from diloco.studies.strikes.proxy import Door, Proxy
 from diloco.studies.strikes.rates import Struck
 from diloco.studies.strikes.schedule import Manner, Party, Strike
 from diloco.studies.strikes.tail import Tail
+from diloco.studies.strikes.topology import Topology
 
 REDIS = "redis"
 POLL_S = 0.02
 NOTE_TAIL_S = 0.05
 """How often the size of the append-only file is noted."""
 AT_DOORS = (Manner.CUT, Manner.HANG)
-DONE = {Manner.KILL: "killed", Manner.PAUSE: "paused", Manner.CUT: "cut off", Manner.HANG: "hung"}
-UNDONE = {Manner.KILL: "started again", Manner.PAUSE: "goes on", Manner.CUT: "let in", Manner.HANG: "let through"}
+DONE = {
+    Manner.KILL: "killed",
+    Manner.PAUSE: "paused",
+    Manner.CUT: "cut off",
+    Manner.HANG: "hung",
+    Manner.PARTITION: "cut off with some of the others",
+}
+UNDONE = {
+    Manner.KILL: "started again",
+    Manner.PAUSE: "goes on",
+    Manner.CUT: "let in",
+    Manner.HANG: "let through",
+    Manner.PARTITION: "in reach again",
+}
 
 
 class Victim(Protocol):
@@ -73,6 +86,7 @@ class Monkey:
         proxy: Proxy | None,
         note: Callable[[str], None],
         lose_tail: bool = False,
+        topology: Topology | None = None,
     ) -> None:
         """As told.
 
@@ -81,8 +95,10 @@ class Monkey:
             proxy: None if none is at a door.
             note: told what is done.
             lose_tail: a killed Redis comes back without its last second.
+            topology: None if no strike is on a server that others take over from.
         """
         self._strikes, self._children, self._redis, self._proxy = strikes, children, server, proxy
+        self._topology = topology
         self._note = note
         self._tail = Tail() if lose_tail else None
         self._busy: dict[str, Manner] = {}
@@ -105,7 +121,7 @@ class Monkey:
                 await self._until(began + strike.at_s - clock.time())
                 if self._over.is_set():
                     break
-                victim = self._choose(strike)
+                victim = await self._choose(strike)
                 if victim is None:
                     self.missed += 1
                 else:
@@ -123,12 +139,16 @@ class Monkey:
         """Whether this process is struck at the moment."""
         return name in self._busy
 
-    def _choose(self, strike: Strike) -> str | None:
+    async def _choose(self, strike: Strike) -> str | None:
         doors = {name for name, manner in self._busy.items() if manner in AT_DOORS}
         if strike.manner in AT_DOORS and (REDIS in doors or (doors and strike.party is Party.REDIS)):
             return None  # the same door must not be shut by two, and opened by one of them
+        if strike.manner is Manner.PARTITION and strike.manner in self._busy.values():
+            return None  # the same for cables
         if strike.party is Party.REDIS:
             free = [REDIS]
+        elif strike.party in (Party.PRIMARY, Party.SENTINEL):
+            free = await self._servers.candidates(strike)
         else:
             free = [child.name for child in self._children.named(strike.party) if child.alive]
         free = [name for name in free if name not in self._busy]
@@ -140,9 +160,12 @@ class Monkey:
 
     async def _strike(self, strike: Strike, victim: str) -> None:
         began_s = time.time()
-        self._note(f"{victim} {DONE[strike.manner]} for {strike.length_s:.1f} s")
-        detail = ""
-        if strike.party is not Party.REDIS:
+        long = "for good" if strike.for_good else f"for {strike.length_s:.1f} s"
+        self._note(f"{victim} {DONE[strike.manner]} {long}")
+        detail, ended_s = "", None
+        if strike.party in (Party.PRIMARY, Party.SENTINEL):
+            ended_s, detail = await self._servers.strike(strike, victim, self._until)
+        elif strike.party is not Party.REDIS:
             child, doors = self._children[victim], self._doors(strike, victim)
             self._begin_child(strike.manner, child, doors)
             await self._until(strike.length_s)
@@ -152,9 +175,10 @@ class Monkey:
             detail = self._begin_redis(strike.manner, doors)
             await self._until(strike.length_s)
             await self._end_redis(strike.manner, doors)
-        self._note(f"{victim} {UNDONE[strike.manner]}{detail and f' ({detail})'}")
-        ended_s = time.time()
-        self.late_s = max(self.late_s, ended_s - began_s - strike.length_s)
+        undone = "stays dead" if strike.for_good else UNDONE[strike.manner]
+        self._note(f"{victim} {undone}{detail and f' ({detail})'}")
+        self.late_s = max(self.late_s, time.time() - began_s - strike.length_s)
+        ended_s = ended_s or time.time()
         self.history.append(Struck(strike.manner, strike.party, victim, began_s, ended_s, detail))
         del self._busy[victim]
 
@@ -189,6 +213,11 @@ class Monkey:
                     door.restore()
 
     # --- Redis ----------------------------------------------------------------------------------------------
+
+    @property
+    def _servers(self) -> Topology:
+        assert self._topology is not None  # noqa: S101  # of a plan with strikes on them
+        return self._topology
 
     @property
     def _server(self) -> EmbeddedRedis:

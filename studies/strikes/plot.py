@@ -14,7 +14,13 @@ from matplotlib.patches import Patch
 from diloco.studies.strikes.rates import StepTimes, Struck
 from diloco.studies.strikes.schedule import Manner
 
-STRIKES = {Manner.KILL: "#c0392b", Manner.PAUSE: "#e08e0b", Manner.CUT: "#7d3c98", Manner.HANG: "#2471a3"}
+STRIKES = {
+    Manner.KILL: "#c0392b",
+    Manner.PAUSE: "#e08e0b",
+    Manner.CUT: "#7d3c98",
+    Manner.HANG: "#2471a3",
+    Manner.PARTITION: "#145a32",
+}
 TRAINING, MERGE = "#9cc5a1", "#1f3b4d"
 LANE_IN = 0.42
 BAR = 0.56

@@ -139,8 +139,13 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 class Proxy:
     """Doors by name; leaving the block closes them."""
 
-    def __init__(self, upstream: Path, bytes_per_s: float | None = None) -> None:
-        """bytes_per_s: of each door's line, in each direction; None: as many as come."""
+    def __init__(self, upstream: Path | None, bytes_per_s: float | None = None) -> None:
+        """As told.
+
+        Args:
+            upstream: the server's socket; None: there are to be no doors.
+            bytes_per_s: of each door's line, in each direction; None: as many as come.
+        """
         self._upstream, self._bytes_per_s = upstream, bytes_per_s
         self._doors: dict[str, Door] = {}
 
@@ -155,6 +160,7 @@ class Proxy:
 
     async def add(self, name: str) -> None:
         """Make a door."""
+        assert self._upstream is not None  # noqa: S101  # of a proxy with doors
         door = Door(self._upstream, self._bytes_per_s)
         await door.listen()
         self._doors[name] = door

@@ -25,7 +25,8 @@ class Struck:
     name: str
     began_s: float
     ended_s: float
-    """When the strike was over: the process started again, the connections let through."""
+    """When the strike was over: the process started again, the connections let through. Of a strike on a primary that
+    others take over from: when all keys had one again."""
     detail: str = ""
 
     @property

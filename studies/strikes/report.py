@@ -15,6 +15,7 @@ from diloco.studies.strikes import bounds as chaos_bounds
 from diloco.studies.strikes.audit import Evidence, audit
 from diloco.studies.strikes.growth import bounds, peaks
 from diloco.studies.strikes.rates import (
+    Gap,
     Rate,
     StepTimes,
     Struck,
@@ -26,7 +27,7 @@ from diloco.studies.strikes.rates import (
     outages,
     rates_around,
 )
-from diloco.studies.strikes.schedule import Manner, Party
+from diloco.studies.strikes.schedule import BUS, Manner, Party
 
 Report = dict[str, Any]
 
@@ -102,6 +103,7 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
         },
         "yardsticks": _yardsticks(facts, inside, during),
         "step_rates": _step_rates(during, evidence.strikes),
+        "failovers": _failovers(facts, evidence, all_gaps),
         "blocked_share": _blocked(evidence),
         "keys": _keys(evidence),
         "useful": {"tokens": round(merged), "per_s": merged / wall_s if wall_s else 0.0},
@@ -173,8 +175,8 @@ def _yardsticks(facts: Facts, merges: Sequence[Committed], steps: StepTimes) -> 
 def _step_rates(steps: StepTimes, strikes: Sequence[Struck]) -> dict[str, Any]:
     """Inner steps per second around outages of the syncers and of Redis, over all learners and for each."""
     found: dict[str, Any] = {}
-    for party in (Party.SYNCER, Party.REDIS):
-        times = outages(strikes, [party])
+    for party, struck in ((Party.SYNCER, (Party.SYNCER,)), (Party.REDIS, BUS)):
+        times = outages(strikes, struck)
         by_learner = rates_around(steps, times)
         found[party.value] = {
             "outages": len(times),
@@ -183,6 +185,25 @@ def _step_rates(steps: StepTimes, strikes: Sequence[Struck]) -> dict[str, Any]:
             "learners": {learner: _shown(mine) for learner, mine in by_learner.items()},
         }
     return found
+
+
+def _failovers(facts: Facts, evidence: Evidence, found: Sequence[Gap]) -> list[Report]:
+    """Strikes on a primary that others take over from: how long until all keys had one, and how long without a merge.
+
+    Where two strikes fall into one gap, both are told its length.
+    """
+    return [
+        {
+            "kind": one.kind,
+            "name": one.name,
+            "at_s": one.began_s - facts.began_s,
+            "taken_over_s": one.ended_s - one.began_s,
+            "detail": one.detail,
+            "without_merges_s": longest(gap for gap in found if gap.began_s <= one.began_s < gap.ended_s),
+        }
+        for one in sorted(evidence.strikes, key=lambda one: one.began_s)
+        if one.party is Party.PRIMARY
+    ]
 
 
 def _shown(rates: Mapping[str, Rate]) -> dict[str, float | None]:
@@ -249,6 +270,11 @@ def summary(report: Report) -> str:
             for party, what in (("syncer", "a syncer"), ("redis", "Redis"))
             if rates[party]["outages"]
         ),
+        *(
+            f"{one['kind']} at {one['at_s']:.1f} s ({one['name']}): taken over after {one['taken_over_s']:.1f} s, "
+            f"{one['without_merges_s']:.1f} s without a commit"
+            for one in report["failovers"]
+        ),
         f"training waited for the library {report['blocked_share']:.2%} of the time",
         *chaos_bounds.lines(report["bounds"]),
         f"tokens: {report['ledger']['line']}",
@@ -258,6 +284,27 @@ def summary(report: Report) -> str:
         f"verdict: {report['verdict'].upper()}" + ("" if report["violations"] else ", every promise was kept"),
     ]
     return "\n".join(lines)
+
+
+def _failover_lines(report: Report) -> list[str]:
+    if not report["failovers"]:
+        return []
+    return [
+        "## Failovers",
+        "",
+        "From the strike until all keys had a primary again, and the time without a commit in which it fell.",
+        "",
+        "| at | strike | primary | taken over | without a commit | by |",
+        "|---|---|---|---|---|---|",
+        *(
+            f"| {seconds(one['at_s'])} | {one['kind']} | {one['name']} | {seconds(one['taken_over_s'])} | "
+            f"{seconds(one['without_merges_s'])} | {one['detail']} |"
+            for one in report["failovers"]
+        ),
+        "",
+        f"{report['rewinds']} rewinds of a fragment.",
+        "",
+    ]
 
 
 def _undisturbed(report: Report) -> list[str]:
@@ -300,10 +347,10 @@ def markdown(report: Report, command: str, picture: str) -> str:
         "",
         "## Strikes",
         "",
-        "| | learner | syncer | redis |",
-        "|---|---|---|---|",
+        f"| | {' | '.join(Party)} |",
+        f"|---|{'---|' * len(Party)}",
         *(
-            f"| {manner} | {by['learner']} | {by['syncer']} | {by['redis']} |"
+            f"| {manner} | {' | '.join(str(number) for number in by.values())} |"
             for manner, by in report["strikes"].items()
         ),
         "",
@@ -342,6 +389,7 @@ def markdown(report: Report, command: str, picture: str) -> str:
             for same in [report["gaps_by_strike"]["same_fragment"][kind]]
         ),
         "",
+        *_failover_lines(report),
         "## Inner steps per second of a learner around outages",
         "",
         "| outages of | number | together | before | during | after | during / before |",

@@ -3,6 +3,9 @@
     launcher (this process): proxy, monkey, key usage ──▶ Redis (append-only file)
       └─ spawner ──forks──▶ learners, syncers, evaluator ──TCP, a door each──▶ proxy
 
+Servers that fail over (`--redis sentinel|cluster`) are reached without a proxy; where a plan has partitions, each party
+of the run is on a machine of its own, as each server is.
+
 It ends when `--for` is over, the budget is spent, or at Ctrl-C: then nobody is struck any more, all strikes are undone,
 the run drains as any other, and what it left is audited. A second Ctrl-C ends everything at once, without an audit.
 """
@@ -10,7 +13,11 @@ the run drains as any other, and what it left is audited. A second Ctrl-C ends e
 import asyncio
 import os
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from diloco.launcher.display import Screen
@@ -25,9 +32,10 @@ from diloco.pipeline.bus.redis.key_usage import RedisKeyUsage, connect_key_usage
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.messages.shards import ShardQueue
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.process import lifecycle
+from diloco.pipeline.settings import groups_on
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES
 from diloco.pipeline.waiting import first_of
 from diloco.studies.strikes.audit import Evidence
@@ -35,10 +43,14 @@ from diloco.studies.strikes.evidence import left_running, read_shard_notes, read
 from diloco.studies.strikes.growth import Scale
 from diloco.studies.strikes.launch import StruckLauncher, patiently
 from diloco.studies.strikes.monkey import REDIS, Monkey
+from diloco.studies.strikes.network import Network
 from diloco.studies.strikes.proxy import Proxy
 from diloco.studies.strikes.report import Facts
-from diloco.studies.strikes.schedule import Manner, Party, Rule, draw
+from diloco.studies.strikes.schedule import Manner, Party, Redis, Rule, Strike, draw
+from diloco.studies.strikes.servers import ClusterServers, SentinelServers
 from diloco.studies.strikes.spawner import Spawner
+from diloco.studies.strikes.topology import Topology
+from diloco.tape import read_live
 
 CENSUS_S = 1.0
 REPLACED_S = 130.0
@@ -73,6 +85,61 @@ async def _strike(launcher: StruckLauncher, monkey: Monkey, asked: asyncio.Event
         monkey.relent()
 
 
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a run takes place: its Redis, and how its parties reach it."""
+
+    url: str
+    server: EmbeddedRedis | None = None
+    topology: Topology | None = None
+    pids: dict[str, int] = field(default_factory=dict)
+    network: Network | None = None
+    """On which each party is a machine of its own; None: all are here."""
+
+    @property
+    def socket(self) -> Path | None:
+        """Of the one server."""
+        return None if self.server is None else self.server.socket_path
+
+
+def _place(settings: ChaosProcess, parties: Sequence[str], rules: Sequence[Rule], stack: ExitStack) -> _Place:
+    """Start Redis."""
+    redis = Redis(settings.redis)
+    if redis is Redis.ONE:
+        fsync: Literal["always", "everysec"] = "everysec" if settings.lose_tail else "always"
+        server = stack.enter_context(EmbeddedRedis(appendonly=True, fsync=fsync, dies_with_us=True))
+        return _Place(server.url, server=server, pids={REDIS: server.pid} if server.pid else {})
+    cables = any(rule.manner is Manner.PARTITION for rule in rules)
+    network = stack.enter_context(Network()) if cables else None
+    servers = stack.enter_context((SentinelServers if redis is Redis.SENTINEL else ClusterServers)(network))
+    if network is not None:
+        for name in parties:
+            network.add(name)
+    return _Place(
+        servers.url,
+        topology=Topology(servers, network, _far(settings, parties)),
+        pids={name: node.pid for name, node in servers.nodes.items() if node.pid},
+        network=network,
+    )
+
+
+def _far(settings: ChaosProcess, parties: Sequence[str]) -> Callable[[Strike], list[str]]:
+    """Who is cut off with a primary: one of several syncers, and as many learners as a quorum can do without."""
+    learners = [name for name in parties if name.startswith("learner")]
+    syncers = [name for name in parties if name.startswith("syncer")]
+    spared = max(0, min(len(learners) // 2, len(learners) - settings.quorum))
+
+    def far(strike: Strike) -> list[str]:
+        return learners[:spared] + ([strike.victim(syncers)] if len(syncers) > 1 else [])
+
+    return far
+
+
+def _parties(settings: ChaosProcess) -> list[str]:
+    names = [f"learner-{number}" for number in range(settings.learners)]
+    return names + ([f"syncer-{number}" for number in range(settings.syncers)] if settings.syncers > 1 else ["syncer"])
+
+
 async def run(
     settings: ChaosProcess, folder: Folder, for_s: float, rules: list[Rule], until_merged: int | None = None
 ) -> tuple[Facts, Evidence]:
@@ -84,35 +151,43 @@ async def run(
     asked, task = asyncio.Event(), asyncio.current_task()
     assert task is not None and settings.tokens is not None  # noqa: S101, PT018  # a coroutine, on prepared settings
     lifecycle.install_signal_handlers(asyncio.get_running_loop(), asked, task.cancel)
-    fsync: Literal["always", "everysec"] = "everysec" if settings.lose_tail else "always"
     threads = threads_for(sum(place.ranks for place in places_of(settings)), settings.threads)
+    parties = _parties(settings)
     with ExitStack() as stack:
-        server = stack.enter_context(EmbeddedRedis(appendonly=True, fsync=fsync, dies_with_us=True))
-        folder.make(settings, server.url)
+        place = _place(settings, parties, rules, stack)
+        folder.make(settings, place.url)
         folder.logs.mkdir(parents=True, exist_ok=True)
         spawner = Spawner(environment(threads, None), folder.logs / "spawner.log", settings.data)
         stack.enter_context(spawner)
         screen = stack.enter_context(Screen())
         screen.note(f"output folder {folder.path}")
-        async with Proxy(server.socket_path) as proxy, open_bus(server.url, settings.run) as bus:
+        async with Proxy(place.socket) as proxy, open_bus(place.url, settings.run) as bus:
             await asyncio.to_thread(spawner.wait_until_ready)
-            children = stack.enter_context(Children(folder.logs, spawner.child))
-            others = {REDIS: server.pid} if server.pid else {}
-            launcher = StruckLauncher(settings, folder, server.url, bus, children, screen, others, proxy)
+            hosts = place.network
+            machines = {name: hosts[name].namespace for name in parties} if hosts is not None else {}
+            children = stack.enter_context(Children(folder.logs, partial(spawner.child, machines=machines)))
+            launcher = StruckLauncher(settings, folder, place.url, bus, children, screen, place.pids, proxy)
             launcher.until_merged = until_merged
-            names = [f"learner-{number}" for number in range(settings.learners)]
-            names += [f"syncer-{number}" for number in range(settings.syncers)] if settings.syncers > 1 else ["syncer"]
-            for name in names:
-                await proxy.add(name)
-            key_usage = await connect_key_usage(server.url, settings.run)
+            if place.server is not None:
+                for name in parties:
+                    await proxy.add(name)
+            key_usage = await connect_key_usage(place.url, settings.run)
             count = Count(key_usage)
             counting = asyncio.create_task(count.follow())
 
             def note(text: str) -> None:
                 screen.note(f"{time.time() - launcher.began_s:7.1f} s  {text}")
 
-            monkey = Monkey(draw(rules, for_s, settings.seed), children, server, proxy, note, settings.lose_tail)
-            async with left_in(folder.path, bus, settings, screen.note, server.url):
+            monkey = Monkey(
+                draw(rules, for_s, settings.seed),
+                children,
+                place.server,
+                proxy,
+                note,
+                settings.lose_tail,
+                place.topology,
+            )
+            async with left_in(folder.path, bus, settings, screen.note, place.url):
                 launcher.start()
                 stop = asyncio.Event()
                 watching = asyncio.create_task(launcher.watch(stop))
@@ -131,8 +206,8 @@ async def run(
                         raise DilocoError(
                             f"stopped before all learners trained: nothing was struck; logs in {folder.logs}"
                         )
-                    queue = await patiently(bus.read_shards)
-                    left = left_running(os.getpid(), {server.pid, spawner.pid})
+                    queue, tape = await patiently(bus.read_shards), await patiently(read_live, bus)
+                    left = left_running(os.getpid(), {*place.pids.values(), spawner.pid})
                 finally:
                     for one in (counting, watching, striking):
                         one.cancel()
@@ -152,7 +227,7 @@ async def run(
         late_s=monkey.late_s,
         stopped=asked.is_set(),
     )
-    return facts, _evidence(settings, folder, launcher, monkey, outcome, queue, count.samples, left)
+    return facts, _evidence(settings, folder, launcher, monkey, outcome, queue, tape, count.samples, left)
 
 
 def _evidence(
@@ -162,6 +237,7 @@ def _evidence(
     monkey: Monkey,
     outcome: Outcome,
     queue: ShardQueue,
+    tape: list[TapeRecord],
     key_usage: list[KeyUsage],
     left: list[str],
 ) -> Evidence:
@@ -179,10 +255,12 @@ def _evidence(
         replaced=_most_within(sorted(one.unix_s for one in outcome.records if isinstance(one, Committed)), REPLACED_S),
         updates=max(settings.key_frame_interval, KEPT_UPDATES),
         shards=shards,
+        groups=settings.groups or groups_on(Redis(settings.redis) is Redis.CLUSTER, len(layout.fragments)),
     )
     return Evidence(
         layout=layout,
         records=outcome.records,
+        tape=tape,
         ledger_inputs=outcome.ledger_inputs,
         strikes=monkey.history,
         tail_lost=settings.lose_tail,

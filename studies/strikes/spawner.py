@@ -20,13 +20,14 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NoReturn
 
 from diloco.launcher.launch import Child, Process
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.lifecycle import LAUNCHER_PID, adopt_orphans, die_with_launcher
+from diloco.studies.strikes.network import enter
 
 PRELOADED = (
     "torch._dynamo",
@@ -134,14 +135,16 @@ class Spawner:
         if self._orders.recv(64) != READY:
             raise self._died()
 
-    def fork(self, arguments: Sequence[str], environ: Mapping[str, str], log: Path) -> Forked:
+    def fork(self, arguments: Sequence[str], environ: Mapping[str, str], log: Path, network: str = "") -> Forked:
         """Start `diloco ARGUMENTS`; its output goes to the end of `log`.
+
+        network: path of the network namespace that it is to be in; "": this one's.
 
         Raises:
             DilocoError: the spawner has ended; its last lines.
         """
         assert self._orders is not None  # noqa: S101  # inside the block
-        order = {"arguments": list(arguments), "environ": dict(environ), "log": str(log.resolve())}
+        order = {"arguments": list(arguments), "environ": dict(environ), "log": str(log.resolve()), "network": network}
         try:
             self._orders.send(dumps(order).encode())
             answer = self._orders.recv(64)
@@ -151,13 +154,23 @@ class Spawner:
             raise self._died()
         return Forked(int(answer))
 
-    def child(self, name: str, arguments: Iterable[str], environ: Mapping[str, str], log: Path) -> Child:
-        """A child of `launch.Children` that is forked here, and again at each restart."""
-        spawner = self
+    def child(
+        self,
+        name: str,
+        arguments: Iterable[str],
+        environ: Mapping[str, str],
+        log: Path,
+        machines: Mapping[str, str] = MappingProxyType({}),
+    ) -> Child:
+        """A child of `launch.Children` that is forked here, and again at each restart.
+
+        machines: by name, the network namespace that a child is to be in.
+        """
+        spawner, network = self, machines.get(name, "")
 
         class ForkedChild(Child):
             def _start(self) -> Process:
-                return spawner.fork(self.arguments, self.environ, self.log)
+                return spawner.fork(self.arguments, self.environ, self.log, network)
 
         return ForkedChild(name, arguments, environ, log)
 
@@ -210,10 +223,12 @@ def _fork(order: dict[str, Any], orders: socket.socket) -> int:
     return pid
 
 
-def _become(arguments: list[str], environ: dict[str, str], log: str) -> NoReturn:
+def _become(arguments: list[str], environ: dict[str, str], log: str, network: str) -> NoReturn:
     """Be a process of the run, as `python -m diloco ARGUMENTS` would be."""
     status = 1
     try:
+        if network:
+            enter(network)
         nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         for descriptor, number in ((nothing, 0), (output, 1), (output, 2)):
             os.dup2(descriptor, number)

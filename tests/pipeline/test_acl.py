@@ -17,7 +17,7 @@ from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.commits import Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
-from diloco.pipeline.bus.redis.calls import connect_calls
+from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.region import RedisRegionCache
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.bus.stored_values import parse_offer_id

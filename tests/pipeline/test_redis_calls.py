@@ -12,7 +12,7 @@ from redis.asyncio import ConnectionPool
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.calls import parse
+from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.errors import translate
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.clock import fast_loop
@@ -77,7 +77,8 @@ IN_SCRIPT = "Error running script (call to f_1): @user_script:9: @user_script: 9
         (rx.ResponseError("BUSY Redis is busy running a script."), BusUnavailable),
         (rx.ClusterDownError("CLUSTERDOWN The cluster is down"), BusUnavailable),
         (rx.TryAgainError("TRYAGAIN Multiple keys request during rehashing of slot"), BusUnavailable),
-        (rx.RedisClusterException("Redis Cluster cannot be connected"), BusUnavailable),
+        (rx.MovedError("3999 10.0.0.2:6379"), BusUnavailable),
+        (rx.ResponseError("MOVED 3999 10.0.0.2:6379"), BusUnavailable),
         (rx.OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), BusFull),
         (rx.ResponseError(IN_SCRIPT + "-OOM command not allowed when used memory > 'maxmemory'."), BusFull),
         (rx.ResponseError("MISCONF Redis is configured to save RDB snapshots"), BusFull),
@@ -99,11 +100,11 @@ def test_each_error_of_the_server_has_one_name_here(error: Exception, kind: type
 
 
 def test_tls_verifies_the_certificate_and_the_name_unless_told_otherwise() -> None:
-    options, where = parse("rediss://user:secret@example.org:7000")
-    connection = ConnectionPool(**options).make_connection()
+    place = parse("rediss://user:secret@example.org:7000")
+    connection = ConnectionPool(**place.at(place.hosts[0])).make_connection()
     assert connection.cert_reqs == ssl.CERT_REQUIRED
     assert connection.check_hostname
-    assert where == "example.org:7000"
+    assert place.where == "example.org:7000"
 
 
 @pytest.mark.redis

@@ -20,7 +20,8 @@ from typing import Any
 
 from diloco.pipeline.bus.keys import PREFIX
 from diloco.pipeline.bus.ports import START
-from diloco.pipeline.bus.redis.calls import RedisCalls, connect_calls
+from diloco.pipeline.bus.redis.calls import RedisCalls
+from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis_streams import RedisBus
 from diloco.pipeline.bus.stored_values import entry_id, offer_id, parse_offer_id
 from diloco.pipeline.testing.memory_store import EntryId, Stream

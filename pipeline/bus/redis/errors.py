@@ -19,7 +19,7 @@ from diloco.pipeline.errors import (
     UsageError,
 )
 
-_UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY)\s")
+_UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY|MOVED|ASK)\s")
 _FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
 _REMEDIES = {
     "OOM": "its memory is full: raise its maxmemory",
@@ -76,7 +76,7 @@ def translate(error: BaseException, where: str, user: str = "") -> DilocoError:
         return BusFull(f"Redis at {where} refuses writes, {_REMEDIES[full[2] if full else 'OOM']} ({text})")
     if "WRONGTYPE" in text:
         return BadMessage(f"Redis at {where}: {text}")
-    down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError, rx.RedisClusterException)
+    down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError, rx.AskError)
     if isinstance(error, rx.ResponseError) and not isinstance(error, down) and not _UNAVAILABLE.search(text):
         return BusError(f"Redis at {where}: {text}")
     hint = next((hint for sign, hint in _NOT_THERE if sign in text), "")

@@ -10,15 +10,18 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool, Redis
-from redis.asyncio.cluster import RedisCluster
 
 from diloco.pipeline.bus.keys import RunKeys
-from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, connect_calls, is_tls, parse, script
+from diloco.pipeline.bus.redis.address import is_tls, parse
+from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
+from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.server import Address, Server
+from diloco.pipeline.errors import DilocoError
 
 CONFIG = ("save", "protected-mode")
 """What INFO does not have. Many services forbid CONFIG."""
@@ -34,11 +37,11 @@ def address_of(url: str) -> Address:
     Raises:
         UsageError: malformed.
     """
-    options, where = parse(url)
-    own = "path" in options or _loopback(str(options.get("host", "localhost")))
-    certificate: Literal["", "shown"] = "shown" if options.get("ssl_certfile") else ""
-    user = str(options.get("username") or "")
-    return Address(where, own, is_tls(options), bool(options.get("password")), user, certificate)
+    place = parse(url)
+    own = all(_loopback(address.host) for address in place.hosts)
+    certificate: Literal["", "shown"] = "shown" if place.options.get("ssl_certfile") else ""
+    password = bool(place.options.get("password"))
+    return Address(place.where, own, is_tls(place.options), password, place.user, certificate)
 
 
 def _loopback(host: str) -> bool:
@@ -92,13 +95,9 @@ class RedisExamination:
 
     async def nodes(self) -> list[Server]:
         """What each node that holds keys says of itself."""
-        cluster = self._calls.cluster
-        targets = {"target_nodes": RedisCluster.PRIMARIES} if cluster else {}
-        async with self._calls.call("control", CONTROL_S) as client:
-            reply: Any = await client.execute_command("INFO", **targets)
-        nodes = list(reply.values()) if cluster and "redis_version" not in reply else [reply]
-        config = {} if cluster else await self._config()
-        return [Server.of(node, config) for node in nodes]
+        told = await self._calls.everywhere("INFO")
+        config = {} if self._calls.nodes.cluster else await self._config()
+        return [Server.of(node, config) for node in told.values() if not isinstance(node, DilocoError)]
 
     async def user(self) -> str:
         """Who this connection is to the server; "": that may not be asked, and was not said."""
@@ -141,7 +140,7 @@ class RedisExamination:
         return next((answer for answer in answers if answer), "")
 
     async def _refused(self, probe: Probe) -> str:
-        async with self._calls.call("control", CONTROL_S) as client:
+        async with self._calls.call("control", CONTROL_S, key_of(probe)) as client:
             try:
                 await client.execute_command(*probe)
             except rx.NoPermissionError as error:
@@ -169,9 +168,10 @@ async def takes_without_certificate(url: str) -> bool:
     Raises:
         UsageError: malformed.
     """
-    options, _ = parse(url)
+    place = parse(url)
     left_out = ("ssl_certfile", "ssl_keyfile", "username", "password")
-    pool = ConnectionPool(**{name: value for name, value in options.items() if name not in left_out})
+    options = {name: value for name, value in place.options.items() if name not in left_out}
+    pool = ConnectionPool(**replace(place, options=options).at(next(iter(place.hosts), None)))
     client = Redis.from_pool(pool)
     try:
         async with asyncio.timeout(CONTROL_S):

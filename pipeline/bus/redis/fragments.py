@@ -26,13 +26,13 @@ from diloco.pipeline.bus.ports import (
     TapeEntry,
 )
 from diloco.pipeline.bus.redis import bulk
-from diloco.pipeline.bus.redis.calls import BULK_S, script, to_ms
+from diloco.pipeline.bus.redis.calls import BULK_S, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
-from diloco.pipeline.errors import NotPermitted
+from diloco.pipeline.errors import BusUnavailable, NotPermitted
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
-from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode, whole_chunk
+from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 
 _THERE = re.compile("equal or smaller than the target stream top item")
 """How XADD refuses an id that is there, or was passed."""
@@ -106,15 +106,15 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         for command, reply in zip(commands, replies, strict=True):
             failed = isinstance(reply, Exception) and not _THERE.search(str(reply))
             if command[0] == "EVALSHA" or failed:
-                self._redis.answer(reply)
+                self._redis.answer(reply, command[3] if command[0] == "EVALSHA" else command[1])
 
     async def _send(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Their replies, errors among them; there are encoded chunks among the arguments."""
-        if self._redis.cluster:  # where the library has to find the node
-            joined = [[whole_chunk(part) if isinstance(part, ChunkParts) else part for part in one] for one in commands]
-            return await self._redis.pipeline("bulk", BULK_S, joined)
-        async with self._redis.call("bulk", BULK_S) as client:
-            return await bulk.send(client, commands)
+        key = key_of(commands[0])
+        async with self._redis.call("bulk", BULK_S, key) as client:
+            replies = await bulk.send(client, commands)
+        self._redis.notice(replies, key)
+        return replies
 
     async def count_chunks(self, key: str) -> int:
         return int(await self._redis.command("XLEN", key))
@@ -126,11 +126,8 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
             with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
                 await self._redis.script("extend", [key], to_ms(extend_s))
         cursors = {key: f"{first}-0"}
-        if self._redis.cluster:
-            found = await self._redis.read(cursors, limit, block_s, "bulk")
-            return [data for _, entries in found for _, data in entries]
         command, lane = self._redis.xread(cursors, limit, block_s, "bulk")
-        async with self._redis.call(lane, BULK_S + block_s) as client:
+        async with self._redis.call(lane, BULK_S + block_s, key) as client:
             key_then_entries = await bulk.receive(client, command)  # perhaps in memory that nobody else has
         return list(key_then_entries[3::3])  # id, field, value
 
@@ -151,8 +148,12 @@ class RedisTape(RedisConnection, Tape):
 
     async def tape_end(self) -> dict[int, str]:
         groups = range(self.keys.groups)
-        ends = await self._redis.many(("XREVRANGE", self.keys.tape(g), "+", "-", "COUNT", 1) for g in groups)
-        return {g: end[0][0].decode() if end else START for g, end in zip(groups, ends, strict=True)}
+        asked = [("XREVRANGE", self.keys.tape(g), "+", "-", "COUNT", 1) for g in groups]
+        ends = await self._redis.many(asked, but_for=BusUnavailable)
+        return {
+            g: end[0][0].decode() if end and not isinstance(end, BusUnavailable) else START
+            for g, end in zip(groups, ends, strict=True)
+        }
 
     async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
         groups = {self.keys.tape(group): group for group in cursors}

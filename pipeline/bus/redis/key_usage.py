@@ -1,10 +1,11 @@
-"""Counts what a run has on a Redis server, key by key; for audits. Not for a cluster."""
+"""Counts what a run has on a Redis server or cluster, key by key; for audits."""
 
 import time
 
 from diloco.pipeline.bus.key_usage import KeyUsage, count
 from diloco.pipeline.bus.keys import PREFIX
-from diloco.pipeline.bus.redis.calls import RedisCalls, connect_calls
+from diloco.pipeline.bus.redis.calls import RedisCalls
+from diloco.pipeline.bus.redis.connecting import connect_calls
 
 LENGTH = {b"stream": "XLEN", b"hash": "HLEN", b"string": "EXISTS"}
 """Command that tells how many entries there are; a string is one."""
@@ -26,7 +27,7 @@ class RedisKeyUsage:
         types = await self._calls.many(("TYPE", key) for key in names)
         known = [(key, LENGTH[kind]) for key, kind in zip(names, types, strict=True) if kind in LENGTH]
         lengths = await self._calls.many((command, key) for key, command in known)
-        sizes = await self._calls.many(("MEMORY", "USAGE", key) for key, _ in known)
+        sizes = await self._calls.many(("MEMORY USAGE", key) for key, _ in known)
         counted = (
             (key.decode(), int(length), int(size or 0))
             for (key, _), length, size in zip(known, lengths, sizes, strict=True)
@@ -40,7 +41,7 @@ class RedisKeyUsage:
 
 
 async def connect_key_usage(url: str, run: str) -> RedisKeyUsage:
-    """Reach a run on a Redis server.
+    """Reach a run on a Redis server or cluster.
 
     Raises:
         UsageError, BusUnavailable: as `redis_streams.connect`.

@@ -17,8 +17,9 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
 from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.bulk import Argument, Reply, exchange, pack
-from diloco.pipeline.bus.redis.calls import parse, to_ms
+from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.errors import ERRORS, translate
 from diloco.pipeline.bus.region import ENTRY_S, FADING_S, LEASE_S, LEAST_CALL_S, RegionCache
 from diloco.pipeline.bus.tls import check_files
@@ -45,11 +46,13 @@ class RedisRegionCache(RegionCache):
             UsageError: malformed, or a file in it is not there.
         """
         try:
-            self._options, self._where = parse(url)
-            check_files(self._options)
+            self._place = parse(url)
+            check_files(self._place.options)
         except UsageError as error:
             raise UsageError(f"the region's Redis (DILOCO_REGION_REDIS_URL): {error}") from None
-        given = {**self._options, "retry": Retry(NoBackoff(), 0)}
+        if self._place.service or len(self._place.hosts) > 1:
+            raise UsageError("the region's Redis (DILOCO_REGION_REDIS_URL) is one server, at one address")
+        given = {**self._place.at(next(iter(self._place.hosts), None)), "retry": Retry(NoBackoff(), 0)}
         if "path" not in given:  # over a socket of this machine the library logs in by itself in any case
             given = {name: value for name, value in given.items() if name not in ("username", "password", "db")}
             given["redis_connect_func"] = self._log_in
@@ -132,7 +135,7 @@ class RedisRegionCache(RegionCache):
             raise RegionAway(self._told(rx.ConnectionError(str(error)))) from error
 
     def _told(self, error: BaseException) -> str:
-        said = str(translate(error, self._where, str(self._options.get("username") or "")))
+        said = str(translate(error, self._place.where, self._place.user))
         for ours, theirs in _OURS.items():
             said = said.replace(ours, theirs)
         if re.search("NOPERM|NOAUTH", said):
@@ -142,7 +145,7 @@ class RedisRegionCache(RegionCache):
     async def _log_in(self, connection: AbstractConnection) -> None:
         """The library does this itself otherwise, and takes an answer of any size."""
         connection._parser.on_connect(connection)  # type: ignore[no-untyped-call]
-        user, password, db = (self._options.get(name) for name in ("username", "password", "db"))
+        user, password, db = (self._place.options.get(name) for name in ("username", "password", "db"))
         commands: list[Sequence[Argument]] = []
         if password:
             commands.append(("AUTH", *((user,) if user else ()), password))

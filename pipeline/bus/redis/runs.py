@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import redis.exceptions as rx
 
 from diloco.pipeline.bus.keys import PREFIX
-from diloco.pipeline.bus.redis.calls import RedisCalls, connect_calls
+from diloco.pipeline.bus.redis.calls import RedisCalls
+from diloco.pipeline.bus.redis.connecting import connect_calls
 
 _RUN = re.compile(rf"{PREFIX}\{{([A-Za-z0-9._-]{{1,64}})(?::[0-9]+)?\}}:".encode())
 

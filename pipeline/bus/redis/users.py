@@ -1,15 +1,19 @@
-"""Users of a Redis that is up: made, and taken away again, on all its nodes. For operators; Redis 7."""
+"""Users of a Redis that is up: made, and taken away again, on all its nodes and their replicas. For operators; Redis 7.
+
+No server tells another one of its users. One that is away meanwhile has to be told later, or it lets in, or keeps out,
+whom it should not once it is primary.
+"""
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from redis.asyncio.cluster import RedisCluster
-
 from diloco.pipeline.bus.acl import User
-from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, connect_calls
-from diloco.pipeline.errors import BusError
+from diloco.pipeline.bus.hosts import HostPort
+from diloco.pipeline.bus.redis.calls import RedisCalls
+from diloco.pipeline.bus.redis.connecting import connect_calls
+from diloco.pipeline.errors import BusError, DilocoError
 
 Kept = Literal["kept", "no file", "failed"]
 """Whether users are remembered over a restart: a node may have no ACL file, or one that it may not write."""
@@ -20,6 +24,8 @@ class RedisUsers:
 
     def __init__(self, calls: RedisCalls) -> None:
         self._calls = calls
+        self.away = set[str]()
+        """Addresses of nodes, replicas too, that did not answer, and so were not told."""
 
     async def version(self) -> int:
         """Major version of the server; Valkey says that of the Redis that it is like."""
@@ -56,11 +62,10 @@ class RedisUsers:
         return "kept"
 
     async def _everywhere(self, *command: Any) -> Sequence[Any]:
-        async with self._calls.call("control", CONTROL_S) as client:
-            if not isinstance(client, RedisCluster):
-                return [await client.execute_command(*command)]
-            await client.initialize()
-            return [await client.execute_command(*command, target_nodes=node) for node in client.get_nodes()]
+        nodes = dict.fromkeys([*self._calls.nodes.all(), *await self._calls.nodes.replicas()])
+        told: Mapping[HostPort | None, Any] = await self._calls.everywhere(*command, at=nodes)
+        self.away |= {str(node) for node, reply in told.items() if isinstance(reply, DilocoError)}
+        return [reply for reply in told.values() if not isinstance(reply, DilocoError)]
 
     async def close(self) -> None:
         """Close the connection."""

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
+from diloco.pipeline.bus.hosts import SENTINEL_SCHEMES, SENTINELS_LOGIN, HostPort, Hosts
 from diloco.pipeline.bus.tls import OPTIONS
 
 ANYWHERE = ("", "0.0.0.0", "::", "*", "<this machine>")  # noqa: S104  # named, not listened on
@@ -27,7 +28,7 @@ class Way:
         """That of a Redis URL as the page's server has it, whose secrets are left out; none of a malformed one."""
         try:
             parts = urlsplit(url)
-            host, port = parts.hostname or "", parts.port
+            hosts = () if parts.scheme == "unix" else Hosts.of(parts).hosts
         except ValueError:
             return cls()
         options = dict(parse_qsl(parts.query))
@@ -39,12 +40,14 @@ class Way:
             shown = f"unix://{login}{parts.path}"
             where = " on this page's machine, as its user"
             where += " (from others one can join a run that was started with --redis-port or --redis-url)"
-        elif parts.scheme in ("redis", "rediss"):
-            where = " on this page's machine" if host in HERE else ""
-            if host in ANYWHERE:
-                host, fill = "HOST", fill + ", with this page's machine for HOST"
-            host = f"[{host}]" if ":" in host else host
-            shown = f"{parts.scheme}://{login}{host}:{port or 6379}{parts.path.rstrip('/')}"
+        elif parts.scheme in ("redis", "rediss", *SENTINEL_SCHEMES):
+            where = " on this page's machine" if any(host in HERE for host, _ in hosts) else ""
+            if any(host in ANYWHERE for host, _ in hosts):
+                hosts = tuple(HostPort("HOST" if host in ANYWHERE else host, port) for host, port in hosts)
+                fill += ", with this page's machine for HOST"
+            if any(name in options for name in SENTINELS_LOGIN):
+                fill += ", and the sentinels' own login"
+            shown = f"{parts.scheme}://{login}{','.join(map(str, hosts))}{parts.path.rstrip('/')}"
         else:
             return cls()
         files = {f"DILOCO_{name.upper()}": "FILE" for name, option in OPTIONS.items() if option in options}

@@ -1,0 +1,126 @@
+"""What a Redis URL names: one server, a cluster, or the sentinels who know which server it is. No connection is made.
+
+`redis+sentinel://[user:password@]host1:port1,host2,host3/service[/database][?options]` names sentinels and a service;
+with `rediss+sentinel://` they and their servers speak TLS. Their own login is two options, `sentinel_username` and
+`sentinel_password`: like the URL itself it comes from the environment.
+"""
+
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit, urlunsplit
+
+from redis.asyncio.connection import parse_url
+
+from diloco.pipeline.bus.hosts import SENTINEL_SCHEMES, SENTINELS_LOGIN, HostPort, Hosts
+from diloco.pipeline.errors import UsageError
+
+CONNECT_S = 5.0
+SILENT_S = 10.0
+"""A connection whose other end has acknowledged nothing for so long is lost: its machine may be gone without a word."""
+_PROBES = 3
+
+_MALFORMED = (
+    "not a usable Redis URL: it is redis://[user:password@]host:port, rediss://... for TLS, "
+    "redis+sentinel://[user:password@]host:port,host:port,host:port/service, or unix:///path/to/socket; special "
+    "characters in a password are percent-encoded"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A URL, taken apart."""
+
+    options: Mapping[str, Any]
+    """Of redis-py's connections to servers; which host and port stands in `hosts`."""
+    hosts: tuple[HostPort, ...]
+    """Of sentinels, if there is a service; else of a server, or of some nodes of a cluster. None: a unix socket."""
+    where: str
+    """What may be shown to anybody."""
+    service: str = ""
+    """Under which sentinels know the servers; "": there are none."""
+    sentinel_options: Mapping[str, Any] | None = None
+    """Of connections to sentinels."""
+
+    @property
+    def user(self) -> str:
+        """As whom servers are asked."""
+        return str(self.options.get("username") or "")
+
+    def at(self, address: HostPort | None) -> dict[str, Any]:
+        """Options of connections to one server; None: the socket."""
+        return dict(self.options) if address is None else {**self.options, "host": address.host, "port": address.port}
+
+
+def parse(url: str) -> Place:
+    """A URL as arguments of redis-py's connections, and as a place that may be shown to anybody.
+
+    Raises:
+        UsageError: malformed.
+    """
+    try:
+        parts = urlsplit(url)
+        if parts.scheme == "unix":
+            if not parts.path or parts.fragment:
+                raise ValueError
+            options = {**parse_url(url), **_USUAL}
+            return Place(options, (), str(options["path"]))
+        return _of_hosts(parts, Hosts.of(parts))
+    except ValueError:  # its text may hold a part of a password
+        raise UsageError(_MALFORMED) from None
+
+
+_USUAL: dict[str, Any] = {
+    # socket_timeout would cut blocking reads short; every call has its own time limit instead.
+    **{"socket_timeout": None, "socket_connect_timeout": CONNECT_S, "protocol": 2},
+    **{"decode_responses": False, "socket_read_size": 2**20, "max_connections": 2**20},
+}
+
+
+def _of_hosts(parts: SplitResult, named: Hosts) -> Place:
+    service, path = "", parts.path
+    if parts.scheme in SENTINEL_SCHEMES:
+        found = re.fullmatch(r"/([A-Za-z0-9._-]+)((?:/[0-9]*)?)", path)
+        if not found:
+            raise UsageError(
+                "a Redis URL of sentinels without a service: it is "
+                "redis+sentinel://[user:password@]host1:port1,host2:port2,host3:port3/service"
+            )
+        service, path = found[1], found[2]
+    if parts.fragment or re.fullmatch("(/[0-9]*)?", path) is None:  # redis-py would leave it out: another server's
+        raise ValueError
+    asked = parse_qsl(parts.query, keep_blank_values=True)
+    theirs = {SENTINELS_LOGIN[name]: value for name, value in asked if name in SENTINELS_LOGIN and service}
+    query = urlencode([(name, value) for name, value in asked if not (name in SENTINELS_LOGIN and service)])
+    scheme = SENTINEL_SCHEMES.get(parts.scheme, parts.scheme)
+    options: dict[str, Any] = dict(parse_url(urlunsplit((scheme, f"{named.login}host", path, query, ""))))
+    del options["host"]
+    options |= _USUAL | {"socket_keepalive": True, "socket_keepalive_options": _keepalive()}
+    where = ",".join(map(str, named.hosts))
+    if not service:
+        return Place(options, named.hosts, where)
+    encrypted = {
+        name: value for name, value in options.items() if name.startswith("ssl_") or name == "connection_class"
+    }
+    sentinels = _USUAL | encrypted | theirs
+    return Place(options, named.hosts, f"{service} of sentinels {where}", service, sentinels)
+
+
+def _keepalive() -> dict[int, int]:
+    """TCP's options, as far as this system has them, by which a silent other end is noticed in SILENT_S."""
+    each_s = int(SILENT_S / (_PROBES + 1))
+    values = {
+        "TCP_KEEPIDLE": each_s,
+        "TCP_KEEPINTVL": each_s,
+        "TCP_KEEPCNT": _PROBES,
+        "TCP_USER_TIMEOUT": int(1000 * SILENT_S),  # of bytes on their way, where nothing is asked while it waits
+    }
+    return {getattr(socket, name): value for name, value in values.items() if hasattr(socket, name)}
+
+
+def is_tls(options: Mapping[str, Any]) -> bool:
+    """Whether connections with these options are encrypted."""
+    kind = options.get("connection_class")
+    return kind is not None and kind.__name__ == "SSLConnection"

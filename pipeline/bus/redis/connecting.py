@@ -1,0 +1,131 @@
+"""The way to a Redis server or cluster: found, looked at, and refused in words where it cannot be used."""
+
+import asyncio
+import re
+from typing import Any
+
+from redis.asyncio import ConnectionPool, Redis
+
+from diloco.pipeline.bus import server
+from diloco.pipeline.bus.hosts import HostPort
+from diloco.pipeline.bus.redis.address import CONNECT_S, Place, is_tls, parse
+from diloco.pipeline.bus.redis.calls import RedisCalls
+from diloco.pipeline.bus.redis.errors import ERRORS, NO_TLS, translate
+from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, SentinelNodes
+from diloco.pipeline.bus.tls import check_files
+from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
+
+DOCTOR = " (`diloco doctor` looks into it)"
+"""What errors end with of a server that refuses a party, or does not answer it at its start."""
+
+
+async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
+    """Reach a Redis server or cluster; see `redis_streams.connect`.
+
+    hint: what the errors of a server that refuses, or does not answer, end with.
+
+    Raises:
+        UsageError: the URL is malformed, the login is refused, or the server is older than 6.2.
+        BusUnavailable: there is no answer.
+    """
+    place = parse(url)
+    check_files(place.options)
+    try:
+        nodes = await _nodes(place)
+    except DilocoError as error:
+        raise type(error)(f"{error}{hint}") from None
+    calls = RedisCalls(place, nodes)
+    try:
+        await calls.load_scripts()
+    except BaseException:
+        await calls.close()
+        raise
+    return calls
+
+
+async def _nodes(place: Place) -> Nodes:
+    if place.service:
+        sentinels = SentinelNodes(place)
+        await sentinels.look()
+        (primary,) = sentinels.all()
+        if await _is_cluster(place, primary):
+            raise UsageError(f"Redis at {primary} is a node of a cluster, which has no sentinels: name it by redis://")
+        return sentinels
+    if not place.hosts:
+        if await _is_cluster(place, None):
+            raise UsageError(f"Redis at {place.where} is a cluster: reach it by redis:// or rediss://, not by unix://")
+        return Nodes(None)
+    failed: DilocoError | None = None
+    for host in place.hosts:
+        try:
+            cluster = await _is_cluster(place, host)
+        except BusUnavailable as error:
+            failed = failed or error
+            continue
+        if cluster:
+            found = ClusterNodes(place)
+            await found.look()
+            return found
+        if len(place.hosts) > 1:
+            raise UsageError(
+                f"Redis at {host} is no cluster: name one host; of a primary with replicas the sentinels "
+                "(redis+sentinel://host,host,host/service)"
+            )
+        return Nodes(host)
+    assert failed is not None  # noqa: S101  # there is a host
+    raise failed
+
+
+async def _is_cluster(place: Place, address: HostPort | None) -> bool:
+    """Whether who answers there is of a cluster.
+
+    Raises:
+        UsageError: it cannot be used.
+        BusUnavailable: nobody answers.
+    """
+    where = place.where if address is None else str(address)
+    try:
+        probe = Redis.from_pool(ConnectionPool(**place.at(address)))
+    except (ValueError, TypeError):
+        raise UsageError("Redis URL with an option (?name=value) that cannot be used") from None
+    try:
+        async with asyncio.timeout(2 * CONNECT_S):
+            info: dict[str, Any] = await probe.info()
+    except TypeError:
+        raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
+    except ERRORS as error:
+        raise await _hinted(translate(error, where, place.user), where, place, address) from None
+    finally:
+        await probe.aclose()
+    if "redis_version" not in info:
+        raise UsageError(f"what answers at {where} is no Redis")
+    if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):
+        raise UsageError(f"what answers at {where} is a sentinel: name it by redis+sentinel://{where}/SERVICE")
+    if (found := server.version(server.Server.of(info))).level == "error":
+        raise UsageError(f"Redis at {where} is {found}")
+    return bool(info.get("cluster_enabled"))
+
+
+async def _hinted(error: DilocoError, where: str, place: Place, address: HostPort | None) -> DilocoError:
+    """A server that hangs up, or is silent, may want another kind of connection, and cannot say so."""
+    tls = is_tls(place.options)
+    if isinstance(error, BusUnavailable) and tls and address and await _answers_in_the_clear(address):
+        return UsageError(f"Redis at {where}: {NO_TLS}")
+    if isinstance(error, BusUnavailable) and re.search("closed by server|reset by peer", str(error)):
+        wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else "TLS (rediss://)"
+        return BusUnavailable(f"{error}; perhaps it wants {wants}")
+    return error
+
+
+async def _answers_in_the_clear(address: HostPort) -> bool:
+    """Whether there is a Redis without TLS: it is asked for a sign of life, and told no secret."""
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            reader, writer = await asyncio.open_connection(*address)
+            try:
+                writer.write(b"PING\r\n")
+                return (await reader.readline()).startswith((b"+PONG", b"-"))
+            finally:
+                writer.close()
+    except (OSError, ValueError):
+        return False

@@ -1,0 +1,237 @@
+"""Which servers have a run's keys, and which of them has a key; found again whenever that changes.
+
+Three ways: one server, whose name may lead to another one tomorrow; a primary that sentinels know; the primaries of a
+cluster, by slot. Those of the last two are looked for every LOOK_S, so that a primary whose machine is gone without a
+word, or which was demoted while it answers, is left as soon as another one has its place.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Coroutine, Iterable, Mapping
+from typing import Any
+
+import redis.exceptions as rx
+from redis.asyncio import ConnectionPool
+
+from diloco.pipeline.bus import cluster_slots
+from diloco.pipeline.bus.hosts import HostPort
+from diloco.pipeline.bus.redis.address import Place
+from diloco.pipeline.bus.redis.bulk import drop
+from diloco.pipeline.bus.redis.errors import translate
+from diloco.pipeline.errors import BusUnavailable, UsageError
+
+LOOK_S = 2.0
+"""Between two looks at who is primary."""
+ASK_S = 1.0
+"""Longest that a sentinel or a node is waited for in a look: several are asked at once, and most of them answer."""
+REST_S = 0.1
+"""For how long the others are waited for once most have answered."""
+
+
+class Nodes:
+    """One server at one address, which may be a name or a virtual one; and what all kinds have."""
+
+    moves = False
+    """They are to be looked for; else the address is always the same."""
+    cluster = False
+
+    def __init__(self, address: HostPort | None) -> None:
+        """address: None: a unix socket."""
+        self._address = address
+
+    def all(self) -> list[HostPort | None]:
+        """Those that hold keys: the primaries."""
+        return [self._address]
+
+    def of(self, key: bytes | str | None) -> HostPort | None:  # others go by it
+        """Who has a key; of no key: any of them.
+
+        Raises:
+            BusUnavailable: nobody is known to have it.
+        """
+        return self._address
+
+    async def look(self) -> None:
+        """Find them again.
+
+        Raises:
+            UsageError, BusUnavailable: nobody who should know says so. What was known before stays.
+        """
+
+    async def replicas(self) -> list[HostPort]:
+        """Servers that may take the place of one of these, as far as they are known."""
+        return []
+
+    def moved(self, slot: int, address: HostPort) -> None:
+        """A node of a cluster says who has a slot now."""
+
+
+class SentinelNodes(Nodes):
+    """A primary, as most sentinels say."""
+
+    moves = True
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(None)
+        self._place = place
+        self._primary: HostPort | None = None
+
+    def all(self) -> list[HostPort | None]:
+        return [self.of(None)]
+
+    def of(self, key: bytes | str | None) -> HostPort | None:
+        if self._primary is None:
+            raise BusUnavailable(f"Redis: no primary of {self._place.where} is known yet")
+        return self._primary
+
+    async def look(self) -> None:
+        answers = await self._ask("MASTER")
+        known = [_fields(answer) for answer in answers if not isinstance(answer, BaseException)]
+        # Of two that differ the later one has gone through a vote that the earlier one has not heard of yet.
+        up = [one for one in known if not {"s_down", "o_down"} & set(one["flags"].split(","))]
+        if up:
+            newest = max(up, key=lambda one: int(one["config-epoch"]))
+            self._primary = HostPort(newest["ip"], int(newest["port"]))
+        elif known:
+            raise BusUnavailable(
+                f"Redis: the sentinels say that {self._place.service!r} has no primary now: it is down, and no replica "
+                "has been promoted yet"
+            )
+        else:
+            raise self._nobody([answer for answer in answers if isinstance(answer, BaseException)])
+
+    async def replicas(self) -> list[HostPort]:
+        answers = await self._ask("REPLICAS")
+        found = [
+            HostPort(one["ip"], int(one["port"]))
+            for answer in answers
+            if not isinstance(answer, BaseException)
+            for one in map(_fields, answer)
+        ]
+        return list(dict.fromkeys(found))
+
+    async def _ask(self, what: str) -> list[Any]:
+        """Answers of as many sentinels as most of them are, or in the time of all that do answer; errors among them."""
+        hosts, options = self._place.hosts, self._place.sentinel_options or {}
+        asked = [_ask(host, options, "SENTINEL", what, self._place.service) for host in hosts]
+        return await _most(asked)
+
+    def _nobody(self, errors: Iterable[BaseException]) -> UsageError | BusUnavailable:
+        """What is to be said if no sentinel knows anything."""
+        place, said = self._place, list(errors)
+        replies = [error for error in said if isinstance(error, (rx.ResponseError, rx.AuthenticationError))]
+        if any("No such master" in str(error) for error in replies):
+            return UsageError(f"the sentinels of {place.where} know no service {place.service!r}: see their `monitor`")
+        if any("unknown command" in str(error).lower() for error in replies):
+            return UsageError(
+                f"what answers at {', '.join(map(str, place.hosts))} is no sentinel (their usual port is 26379): a "
+                "server is named by redis://"
+            )
+        if replies:
+            return UsageError(
+                f"the sentinels of {place.where} refuse this user: {replies[0]}; their own login is "
+                "?sentinel_username=...&sentinel_password=... in DILOCO_REDIS_URL"
+            )
+        translated = translate(said[0], place.where)
+        if isinstance(translated, UsageError):
+            return translated
+        return BusUnavailable(f"Redis: no sentinel of {place.where} answers: {translated}")
+
+
+class ClusterNodes(Nodes):
+    """The primaries of a cluster, as most of its nodes say."""
+
+    moves = cluster = True
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(None)
+        self._place = place
+        self._slots: list[HostPort | None] = [None] * cluster_slots.SLOTS
+        self._primaries: tuple[HostPort, ...] = ()
+        self._replicas: tuple[HostPort, ...] = ()
+
+    def all(self) -> list[HostPort | None]:
+        return list(self._primaries)
+
+    def of(self, key: bytes | str | None) -> HostPort | None:
+        if key is None:
+            return self._primaries[0]
+        slot = cluster_slots.slot(key)
+        if (address := self._slots[slot]) is None:
+            raise BusUnavailable(f"Redis: no node of the cluster at {self._place.where} has slot {slot} now")
+        return address
+
+    async def look(self) -> None:
+        known = dict.fromkeys((*self._primaries, *self._replicas, *self._place.hosts))
+        answers = await _most([self._view(host) for host in known])
+        views = Counter(answer for answer in answers if not isinstance(answer, BaseException))
+        if not views:
+            raise translate(answers[0], self._place.where, self._place.user)
+        ((view, _),) = views.most_common(1)
+        slots: list[HostPort | None] = [None] * cluster_slots.SLOTS
+        for first, last, primary, _ in view:
+            slots[first : last + 1] = [primary] * (last + 1 - first)
+        self._slots = slots
+        self._primaries = tuple(dict.fromkeys(primary for _, _, primary, _ in view))
+        self._replicas = tuple(dict.fromkeys(replica for *_, replicas in view for replica in replicas))
+
+    async def _view(self, host: HostPort) -> tuple[tuple[int, int, HostPort, tuple[HostPort, ...]], ...]:
+        ranges = await _ask(host, self._place.options, "CLUSTER", "SLOTS")
+
+        def named(node: Any) -> HostPort:
+            name = node[0].decode() if node[0] else ""
+            return HostPort(name if name not in ("", "?") else host.host, int(node[1]))
+
+        return tuple(
+            sorted(
+                (int(first), int(last), named(primary), tuple(sorted(map(named, others))))
+                for first, last, primary, *others in ranges
+            )
+        )
+
+    async def replicas(self) -> list[HostPort]:
+        return list(self._replicas)
+
+    def moved(self, slot: int, address: HostPort) -> None:
+        self._slots[slot] = address
+
+
+def _fields(flat: list[bytes]) -> Mapping[str, str]:
+    texts = [part.decode(errors="replace") for part in flat]
+    return dict(zip(texts[::2], texts[1::2], strict=True))
+
+
+async def _ask(host: HostPort, options: Mapping[str, Any], *command: str) -> Any:
+    """One command on a connection of its own, which no other call can hold up."""
+    given = {**options, "host": host.host, "port": host.port, "socket_connect_timeout": ASK_S}
+    connection = ConnectionPool(**given).make_connection()  # type: ignore[no-untyped-call]
+    try:
+        async with asyncio.timeout(ASK_S):
+            await connection.connect()
+            await connection.send_command(*command)
+            return await connection.read_response()
+    finally:
+        await drop(connection)
+
+
+async def _most(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Answers of all who answer at once, and of as many as most are; errors among them if those are not so many."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    try:
+        pending, found = set(tasks), list[Any]()
+        while pending and 2 * len(found) <= len(tasks):
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            pending = {task for task in tasks if not task.done()}
+            found = [task for task in tasks if task.done() and task.exception() is None]
+        if pending:
+            await asyncio.wait(pending, timeout=REST_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    answers = [result for result in results if not isinstance(result, BaseException)]
+    return answers if 2 * len(answers) > len(tasks) else [one for one in results if not _cancelled(one)]
+
+
+def _cancelled(result: object) -> bool:
+    return isinstance(result, asyncio.CancelledError)
