@@ -204,7 +204,7 @@ def _fields(flat: list[bytes]) -> Mapping[str, str]:
 async def _ask(host: HostPort, options: Mapping[str, Any], *command: str) -> Any:
     """One command on a connection of its own, which no other call can hold up."""
     given = {**options, "host": host.host, "port": host.port, "socket_connect_timeout": ASK_S}
-    connection = ConnectionPool(**given).make_connection()  # type: ignore[no-untyped-call]
+    connection: Any = ConnectionPool(**given).make_connection()  # type: ignore[no-untyped-call]
     try:
         async with asyncio.timeout(ASK_S):
             await connection.connect()
