@@ -216,13 +216,6 @@ def with_preset(settings: R) -> R:
     return settings.model_copy(update={name: value for name, value in meant.items() if name not in told})
 
 
-def with_groups(settings: R, nodes: int) -> R:
-    """Settings with a fragment group for each node of a Redis Cluster, unless another number was asked for."""
-    if "groups" in settings.model_fields_set:
-        return settings
-    return settings.model_copy(update={"groups": min(nodes, settings.fragments)})
-
-
 def method_notes(settings: RunProcess) -> list[str]:
     """What is said of the method at the start; `settings` with those that it means."""
     method, notes = METHODS[settings.method], []

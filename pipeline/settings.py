@@ -193,17 +193,27 @@ class SyncSettings(Settings):
     tokens: int = Field(
         2_500_000, ge=1, le=2**62, description="Budget: trained tokens of all learners together, e.g. 2.5M"
     )
-    groups: int = expert(
-        1,
+    groups: int | None = expert(
+        None,
         ge=1,
         le=4096,
-        description="Fragment groups; more than 1 only on Redis Cluster (`diloco run`: one for each of its nodes)",
+        description="Fragment groups, each in a slot of a Redis Cluster (default: one for each fragment there, else 1)",
     )
     chunk_bytes: int = expert(CHUNK_BYTES, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
 
-    def sync_spec(self) -> SyncSpec:
-        """The same as a wire type."""
-        return SyncSpec(**{name: getattr(self, name) for name in SyncSettings.model_fields})
+    def sync_spec(self, cluster: bool = False) -> SyncSpec:
+        """The same as a wire type. cluster: the run's Redis is one."""
+        told = {name: getattr(self, name) for name in SyncSettings.model_fields}
+        return SyncSpec(**told | {"groups": self.groups or groups_on(cluster, self.fragments)})
+
+
+def groups_on(cluster: bool, fragments: int) -> int:
+    """Fragment groups, where nobody asks for a number of them.
+
+    On a cluster each fragment has its own: nothing need be known of the nodes, whose number may change. On one server
+    groups would only be more streams to read.
+    """
+    return fragments if cluster else 1
 
 
 def check_outer(sync: SyncSettings | SyncSpec) -> None:

@@ -438,11 +438,12 @@ class Learner:
 
     def _proposal(self) -> Spec:
         """By what stands already: the run's spec; or, where it has none, the budget that a syncer waits for it with."""
-        waiting, where = None, (self._url, self._given.run)
+        beginning, where = reaching.Beginning(), (self._url, self._given.run)
         held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._life.go_on_joining)
         if held is None:
-            waiting = reaching.wait_for_spec(partial(reaching.read_budget, *where), self.id, self._life.go_on_joining)
-        return proposal(self.model, self._given, held, waiting)
+            ask = partial(reaching.read_beginning, *where)
+            beginning = reaching.wait_for_spec(ask, self.id, self._life.go_on_joining)
+        return proposal(self.model, self._given, held, beginning)
 
     def _training(
         self, spec: Spec, own: Layout | None = None, folder: Callable[[Path, Layout], StateFolder] = StateFolder

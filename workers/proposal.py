@@ -10,6 +10,7 @@ from diloco.pipeline.settings import WAITING_SYNCER, SyncSettings, agree, load
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.checks.frozen_digests import frozen_digests
+from diloco.workers.exchange.reaching import Beginning
 from diloco.workers.parameters import fitting_fragments, tensor_table, trained_tensors
 
 
@@ -24,7 +25,7 @@ def fitting(sync: SyncSettings, model: nn.Module) -> SyncSettings:
     return sync.model_copy(update={"fragments": fitting_fragments(model, sync.fragments)})
 
 
-def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int | None) -> Spec:
+def proposal(model: nn.Module, given: Arguments, held: Spec | None, beginning: Beginning) -> Spec:
     """What is proposed to a run that has no spec, and compared with the spec of one that has.
 
     It follows the run where the learner has no settings of its own.
@@ -34,7 +35,7 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int
         given: the learner's.
         held: the run's spec; None: it has none. A learner with settings of its own takes no more of it than the
             budget, if it names none.
-        waiting: the budget with which a syncer waits for a spec, if one does.
+        beginning: of a run without a spec: the budget with which a syncer waits, and whether Redis is a cluster.
 
     Raises:
         SpecMismatch: the learner was told another budget than the run or that syncer.
@@ -46,9 +47,11 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None, waiting: int
         told = (given.sync or load(SyncSettings)).model_copy(update=budget)
         if held is not None:
             told = agree(told, {"tokens": held.sync.tokens}, SyncSettings)
-        elif waiting is not None:
-            told = agree(told, {"tokens": waiting}, SyncSettings, WAITING_SYNCER)
-        sync = _own(told, model)
+        elif beginning.budget is not None:
+            told = agree(told, {"tokens": beginning.budget}, SyncSettings, WAITING_SYNCER)
+        if held is not None and told.groups is None:
+            told = told.model_copy(update={"groups": held.sync.groups})
+        sync = _own(told, model, beginning.cluster)
     else:
         _say_what_does_not_count(held.sync)
         # Another model than the run's may have too few tensors: joining says how they differ.
@@ -74,7 +77,7 @@ def _say_what_does_not_count(held: SyncSpec) -> None:
             structlog.get_logger().warning("variable_ignored", variable=variable, detail=detail)
 
 
-def _own(usual: SyncSettings, model: nn.Module) -> SyncSpec:
+def _own(usual: SyncSettings, model: nn.Module, cluster: bool) -> SyncSpec:
     """As this learner would have it; says what nobody has decided."""
     log, fitted = structlog.get_logger(), fitting(usual, model)
     if fitted.fragments < usual.fragments:
@@ -85,4 +88,4 @@ def _own(usual: SyncSettings, model: nn.Module) -> SyncSpec:
     if "tokens" not in usual.model_fields_set:
         detail = f"nobody has set the run's budget: it ends at {usual.tokens} trained tokens, as usual"
         log.info("budget_assumed", tokens=usual.tokens, detail=f"{detail} (tokens=, DILOCO_TOKENS, --tokens)")
-    return fitted.sync_spec()
+    return fitted.sync_spec(cluster)

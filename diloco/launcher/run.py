@@ -36,7 +36,6 @@ from diloco.options import (
     method_notes,
     reached_at,
     takes,
-    with_groups,
     with_preset,
 )
 from diloco.pipeline.bus.ports import START, Bus, BusInfo
@@ -405,7 +404,6 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             if await bus.read_spec() is not None:
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
             info = await bus.info()
-            settings = with_groups(settings, info.nodes)
             folder.make(settings, url)  # nothing is refused any more
             began = time.monotonic()
             screen = stack.enter_context(Screen())

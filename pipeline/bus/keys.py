@@ -1,10 +1,13 @@
 """Every Redis key name, in one place.
 
-All keys of a fragment group share the hash tag ``{run:g}``, its tape included, so that a commit touches one
-cluster slot. Keys of the whole run share ``{run}``. Groups: ``g = p mod G``; G = 1 unless Redis is a cluster.
+All keys of a fragment group share the hash tag ``{run:n}``, its tape included, so that a commit touches one
+cluster slot. Keys of the whole run share ``{run}``. Groups: ``g = p mod G``; G = 1 unless Redis is a cluster, where
+G is the number of fragments. The number n of group g (`cluster_slots.numbers`) has slots lie evenly; 0 if G = 1.
 """
 
 from dataclasses import dataclass
+
+from diloco.pipeline.bus.cluster_slots import numbers
 
 PREFIX = "diloco:"
 
@@ -24,7 +27,7 @@ class RunKeys:
         return f"{PREFIX}{{{self.run}}}:{name}"
 
     def _of_group(self, group: int, name: str) -> str:
-        return f"{PREFIX}{{{self.run}:{group}}}:{name}"
+        return f"{PREFIX}{{{self.run}:{numbers(self.run, self.groups)[group]}}}:{name}"
 
     # --- the whole run ---------------------------------------------------------------------------
     @property

@@ -207,7 +207,7 @@ class LabRun(BaseModel):
             first_interval=self.first_interval,
             doubling=self.doubling,
             tokens=tokens,
-            groups=USUAL["groups"],
+            groups=1,
             chunk_bytes=USUAL["chunk_bytes"],
         )
 

@@ -25,7 +25,7 @@ from diloco.launcher.folder import Folder
 from diloco.launcher.launch import Children, environment, places_of, threads_for
 from diloco.launcher.page import left_in
 from diloco.launcher.report import Outcome
-from diloco.options import ChaosProcess, with_groups
+from diloco.options import ChaosProcess
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.key_usage import KeyUsage
 from diloco.pipeline.bus.redis.key_usage import RedisKeyUsage, connect_key_usage
@@ -35,6 +35,7 @@ from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.process import lifecycle
+from diloco.pipeline.settings import groups_on
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES
 from diloco.pipeline.waiting import first_of
 from diloco.studies.strikes.audit import Evidence
@@ -91,8 +92,6 @@ class _Place:
     url: str
     server: EmbeddedRedis | None = None
     topology: Topology | None = None
-    nodes: int = 1
-    """Primaries."""
     pids: dict[str, int] = field(default_factory=dict)
     network: Network | None = None
     """On which each party is a machine of its own; None: all are here."""
@@ -119,7 +118,6 @@ def _place(settings: ChaosProcess, parties: Sequence[str], rules: Sequence[Rule]
     return _Place(
         servers.url,
         topology=Topology(servers, network, _far(settings, parties)),
-        nodes=servers.shares,
         pids={name: node.pid for name, node in servers.nodes.items() if node.pid},
         network=network,
     )
@@ -157,7 +155,6 @@ async def run(
     parties = _parties(settings)
     with ExitStack() as stack:
         place = _place(settings, parties, rules, stack)
-        settings = with_groups(settings, place.nodes)
         folder.make(settings, place.url)
         folder.logs.mkdir(parents=True, exist_ok=True)
         spawner = Spawner(environment(threads, None), folder.logs / "spawner.log", settings.data)
@@ -258,7 +255,7 @@ def _evidence(
         replaced=_most_within(sorted(one.unix_s for one in outcome.records if isinstance(one, Committed)), REPLACED_S),
         updates=max(settings.key_frame_interval, KEPT_UPDATES),
         shards=shards,
-        groups=settings.groups,
+        groups=settings.groups or groups_on(Redis(settings.redis) is Redis.CLUSTER, len(layout.fragments)),
     )
     return Evidence(
         layout=layout,

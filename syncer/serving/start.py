@@ -19,7 +19,7 @@ from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
-from diloco.pipeline.settings import WAITING_SYNCER, SyncerProcess, SyncSettings, agree
+from diloco.pipeline.settings import WAITING_SYNCER, SyncerProcess, SyncSettings, agree, groups_on
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.restoring import restore_checkpoint, taken
 from diloco.syncer.intake import Offload
@@ -92,8 +92,10 @@ class Start:
 
         A learner may have proposed the spec already; what counts is that no fragment has a head of another run.
         """
+        groups = self.settings.groups
         if (data := await self.bus.read_spec()) is not None:
             present = codec.decode(Spec, data).sync
+            groups = present.groups
             self.bus.use_groups(present.groups)
             if all(await self.bus.read_heads(range(present.fragments))):
                 state = await self.bus.read_state()
@@ -103,8 +105,11 @@ class Start:
                 return True
         checkpoint = await self.offload(load_checkpoint, place)
         spec = checkpoint.spec
+        # Where fragments lie is this bus's, and not the checkpoint's.
+        anew = {"groups": groups or groups_on((await self.bus.info()).cluster, spec.sync.fragments)}
         if "tokens" in self.settings.model_fields_set:
-            spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": self.settings.tokens})})
+            anew["tokens"] = self.settings.tokens
+        spec = spec.model_copy(update={"sync": spec.sync.model_copy(update=anew)})
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         self.bus.use_groups(spec.sync.groups)
         fragments = range(spec.sync.fragments)

@@ -27,7 +27,6 @@ from diloco.options import (
     check,
     check_demo,
     method_notes,
-    with_groups,
     with_preset,
 )
 from diloco.pipeline.errors import UsageError
@@ -314,14 +313,6 @@ def test_the_papers_method_is_the_papers():
     assert "P = 11 instead of 24" in method_notes(small)[1]
     assert PAPER["fragments"] == 24
     assert method_notes(RunProcess()) == []
-
-
-def test_the_fragments_of_a_run_are_spread_over_the_nodes_of_a_cluster():
-    """As the server tells; a number that was asked for stays."""
-    assert with_groups(RunProcess(), 1).groups == 1
-    assert with_groups(RunProcess(), 3).groups == 3
-    assert with_groups(RunProcess(fragments=2), 3).groups == 2
-    assert with_groups(RunProcess(groups=5), 3).groups == 5
 
 
 def test_a_method_sets_what_was_not_given():

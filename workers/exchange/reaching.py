@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import structlog
 
@@ -75,19 +75,28 @@ async def read_run(bus: Bus) -> Spec | None:
     return spec
 
 
-def read_budget(url: str, run: str) -> int | None:
-    """How many tokens a run without a spec is to have, if a syncer that waits for one was told.
+class Beginning(NamedTuple):
+    """What a bus says to who proposes the first spec of a run."""
+
+    budget: int | None = None
+    """Tokens that the run is to have, if a syncer that waits for a spec was told."""
+    cluster: bool = False
+
+
+def read_beginning(url: str, run: str) -> Beginning:
+    """Of a run that has no spec.
 
     Raises:
         BusUnavailable: there is no Redis.
     """
 
-    async def ask() -> int | None:
+    async def ask() -> Beginning:
         async with open_bus(url, run) as bus:
+            cluster = (await bus.info()).cluster
             try:
-                return await bus.read_budget()
+                return Beginning(await bus.read_budget(), cluster)
             except NotPermitted:  # by the users' file of an earlier build: the syncer says in the end what disagrees
-                return None
+                return Beginning(None, cluster)
 
     return in_own_loop(ask())
 
