@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
+from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock
 from diloco.pipeline.bus.server import fill_of_run
 from diloco.pipeline.findings import Finding
@@ -463,9 +464,12 @@ async def read_status_of(
     bus: groups set, if there is a spec.
     """
     # Totals of heads before those of reports: what was merged was reported as trained earlier.
-    heads = [] if spec is None else await bus.read_heads(range(spec.sync.fragments))
+    fragments = range(0 if spec is None else spec.sync.fragments)
+    there = await by_group(bus.keys, fragments, bus.read_heads)  # who is away is among the warnings
+    heads = [there.get(p) for p in fragments]
     syncers = await bus.read_syncers()
-    holders = await bus.read_leases(range(len(heads)))
+    held = await by_group(bus.keys, fragments, bus.read_leases)
+    holders = [held.get(p) for p in fragments]
     reports = await bus.read_reports()
     state = await bus.read_state()
     warnings = list(info.warnings)

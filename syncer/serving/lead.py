@@ -5,6 +5,8 @@ It is whichever syncer serves fragment 0; `closing` ends the run after it.
 
 from typing import Any
 
+from diloco.pipeline.bus.by_group import by_group
+from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.wire import MAX_TEXT_CHARS
 from diloco.pipeline.view.shares import sample_due, with_sample
@@ -85,14 +87,18 @@ class Lead:
         if now < self._sample_from_s:
             return None
         self._sample_from_s = now + SAMPLE_RETRY_S
-        heads = [head for head in await self._bus.read_heads(range(count)) if head is not None]
+        found = await by_group(self._bus.keys, range(count), self._bus.read_heads)
+        heads = [head for head in found.values() if head is not None]
         return merged_tokens(self._layout, heads) if len(heads) == count else None
 
     async def _drained(self) -> bool:
         """Everybody has left (or died), and nothing is pending."""
         if not self._watch.draining or self._watch.live():
             return False
-        for fragment in self._layout.fragments:
-            if await self._bus.read_offers(fragment.id, limit=1):
-                return False
+        try:
+            for fragment in self._layout.fragments:
+                if await self._bus.read_offers(fragment.id, limit=1):
+                    return False
+        except BusUnavailable:  # one node may be away, which is no reason not to look after the others
+            return False
         return True

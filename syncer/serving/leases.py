@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 
 import structlog
 
+from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import Bus, Clock, FragmentLeases
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.head import Head
@@ -208,13 +209,14 @@ class Leases:
 
     async def _take(self, sharing: tuple[int, int, int]) -> None:
         """Take free leases up to the quota; `sharing`: (rank, syncers, fragments)."""
-        holders = await self._in_time(self._bus.read_leases(range(len(self._owners))))
-        for p, holder in enumerate(holders):
+        everything = range(len(self._owners))
+        holders = await by_group(self._bus.keys, everything, lambda some: self._in_time(self._bus.read_leases(some)))
+        for p, holder in holders.items():
             if holder not in (None, self._nonce) and p not in self._held and self._owners[p].idle.is_set():
                 self._owners[p].forget()  # what is cached here is older, and of no more use
         free = [
             p
-            for p, holder in enumerate(holders)
+            for p, holder in holders.items()
             # Ours without being held: the answer to our call was lost. An owner must have stopped to begin anew.
             if holder in (None, self._nonce) and p not in self._held and self._owners[p].idle.is_set()
         ]
@@ -243,8 +245,8 @@ class Leases:
         if not free:
             self._headless.clear()
             return [], []
-        heads = await self._in_time(self._bus.read_heads(free))
-        gone = {p for p, head in zip(free, heads, strict=True) if head is None}
+        heads = await by_group(self._bus.keys, free, lambda some: self._in_time(self._bus.read_heads(some)))
+        free, gone = list(heads), {p for p, head in heads.items() if head is None}
         mine = [p for p in free if p in gone and self._owners[p].knows(None)]
         now, begun = self._clock.now(), bool(gone) and await self._trained()
         self._headless = {p: self._headless.get(p, now) for p in gone} if begun else {}

@@ -110,10 +110,9 @@ class HandedOver:
 class OwnCarrier:
     """All of it is this process's own."""
 
-    lanes = 1
-
     def __init__(self, member: Member, initial: Callable[[int], Float32]) -> None:
         """initial: fragment -> (elements,) of the initial parameters."""
+        self.lanes = member.spec.sync.groups  # so that a node that is away holds up its own fragments alone
         self._member, self._initial = member, initial
         self._syncs = [fragment.sync(member.spec.sync) for fragment in member.layout.fragments]
         self.feedback = ErrorFeedback(member.learner, member.incarnation, member.encoder.grown)

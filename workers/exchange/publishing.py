@@ -49,7 +49,7 @@ class Publishing:
         """Fragment -> (serial, entry) of its last header."""
         self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
         """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
-        self._header_wake = asyncio.Event()
+        self._header_wakes = [asyncio.Event() for _ in range(carrier.lanes)]
         self._uploads: list[asyncio.Queue[tuple[Publication, Values]]] = [asyncio.Queue() for _ in range(carrier.lanes)]
         self.unsent = 0
         """Deltas queued and not uploaded."""
@@ -65,15 +65,19 @@ class Publishing:
             self.unsent += key not in self._headers
             self._headers[key] = item
             self.all_sent.clear()
-            self._header_wake.set()
+            self._header_wakes[base.fragment % self._carrier.lanes].set()
 
     async def offer(self) -> None:
-        """Send headers as they come; then it is the payload's turn."""
+        """Send headers as they come, on all lanes; then it is the payload's turn."""
+        await on_all_lanes(self._offer_on, self._carrier.lanes)
+
+    async def _offer_on(self, lane: int) -> None:
+        lanes, wake = self._carrier.lanes, self._header_wakes[lane]
         while True:
-            self._header_wake.clear()
-            while self._headers:
-                await self._offer_one(self._headers.pop(next(iter(self._headers))))
-            await self._header_wake.wait()
+            wake.clear()
+            while (key := next((key for key in self._headers if key[0] % lanes == lane), None)) is not None:
+                await self._offer_one(self._headers.pop(key))
+            await wake.wait()
 
     async def _offer_one(self, item: tuple[Publication, Values]) -> None:
         """A call of its own, as `_send_one`."""

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
+from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import Clock
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.messages.head import Head
@@ -61,18 +62,23 @@ class Pulling:
         self._times = PullTimes(member.layout.elements / len(member.layout.fragments))
         self._wakes = [asyncio.Event() for _ in range(carrier.lanes)]
         self.looks = 0
+        self.reached = False
+        """The last look found all nodes."""
         self._looked: dict[int, int] = {}
         """Fragment -> number of the look by which its head was last known."""
 
     async def look(self, fragments: Iterable[int]) -> bool:
-        """See what the heads say; False if one is not there.
+        """See what the heads say, of nodes that can be reached; False if one is not there.
 
         Raises:
             BusError: they cannot be read.
         """
         self.looks += 1
         number, windows, began = self.looks, self._member.shared.windows, self._member.clock.now()
-        heads = await self._member.bus.read_heads(list(fragments))
+        bus = self._member.bus
+        asked = list(fragments)
+        heads = (await by_group(bus.keys, asked, bus.read_heads)).values()
+        self.reached = len(heads) == len(asked)
         for head in heads:
             if head is None or self._looked.get(head.fragment, 0) > number:
                 continue  # a look that began later was answered first
@@ -101,11 +107,16 @@ class Pulling:
         Raises:
             BusError: call it again.
         """
-        self._seen_s.clear()  # an outage is no part of a pull
-        await on_all_lanes(self._pull_wanted_on, self._carrier.lanes)
+        lanes = self._carrier.lanes
+        if lanes == 1:
+            await self._pull_wanted_on(0)
+        else:  # the node of one lane's fragments may be away
+            await on_all_lanes(lambda lane: self._member.outages.retry(self._pull_wanted_on, lane), lanes)
 
     async def _pull_wanted_on(self, lane: int) -> None:
         retries, clock, lanes, wake = Retries(BACKOFF), self._member.clock, self._carrier.lanes, self._wakes[lane]
+        for seen in [seen for seen in self._seen_s if seen % lanes == lane]:
+            del self._seen_s[seen]  # an outage is no part of a pull
         while True:
             wake.clear()
             p, wait_s = retries.choose([p for p in self._wanted if p % lanes == lane], clock.now())
@@ -189,6 +200,8 @@ class Following:
         self._version_0, self._feedback = version_0, feedback
         self._refused = Refused(member.learner, member.incarnation, member.log)
         self._look_at_all_s = 0.0
+        self._outages = member.outages.count
+        """Failed calls that were known when all heads were last looked at."""
         self._lost_since_s: float | None = None
         """Since when heads are missing that were there."""
 
@@ -238,7 +251,12 @@ class Following:
         member, pulling = self._member, self._pulling
         now, lost = member.clock.now(), self._lost_since_s
         self._look_at_all_s = now + LOOK_AT_ALL_S
-        if await pulling.look(range(len(member.layout.fragments))):
+        there = await pulling.look(range(len(member.layout.fragments)))
+        if pulling.reached and member.outages.count != self._outages:
+            # One of several nodes was away, which ends no work but its own: it may have lost what it had acknowledged.
+            self._outages = member.outages.count
+            self._shared.offer_again |= member.bus.keys.groups > 1
+        if there:
             if lost is not None:
                 member.log.info("heads_found", after_s=round(now - lost, 1))
                 self._lost_since_s, self._shared.offer_again = None, True

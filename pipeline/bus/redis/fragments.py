@@ -28,7 +28,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.calls import BULK_S, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
-from diloco.pipeline.errors import NotPermitted
+from diloco.pipeline.errors import BusUnavailable, NotPermitted
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
@@ -146,8 +146,12 @@ class RedisTape(RedisConnection, Tape):
 
     async def tape_end(self) -> dict[int, str]:
         groups = range(self.keys.groups)
-        ends = await self._redis.many(("XREVRANGE", self.keys.tape(g), "+", "-", "COUNT", 1) for g in groups)
-        return {g: end[0][0].decode() if end else START for g, end in zip(groups, ends, strict=True)}
+        asked = [("XREVRANGE", self.keys.tape(g), "+", "-", "COUNT", 1) for g in groups]
+        ends = await self._redis.many(asked, but_for=BusUnavailable)
+        return {
+            g: end[0][0].decode() if end and not isinstance(end, BusUnavailable) else START
+            for g, end in zip(groups, ends, strict=True)
+        }
 
     async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
         groups = {self.keys.tape(group): group for group in cursors}
