@@ -1,4 +1,4 @@
-"""Whole runs on a Redis that fails over: primaries are killed, for a time or for good, and cut off; promises are kept."""
+"""Whole runs on a Redis that fails over: primaries are killed, for a time or for good, and cut off."""
 
 import sys
 from pathlib import Path
