@@ -6,6 +6,14 @@ set -eu
 
 users=/data/users.acl
 umask 077
+
+# How it follows another one is in a file, not on its command line, which everybody can read.
+following=
+if [ -n "${REDIS_REPLICA_PASSWORD:-}" ]; then
+  following=/data/following.conf
+  printf 'protected-mode no\nmasteruser replica\nmasterauth %s\n' "$REDIS_REPLICA_PASSWORD" > "$following"
+fi
+
 invited=$(grep '^user invited-' "$users" 2> /dev/null || true) # by `diloco invite`, while the last Redis was up
 sed '/^#/d' /etc/diloco/users.acl ${MORE_USERS:-} > "$users.new"
 for variable in $(grep -o '{REDIS_[A-Z0-9_]*}' "$users.new" | tr -d '{}' | sort -u); do
@@ -21,13 +29,6 @@ done
 
 [ -z "$invited" ] || printf '%s\n' "$invited" >> "$users.new"
 mv "$users.new" "$users"
-
-# How it follows another one is in a file, not on its command line, which everybody can read.
-following=
-if [ -n "${REDIS_REPLICA_PASSWORD:-}" ]; then
-  following=/data/following.conf
-  printf 'masteruser replica\nmasterauth %s\n' "$REDIS_REPLICA_PASSWORD" > "$following"
-fi
 
 # Every write is on disk within a second; nothing is ever evicted.
 exec docker-entrypoint.sh redis-server $following --appendonly yes --save '' --maxmemory-policy noeviction \
