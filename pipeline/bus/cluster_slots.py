@@ -26,16 +26,20 @@ def slot(key: bytes | str) -> int:
 def numbers(run: str, groups: int) -> tuple[int, ...]:
     """For each group the number n with which `{run:n}` is its tag.
 
-    The ring of slots is cut into as many equal parts as there are groups, and each part has one. So any N nodes with
-    equal ranges of slots hold groups // N each, or one more; nothing has to be known of the nodes, and slots that
-    move to other nodes keep it so. Groups that follow each other, whose merges do too, lie far apart.
+    The ring of slots is cut into as many equal parts as there are groups, and each has one near its middle. So any N
+    nodes with equal ranges of slots hold groups // N each, or one more; nothing has to be known of the nodes, and slots
+    that move to other nodes keep it so. Groups that follow each other, whose merges do too, lie far apart.
     """
+    if groups == 1:
+        return (0,)
     found: dict[int, int] = {}
-    n = 0
+    part, n = SLOTS / groups, 0
     while len(found) < groups:
-        found.setdefault(slot(f"{{{run}:{n}}}") * groups // SLOTS, n)
+        at = slot(f"{{{run}:{n}}}")
+        if abs(at + 0.5 - (at // part + 0.5) * part) <= max(0.5, part / 16):
+            found.setdefault(int(at // part), n)
         n += 1
-    stride = max(1, round(groups * _GOLDEN))
+    stride = round(groups * _GOLDEN)
     while gcd(stride, groups) > 1:
         stride += 1
     return tuple(found[g * stride % groups] for g in range(groups))

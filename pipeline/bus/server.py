@@ -54,6 +54,10 @@ class Server:
     """Its last write of the append-only file or of a snapshot failed."""
     follows: bool = False
     """A replica, which refuses writes."""
+    replicas: int = 0
+    """Those that follow it."""
+    waits: bool = False
+    """It refuses writes while no replica is in touch with it, as min-replicas-to-write says or a cluster's rules do."""
     save: str | None = None
     """When it takes snapshots, "" for never; None: not told."""
     protected: bool | None = None
@@ -73,6 +77,8 @@ class Server:
             append_only=bool(info.get("aof_enabled", 0)),
             disk_fails="err" in (info.get("aof_last_write_status"), info.get("rdb_last_bgsave_status")),
             follows=info.get("role") == "slave",
+            replicas=int(info.get("connected_slaves", 0)),
+            waits="min_slaves_good_slaves" in info or bool(info.get("cluster_enabled")),
             save=config.get("save"),
             protected=None if mode is None else mode == "yes",
         )
@@ -161,9 +167,21 @@ def role(server: Server) -> Finding:
     return ok("Redis role", "primary")
 
 
+def replicas(server: Server) -> Finding:
+    """Whether it stops where it is cut off from its replicas, of which one may be primary by then."""
+    if server.replicas and not server.waits:
+        return warning(
+            "replicas",
+            "Redis has replicas and min-replicas-to-write 0: cut off from them it takes writes that are lost when "
+            "another one has become primary",
+            "set min-replicas-to-write 1 and min-replicas-max-lag 10, or less, on all of them",
+        )
+    return ok("replicas", str(server.replicas) if server.replicas else "none")
+
+
 def warnings(server: Server) -> Iterator[str]:
     """What somebody should mend while a run goes on; besides, its `fill`, for which the run is to be known."""
-    yield from (str(found) for found in (eviction(server), disk(server)) if found.level != "ok")
+    yield from (str(found) for found in (eviction(server), disk(server), replicas(server)) if found.level != "ok")
 
 
 def room(maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 0, machine_bytes: int = 0) -> Finding:

@@ -99,7 +99,7 @@ async def _is_cluster(place: Place, address: HostPort | None) -> bool:
         await probe.aclose()
     if "redis_version" not in info:
         raise UsageError(f"what answers at {where} is no Redis")
-    if info.get("redis_mode") == "sentinel":
+    if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):
         raise UsageError(f"what answers at {where} is a sentinel: name it by redis+sentinel://{where}/SERVICE")
     if (found := server.version(server.Server.of(info))).level == "error":
         raise UsageError(f"Redis at {where} is {found}")

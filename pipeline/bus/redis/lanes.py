@@ -71,13 +71,13 @@ class Lanes:
         self._look = asyncio.Event()
         self._closed = False
         self._log = structlog.get_logger()
-        if nodes.moves:
-            self._begin(self._follow())
+        self._following = self._begin(self._follow()) if nodes.moves else None
 
-    def _begin(self, work: Any) -> None:
+    def _begin(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     def where(self, address: HostPort | None) -> str:
         """How errors name a node."""
@@ -177,13 +177,11 @@ class Lanes:
     async def close(self) -> None:
         """End all calls in flight and close all connections."""
         self._closed = True
-        following = list(self._tasks)
+        if self._following is not None:
+            self._following.cancel()
         ways = list(self._ways.values())
         for way in ways:
             way.leave()
-        if self.nodes.moves:
-            for task in following:
-                task.cancel()
-        await asyncio.gather(*following, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         for way in ways:
             await way.close()

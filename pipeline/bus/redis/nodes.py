@@ -7,7 +7,7 @@ word, or which was demoted while it answers, is left as soon as another one has 
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
 import redis.exceptions as rx
@@ -16,13 +16,15 @@ from redis.asyncio import ConnectionPool, Redis
 from diloco.pipeline.bus import cluster_slots
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.address import Place
-from diloco.pipeline.bus.redis.errors import ERRORS, translate
+from diloco.pipeline.bus.redis.errors import translate
 from diloco.pipeline.errors import BusUnavailable, UsageError
 
 LOOK_S = 2.0
 """Between two looks at who is primary."""
 ASK_S = 1.0
 """Longest that a sentinel or a node is waited for in a look: several are asked at once, and most of them answer."""
+REST_S = 0.1
+"""For how long the others are waited for once most have answered."""
 
 
 class Nodes:
@@ -209,21 +211,24 @@ async def _ask(host: HostPort, options: Mapping[str, Any], *command: str) -> Any
         await client.aclose()
 
 
-async def _most(calls: Iterable[Any]) -> list[Any]:
-    """Answers until most have answered, or until all are over; errors among them."""
+async def _most(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
+    """Answers of all who answer at once, and of as many as most are; errors among them if those are not so many."""
     tasks = [asyncio.ensure_future(call) for call in calls]
-    done: list[asyncio.Future[Any]] = []
     try:
-        for next_one in asyncio.as_completed(tasks):
-            try:
-                await next_one
-            except ERRORS:
-                continue
-            done = [task for task in tasks if task.done() and not task.cancelled() and task.exception() is None]
-            if 2 * len(done) > len(tasks):
-                return [task.result() for task in done]
+        pending, found = set(tasks), list[Any]()
+        while pending and 2 * len(found) <= len(tasks):
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            pending = {task for task in tasks if not task.done()}
+            found = [task for task in tasks if task.done() and task.exception() is None]
+        if pending:
+            await asyncio.wait(pending, timeout=REST_S)
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-    return [task.exception() or task.result() for task in tasks]
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    answers = [result for result in results if not isinstance(result, BaseException)]
+    return answers if 2 * len(answers) > len(tasks) else [one for one in results if not _cancelled(one)]
+
+
+def _cancelled(result: object) -> bool:
+    return isinstance(result, asyncio.CancelledError)

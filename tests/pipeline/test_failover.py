@@ -1,0 +1,262 @@
+"""The machine of a Redis is lost: sentinels or a cluster put another one in its place, and calls go there."""
+
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+
+from diloco.pipeline.bus import acl
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.ports import START
+from diloco.pipeline.bus.redis.connecting import connect_calls
+from diloco.pipeline.bus.redis.users import connect_users
+from diloco.pipeline.bus.redis_streams import RedisBus, connect
+from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
+from diloco.studies.strikes.servers import DOWN_MS, ClusterServers, SentinelServers, Servers
+from tests import samples
+from tests.pipeline.test_cluster import everything
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="servers die with this process"),
+]
+A = "aa" * 8
+AGAIN_S = 12.0
+"""Of a failover here one takes 2 to 4 s on an idle machine; a test waits longer."""
+
+
+@pytest.fixture
+def sentinels() -> Iterator[SentinelServers]:
+    """For a test that kills some."""
+    with SentinelServers() as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def kept() -> Iterator[SentinelServers]:
+    """For tests that leave all as it was."""
+    with SentinelServers() as servers:
+        yield servers
+
+
+async def until_answered(call: Callable[[], Awaitable[object]], limit_s: float = AGAIN_S) -> tuple[float, set[str]]:
+    """Seconds until a call is answered, and what it said before."""
+    began, said = time.monotonic(), set[str]()
+    while True:
+        try:
+            await call()
+        except BusError as error:
+            said.add(str(error))
+            assert time.monotonic() - began < limit_s, said
+            await asyncio.sleep(0.1)
+        else:
+            return time.monotonic() - began, said
+
+
+async def moved(servers: Servers, lost: str) -> None:
+    await asyncio.to_thread(servers.wait_until, lambda: lost not in servers.primaries())
+
+
+@pytest.mark.slow
+async def test_parties_with_rights_of_their_own_go_on_at_the_new_primary(sentinels: SentinelServers) -> None:
+    """Users are made on replicas too. Scripts, which no replica has, are loaded there by a syncer, which may."""
+    users = await connect_users(sentinels.url)
+    for user in (acl.syncer("r"), acl.learner("r")):
+        await users.make(user, "pw")
+        assert await users.exists(user.name)
+    assert users.away == set()
+    await users.close()
+    url = sentinels.url.replace("://", "://{}:pw@")
+    syncer, learner = await connect(url.format("syncer"), "r"), await connect(url.format("learner"), "r")
+    await everything(syncer, groups=1)
+    assert (await syncer.info()).warnings == ()
+    (lost,) = sentinels.primaries()
+    sentinels.kill(lost)
+    _, said = await until_answered(lambda: learner.write_report(samples.report()))
+    assert said
+    await moved(sentinels, lost)
+    assert (await syncer.read_reports())[0].report == samples.report()
+    heads = await syncer.read_heads(range(6))
+    assert [head.version for head in heads if head] == [1] * 6
+    for bus in (syncer, learner):
+        await bus.close()
+    users = await connect_users(sentinels.url)
+    assert await users.take_away("learner")
+    assert len(users.away) == 1  # who is dead still knows it
+    await users.close()
+
+
+@pytest.mark.slow
+async def test_what_hangs_on_a_primary_that_says_nothing_any_more_ends_with_the_failover(
+    sentinels: SentinelServers,
+) -> None:
+    """No connection is reset: a blocking read and an upload would wait for 20 s and 60 s."""
+    bus = await connect(sentinels.url, "r")
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await bus.write_chunks(key, 0, [b"a", b"b"], 60)
+    read = asyncio.ensure_future(bus.read_tape({0: START}, block_s=20.0))
+    await asyncio.sleep(0.1)
+    (lost,) = sentinels.primaries()
+    sentinels.nodes[lost].send(signal.SIGSTOP)
+    began = time.monotonic()
+    written = asyncio.ensure_future(bus.write_chunks(key, 2, [bytes(2**20)] * 8, 60))
+    outcomes = await asyncio.wait_for(asyncio.gather(read, written, return_exceptions=True), AGAIN_S)
+    assert all(isinstance(outcome, BusUnavailable) for outcome in outcomes), outcomes
+    assert time.monotonic() - began > DOWN_MS / 1000
+    await until_answered(lambda: bus.acquire_lease(0, A, 10))
+    sentinels.nodes[lost].send(signal.SIGCONT)
+    await bus.close()
+
+
+@pytest.mark.slow
+async def test_who_still_reaches_a_primary_that_was_replaced_leaves_it(sentinels: SentinelServers) -> None:
+    """It answers as ever, and no connection breaks: only the sentinels, who are asked again and again, know better."""
+    bus = await connect(sentinels.url, "r")
+    await bus.acquire_lease(0, A, 60)
+    (lost,) = sentinels.primaries()
+    began = time.monotonic()
+    # Its own view is frozen by a failover that is made without it: it hears of it seconds later.
+    for name, node in sentinels.nodes.items():
+        if name.startswith("sentinel"):
+            with contextlib.suppress(Exception):
+                node.ask("SENTINEL", "FAILOVER", "diloco")
+                break
+    await moved(sentinels, lost)
+    await until_answered(lambda: bus.acquire_lease(1, A, 60))
+    assert time.monotonic() - began < AGAIN_S
+    (primary,) = sentinels.primaries()
+    assert primary != lost
+    assert sentinels.nodes[primary].ask("EXISTS", bus.keys.lease(1)) == 1
+    await bus.close()
+
+
+@pytest.mark.slow
+async def test_a_primary_without_replicas_refuses_writes_and_says_so(sentinels: SentinelServers) -> None:
+    bus = await connect(sentinels.url, "r")
+    (primary,) = sentinels.primaries()
+    for name in ("redis-0", "redis-1", "redis-2"):
+        if name != primary:
+            sentinels.kill(name)
+
+    async def refused() -> None:
+        with pytest.raises(BusFull, match="min-replicas-to-write"):
+            await bus.acquire_lease(0, A, 60)
+
+    deadline = time.monotonic() + AGAIN_S
+    while True:
+        try:
+            await refused()
+            break
+        except (BusError, pytest.fail.Exception):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.2)
+    sentinels.start("redis-1" if primary != "redis-1" else "redis-0")
+    await until_answered(lambda: bus.acquire_lease(0, A, 60))
+    await bus.close()
+
+
+async def test_all_steps_are_made_on_the_primary_that_sentinels_name(kept: SentinelServers) -> None:
+    bus = await connect(kept.url, "steps")
+    await everything(bus, groups=1)
+    assert not (await bus.info()).cluster
+    await bus.close()
+
+
+async def test_a_server_with_replicas_that_waits_for_none_is_warned_of(kept: SentinelServers) -> None:
+    (primary,) = kept.primaries()
+    bus = await connect(kept.url, "warned")
+    assert (await bus.info()).warnings == ()
+    kept.nodes[primary].ask("CONFIG", "SET", "min-replicas-to-write", 0)
+    (warned,) = (await bus.info()).warnings
+    kept.nodes[primary].ask("CONFIG", "SET", "min-replicas-to-write", 1)
+    assert "min-replicas-to-write 0" in warned
+    await bus.close()
+
+
+async def said(url: str, kind: type[Exception]) -> str:
+    """What a URL is refused with; never a secret."""
+    with pytest.raises(kind) as caught:
+        await connect_calls(url)
+    assert "secret" not in str(caught.value)
+    return str(caught.value)
+
+
+async def test_each_way_in_which_sentinels_do_not_help_is_said(kept: SentinelServers) -> None:
+    url = kept.url.replace("://", "://me:secret@")
+    server, sentinel = kept.nodes["redis-0"].address[1], kept.nodes["sentinel-0"].address[1]
+    nobody = "redis+sentinel://me:secret@127.0.0.1:1,127.0.0.1:2/diloco"
+    assert "know no service 'other'" in await said(url.replace("/diloco", "/other"), UsageError)
+    assert "no sentinel of diloco of sentinels 127.0.0.1:1,127.0.0.1:2 answers" in await said(nobody, BusUnavailable)
+    assert "is no sentinel" in await said(f"redis+sentinel://me:secret@127.0.0.1:{server}/diloco", UsageError)
+    assert "is a sentinel" in await said(f"redis://127.0.0.1:{sentinel}", UsageError)
+    assert "refused this user" in await said(url, UsageError)
+    assert "sentinel_username" in await said(url + "?sentinel_password=secret", UsageError)
+
+
+@pytest.mark.slow
+async def test_sentinels_say_where_nobody_is_primary(sentinels: SentinelServers) -> None:
+    for name in ("redis-0", "redis-1", "redis-2"):
+        sentinels.kill(name)
+    await asyncio.sleep(3 * DOWN_MS / 1000)
+    assert "has no primary now" in await said(sentinels.url, BusUnavailable)
+
+
+@pytest.mark.slow
+async def test_a_clusters_replica_takes_over_and_a_pair_that_is_gone_stops_its_own_groups_alone() -> None:
+    with ClusterServers() as servers:
+        for node in servers.nodes.values():
+            node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        bus = await connect(servers.url, "r")
+        bus.use_groups(6)
+        assert (await bus.info()).cluster
+        of_node: dict[object, list[int]] = {}
+        for p in range(6):
+            await bus.acquire_lease(p, A, 60)
+            of_node.setdefault(bus._redis.nodes.of(bus.keys.lease(p)), []).append(p)
+        assert sorted(map(len, of_node.values())) == [2, 2, 2]
+        lost = servers.primaries()[0]
+        (stopped,) = (ps for at, ps in of_node.items() if at == servers.nodes[lost].address)
+        servers.kill(lost)
+        await until_answered(lambda: bus.acquire_lease(stopped[0], A, 60))
+        assert await bus.read_leases(range(6)) == [A] * 6
+        await moved(servers, lost)
+        (replica,) = {name for name in servers.primaries() if name >= "redis-3"}
+        servers.kill(replica)
+        others = [p for p in range(6) if p not in stopped]
+        await until_answered(lambda: bus.read_leases(others))
+        with pytest.raises(BusUnavailable):
+            await bus.read_leases(stopped)
+        assert await bus.read_tape(dict.fromkeys(map(bus.keys.group, others), START)) == []
+        info = await bus.info()
+        assert info.nodes == 3
+        assert any(str(servers.nodes[replica].address[1]) in warning for warning in info.warnings)
+        ends = await bus.tape_end()
+        assert set(ends) == set(range(6))
+        await bus.close()
+
+
+async def test_behind_one_name_a_replica_is_left_for_the_next_primary(redis_binary: object) -> None:
+    """The server behind an address becomes a replica: the connections to it are dropped, busy ones too."""
+    with EmbeddedRedis(port=0) as server:
+        assert server.url
+        bus = await connect(server.url, "r")
+        await check_left(bus)
+
+
+async def check_left(bus: RedisBus) -> None:
+    await bus.acquire_lease(0, A, 60)
+    read = asyncio.ensure_future(bus.read_tape({0: START}, block_s=20.0))
+    await asyncio.sleep(0.1)
+    await bus._redis.command("REPLICAOF", "127.0.0.1", "1")
+    with pytest.raises(BusUnavailable):
+        await bus.acquire_lease(0, A, 60)
+    with pytest.raises(BusUnavailable):
+        await asyncio.wait_for(read, 2.0)
+    await bus._redis.command("REPLICAOF", "NO", "ONE")
+    await bus.acquire_lease(0, A, 60)
+    await bus.close()
