@@ -21,4 +21,4 @@ if [ ! -f "$config" ]; then
   } > "$config.new"
   mv "$config.new" "$config"
 fi
-exec docker-entrypoint.sh redis-sentinel "$config"
+exec docker-entrypoint.sh redis-server "$config" --sentinel
