@@ -208,11 +208,7 @@ class SyncSettings(Settings):
 
 
 def groups_on(cluster: bool, fragments: int) -> int:
-    """Fragment groups, where nobody asks for a number of them.
-
-    On a cluster each fragment has its own: nothing need be known of the nodes, whose number may change. On one server
-    groups would only be more streams to read.
-    """
+    """Fragment groups by default. On a cluster each fragment has its own, so that nodes may come and go."""
     return fragments if cluster else 1
 
 

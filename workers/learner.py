@@ -441,8 +441,7 @@ class Learner:
         beginning, where = reaching.Beginning(), (self._url, self._given.run)
         held = reaching.wait_for_spec(partial(self.read_spec, *where), self.id, self._life.go_on_joining)
         if held is None:
-            ask = partial(reaching.read_beginning, *where)
-            beginning = reaching.wait_for_spec(ask, self.id, self._life.go_on_joining)
+            beginning = reaching.wait_for_spec(partial(reaching.read_beginning, *where), self.id, self._life.go_on_joining)
         return proposal(self.model, self._given, held, beginning)
 
     def _training(

@@ -50,7 +50,7 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[An
             except rx.ResponseError as error:
                 replies.append(error)
     except BaseException:
-        await _drop(connection)  # or its next user would read these replies
+        await drop(connection)  # or its next user would read these replies
         raise
     finally:
         await client.connection_pool.release(connection)
@@ -83,13 +83,13 @@ async def receive(client: Redis, command: Sequence[Argument]) -> list[memoryview
     except rx.ResponseError:
         raise
     except BaseException:
-        await _drop(connection)  # the rest of the reply may still come
+        await drop(connection)  # the rest of the reply may still come
         raise
     finally:
         await client.connection_pool.release(connection)
 
 
-async def _drop(connection: AbstractConnection) -> None:
+async def drop(connection: AbstractConnection) -> None:
     """Close it now: what was to be sent on it may be megabytes, and its other end gone without a word."""
     if connection._writer is not None:
         connection._writer.transport.abort()

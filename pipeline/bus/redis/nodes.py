@@ -11,11 +11,12 @@ from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any
 
 import redis.exceptions as rx
-from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio import ConnectionPool
 
 from diloco.pipeline.bus import cluster_slots
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.address import Place
+from diloco.pipeline.bus.redis.bulk import drop
 from diloco.pipeline.bus.redis.errors import translate
 from diloco.pipeline.errors import BusUnavailable, UsageError
 
@@ -202,13 +203,15 @@ def _fields(flat: list[bytes]) -> Mapping[str, str]:
 
 async def _ask(host: HostPort, options: Mapping[str, Any], *command: str) -> Any:
     """One command on a connection of its own, which no other call can hold up."""
-    pool = ConnectionPool(**{**options, "host": host.host, "port": host.port, "socket_connect_timeout": ASK_S})
-    client: Any = Redis.from_pool(pool)
+    given = {**options, "host": host.host, "port": host.port, "socket_connect_timeout": ASK_S}
+    connection = ConnectionPool(**given).make_connection()
     try:
         async with asyncio.timeout(ASK_S):
-            return await client.execute_command(*command)
+            await connection.connect()
+            await connection.send_command(*command)
+            return await connection.read_response()
     finally:
-        await client.aclose()
+        await drop(connection)
 
 
 async def _most(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
