@@ -1,12 +1,21 @@
 #!/bin/sh
 # Starts the Redis of compose.yaml: its users are those of users.acl, with the hashes of the passwords in the environment.
 # A file that `diloco acl` made (REDIS_ACL in compose.lan.yaml) has its hashes already, and is taken as it is.
+# Users of other servers (failover.acl) come with MORE_USERS. Arguments are more options of the server.
 set -eu
 
 users=/data/users.acl
 umask 077
+
+# How it follows another one is in a file, not on its command line, which everybody can read.
+following=
+if [ -n "${REDIS_REPLICA_PASSWORD:-}" ]; then
+  following=/data/following.conf
+  printf 'protected-mode no\nmasteruser replica\nmasterauth %s\n' "$REDIS_REPLICA_PASSWORD" > "$following"
+fi
+
 invited=$(grep '^user invited-' "$users" 2> /dev/null || true) # by `diloco invite`, while the last Redis was up
-sed '/^#/d' /etc/diloco/users.acl > "$users.new"
+sed '/^#/d' /etc/diloco/users.acl ${MORE_USERS:-} > "$users.new"
 for variable in $(grep -o '{REDIS_[A-Z0-9_]*}' "$users.new" | tr -d '{}' | sort -u); do
   eval "password=\${$variable:-}"
   if [ -z "$password" ]; then
@@ -22,4 +31,5 @@ done
 mv "$users.new" "$users"
 
 # Every write is on disk within a second; nothing is ever evicted.
-exec docker-entrypoint.sh redis-server --appendonly yes --save '' --maxmemory-policy noeviction --aclfile "$users"
+exec docker-entrypoint.sh redis-server $following --appendonly yes --save '' --maxmemory-policy noeviction \
+  --aclfile "$users" "$@"

@@ -104,7 +104,7 @@ PURE = (
     "studies/strikes/audit.py",
     "studies/strikes/bounds.py",
     "studies/strikes/compare.py",
-    "studies/strikes/elastic_report.py",
+    "studies/strikes/elastic/report.py",
     "studies/strikes/growth.py",
     "studies/strikes/rates.py",
     "studies/strikes/report.py",

@@ -115,7 +115,9 @@ def _versions(evidence: Evidence) -> Iterator[str]:
             yield from _follows(record, history, lost_s)
             history.append(record)
         elif isinstance(record, Rewound):
-            if not any(since_s <= record.unix_s for since_s, _ in lost_s):
+            gone = next((one for one in history if one.version > record.version), None)
+            made_s = -math.inf if gone is None else gone.unix_s
+            if not any(since_s <= record.unix_s and made_s <= until_s for since_s, until_s in lost_s):
                 yield (
                     f"fragment {record.fragment}: rewound from version {record.was_version} to {record.version}, and "
                     f"the bus had lost nothing"

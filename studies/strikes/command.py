@@ -42,10 +42,10 @@ from diloco.pipeline.settings import flag_of
 from diloco.pipeline.units import parse_duration
 from diloco.studies.strikes import bounds as chaos_bounds
 from diloco.studies.strikes import compare as chaos_compare
-from diloco.studies.strikes import elastic as chaos_elastic
-from diloco.studies.strikes import elastic_report
 from diloco.studies.strikes import report as chaos_report
 from diloco.studies.strikes import run as chaos_run
+from diloco.studies.strikes.elastic import report as elastic_report
+from diloco.studies.strikes.elastic import run as chaos_elastic
 from diloco.studies.strikes.monkey import REDIS
 from diloco.studies.strikes.rates import StepTimes, Struck
 from diloco.studies.strikes.schedule import NOTHING, Manner, Party, Redis, Rule, parse

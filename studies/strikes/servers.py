@@ -186,6 +186,19 @@ class Servers:
                     found.append(name)
         return found
 
+    def lost_bytes(self, name: str) -> int:
+        """Bytes of writes that this one has taken since another one took over from it, and that nobody else has."""
+        old, lost = self._replication(name), 0
+        for other in self.serving():
+            new = self._replication(other)
+            if other != name and new["master_replid2"] == old["master_replid"]:
+                lost = int(old["master_repl_offset"]) + 1 - int(new["second_repl_offset"])
+        return lost
+
+    def _replication(self, name: str) -> dict[str, str]:
+        lines = self.nodes[name].ask("INFO", "replication").splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
     def can_spare(self, name: str) -> bool:
         """Whether the others can do without this one for good."""
         raise NotImplementedError

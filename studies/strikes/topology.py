@@ -59,6 +59,9 @@ class Topology:
         ended_s = time.time()
         if lasting is not None:
             await lasting
+        if strike.manner is Manner.PARTITION and not undone:
+            lost = await asyncio.to_thread(self._servers.lost_bytes, victim)
+            detail += f"; {lost} bytes of what {victim} took meanwhile are nowhere else"
         if not undone:
             undo()
         return ended_s, detail

@@ -40,9 +40,11 @@ class Project:
 
     def __init__(self) -> None:
         self.name = f"diloco-test-{secrets.token_hex(4)}"
+        self.files = ["compose.yaml"]
 
     def compose(self, *args: str, timeout_s: float = 180) -> str:
-        return docker("compose", "-p", self.name, *args, timeout_s=timeout_s)
+        files = [part for file in self.files for part in ("-f", file)]
+        return docker("compose", "-p", self.name, *files, *args, timeout_s=timeout_s)
 
     def scale(self, learners: int) -> None:
         """What a person types on a live run."""

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -173,3 +174,71 @@ def test_a_gpu_learner_is_the_learner_of_the_other_file():
             more = {"shm_size"} if len(here) > 1 else set()
             assert set(one) == {"extends", "environment", "depends_on", "profiles", "deploy"} | more
             assert all(re.fullmatch(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+", profile) for profile in one["profiles"])
+
+
+# --- servers that fail over ------------------------------------------------------------------------------
+
+FAILOVER = ("compose.sentinel.yaml", "compose.cluster.yaml")
+
+
+def overlay(name: str) -> dict[str, dict[str, Any]]:
+    """Services of one of them, which adds to compose.yaml's."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / name).read_text())["services"]
+    return found
+
+
+@pytest.mark.parametrize("name", FAILOVER)
+def test_each_server_knows_the_users_that_follow_it_and_watch_it(name):
+    """Their passwords come from the environment, and from no command line."""
+    users = (ROOT / "deploy" / "failover.acl").read_text()
+    servers = {key: one for key, one in overlay(name).items() if re.fullmatch("redis(-[0-9])?", key)}
+    assert len(servers) in (3, 6)
+    for key, one in servers.items():
+        assert set(re.findall(r"REDIS_\w+_PASSWORD", users)) < set(one["environment"])
+        assert one["environment"]["MORE_USERS"] == "/etc/diloco/failover.acl"
+        assert "./deploy/failover.acl:/etc/diloco/failover.acl:ro" in one["volumes"]
+        assert not re.search("PASSWORD|masterauth", " ".join(one["command"]))
+        if key != "redis":
+            assert one["extends"] == {"file": "compose.yaml", "service": "redis"}
+            assert f"{key}:/data" in one["volumes"], "each has a volume of its own"
+    addresses = [one["networks"]["default"]["ipv4_address"] for one in overlay(name).values() if "networks" in one]
+    assert len(set(addresses)) == len(addresses)
+
+
+@pytest.mark.parametrize("name", FAILOVER)
+@pytest.mark.parametrize("party", ["syncer", "learner", "evaluator"])
+def test_a_party_reaches_all_that_know_who_is_primary_as_its_own_user(name, party):
+    services = overlay(name)
+    url = services[party]["environment"]["DILOCO_REDIS_URL"]
+    login = f"{party}:${{REDIS_{party.upper()}_PASSWORD:-{party}-inside}}@"
+    assert login in url
+    asked = [
+        one
+        for key, one in services.items()
+        if re.fullmatch("sentinel-[0-9]" if "sentinel" in name else "redis(-[0-9])?", key)
+    ]
+    port = 26379 if "sentinel" in name else 6379
+    wanted = [one["networks"]["default"]["ipv4_address"] for one in asked]
+    hosts = url.partition("@")[2].partition("/")[0]
+    net = "${REDIS_NET:-172.30.75}"
+    assert hosts.replace(net, "N").split(",") == [
+        f"{address.replace(net, 'N')}{'' if port == 26379 else f':{port}'}" for address in wanted
+    ]
+
+
+def test_the_redis_that_follows_another_one_has_its_password_in_a_file(tmp_path: Path) -> None:
+    """Also though the passwords of users are taken out of its environment."""
+    (tmp_path / "docker-entrypoint.sh").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "docker-entrypoint.sh").chmod(0o700)
+    script = (ROOT / "deploy" / "redis.sh").read_text().replace("/data/", f"{tmp_path}/")
+    script = script.replace("/etc/diloco/", f"{ROOT}/deploy/")
+    names = set(re.findall(r"REDIS_\w+_PASSWORD", "".join(p.read_text() for p in (ROOT / "deploy").glob("*.acl"))))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MORE_USERS": f"{ROOT}/deploy/failover.acl"}
+    environment |= {name: f"secret-of-{name}" for name in names}
+    command = ["/bin/sh", "-c", script, "sh", "--replicaof", "10.0.0.1", "6379"]
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert "secret" not in said
+    assert said.split()[:2] == ["redis-server", f"{tmp_path}/following.conf"]
+    assert said.endswith("--replicaof 10.0.0.1 6379\n")
+    assert "masterauth secret-of-REDIS_REPLICA_PASSWORD\n" in (tmp_path / "following.conf").read_text()
+    assert (tmp_path / "following.conf").stat().st_mode & 0o077 == 0

@@ -62,6 +62,7 @@ HISTORY = (merged(0, at=10.0), merged(1, (A, 0, 50), (B, 0, 50), at=11.0), merge
 GOOD = Evidence(
     layout=LAYOUT,
     records=HISTORY,
+    tape=HISTORY,
     ledger_inputs=LedgerInputs(reports=(report(A, 80), report(B, 70)), heads=((0, 2, digest(2)),)),
     shards=(note(0, A, False, 10), note(1, B, False, 10), note(0, A, True, 12)),
     queue=ShardQueue(epochs=1, open=((Shard(epoch=0, index=1, start=8, stop=16), 3),)),
@@ -99,6 +100,12 @@ BROKEN: dict[str, list[Callable[[], list[str]]]] = {
         lambda: broken(ledger_inputs=_ledger_inputs(heads=((0, 3, digest(3)),))),
         lambda: broken(ledger_inputs=_ledger_inputs(heads=((0, 2, digest(2, 1)),))),
         lambda: broken(records=(*HISTORY[:2], HISTORY[2].model_copy(update={"base_digest": digest(1, 1)}))),
+    ],
+    "a version has one digest on the tape that survived": [
+        lambda: broken(tape=(*HISTORY, merged(2, (A, 1, 30), at=13.0, branch=1))),
+        lambda: broken(  # whatever the servers went through
+            tape=(*HISTORY, merged(1, at=13.0, branch=1)), strikes=(killed(Party.PRIMARY, "redis-0", 11.5, 13.5),)
+        ),
     ],
     "nothing is merged twice": [
         lambda: broken(records=(*HISTORY[:2], merged(2, (A, 0, 50), (B, 1, 20), at=12.0))),
@@ -170,6 +177,29 @@ def test_what_only_a_lost_history_merged_may_be_merged_again() -> None:
     assert "nothing is merged twice" in found
 
 
+# --- what a failover excuses ---------------------------------------------------------------------------
+
+
+def cut_off(began_s: float, ended_s: float) -> Struck:
+    return Struck(Manner.PARTITION, Party.PRIMARY, "redis-0", began_s, ended_s)
+
+
+@pytest.mark.parametrize(
+    ("strike", "excused"),
+    [
+        (killed(Party.PRIMARY, "redis-0", 12.2, 14.5), True),
+        (cut_off(11.5, 14.0), True),  # both sides made version 2 while it lasted
+        (killed(Party.PRIMARY, "redis-0", 13.2, 15.5), False),
+        (killed(Party.PRIMARY, "redis-0", 5.0, 6.0), False),
+        (killed(Party.SENTINEL, "sentinel-0", 12.2, 14.5), False),
+    ],
+    ids=["killed between", "cut off meanwhile", "killed later", "killed long before", "a sentinel"],
+)
+def test_a_version_may_be_made_again_where_the_new_primary_did_not_have_it(strike: Struck, excused: bool) -> None:
+    found = broken(records=LOST, tape=(*HISTORY[:2], *LOST[3:]), ledger_inputs=OTHER, strikes=(strike,))
+    assert found == ([] if excused else ["a version rises by exactly 1"])
+
+
 # --- what a strike excuses for shards --------------------------------------------------------------------
 
 
@@ -181,6 +211,8 @@ TWICE = (*GOOD.shards, note(0, B, True, 30))
     [
         (killed(Party.LEARNER, "a", 12.5, 13.5), True),
         (killed(Party.REDIS, "redis", 11.0, 12.0), True),
+        (killed(Party.PRIMARY, "redis-1", 11.0, 12.0), True),
+        (killed(Party.SENTINEL, "sentinel-1", 11.0, 12.0), False),
         (killed(Party.LEARNER, "a", 5.0, 6.0), False),
         (killed(Party.LEARNER, "a", 40.0, 41.0), False),
         (killed(Party.LEARNER, "c", 12.5, 13.5), False),

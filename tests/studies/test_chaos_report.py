@@ -69,12 +69,25 @@ STRIKES = (
 )
 
 
+def test_each_failover_is_told_with_the_time_without_a_commit() -> None:
+    report = built(strikes=(*STRIKES, replace(killed(Party.PRIMARY, "redis-0", 12.4, 13.5), detail="redis-1")))
+    (failover,) = report["failovers"]
+    assert failover["kind"] == "kill redis-primary"
+    assert failover["taken_over_s"] == pytest.approx(1.1)
+    assert failover["without_merges_s"] == pytest.approx(2.0)  # from the last commit to the end of the strikes
+    text = markdown(report, "diloco chaos", "timeline.png")
+    assert "| 2.4 s | kill redis-primary | redis-0 | 1.1 s | 2.0 s | redis-1 |" in text
+    assert "kill redis-primary at 2.4 s (redis-0): taken over after 1.1 s, 2.0 s without a commit" in summary(report)
+
+
 def test_a_run_that_kept_its_promises_passes_with_all_that_was_measured() -> None:
     report = built(strikes=STRIKES)
     assert report["verdict"] == "pass"
     assert report["violations"] == []
-    assert report["kills"] == {"learner": 1, "syncer": 0, "redis": 1}
-    assert report["strikes"]["pause"] == {"learner": 0, "syncer": 1, "redis": 0}
+    nobody = dict.fromkeys(Party, 0)
+    assert report["kills"] == nobody | {"learner": 1, "redis": 1}
+    assert report["strikes"]["pause"] == nobody | {"syncer": 1}
+    assert report["failovers"] == []
     assert report["commits"] == 2
     assert report["longest_commit_gap_s"] == pytest.approx(2.0)
     assert report["gaps_by_strike"]["any_fragment"]["kill learner"]["alone_s"] == pytest.approx(1.0)

@@ -1,11 +1,12 @@
 """The plan of strikes: read from flags, drawn from a seed."""
 
 import itertools
+import math
 
 import pytest
 
 from diloco.pipeline.errors import UsageError
-from diloco.studies.strikes.schedule import LENGTHS_S, Manner, Party, Rule, Strike, draw, parse
+from diloco.studies.strikes.schedule import DEAD_S, LENGTHS_S, Manner, Party, Redis, Rule, Strike, draw, parse
 
 
 def test_flags_become_rules_with_lengths_of_their_own_or_the_usual_one() -> None:
@@ -65,3 +66,36 @@ def test_every_candidate_can_be_hit_and_nobody_else() -> None:
     names = ["a", "b", "c"]
     hit = {Strike(0, Manner.KILL, Party.LEARNER, 1, choice).victim(names) for choice in (0.0, 0.34, 0.67, 0.999, 1.0)}
     assert hit == set(names)
+
+
+# --- servers that fail over ------------------------------------------------------------------------------
+
+
+def test_a_killed_primary_is_dead_for_longer_than_a_failover_takes_or_for_good() -> None:
+    assert parse(Manner.KILL, "redis-primary:20s,sentinel:9s/never", Redis.SENTINEL) == [
+        Rule(Manner.KILL, Party.PRIMARY, 20.0, DEAD_S),
+        Rule(Manner.KILL, Party.SENTINEL, 9.0, math.inf),
+    ]
+    strikes = draw(parse(Manner.KILL, "redis-primary:5s/never", Redis.CLUSTER), 60, 1)
+    assert strikes
+    assert all(strike.for_good for strike in strikes)
+
+
+@pytest.mark.parametrize(
+    ("manner", "text", "redis", "said"),
+    [
+        (Manner.KILL, "redis-primary:9s", Redis.ONE, "with --redis one, give PARTY"),
+        (Manner.KILL, "redis:9s", Redis.SENTINEL, "party of learner, syncer, redis-primary, sentinel"),
+        (Manner.KILL, "sentinel:9s", Redis.CLUSTER, "party of learner, syncer, redis-primary,"),
+        (Manner.KILL, "learner:9s/never", Redis.CLUSTER, "'never' is no length of time"),
+        (Manner.PAUSE, "redis-primary:9s/never", Redis.SENTINEL, "'never' is no length of time"),
+        (Manner.CUT, "learner:9s", Redis.SENTINEL, "needs --redis one, not sentinel"),
+        (Manner.PARTITION, "redis:9s", Redis.ONE, "needs --redis sentinel or cluster, not one"),
+        (Manner.PARTITION, "learner:9s", Redis.SENTINEL, "party of redis-primary"),
+    ],
+)
+def test_whom_a_strike_can_hit_depends_on_what_the_run_has_for_a_redis(
+    manner: Manner, text: str, redis: Redis, said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse(manner, text, redis)

@@ -18,8 +18,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import load
 from diloco.studies.strikes.command import calm, read_report
 from diloco.studies.strikes.compare import compare, table
-from diloco.studies.strikes.elastic import Rank, Ranks, Watch
-from diloco.studies.strikes.elastic_report import ElasticFacts, build_elastic, firsts, markdown, summary
+from diloco.studies.strikes.elastic.report import ElasticFacts, build_elastic, firsts, markdown, summary
+from diloco.studies.strikes.elastic.run import Rank, Ranks, Watch
 from diloco.studies.strikes.rates import Struck
 from diloco.studies.strikes.schedule import Manner, Party
 
@@ -56,7 +56,7 @@ def test_a_step_made_again_is_no_progress() -> None:
 def test_the_report_tells_what_of_the_work_is_in_the_final_parameters() -> None:
     report = build_elastic(FACTS)
     assert (report["verdict"], report["restarts"]) == ("pass", 1)
-    assert report["kills"] == {"learner": 1, "syncer": 0, "redis": 0}
+    assert report["kills"] == dict.fromkeys(Party, 0) | {"learner": 1}
     assert report["ledger"]["line"] == "220 trained = 180 in the final parameters + 40 made again"
     assert report["useful"] == {"tokens": 180, "per_s": pytest.approx(12.0)}
     assert report["longest_standstill_s"] == pytest.approx(6.0)

@@ -13,7 +13,7 @@ import pytest
 
 from diloco.launcher.launch import environment
 from diloco.pipeline.errors import DilocoError
-from diloco.studies.strikes.elastic_report import build_elastic
+from diloco.studies.strikes.elastic.report import build_elastic
 from diloco.studies.strikes.evidence import of_group
 from diloco.studies.strikes.spawner import Spawner
 from tests.studies.test_elastic_report import FACTS

@@ -23,7 +23,7 @@ from diloco.options import ChaosProcess
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process import lifecycle
 from diloco.pipeline.waiting import first_of
-from diloco.studies.strikes.elastic_report import ElasticFacts
+from diloco.studies.strikes.elastic.report import ElasticFacts
 from diloco.studies.strikes.evidence import of_group, read_steps
 from diloco.studies.strikes.monkey import Monkey
 from diloco.studies.strikes.schedule import Rule, draw

@@ -1,0 +1,1 @@
+"""The data-parallel baseline under the same strikes (`--method data-parallel`)."""

@@ -1,0 +1,59 @@
+"""compose.sentinel.yaml and compose.cluster.yaml for real: a primary is killed for good, and the run ends well."""
+
+import time
+
+import pytest
+
+from tests.docker.project import Project, docker, merging, step
+
+TOKENS = 400_000
+PARTIES = {"syncer", "learner", "evaluator"}
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize("kind", ["sentinel", "cluster"])
+def test_a_run_goes_on_to_its_end_after_the_container_of_a_primary_was_killed_for_good(
+    kind: str, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody starts it again, and no party of the run ends or is started anew for it."""
+    project.files.append(f"compose.{kind}.yaml")
+    monkeypatch.setenv("DILOCO_TOKENS", str(TOKENS))
+    step("build")
+    project.compose("build", timeout_s=1200)
+    step("up with two learners, then three")
+    project.scale(2)
+    project.scale(3)
+    three = project.learner_ids()
+    assert len(three) == 3
+    status = project.until(merging(8, three), "three learners merge", limit_s=240)
+
+    step("kill the primary's container")
+    assert project.compose("exec", "redis", "redis-cli", "-p", "6379", "ping").strip() == "PONG"
+    docker("kill", "--signal", "KILL", project.compose("ps", "--quiet", "redis").strip())
+    at = time.monotonic()
+    status = project.until(merging(status["outer_steps"] + 4, three), "versions go on without it", limit_s=180)
+    step(f"four versions on {time.monotonic() - at:.0f} s later")
+    assert status["phase"] == "running", "the budget was too small for this machine to see all of this"
+    assert "redis" not in project.compose("ps", "--status", "running", "--services").split()
+
+    step("wait for the end")
+    deadline = time.monotonic() + 900
+    while any(at["State"] != "exited" for at in project.containers() if at["Service"] in PARTIES):
+        assert time.monotonic() < deadline, project.logs()
+        time.sleep(2)
+    ended = [(at["Service"], at["ExitCode"]) for at in project.containers() if at["Service"] in PARTIES]
+    assert sorted(ended) == [("evaluator", 0), *[("learner", 0)] * 3, ("syncer", 0)], project.logs()
+    assert project.restarts() == {0}, f"somebody ended on the way and was started anew\n{project.logs()}"
+
+    step("start the dead one again: it is a replica")
+    project.compose("start", "redis")
+    deadline = time.monotonic() + 120
+    while "role:slave" not in _replication(project):
+        assert time.monotonic() < deadline, project.logs()
+        time.sleep(1)
+
+
+def _replication(project: Project) -> str:
+    ask = "REDISCLI_AUTH=$REDIS_SYNCER_PASSWORD redis-cli --user syncer --no-auth-warning info replication"
+    return project.compose("exec", "redis", "sh", "-c", ask)
