@@ -450,7 +450,7 @@ def test_the_csv_is_as_the_code_writes_it():
 def test_results_in_the_tree_stay_small():
     """One CSV, no raw results: those stay in the folder where they were computed."""
     assert [path.name for path in CSV.parent.iterdir() if path.suffix != ".toml"] == ["results.csv"]
-    assert CSV.stat().st_size < 100_000
+    assert CSV.stat().st_size < 150_000
 
 
 def test_a_curve_ends_where_its_run_does():
