@@ -34,7 +34,10 @@ class PlanSettings(Site):
         USUAL["overlap_steps"], ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may hide behind"
     )
     codec: Literal["auto", Codec] = Field("auto", description="Of deltas; auto: bf16 unless the link wants less")
-    global_codec: GlobalCodec = Field(USUAL["global_codec"], description="Of the globals that learners pull")
+    global_codec: Literal["auto", GlobalCodec] = Field(
+        "auto",
+        description="Of the globals that learners pull; auto: fp32, or int8 both ways where the link wants less",
+    )
     outer: OuterName = Field(
         USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"
     )

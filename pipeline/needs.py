@@ -53,9 +53,9 @@ GLOBALS: dict[str, Global] = {
     "bf16": Global(2.0, 2.0, 4.0),
     "int8": Global(_UPDATE, 4 / KEY_FRAMES, _UPDATE + 4 / KEY_FRAMES),
 }
-BY_CHOICE = ("bf16", "int8", "e3m0")
-"""Codecs that are chosen from, the paper's main setting first. Paper: int4 costs vision quality (34.4 for 36.6);
-Streaming DiLoCo: E3M0 loses nothing."""
+BY_CHOICE = ("bf16", "int8", "int4")
+"""Codecs that are chosen from, the paper's main setting first. Of those of 4 bits int4 loses less here than e3m0, which
+Streaming DiLoCo has (docs/results/quality.md). Paper: 4 bits cost vision quality (34.4 for 36.6)."""
 ROUNDING = 1e-9
 """Of a step: a round trip that is longer by no more has the length that it should have."""
 OUTER_SETTINGS = ("outer_lr", "outer_momentum", "outer_warmup")
@@ -182,16 +182,18 @@ class Pace(NamedTuple):
 
 
 def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_codec: str, outer: OuterName) -> Pace:
-    """H, P and codec for a site.
+    """H, P and codecs for a site.
 
     Args:
         site: what there is.
         learners: in a merge, at most.
         overlap_steps: tau.
         codec: one of `CODECS`, or auto: bf16, unless a fragment's round trip cannot hide with it and can with less.
-        global_codec: one of `GLOBALS`.
+        global_codec: one of `GLOBALS`, or auto: as usual, unless H has to be longer for it than with fewer bytes.
         outer: the outer optimizer.
     """
+    if global_codec == "auto":
+        return _with_fewest_steps(site, learners, overlap_steps, codec, outer)
     warnings: list[str] = []
     pulled, wire = GLOBALS[global_codec].pulled, CODECS[BY_CHOICE[0] if codec == "auto" else codec]
     widest = max(pulled, wire)
@@ -266,6 +268,22 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
             f"{CORE_FLOPS / 1e9:g} GFLOP/s, {outer_s:.1f} s on so many; a round trip may take {hidden_s:.1f} s"
         )
     return Pace(interval, fragments, chosen, global_codec, threads, outer_s, trip_s, why, warnings)
+
+
+def _with_fewest_steps(site: Site, learners: int, overlap_steps: int, codec: str, outer: OuterName) -> Pace:
+    """`pace_of` with the usual globals, or in 8 bits both ways where that makes H shorter: longer ones cost quality."""
+    usual = pace_of(site, learners, overlap_steps, codec, USUAL["global_codec"], outer)
+    if usual.interval == INTERVALS[0]:
+        return usual
+    few = pace_of(site, learners, overlap_steps, "int8" if codec == "auto" else codec, "int8", outer)
+    if few.interval == usual.interval < INTERVALS[-1]:
+        return usual
+    few.why["global_codec"] = (
+        f"{_UPDATE:.3g} bytes an element; with {usual.global_codec} the link asks for H = {usual.interval}"
+    )
+    if codec == "auto":
+        few.why["codec"] = f"{CODECS[few.codec]:.3g} bytes an element, no more than globals have"
+    return few
 
 
 def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled: float, outer_s: float) -> float:
@@ -464,6 +482,7 @@ def needs_of(
 
 CHOSEN = {
     **{"learners": "M", "sync_interval": "H", "fragments": "P", "codec": "codec"},
+    "global_codec": "globals",
     **{"threads": "threads", "syncers": "syncers", "redis_nodes": "Redis nodes"},
 }
 """Fields of a plan that are choices, each with its `why`, and their names for people."""

@@ -147,7 +147,7 @@ class SyncSettings(Settings):
     codec: Codec = Field(
         "bf16",
         description="Deltas on the wire: bf16, fp32, or quantized, with what that loses added to the next delta: int8 "
-        "(half of bf16's bytes), int4 or e3m0 (a quarter)",
+        "(half of bf16's bytes), int4 or e3m0 (a quarter), int2 (an eighth)",
     )
     global_codec: GlobalCodec = Field(
         "fp32",
@@ -272,7 +272,7 @@ class LearnerSettings(Settings):
     encode_on: EncodeOn = expert(
         "auto",
         description="Where deltas are encoded, and their bases and residuals lie: in host memory (cpu) or on the "
-        "model's device, at 4 bytes a parameter, with int8, int4 or e3m0 8 to 12. auto: on a CUDA device, else cpu",
+        "model's device, at 4 bytes a parameter, where deltas are quantized 8 to 12. auto: on a CUDA device, else cpu",
     )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
     leave_s: Duration = expert(LEAVE_S, description="Time to flush what is unpublished when leaving")

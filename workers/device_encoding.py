@@ -9,6 +9,7 @@ On CUDA all of it is in a stream of its own, from other threads than the trainin
 it does is a copy on the device, when a snapshot is taken and when a fragment is adopted (`FragmentTensors`).
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST, Kind
+from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST, PARTED, Kind
 from diloco.workers.encoding import grown
 
 PIECE = 64 * GROUP
@@ -56,18 +57,19 @@ def _quantized(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Te
     largest = (values.view(torch.int32) & _MAGNITUDE).amax(-1, keepdim=True)
     sound = largest < _INFINITE
     values, largest = torch.where(sound, values, 0.0), torch.where(sound, largest, 0)
-    make = _powers if kind == "e3m0" else _whole
+    make = {"e3m0": _powers, "int2": _levels}.get(kind, _whole)
     codes, decoded, scales = make(values, largest, kind)
-    scales = torch.where(sound, scales.view(torch.int32), _NAN)
-    if kind != "int8":
+    if kind == "int2":
+        codes = codes[..., 0::4] | codes[..., 1::4] << 2 | codes[..., 2::4] << 4 | codes[..., 3::4] << 6
+    elif kind != "int8":
         codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    short = (scales >> 16).to(torch.int16)
+    short = (torch.where(sound, scales.view(torch.int32), _NAN) >> 16).to(torch.int16)
     wire = torch.cat([short.flatten(1).view(torch.uint8), codes.flatten(1)], 1)
-    return wire, decoded.mul_(scales.view(torch.float32))
+    return wire, torch.where(sound, decoded, math.nan)
 
 
 def _whole(values: torch.Tensor, largest: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes as whole numbers, as float32, and scales (groups, blocks, 1)."""
+    """Codes as whole numbers, what they stand for, and scales (groups, blocks, 1)."""
     largest = largest.view(torch.float32)
     most = torch.full_like(largest, _LARGEST[kind])  # a tensor, so that it is a division everywhere
     exact = (largest / most).view(torch.int32)
@@ -75,11 +77,11 @@ def _whole(values: torch.Tensor, largest: torch.Tensor, kind: Kind) -> tuple[tor
     factors = torch.where(scales > 0, scales.reciprocal(), 0.0)
     codes = (values * factors).round_().to(torch.int8)
     decoded = codes.to(torch.float32)
-    return (codes if kind == "int8" else codes & 15).view(torch.uint8), decoded, scales
+    return (codes if kind == "int8" else codes & 15).view(torch.uint8), decoded.mul_(scales), scales
 
 
 def _powers(values: torch.Tensor, largest: torch.Tensor, _: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes as sign and exponent, as float32, and scales (groups, blocks, 1), powers of two."""
+    """Codes as sign and exponent, what they stand for, and scales (groups, blocks, 1), powers of two."""
     bits = values.view(torch.int32)
     magnitudes = bits & _MAGNITUDE
     top = largest + _HALF >> _MANTISSA_BITS
@@ -90,7 +92,31 @@ def _powers(values: torch.Tensor, largest: torch.Tensor, _: Kind) -> tuple[torch
     codes = codes.maximum((magnitudes >= half).to(torch.int32))
     decoded = torch.where(codes > 0, codes + 126 << _MANTISSA_BITS, 0) | bits & _SIGN
     scales = torch.where(kept, top - 6, 0) << _MANTISSA_BITS
-    return (codes | bits >> 28 & 8).to(torch.uint8), decoded.view(torch.float32), scales.view(torch.float32)
+    scales = scales.view(torch.float32)
+    return (codes | bits >> 28 & 8).to(torch.uint8), decoded.view(torch.float32).mul_(scales), scales
+
+
+def _levels(values: torch.Tensor, _: torch.Tensor, __: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Codes as sign and level, what they stand for, and both levels (groups, blocks, 2), the lower first."""
+    bits = values.view(torch.int32)
+    magnitudes = (bits & _MAGNITUDE).view(torch.float32)
+    total = _sums(magnitudes)
+    large = magnitudes >= total * (PARTED / BLOCK)
+    count = large.sum(-1, keepdim=True)
+    above = _sums(magnitudes * large)
+    sums = torch.cat([(total - above).clamp_min(0), above], -1)
+    means = sums / torch.cat([BLOCK - count, count], -1).clamp_min(1).to(torch.float32)
+    levels = torch.where(means < LEAST, 0, means.view(torch.int32) + 0x8000 & -0x10000)
+    decoded = torch.where(large, levels[..., 1:], levels[..., :1]) | bits & _SIGN
+    codes = large.to(torch.uint8) | (bits >> 30 & 2).to(torch.uint8)
+    return codes, decoded.view(torch.float32), levels.view(torch.float32)
+
+
+def _sums(rows: torch.Tensor) -> torch.Tensor:
+    """As numpy's (`quantize`): of each row (..., 2^n), (..., 1)."""
+    while (half := rows.shape[-1] // 2) > 0:
+        rows = rows[..., :half] + rows[..., half:]
+    return rows
 
 
 class OnDevice:

@@ -95,7 +95,7 @@ class LabRun(BaseModel):
     grace_gamma: float = Field(
         USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack used as grace; 0: no grace"
     )
-    codec: Codec = Field(USUAL["codec"], description="Deltas on the wire; int8, int4 and e3m0 with error feedback")
+    codec: Codec = Field(USUAL["codec"], description="Deltas on the wire; quantized ones with error feedback")
     global_codec: GlobalCodec | None = Field(
         None, description="Globals as learners pull them; off: fp32. int8: updates"
     )

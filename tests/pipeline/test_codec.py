@@ -234,8 +234,8 @@ def test_what_has_come_of_a_quantized_payload_can_be_looked_at(codec):
     """Whole groups, as they are in the end; scales that are none are found as they come."""
     elements = 2 * GROUP + 100
     wire = encode_delta(np.random.default_rng(0).standard_normal(elements).astype(np.float32), codec)
-    whole, reader, seen = as_vector(wire, elements, codec)[0:elements], PayloadReader(elements, codec, 2**15), set()
-    for chunk in encode_chunks(wire, 2**15):
+    whole, reader, seen = as_vector(wire, elements, codec)[0:elements], PayloadReader(elements, codec, 2**14), set()
+    for chunk in encode_chunks(wire, 2**14):
         reader.feed(chunk)
         part = reader.so_far()
         seen.add(len(part))

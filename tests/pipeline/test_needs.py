@@ -229,6 +229,21 @@ def test_a_longer_interval_is_taken_only_where_the_link_wants_it() -> None:
     assert "outlasts" in hopeless.why["fragments"]
 
 
+def test_fewer_bytes_are_taken_where_the_link_asks_for_a_longer_interval_without_them() -> None:
+    """In 8 bits both ways; else a run's own formats. What is asked for stays."""
+
+    def chosen(link: str, codec: str = "auto") -> tuple[str, str, int]:
+        pace = pace_of(Site(**LARGE | {"link": link}), 4, 2, codec, "auto", "nesterov")
+        assert ("global_codec" in pace.why) == (pace.global_codec == "int8")
+        return pace.codec, pace.global_codec, pace.interval
+
+    assert chosen("400Gbps") == ("bf16", "fp32", 24)
+    assert chosen("5Gbps") == ("int8", "int8", 64)
+    assert chosen("5Gbps", "bf16") == ("bf16", "int8", 128)
+    assert chosen("5Gbps", "fp32") == ("fp32", "fp32", 256), "deltas are as busy as globals: it would save nothing"
+    assert chosen("10Mbps") == ("int8", "int8", 512), "too little for any, and least too little for these"
+
+
 def test_a_plan_is_within_what_a_run_may_have() -> None:
     for params in ("10M", "1B", "70B", "1T"):
         pace = pace_of(Site(params=params), 8, 2, "auto", "fp32", "halley")
@@ -247,10 +262,14 @@ def test_the_command_says_what_it_chooses_and_writes_it(tmp_path: Path, capsys: 
     given = ["--params", "70B", "--step-time", "3s", "--link", "5Gbps", "--outer", "nesterov"]
     assert main(["plan", *given, "--learners", "4", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
-    for word in ("4 learners", "256", "bf16", "Redis nodes", "merging"):
+    for word in ("4 learners", "64", "int8", "256", "Redis nodes", "merging"):
         assert word in shown
     made = json.loads(out.read_text())
-    assert (made["learners"], made["sync_interval"], made["codec"]) == (4, 256, "bf16")
+    assert (made["learners"], made["sync_interval"], made["codec"], made["global_codec"]) == (4, 64, "int8", "int8")
+    assert made["settings"]["global_codec"] == "int8"
+    assert main(["plan", *given, "--learners", "4", "--global-codec", "fp32", "--json", str(out)]) == 0
+    made = json.loads(out.read_text())
+    assert (made["sync_interval"], made["codec"]) == (256, "bf16")
     assert main(["plan", "--codec", "fp8"]) == 2
     assert main(["plan", "--params", "many"]) == 2
 
@@ -273,7 +292,7 @@ def test_who_calls_learner_is_told_what_to_write(capsys: pytest.CaptureFixture[s
     """It takes no settings file. What is as usual is left out; what is printed is what a `Learner` takes."""
     assert main(["plan", "--params", "10M", "--step-time", "1s", "--link", "1Gbps"]) == 0
     assert "settles them: none, since they are the defaults" in " ".join(capsys.readouterr().out.split())
-    assert main(["plan", "--params", "7B", "--step-time", "4s", "--link", "1Gbps", "--outer", "nesterov"]) == 0
+    assert main(["plan", "--params", "7B", "--step-time", "4s", "--link", "500Mbps", "--outer", "nesterov"]) == 0
     (call,) = re.findall(r"Learner\(\.\.\., sync=(SyncSettings\(.*?\))\)", " ".join(capsys.readouterr().out.split()))
     made = eval(call, {"SyncSettings": SyncSettings})  # noqa: S307  # what we have printed
     assert (made.outer, made.outer_momentum, made.outer_warmup) == ("nesterov", 0.5, 24)
