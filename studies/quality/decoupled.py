@@ -26,6 +26,7 @@ from diloco.pipeline.testing.chance import Chance
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull_exact
+from diloco.studies.quality.agreement import agreement_of
 from diloco.studies.quality.bus import RUN, LabBus
 from diloco.studies.quality.curve import Progress, Recorder
 from diloco.studies.quality.fragment import LabFragment, Stale
@@ -119,8 +120,9 @@ class LabWorld:
         own = {name: info.default for name, info in SyncerSettings.model_fields.items()} | {"syncer_id": "syncer"}
         settings = SyncerProcess(**own, **self.spec.sync.model_dump())
         make = partial(LabFragment, self.run, self._stale)
+        self._served = self.link()
         return SyncerService(
-            self.link(), self._clock, settings, Metrics(), offload=inline, random_hex=self._hex, make_fragment=make
+            self._served, self._clock, settings, Metrics(), offload=inline, random_hex=self._hex, make_fragment=make
         )
 
     def _hex(self, count: int) -> str:
@@ -211,4 +213,5 @@ class LabWorld:
             "merged_share": self._mean(heads, "merged_tokens") / trained,
             "overwritten_share": sum(r.overwritten for r in reports) / self.layout.elements / trained,
             "rejected_share": self._mean(heads, "rejected_tokens") / trained,
+            **agreement_of(self._served.commits),
         }
