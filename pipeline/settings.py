@@ -168,17 +168,9 @@ class SyncSettings(Settings):
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
     )
     delta_clip: float = Field(
-        0,
-        ge=0,
-        le=1e6,
-        description="Deltas longer than so many times the median of their window are scaled down to that; 0: never; "
-        "among learners that you do not know: 2 (docs/explanation/bad-deltas.md)",
+        0, ge=0, le=1e6, description="Deltas count as no longer than so many medians of their window; 0: as they are"
     )
-    leave_out: bool = Field(
-        False,
-        description="Leave out of merges whoever's deltas disagree with all others' again and again; it is shown in "
-        "any case (docs/explanation/bad-deltas.md)",
-    )
+    leave_out: bool = Field(False, description="Do not merge learners whose deltas disagree with all others' for long")
     outer: OuterName = Field(
         "halley",
         description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: its step orthogonalised, each "

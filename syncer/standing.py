@@ -18,7 +18,6 @@ import numpy.typing as npt
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.pipeline.payload.codec import Vector
 
-Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
 LEAST = 3
@@ -39,21 +38,30 @@ AT_ODDS, AGREES = 0.05, 0.15
 # --- one window ------------------------------------------------------------------------------------------
 
 
-def stretches(elements: int, seed: int) -> list[slice]:
-    """Which elements of a fragment to look at; all of a small one. Others with each seed, from all parts of it.
+def places(elements: int, seed: int) -> npt.NDArray[np.int64] | None:
+    """Which stretches of a fragment to look at, by number: others with each seed, from all parts. None: all of it.
 
     The seed is to be drawn once the deltas are here: else they could be as the others' where it is looked.
     """
     if elements <= SAMPLE:
-        return [slice(0, elements)]
-    places = np.linspace(0, elements // RUN, SAMPLE // RUN + 1)
-    drawn = places[:-1] + np.random.default_rng(seed).random(len(places) - 1) * np.diff(places)
-    return [slice(RUN * at, RUN * (at + 1)) for at in np.unique(drawn.astype(np.int64)).tolist()]
+        return None
+    bounds = np.linspace(0, elements // RUN, SAMPLE // RUN + 1)
+    drawn = bounds[:-1] + np.random.default_rng(seed).random(len(bounds) - 1) * np.diff(bounds)
+    return np.unique(drawn.astype(np.int64))
 
 
-def gram(deltas: Sequence[Vector], parts: Sequence[slice]) -> Float64:
-    """Scalar products (M, M) of deltas, each (elements,) finite, over some of their elements."""
-    sampled = np.stack([np.concatenate([np.asarray(delta[part], np.float64) for part in parts]) for delta in deltas])
+def _sampled(delta: Vector, at: npt.NDArray[np.int64] | None) -> Float64:
+    if at is None:
+        return np.asarray(delta[0 : len(delta)], np.float64)
+    if isinstance(delta, np.ndarray):
+        rows = delta[: len(delta) - len(delta) % RUN].reshape(-1, RUN)
+        return rows[at].astype(np.float64).reshape(-1)
+    return np.concatenate([delta[RUN * one : RUN * (one + 1)] for one in at.tolist()]).astype(np.float64)
+
+
+def gram(deltas: Sequence[Vector], at: npt.NDArray[np.int64] | None) -> Float64:
+    """Scalar products (M, M) of deltas, each (elements,) finite, over some of their elements (`places`)."""
+    sampled = np.stack([_sampled(delta, at) for delta in deltas])
     products: Float64 = sampled @ sampled.T
     return products
 

@@ -26,11 +26,11 @@ from diloco.pipeline.testing.chance import Chance
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull_exact
-from diloco.studies.quality.agreement import agreement_of
 from diloco.studies.quality.bus import RUN, LabBus
 from diloco.studies.quality.curve import Progress, Recorder
 from diloco.studies.quality.fragment import LabFragment, Stale
 from diloco.studies.quality.learner import LabLearner
+from diloco.studies.quality.poison.agreement import agreement_of
 from diloco.studies.quality.schedule import Schedule
 from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.tasks.tasks import open_task

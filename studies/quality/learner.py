@@ -24,7 +24,7 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, inline
 from diloco.studies.quality.bus import LabBus
 from diloco.studies.quality.curve import Recorder
 from diloco.studies.quality.inner import inner_optimizer
-from diloco.studies.quality.poison import Poison
+from diloco.studies.quality.poison.sending import Poison
 from diloco.studies.quality.schedule import Schedule
 from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.tasks.tasks import Task

@@ -1,12 +1,12 @@
 """Who disagrees with all others again and again is known after some windows, and nobody else is."""
 
-import itertools
-
+import ml_dtypes
 import numpy as np
 import pytest
 
 from diloco.pipeline.messages.wire import MAX_LEARNERS
-from diloco.syncer.standing import AT_ODDS, LEAST, RUN, SAMPLE, Standings, agreements, gram, stretches
+from diloco.pipeline.payload import quantize
+from diloco.syncer.standing import AT_ODDS, LEAST, RUN, SAMPLE, Standings, agreements, gram, places
 
 ELEMENTS = 4000
 
@@ -32,7 +32,7 @@ def names(count: int) -> list[str]:
 
 
 def found(deltas: list[np.ndarray]) -> dict[str, float | None]:
-    values = agreements(gram([d.astype(np.float32) for d in deltas], stretches(ELEMENTS, 0)))
+    values = agreements(gram([d.astype(np.float32) for d in deltas], places(ELEMENTS, 0)))
     return dict(zip(names(len(deltas)), values, strict=True))
 
 
@@ -137,17 +137,22 @@ def test_a_delta_of_zeros_and_too_few_others_tell_nothing() -> None:
 
 def test_a_sample_tells_what_all_of_a_delta_tells() -> None:
     """In bf16 too, and whatever the seed; each seed looks elsewhere, and at all parts of the fragment."""
-    elements, chance = 40 * SAMPLE, np.random.default_rng(0)
+    elements, chance = 10 * SAMPLE, np.random.default_rng(0)
     common = chance.standard_normal(elements, np.float32)
     deltas = [common + 2 * chance.standard_normal(elements, np.float32) for _ in range(4)]
-    exact = agreements(gram(deltas, [slice(0, elements)]))
-    parts = [stretches(elements, seed) for seed in range(5)]
-    for one in parts:
-        assert sum(part.stop - part.start for part in one) == SAMPLE
-        assert max(b.start - a.stop for a, b in itertools.pairwise(one)) < 2 * elements * RUN / SAMPLE
+    exact = agreements(gram(deltas, None))
+    at = [places(elements, seed) for seed in range(4)]
+    for one in at:
+        assert one is not None
+        assert len(one) == SAMPLE // RUN
+        assert np.diff(one).max() < 2 * elements // SAMPLE
         assert agreements(gram(deltas, one)) == pytest.approx(exact, abs=0.02)
-    assert len({tuple(part.start for part in one) for one in parts}) == 5
-    assert stretches(SAMPLE, 3) == [slice(0, SAMPLE)]
+    assert not np.array_equal(at[0], at[1])
+    narrow = [delta.astype(ml_dtypes.bfloat16) for delta in deltas]
+    coded = [quantize.Quantized(quantize.encode(delta, "int8"), elements, "int8") for delta in deltas]
+    for wire in (narrow, coded):
+        assert agreements(gram(wire, at[0])) == pytest.approx(agreements(gram(deltas, at[0])), abs=0.01)
+    assert places(SAMPLE, 3) is None
 
 
 def test_what_is_remembered_is_bounded() -> None:

@@ -1,6 +1,6 @@
 """A table of how far the learners of lab runs agreed, and who was at odds: `agreement` has what it says.
 
-`python -m diloco.studies.quality.agreement_table FILE.toml` prints it, of what was run of an experiment.
+`python -m diloco.studies.quality.poison.table FILE.toml` prints it, of what was run of an experiment.
 """
 
 import sys
