@@ -25,7 +25,7 @@ from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.status import Status, read_status
 from diloco.tape import read_archive
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 ROUNDS = 8
@@ -98,7 +98,7 @@ def test_a_learner_that_trains_the_wrong_way_is_shown_and_left_out_where_asked(t
     """Within some versions, by name; the honest four never are. The ledger closes, and the run is replayed exactly."""
     seen: list[set[str]] = []
     with EmbeddedRedis(dies_with_us=True) as redis, run_of_five(tmp_path, redis.url, leave_out) as processes:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 500
         while any(process.poll() is None for process in processes[1:]):
             assert time.monotonic() < deadline, {file.name: file.read_text() for file in tmp_path.glob("*.log")}
             try:

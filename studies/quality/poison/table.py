@@ -15,23 +15,23 @@ FOLDER = Path("runs/lab")
 
 def table(files: Sequence[Path], folder: Path = FOLDER) -> str:
     """Markdown: a line a run that was done."""
-    lines = ["| run | seed | loss | usual cosine, first and last quarter | least share of it | at odds | clipped |"]
-    lines.append("|---|---|---|---|---|---|---|")
+    lines = ["| run | seed | loss | usual cosine, early and late | least share | lowest standing | at odds | clipped |"]
+    lines.append("|---|---|---|---|---|---|---|---|")
     for file in files:
         for row in read_experiment(file).rows:
             for run in row.runs:
                 result = Store(folder).read(run, any_code=True)
-                if result is None or not result.get("usual_cosine"):
+                if result is None or "standing" not in result:
                     continue
-                least = min(result["cosines"].items(), key=lambda one: one[1])
+                who, standing = min(result["standing"].items(), key=lambda one: one[1])
                 odds = ", ".join(
                     f"{learner}: {share:.0%} of merges, first after {result['first_at_odds'][learner]}"
                     for learner, share in result["at_odds"].items()
                 )
-                first, last = result["usual_cosine"]
+                early, late = result["usual_cosine"]
                 lines.append(
-                    f"| {row.label} | {run.seed} | {result['final']['value']:.4f} | {first:.2f}, {last:.2f} | "
-                    f"{least[1]:.2f} ({least[0]}) | {odds or 'nobody'} | {result['clipped']} |"
+                    f"| {row.label} | {run.seed} | {result['final']['value']:.4f} | {early:.2f}, {late:.2f} | "
+                    f"{result['least_share']:.2f} | {standing:.2f} ({who}) | {odds or 'nobody'} | {result['clipped']} |"
                 )
     return "\n".join(lines)
 
