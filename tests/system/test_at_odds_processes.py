@@ -43,7 +43,7 @@ torch.manual_seed(0)
 model = nn.Sequential(nn.Embedding(16, 32), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 sync = SyncSettings(
-    tokens=160_000, quorum=3, fragments=3, sync_interval=6, delta_clip=2.0, leave_out=leave_out == "yes"
+    tokens=1_000_000, quorum=3, fragments=3, sync_interval=6, delta_clip=2.0, leave_out=leave_out == "yes"
 )
 learner = Learner(model, optimizer, run="odds", learner_id=name, sync=sync).open()
 generator = torch.Generator().manual_seed(hash(name) % 2**31)
