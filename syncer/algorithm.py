@@ -6,6 +6,7 @@ One sync of a fragment, whose global values are Theta and whose outer momentum i
     Delta_m = Theta - theta_m, for each m of M_t: its pseudogradient, with c_steps and c_tokens since its base;
         of one that measured it from the version before: Delta_m = rebased(Delta_m, Theta, that version's Theta)
     w = merge_weights(c), of sum 1
+    Delta_m = f_m Delta_m, f = clip_factors(||Delta_m||), where the run clips
     Delta = pseudogradient(Delta_m, w), each tensor by its rule in `MERGE_RULES`
     Theta, b = outer_step(Theta, b, Delta), each tensor by its optimizer in `OUTER`; average-only ones by `averaged`
     publish Theta to all learners: each overwrites its theta_m with it when it is ready
@@ -15,6 +16,7 @@ that stay in the cache, and tests hold them to these. The simulated world's orac
 """
 
 from collections.abc import Callable, Sequence
+from statistics import median_low
 from typing import TypeVar
 
 import numpy as np
@@ -71,6 +73,25 @@ def rebased(delta: Float64, theta: Float64, before: Float64) -> Float64:
     theta_m = before - delta
     pseudogradient: Float64 = theta - theta_m
     return pseudogradient
+
+
+# --- deltas that are longer than others -------------------------------------------------------------------
+
+LEAST_FOR_MEDIAN = 3
+"""Contributions. The median of two is the shorter one, which one alone of them would choose."""
+
+
+def clip_factors(norms: Sequence[float], multiple: float) -> tuple[float, ...]:
+    """f_m (M,), at most 1: none is longer than so many times the median of all; ours.
+
+    The lower median of an even number: more than half would have to be long to move it beyond the others' longest.
+
+    Args:
+        norms: of the whole deltas of a fragment, as they are merged.
+        multiple: 0: any length is merged.
+    """
+    most = multiple * median_low(norms) if len(norms) >= LEAST_FOR_MEDIAN else 0.0
+    return tuple(most / norm if 0 < most < norm else 1.0 for norm in norms)
 
 
 # --- merge rules: Delta_m of one tensor, (M, *shape), and w, (M,), to its Delta, (*shape) -----------------

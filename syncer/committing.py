@@ -32,11 +32,13 @@ from diloco.pipeline.transfer.global_format import SUMMED, Kind, Published, key_
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
+from diloco.syncer.algorithm import clip_factors
 from diloco.syncer.context import RandomHex, SyncerContext
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, orthogonalises
 from diloco.syncer.merging.merge import merge_shares
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.initial import IDLE_VIEW
+from diloco.syncer.standing import Standings
 from diloco.syncer.window import Merge
 
 REPLACED_BYTES = 64 * 2**20
@@ -146,8 +148,8 @@ class _Begun:
     draft: Draft
     entries: tuple[str, ...] = ()
     """Their header entries, in order."""
-    shares: tuple[float, ...] = ()
-    """What each was multiplied by."""
+    weights: tuple[tuple[float, float], ...] = ()
+    """Share and factor of each: what it was multiplied by."""
 
 
 class RunningSum:
@@ -156,7 +158,7 @@ class RunningSum:
     The sum is of the window's sound deltas in the order in which they completed, and so is the merge: what was summed
     before does not show in any bit. `session` says which those are. One that has left the window since (its learner has
     published on a newer base) is in the sum already, so that is begun anew from the deltas, which are all kept until
-    the commit.
+    the commit. So it is where one more delta has changed the others' clip factors.
     """
 
     def __init__(
@@ -213,23 +215,24 @@ class RunningSum:
 
     def _continues(self, begun: _Begun, deltas: Sequence[Delta]) -> bool:
         """Whether the sum is of the first of these, each multiplied by what it is multiplied by among all of them."""
-        count, shares = len(begun.entries), self._shares_of(deltas)
+        count, weights = len(begun.entries), self._weights_of(deltas)
         same = begun.entries == tuple(delta.offer.entry_id for delta in deltas[:count])
-        return same and begun.shares == shares[:count]
+        return same and begun.weights == weights[:count]
 
-    def _shares_of(self, deltas: Sequence[Delta]) -> tuple[float, ...]:
+    def _weights_of(self, deltas: Sequence[Delta]) -> tuple[tuple[float, float], ...]:
         headers = [delta.offer.header for delta in deltas]
-        return merge_shares([(h.steps, h.tokens) for h in headers], self._sync.weights)
+        shares = merge_shares([(h.steps, h.tokens) for h in headers], self._sync.weights)
+        return tuple(zip(shares, clip_factors([d.norm for d in deltas], self._sync.delta_clip), strict=True))
 
     async def _add_wanted(self) -> None:
         while self._behind():
             deltas = tuple(self._wanted)
-            begun, shares = self._fitting(deltas), self._shares_of(deltas)
+            begun, weights = self._fitting(deltas), self._weights_of(deltas)
             done = len(begun.entries)
-            rest = deltas[done:]
-            new = [delta.values for delta in rest], [delta.norms for delta in rest], shares[done:]
+            rest, (shares, factors) = deltas[done:], zip(*weights[done:], strict=True)
+            new = [delta.values for delta in rest], [delta.norms for delta in rest], shares, factors
             await self._offload(begun.draft.sum.add, *new)
-            begun.entries, begun.shares = tuple(delta.offer.entry_id for delta in deltas), shares
+            begun.entries, begun.weights = tuple(delta.offer.entry_id for delta in deltas), weights
 
 
 # --- the commit ----------------------------------------------------------------------------------------
@@ -333,6 +336,14 @@ class LastMerges:
         return min(self._outer) if self.measured else self._expected_outer_s
 
 
+AT_ODDS_SHOWN = 64
+
+
+def at_odds_shown(standings: Standings) -> tuple[str, ...]:
+    """Learners at odds, as heads and the tape say it."""
+    return tuple(sorted(standings.at_odds))[:AT_ODDS_SHOWN]
+
+
 def payload_key(bus: Bus, offer: Offer) -> str:
     """Where a delta's payload lies."""
     h = offer.header
@@ -348,7 +359,13 @@ class Committing:
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
     async def commit(
-        self, loaded: Loaded, merge: Merge, deltas: Sequence[Delta], began: float, interval: int
+        self,
+        loaded: Loaded,
+        merge: Merge,
+        deltas: Sequence[Delta],
+        began: float,
+        interval: int,
+        found: Mapping[str, float | None],
     ) -> Committed | None:
         """Merge, take the outer step and commit; `loaded` is at the new version then.
 
@@ -358,6 +375,7 @@ class Committing:
             deltas: its contributions, in its order.
             began: when it was decided.
             interval: of the version that is made (`stretched`).
+            found: how far each learner's delta agrees with the others', also of those that are left out.
 
         Returns:
             The tape's record; None if the outcome would not be finite: nothing has changed.
@@ -368,7 +386,8 @@ class Committing:
         merged, published, outer_s = await self._step(loaded, deltas)
         if not merged.finite:
             return None
-        record = self._record(loaded, merge, merged, began)
+        self._observe(found)
+        record = self._record(loaded, merge, merged, began, found)
         self._merges.observe(record.merge_s, outer_s)
         commit = self._commit(loaded, merge, merged, published, record, interval)
         await self._context.bus.commit(commit)
@@ -406,13 +425,27 @@ class Committing:
                 await context.offload(context.recorder.merge, fragment, deltas, merged)
             return merged, await uploads.published(), outer_s
 
-    def _record(self, loaded: Loaded, merge: Merge, merged: Merged, began: float) -> Committed:
+    def _observe(self, found: Mapping[str, float | None]) -> None:
+        """One more window's agreements; say whose standing has changed."""
+        standings = self._context.standings
+        before = standings.at_odds
+        standings.observe(found)
+        for learner in sorted(standings.at_odds ^ before):
+            told = {"learner": learner, "standing": round(standings.of(learner), 3)}
+            if learner in before:
+                self._log.info("learner_agreed_again", **told)
+            else:
+                self._log.warning("learner_disagreed", **told, left_out=self._context.sync.leave_out)
+
+    def _record(
+        self, loaded: Loaded, merge: Merge, merged: Merged, began: float, found: Mapping[str, float | None]
+    ) -> Committed:
         return Committed(
             fragment=self._layout.id,
             version=merged.version,
             digest=merged.digest,
             base_digest=loaded.head.digest,
-            contributions=merged.contributions,
+            contributions=tuple(c.model_copy(update={"cosine": found.get(c.learner)}) for c in merged.contributions),
             reason=merge.reason[:500],
             norm=merged.norm,
             quorum_s=merge.quorum_s,
@@ -422,6 +455,7 @@ class Committing:
             syncer=self._context.name,
             unix_s=self._context.clock.unix(),
             interval=loaded.head.interval,
+            at_odds=at_odds_shown(self._context.standings),
         )
 
     def _commit(
@@ -439,7 +473,9 @@ class Committing:
             updates=published.updates,
             behind=published.behind,
             sums=published.sums,
-            window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s}),
+            window=IDLE_VIEW.model_copy(
+                update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s, "at_odds": record.at_odds}
+            ),
             merged=merged.merged,
             record=record,
             interval=interval,

@@ -6,7 +6,7 @@ who is given up and when to merge is decided elsewhere (`window`, `watch`); this
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median_low
 
 import structlog
@@ -20,13 +20,23 @@ from diloco.pipeline.payload import codec
 from diloco.pipeline.ramps import overlap_in_force
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
-from diloco.syncer.committing import Committing, LastMerges, Loaded, RoundTrips, Staging, payload_key, stretched
+from diloco.syncer.committing import (
+    Committing,
+    LastMerges,
+    Loaded,
+    RoundTrips,
+    Staging,
+    at_odds_shown,
+    payload_key,
+    stretched,
+)
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
 from diloco.syncer.refusals import Refusals
+from diloco.syncer.standing import LEAST, SAMPLE, agreements, gram, places
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
@@ -166,12 +176,14 @@ class Session:
                 self._leaves(offer, Refused(reason, detail, offer.header.tokens))
 
     async def _add_up(self) -> None:
-        """Sum what is complete while the rest is awaited."""
-        self._committing.sum.follow(await self._downloads.as_merged(self.window.complete()))
+        """Sum what is complete, and will be merged, while the rest is awaited."""
+        left_out = self._context.left_out
+        summed = [offer for offer in self.window.complete() if offer.header.learner not in left_out]
+        self._committing.sum.follow(await self._downloads.as_merged(summed))
 
     def _give_up(self) -> float | None:
         """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
-        doubted = self._state.doubts.learners
+        doubted = self._not_awaited
         stopped, look_again = self._context.watch.given_up(
             self.window, self._downloads.heard_at, self._clock.now(), doubted
         )
@@ -188,11 +200,17 @@ class Session:
         grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
-        return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners)
+        given = state.uploads.upload_s, state.doubts.learners, self._context.left_out
+        return watch.conditions(self._p, version, grace, *given)
+
+    @property
+    def _not_awaited(self) -> frozenset[str]:
+        """Learners that nobody waits for."""
+        return self._state.doubts.learners | self._context.left_out
 
     def _reported(self) -> tuple[list[float], list[float]]:
         """Step times and pull times, s, of those that the window goes by."""
-        trusted = self._context.watch.trusted(self._p, self.window.version, self._state.doubts.learners)
+        trusted = self._context.watch.trusted(self._p, self.window.version, self._not_awaited)
         return [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted]
 
     async def _show_window(self, decision: Decision, conditions: Conditions) -> None:
@@ -205,6 +223,7 @@ class Session:
             members=window.members,
             expected=len(conditions.expected),
             doubted=tuple(sorted(conditions.doubted))[:DOUBTED_SHOWN],
+            at_odds=at_odds_shown(self._context.standings),
             merge_s=self._state.merges.merge_s,
             outer_s=self._state.merges.outer_s,
             reason=decision.reason[:500],
@@ -269,7 +288,11 @@ class Session:
         state, began = self._state, self._clock.now()
         await self._refuse_overdue(merge, "the upload did not end in time")
         deltas = await self._downloads.as_merged(merge.contributions)
-        record = await self._committing.commit(self._loaded, merge, deltas, began, self._next_interval())
+        found = await self._agreements((*merge.contributions, *merge.left_out))
+        for offer in merge.left_out:
+            detail = "its learner is at odds with all others, and the run leaves such out"
+            await self._refuse(offer, Refused(RefusalReason.AT_ODDS, detail, offer.header.tokens))
+        record = await self._committing.commit(self._loaded, merge, deltas, began, self._next_interval(), found)
         if record is None:
             await self._not_finite(merge)
             return
@@ -283,6 +306,16 @@ class Session:
         late, self.window = self.window.late.offers, self._new_window()
         for offer in late:
             await self._offered(Offered(offer.entry_id, offer.header))
+
+    async def _agreements(self, offers: Sequence[Offer]) -> dict[str, float | None]:
+        """How far each learner's delta, as it came, agrees with the window's others'."""
+        if len(offers) < LEAST:
+            return {}
+        elements = self._loaded.fragment.layout.elements
+        seed = int(self._context.random_hex(8), 16) if elements > SAMPLE else 0
+        sent = [self._downloads.deltas[offer.entry_id].sent.values for offer in offers]
+        products = await self._context.offload(gram, sent, places(elements, seed))
+        return dict(zip((offer.header.learner for offer in offers), agreements(products), strict=True))
 
     def _next_interval(self) -> int:
         """Of the version that a merge makes, by what those took that led here."""

@@ -34,9 +34,10 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | MERGING | not_merged | the outcome is not finite | COLLECTING | nothing |
 
 `decide` passes through every state whose time is over; the table names the one where it stays. M_t, the set that is
-merged, is fixed on entering UPLOADING. While a run drains, any member opens the window: there will be no due ones any
-more. An attempt that took a member's place had less than the whole time when the upload deadline is over: it is late
-then, not refused. Its learner was waited for in vain all the same, and is doubted for it.
+merged, is fixed on entering UPLOADING. A learner that is left out is in no M_t and counts for no K. While a run drains,
+any member opens the window: there will be no due ones any more. An attempt that took a member's place had less than the
+whole time when the upload deadline is over: it is late then, not refused. Its learner was waited for in vain all the
+same, and is doubted for it.
 `tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
@@ -95,6 +96,8 @@ class Conditions:
     settle_s: float = 2.0
     doubted: frozenset[str] = frozenset()
     """Learners that count only once their payload is here, and that nobody waits for."""
+    left_out: frozenset[str] = frozenset()
+    """Some of these: they never count, and what is here of them is not merged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +122,8 @@ class Merge:
     """When M_t was fixed."""
     in_vain: tuple[str, ...] = ()
     """Learners that were waited for until the upload deadline: the overdue, and those with an attempt since."""
+    left_out: tuple[Offer, ...] = ()
+    """Whose payloads are here too, and are not to be merged."""
 
     @property
     def quorum_s(self) -> float:
@@ -296,7 +301,7 @@ class Window:
 
     def not_merged(self, merge: Merge) -> None:
         """Nothing came of the merge that was decided: what was in it is refused; the window opens once more."""
-        for offer in (*merge.contributions, *merge.overdue):
+        for offer in (*merge.contributions, *merge.overdue, *merge.left_out):
             self.refused(offer)
         self.phase = Collecting(merge.opened_at)
 
@@ -344,12 +349,16 @@ class Window:
 
     def _count(self, given: Conditions) -> int:
         """Headers that count for the quorum."""
-        return sum(m.uploaded is not None or learner not in given.doubted for learner, m in self._members.items())
+        return sum(
+            learner not in given.left_out and (m.uploaded is not None or learner not in given.doubted)
+            for learner, m in self._members.items()
+        )
 
     def _next_of_uploads(
         self, phase: Uploading, now: float, given: Conditions, missing: frozenset[str]
     ) -> Merging | Wait | Reopened:
-        done = self.complete()
+        here = self.complete()
+        done = tuple(offer for offer in here if offer.header.learner not in given.left_out)
         waiting = {
             learner: m for learner, m in self._members.items() if m.uploaded is None and learner not in given.doubted
         }
@@ -363,7 +372,8 @@ class Window:
         absent = sorted({*missing, *waiting})
         reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
         times = phase.opened_at, phase.quorum_at, phase.fixed_at
-        return Merging(Merge(done, overdue, reason, *times, tuple(waiting)))
+        left_out = tuple(offer for offer in here if offer.header.learner in given.left_out)
+        return Merging(Merge(done, overdue, reason, *times, tuple(waiting), left_out))
 
     # --- transitions -----------------------------------------------------------------------------------
 

@@ -117,6 +117,7 @@ PURE = (
     "syncer/merging/outer.py",
     "syncer/serving/sharing.py",
     "syncer/watch.py",
+    "syncer/standing.py",
     "syncer/window.py",
     "workers/encoding.py",
     "workers/exchange/shared.py",

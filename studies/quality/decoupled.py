@@ -30,6 +30,7 @@ from diloco.studies.quality.bus import RUN, LabBus
 from diloco.studies.quality.curve import Progress, Recorder
 from diloco.studies.quality.fragment import LabFragment, Stale
 from diloco.studies.quality.learner import LabLearner
+from diloco.studies.quality.poison.agreement import agreement_of
 from diloco.studies.quality.schedule import Schedule
 from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.tasks.tasks import open_task
@@ -119,8 +120,9 @@ class LabWorld:
         own = {name: info.default for name, info in SyncerSettings.model_fields.items()} | {"syncer_id": "syncer"}
         settings = SyncerProcess(**own, **self.spec.sync.model_dump())
         make = partial(LabFragment, self.run, self._stale)
+        self._served = self.link()
         return SyncerService(
-            self.link(), self._clock, settings, Metrics(), offload=inline, random_hex=self._hex, make_fragment=make
+            self._served, self._clock, settings, Metrics(), offload=inline, random_hex=self._hex, make_fragment=make
         )
 
     def _hex(self, count: int) -> str:
@@ -211,4 +213,5 @@ class LabWorld:
             "merged_share": self._mean(heads, "merged_tokens") / trained,
             "overwritten_share": sum(r.overwritten for r in reports) / self.layout.elements / trained,
             "rejected_share": self._mean(heads, "rejected_tokens") / trained,
+            **agreement_of(self._served.commits),
         }

@@ -61,7 +61,7 @@ class LabFragment(FragmentState):
         if self._run.outer not in RULES or averages or self.layout.averaged:
             return super().step(deltas, shares, draft)
         values, norms = [d.values for d in deltas], [d.norms for d in deltas]
-        reduced = draft.sum.close(values, norms, shares)
+        reduced = draft.sum.close(values, norms, shares, factors=self.factors(deltas))
         squares = sum(share * d.norm**2 for share, d in zip(shares, deltas, strict=True)) / sum(shares)
         spread = squares / reduced.norm**2 if reduced.norm else 1.0
         step, delay = self.version - self.sync.outer_warmup, self._run.outer_delay

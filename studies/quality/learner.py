@@ -24,6 +24,7 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, inline
 from diloco.studies.quality.bus import LabBus
 from diloco.studies.quality.curve import Recorder
 from diloco.studies.quality.inner import inner_optimizer
+from diloco.studies.quality.poison.sending import Poison
 from diloco.studies.quality.schedule import Schedule
 from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.tasks.tasks import Task
@@ -79,6 +80,7 @@ class LabLearner:
         self._rounds = Rounds(world.layout, world.spec.sync)
         self._parameters = FragmentParameters(model, world.layout)
         self._random = Random(incarnation)  # for reading blocks again
+        self._poison = Poison(run, number)
         self._snapshots: dict[int, Flat] = {}
         """Fragment -> its values when last published, where what is trained past that is carried on."""
         self._steps = 0
@@ -167,7 +169,10 @@ class LabLearner:
         run, task = world.run, world.task
         progress = 0.0 if state is None else min(1.0, state.tokens / state.budget_tokens)
         with world.recorder.computing():
-            loss = task.loss(self.model, task.batch(list(islice(order, run.batch))))
+            batch = task.batch(list(islice(order, run.batch)), self.number)
+            if self._poison.shuffles:
+                batch = (torch.from_numpy(self._poison.shuffled(batch[0].numpy(force=True))).to(batch[0]), *batch[1:])
+            loss = task.loss(self.model, batch)
             torch.autograd.backward(loss)
             lr = learning_rate(
                 progress,
@@ -202,11 +207,13 @@ class LabLearner:
         return bool(fragments)
 
     def _snapshot(self, publication: Publication) -> tuple[Publication, Callable[[], Flat]]:
-        p = publication.base.fragment
+        base, p = publication.base, publication.base.fragment
         snapshot = self._parameters.snapshot(p)
         if self.world.run.adopt == "carry":
             self._snapshots[p] = snapshot.numpy().copy()  # the delta is made in its place
-        return publication, snapshot.numpy
+        if self.world.run.poison is None:
+            return publication, snapshot.numpy
+        return publication, lambda: self._poison.values(base.values, snapshot.numpy(), base.version)
 
     def _report(self, left: bool) -> LearnerReport:
         return virtual_report(self._rounds, self.id, self._incarnation, self._step_s, left)

@@ -38,6 +38,7 @@ Method = Literal[RunMethod, "single"]
 Turned = Literal["muon-3", "halves", "gram-schmidt", "clipped", "by-turns", "by-turns-clipped"]
 """Research that turns matrices (`turns`)."""
 OuterName = Literal[Production, Turned, "delayed", "agreement", "extrapolated", "schedule-free"]
+PoisonName = Literal["flipped", "flipped-3", "random", "shuffled", "turns", "weak", "seldom", "mixed"]
 MOST_RUNS = 10_000
 
 _WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
@@ -125,6 +126,18 @@ class LabRun(BaseModel):
     )
     doubling: int = Field(USUAL["doubling"], ge=1, description="Outer steps after which it doubles")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
+    delta_clip: float | None = Field(None, ge=1, description="Longest delta, in medians of its window; off: any")
+    leave_out: bool | None = Field(None, description="Learners at odds with all others are left out of merges")
+    poison: PoisonName | None = Field(
+        None,
+        description="What the first learners send in place of what they learned. flipped: minus it; flipped-3: minus "
+        "three times it; random: as long in a random direction; shuffled: what they learn of shuffled text; turns: "
+        "flipped, one at a time; weak: minus 0.3 times it; seldom: flipped, three times of ten; mixed: half of it and "
+        "a random direction",
+    )
+    poisoners: int | None = Field(None, ge=1, le=256, description="How many; off: 1")
+    apart: bool | None = Field(None, description="Each learner trains on a stretch of the text of its own")
+    odd_data: str | None = Field(None, description="Text that the last learner trains on instead")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
         description="What becomes of a learner's fragment when a newer global arrives. overwrite: the global; blend: "
@@ -159,6 +172,8 @@ class LabRun(BaseModel):
             raise ValueError("experts are for task='text'")
         if self.task == "images" and self.image_size % self.patch_size:
             raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
+        if self.task != "text" and (self.poison == "shuffled" or self.apart or self.odd_data is not None):
+            raise ValueError("poison='shuffled', apart and odd_data are for task='text'")
         if self.late_join_s is not None and self.learners < 2:
             raise ValueError("late_join_s needs 2 learners or more")
         if self.global_codec == "int8" and self.outer not in get_args(Production):
@@ -201,6 +216,8 @@ class LabRun(BaseModel):
             merge=self.merge,
             weights=self.weights or USUAL["weights"],
             outer=self._production(),
+            delta_clip=self.delta_clip or USUAL["delta_clip"],
+            leave_out=self.leave_out or USUAL["leave_out"],
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
             outer_warmup=self.outer_warmup,
@@ -253,6 +270,7 @@ PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments", "late_join_s"),
     *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "outer_delay", "stale"),
+    *("delta_clip", "leave_out", "poison", "poisoners"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (

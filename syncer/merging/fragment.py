@@ -8,6 +8,7 @@ makes it so. A refused commit therefore leaves the state as it was.
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobo
 from diloco.pipeline.transfer.global_format import STATE_RULES, Kind, OuterState, Published, Step, StepWriter, vectors
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.syncer.admission import Offer
-from diloco.syncer.algorithm import merge_weights
+from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares, rebase
 from diloco.syncer.merging.outer import (
     TURNS,
@@ -209,11 +210,12 @@ def outer_step(
     recorded: Float64 | None = None,
     draft: Draft | None = None,
     recorded_step: npt.NDArray[np.float32] | None = None,
+    factors: Sequence[float] | None = None,
 ) -> Stepped:
     """Merge and take the outer step, in new memory: `theta` and `outer_state` stay (paper: RDA, outer optimizer).
 
     Args:
-        layout, deltas, norms, shares, recorded: as `merge.Sum.close`.
+        layout, deltas, norms, shares, recorded, factors: as `merge.Sum.close`.
         sync: has the chunk size.
         outer: learning rate and momentum, as `outer.outer_at`.
         theta: (elements,) values at the base.
@@ -225,18 +227,18 @@ def outer_step(
     into = draft or Draft(layout, sync)
     orthogonal = orthogonalises(layout, sync, mu)
     into.prepare(mu, orthogonal)
+    close = partial(into.sum.close, deltas, norms, shares, recorded, factors=factors)
     writer = into.step_writer(theta, outer_state, lr, mu)
     if not mu:  # no state is kept while it has no say: the first step with momentum is as the first of a run
         averaged = layout.averaged
         plain = AveragingStep(layout, theta, into.theta) if averaged else PlainStep(writer.base, into.theta, lr)
-        return Stepped(into.theta, {}, _elementwise(plain, writer, into.sum, deltas, norms, shares, recorded))
+        return Stepped(into.theta, {}, _elementwise(plain, writer, close))
     momentum = Momentum(outer_state.get("momentum"), into.outer_state["momentum"], mu)
     step = NesterovStep(writer.base, momentum, into.theta, lr)
     if not orthogonal:
-        reduced = _elementwise(step, writer, into.sum, deltas, norms, shares, recorded)
-        return Stepped(into.theta, into.outer_state, reduced)
+        return Stepped(into.theta, into.outer_state, _elementwise(step, writer, close))
     # A matrix is orthogonalised as a whole, so once all of it is merged: a second pass.
-    reduced = into.sum.close(deltas, norms, shares, recorded)
+    reduced = close()
     writer.reduced()
     found = np.empty(matrix_elements(layout), np.float32)
     for stop in matrix_blocks(layout, sync.outer, step, found, recorded_step):
@@ -244,22 +246,14 @@ def outer_step(
     return Stepped(into.theta, into.outer_state, reduced, found)
 
 
-def _elementwise(
-    step: PlainStep,
-    writer: DraftWriter,
-    running: Sum,
-    deltas: Sequence[Vector],
-    norms: Sequence[Float64],
-    shares: Sequence[float],
-    recorded: Float64 | None,
-) -> Reduced:
+def _elementwise(step: PlainStep, writer: DraftWriter, close: Callable[..., Reduced]) -> Reduced:
     """A step that goes over each block once, while it is in the cache."""
 
     def stepped(start: int, stop: int) -> None:
         step.block(start, stop)
         writer.written(stop)
 
-    return running.close(deltas, norms, shares, recorded, stepped)
+    return close(each_block=stepped)
 
 
 # --- the fragment --------------------------------------------------------------------------------------
@@ -327,6 +321,10 @@ class FragmentState:
         """Outer learning rate and momentum of the step that merges these."""
         return outer_at(self.sync, self.version, (delta.offer.header.steps for delta in deltas), self.interval)
 
+    def factors(self, deltas: Sequence[Delta]) -> tuple[float, ...]:
+        """`algorithm.clip_factors` of a window's deltas, each as `rebased` has it."""
+        return clip_factors([delta.norm for delta in deltas], self.sync.delta_clip)
+
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], draft: Draft | None = None) -> Merged:
         """Token-weighted merge and the outer step (paper: merge weight, RDA, outer optimizer).
 
@@ -363,8 +361,9 @@ class FragmentState:
                     weight=float(w),
                     norm=d.sent.norm,
                     rebased=d.stale is not None,
+                    factor=factor,
                 )
-                for h, w, d in zip(headers, weights, deltas, strict=True)
+                for h, w, d, factor in zip(headers, weights, deltas, self.factors(deltas), strict=True)
             ),
             merged=tuple(merged.values()),
             norm=stepped.reduced.norm,
@@ -375,10 +374,9 @@ class FragmentState:
 
     def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
         """Merge and take the outer step into `draft`; research puts another one in its place."""
-        values, norms = [d.values for d in deltas], [d.norms for d in deltas]
-        return outer_step(
-            self.layout, self.sync, self.outer(deltas), self.theta, self.outer_state, values, norms, shares, draft=draft
-        )
+        values, norms, factors = [d.values for d in deltas], [d.norms for d in deltas], self.factors(deltas)
+        at = self.layout, self.sync, self.outer(deltas), self.theta, self.outer_state
+        return outer_step(*at, values, norms, shares, draft=draft, factors=factors)
 
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""

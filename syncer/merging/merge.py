@@ -18,6 +18,7 @@ for bit from recorded ones.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from operator import mul
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -170,6 +171,8 @@ class Terms(NamedTuple):
     lengths: Sequence[float]
     """L2 norm of each in this tensor."""
     shares: Sequence[float]
+    factors: Sequence[float]
+    """`algorithm.clip_factors` of each: it is merged as if it were so many times as long."""
 
 
 class Closed(NamedTuple):
@@ -235,18 +238,21 @@ class Mean:
 
     def add(self, terms: Terms) -> None:
         """As `Rule`."""
-        for _ in self._sum.add(terms.deltas, terms.shares):
+        for _ in self._added(terms):
             pass
 
     def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
         """As `Rule`, in one pass."""
         found = 0.0
-        for start, stop, block in self._sum.add(rest.deltas, rest.shares):
+        for start, stop, block in self._added(rest):
             if scale != 1.0:
                 np.multiply(block, scale, out=block)
             found += squares(block)
             each_block(start, stop)
         return Closed(found)
+
+    def _added(self, terms: Terms) -> Iterator[tuple[int, int, Float32]]:
+        return self._sum.add(terms.deltas, list(map(mul, terms.shares, terms.factors)))
 
 
 class Rda:
@@ -277,7 +283,7 @@ class Rda:
 
     def _added(self, terms: Terms) -> Iterator[tuple[int, int, Float32]]:
         both = list(zip(terms.shares, terms.lengths, strict=True))
-        self._lengths += [share * length for share, length in both]
+        self._lengths += [share * length * factor for (share, length), factor in zip(both, terms.factors, strict=True)]
         factors = [share / length if length > _NO_DIRECTION else 0.0 for share, length in both]
         return self._sum.add(terms.deltas, factors)
 
@@ -319,7 +325,7 @@ class RdaRow:
         return (start - self._slot.start) // self._columns, (stop - self._slot.start) // self._columns
 
     def _add(self, terms: Terms, rows: "_Rows", start: int, stop: int) -> None:
-        rows.add([delta[start:stop].reshape(-1, self._columns) for delta in terms.deltas], terms.shares)
+        rows.add([delta[start:stop].reshape(-1, self._columns) for delta in terms.deltas], terms)
 
 
 class _Rows(NamedTuple):
@@ -340,12 +346,12 @@ class _Rows(NamedTuple):
         """Rows [start, stop), sharing memory."""
         return _Rows(self.directions[start:stop], self.lengths[start:stop])
 
-    def add(self, parts: Sequence[Float32], shares: Sequence[float]) -> None:
-        """parts: each (rows, columns)."""
-        for part, share in zip(parts, shares, strict=True):
+    def add(self, parts: Sequence[Float32], terms: Terms) -> None:
+        """parts: each (rows, columns), of the terms' deltas."""
+        for part, share, factor in zip(parts, terms.shares, terms.factors, strict=True):
             rows = part.astype(np.float64)
             lengths = _row_lengths(rows)
-            np.add(self.lengths, share * lengths, out=self.lengths)
+            np.add(self.lengths, share * factor * lengths, out=self.lengths)
             rows *= np.divide(share, lengths, out=np.zeros_like(lengths), where=lengths > _NO_DIRECTION)[:, None]
             np.add(self.directions, rows, out=self.directions)
 
@@ -398,16 +404,23 @@ class Sum:
         self.count = 0
         """Contributions that were added."""
 
-    def add(self, deltas: Sequence[Vector], norms: Sequence[Float64], shares: Sequence[float]) -> None:
+    def add(
+        self,
+        deltas: Sequence[Vector],
+        norms: Sequence[Float64],
+        shares: Sequence[float],
+        factors: Sequence[float] | None = None,
+    ) -> None:
         """Sum these too.
 
         Args:
             deltas: each (elements,), finite, in any codec.
             norms: `delta_norms` of each, (tensors,).
             shares: `merge_shares` of each, or any other multiple of the merge weights that is not too large.
+            factors: `algorithm.clip_factors` of each; None: all 1.
         """
         for t, rule in self._rules.items():
-            rule.add(Terms(deltas, [float(one[t]) for one in norms], shares))
+            rule.add(Terms(deltas, [float(one[t]) for one in norms], shares, factors or [1.0] * len(deltas)))
         self.count += len(deltas)
 
     def close(
@@ -417,20 +430,21 @@ class Sum:
         shares: Sequence[float],
         recorded: Float64 | None = None,
         each_block: EachBlock = lambda start, stop: None,
+        factors: Sequence[float] | None = None,
     ) -> Reduced:
         """Make the pseudogradient of all contributions; the first `count` are in the sum already.
 
         Args:
-            deltas, norms, shares: of all, as `add`.
+            deltas, norms, shares, factors: of all, as `add`; one alone has the factor 1.
             recorded: (tensors,) directions of an earlier merge to scale by, for a replay; None: those measured here.
             each_block: called for each block.
         """
         alone = len(deltas) == 1
         done, scale = (0, 1.0) if alone else (self.count, 1 / math.fsum(shares))
-        total, directions = 0.0, np.zeros(self._tensors, np.float64)
+        total, directions, clipped = 0.0, np.zeros(self._tensors, np.float64), factors or [1.0] * len(deltas)
         for t, slot in self._slots.items():
             lengths = [float(one[t]) for one in norms[done:]]
-            rest = Terms(deltas[done:], lengths, [1.0] if alone else shares[done:])
+            rest = Terms(deltas[done:], lengths, [1.0] if alone else shares[done:], clipped[done:])
             rule = Mean(slot, self._out, self._scratch) if alone else self._rules[t]
             told = None if recorded is None else float(recorded[t])
             squared, directions[t] = rule.close(rest, scale, told, each_block)

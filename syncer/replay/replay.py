@@ -36,7 +36,7 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.payload.codec import Vector, as_bytes, payload_digest
 from diloco.pipeline.transfer.global_format import OuterState
-from diloco.syncer.algorithm import merge_weights
+from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.fragment import orthogonalises, outer_step
 from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares, rebase
 from diloco.syncer.merging.outer import outer_at
@@ -131,7 +131,7 @@ def _facts(recorded: RecordedMerge, tape: Committed) -> list[str]:
         what = "order of contributions" if sorted(there) == sorted(here) else "contributions"
         return [*problems, f"{what}: the tape has {', '.join(there)}; the recording {', '.join(here)}"]
     for mine, other in zip(header.contributions, tape.contributions, strict=True):
-        for name in ("attempt", "steps", "tokens", "weight", "norm", "rebased"):
+        for name in ("attempt", "steps", "tokens", "weight", "norm", "rebased", "factor"):
             a, b = getattr(other, name), getattr(mine, name)
             if a != b:
                 problems.append(f"{name} of {mine.learner}: the tape has {a!r}, the recording {b!r}")
@@ -169,6 +169,8 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         shares = merge_shares(counters, sync.weights)
     else:
         problems.append("steps or tokens of a contribution are not positive")
+    factors = [part.factor for part in parts]
+    compare("clip factors", clip_factors([float(np.linalg.norm(n)) for n in recorded.norms], sync.delta_clip), factors)
     deltas: list[Vector] = []
     for part, values, digest, norms in zip(parts, recorded.deltas, recorded.header.deltas, recorded.norms, strict=True):
         if payload_digest(as_bytes(values), sync.chunk_bytes) != digest:
@@ -202,6 +204,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         shares,
         recorded.directions,
         recorded_step=chosen,
+        factors=factors,
     )
     if chosen is not None and stepped.orthogonal is not None:
         problems += _other_steps(layout, stepped.orthogonal, chosen)

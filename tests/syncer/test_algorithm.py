@@ -188,21 +188,50 @@ def test_shares_are_the_weights_but_for_their_sum(counters: list[tuple[int, int]
     st.sampled_from(sorted(algorithm.WEIGHTS)),
     st.sampled_from(["fp32", "bf16", "int8"]),
     st.integers(0, 8),
+    st.sampled_from([0.0, 1.0, 1.5]),
     st.integers(0, 2**32),
 )
 def test_the_merge_is_the_algorithms_whatever_was_summed_before(
-    layout: FragmentLayout, counters: list[tuple[int, int]], rule: WeightsName, wire: str, before: int, seed: int
+    layout: FragmentLayout,
+    counters: list[tuple[int, int]],
+    rule: WeightsName,
+    wire: str,
+    before: int,
+    clip: float,
+    seed: int,
 ) -> None:
-    """Each tensor by its rule, in any codec, on tensors below and above the size of a block."""
+    """Each tensor by its rule, in any codec, on tensors below and above the size of a block; long ones clipped."""
     deltas = deltas_of(layout, len(counters), wire, seed)
     norms, shares = [delta_norms(layout, delta) for delta in deltas], merge.merge_shares(counters, rule)
     out = np.full(layout.elements, np.nan, np.float32)
     running = merge.Sum(layout, out)
-    running.add(deltas[:before], norms[:before], shares[:before])
-    found = running.close(deltas, norms, shares)
-    expected = algorithm.pseudogradient(layout, plain_values(deltas), algorithm.merge_weights(counters, rule))
+    factors = algorithm.clip_factors([float(np.linalg.norm(one)) for one in norms], clip)
+    running.add(deltas[:before], norms[:before], shares[:before], factors[:before])
+    found = running.close(deltas, norms, shares, factors=factors)
+    clipped = [factor * delta for factor, delta in zip(factors, plain_values(deltas), strict=True)]
+    expected = algorithm.pseudogradient(layout, clipped, algorithm.merge_weights(counters, rule))
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     assert found.norm == pytest.approx(float(np.linalg.norm(expected)), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("norms", "multiple", "expected"),
+    [
+        ([], 2.0, ()),
+        ([9.0], 2.0, (1.0,)),
+        ([1.0, 9.0], 2.0, (1.0, 1.0)),
+        ([1.0, 9.0, 1.0], 2.0, (1.0, 2 / 9, 1.0)),
+        ([1.0, 2.0, 8.0, 4.0], 2.0, (1.0, 1.0, 0.5, 1.0)),
+        ([1.0, 2.0, 8.0, 4.0], 0.0, (1.0,) * 4),
+        ([0.0, 0.0, 5.0], 2.0, (1.0,) * 3),
+        ([1.0, 9.0, 9.0, 1.0], 1.0, (1.0, 1 / 9, 1 / 9, 1.0)),
+    ],
+)
+def test_none_is_longer_than_so_many_times_the_lower_median(
+    norms: list[float], multiple: float, expected: tuple[float, ...]
+) -> None:
+    """Of three at least, where that is not 0; half of them cannot move it to their own length."""
+    assert algorithm.clip_factors(norms, multiple) == pytest.approx(expected)
 
 
 @settings(deadline=None, max_examples=20)

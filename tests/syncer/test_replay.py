@@ -39,9 +39,15 @@ MATRIX = {"shape": (2, 3), "matrix": True}
 
 
 def record_run(
-    folder: Path, *, rewind: bool = False, merge: str = "rda", averaged: bool = False, **changes: Any
+    folder: Path,
+    *,
+    rewind: bool = False,
+    merge: str = "rda",
+    averaged: bool = False,
+    learners_: int = 2,
+    **changes: Any,
 ) -> list[Committed]:
-    """Two learners of different speed to the end of their budget, recorded; the tape's commits.
+    """Two learners, or more, of different speed to the end of their budget, recorded; the tape's commits.
 
     averaged: the last fragment is average-only.
     """
@@ -62,7 +68,8 @@ def record_run(
             world.spec = world.spec.model_copy(update={"tensors": tensors})
         world.start_syncer()
         learners = [
-            VirtualLearner(f"l{i}", world, step_s=0.1 + 0.03 * i, incarnation=f"{i:016x}").start() for i in range(2)
+            VirtualLearner(f"l{i}", world, step_s=0.1 + 0.03 * i, incarnation=f"{i:016x}").start()
+            for i in range(learners_)
         ]
         if rewind:
             await world.until_version(3)
@@ -215,6 +222,22 @@ def test_a_run_whose_globals_are_updates_is_replayed_bit_for_bit(tmp_path, outer
     outcome = check(tmp_path, commits)
     assert told(outcome) == []
     assert outcome.merges == outcome.repeated >= 10
+
+
+@pytest.mark.parametrize("merge", ["rda", "rda-row", "mean"])
+@pytest.mark.parametrize("changes", [{}, {"outer": "halley", "outer_warmup": 2, "codec": "int8"}], ids=str)
+def test_a_run_that_clips_long_deltas_is_replayed_bit_for_bit(tmp_path, merge: str, changes: dict[str, Any]) -> None:
+    """By the factors on its tape, which are computed again; one that is another is found."""
+    told_of = {"quorum": 4, "tokens": 6000, "delta_clip": 1.0, "outer_momentum": 0.5, "learners_": 4}
+    commits = record_run(tmp_path, merge=merge, **told_of, **changes)
+    assert sum(part.factor < 1 for c in commits for part in c.contributions) >= 10
+    outcome = check(tmp_path, commits)
+    assert told(outcome) == []
+    assert outcome.repeated == outcome.merges >= 10
+    at = next(n for n, c in enumerate(commits) if any(part.factor < 1 for part in c.contributions))
+    parts = tuple(part.model_copy(update={"factor": 1.0}) for part in commits[at].contributions)
+    changed = [*commits[:at], commits[at].model_copy(update={"contributions": parts}), *commits[at + 1 :]]
+    assert any("factor of" in line for line in told(check(tmp_path, changed)))
 
 
 def test_a_replay_weighs_as_the_run_did(tmp_path) -> None:

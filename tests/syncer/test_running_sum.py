@@ -87,6 +87,32 @@ def test_shares_of_the_first_do_not_depend_on_those_to_come() -> None:
     assert merge_shares([*COUNTERS[:2], (1, 10**9)])[:2] != merge_shares(COUNTERS[:2])
 
 
+def test_a_sum_is_begun_anew_where_one_more_delta_changes_a_factor() -> None:
+    """A first delta that turns out to be long is clipped all the same, to the bit as if all had been there at once."""
+
+    async def main() -> None:
+        metrics, sync = Metrics(), samples.sync_spec(delta_clip=1.0)
+        offload = Held()
+        offload.go.set()
+        sums = RunningSum(LAYOUT.id, sync, lambda: Draft(LAYOUT, sync), offload, metrics)
+        deltas = [ALL[4], ALL[0], ALL[1], ALL[2]]
+        for count in (2, 3):
+            sums.follow(deltas[:count])
+            await asyncio.sleep(0.01)
+        assert anew(metrics) == 1
+        draft = await sums.draft(deltas)
+        factors = algorithm.clip_factors([one.norm for one in deltas], 1.0)
+        assert factors[0] < 1
+        shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in deltas])
+        given = [one.values for one in deltas], [one.norms for one in deltas], shares
+        draft.sum.close(*given, factors=factors)
+        expected = np.empty(LAYOUT.elements, np.float32)
+        Sum(LAYOUT, expected).close(*given, factors=factors)
+        assert draft.theta.tobytes() == expected.tobytes()
+
+    asyncio.run(main())
+
+
 def delta(number: int, counters: tuple[int, int]) -> Delta:
     header = samples.header(f"l{number}", steps=counters[0], tokens=counters[1])
     return Delta(Offer(f"{number}-0", header), DELTAS["bf16"][number], NORMS["bf16"][number])

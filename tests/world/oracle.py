@@ -108,7 +108,9 @@ class Oracle:
         self._side_store = store
         self._pulls = Pulls(layout, plan.latency_s, now)
         self._globals = Globals(self._store, layout, plan.spec.sync, self.broken)
-        self._refusals = Refusals(self._store, keys, now, self._published_as, len(layout.fragments))
+        self._refusals = Refusals(
+            self._store, keys, now, self._published_as, len(layout.fragments), plan.spec.sync.leave_out
+        )
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
             "read_heads": self._looked,
@@ -406,7 +408,7 @@ class Oracle:
         self._committed[p, commit.version, commit.digest] = shown
         state.momentum = momentum
         self._ever[p, commit.version, commit.digest] = state.copy()
-        self._windows.moved(link, p)
+        self._windows.moved(link, p, commit.window)
         self._windows.changed(p, state)
         self._check_pending(p)
         if any(one.key in self._store.expiries for one in stored_values.staged_by(commit)):
@@ -485,6 +487,10 @@ class Oracle:
                 if header.base_version == state.version:
                     self.broken("only a stale delta is rebased", f"{where}: {part.learner}'s")
             deltas.append(delta)
+        factors = algorithm.clip_factors([float(np.linalg.norm(delta)) for delta in deltas], sync.delta_clip)
+        if np.abs(np.array(factors) - [part.factor for part in parts]).max() > CLOSE:
+            self.broken("a long delta is clipped at the median", f"{where}: {factors}, and the tape has {parts}")
+        deltas = [factor * delta for factor, delta in zip(factors, deltas, strict=True)]
         if unclear:
             return
         gradient = algorithm.pseudogradient(self._layout.fragments[p], deltas, weights)

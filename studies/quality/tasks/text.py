@@ -9,6 +9,7 @@ from torch import nn
 from diloco.studies.quality.settings import LabRun
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.data.tokens import TokenText
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.models.moe import MixtureGPT, build_mixture
 from diloco.workers.trainer.recipe import held_out_loss, loss_of, to_device
@@ -24,6 +25,7 @@ class TextTask:
         text = open_text(run.data)
         self._run, self._device, self._vocab = run, device, text.vocab
         self._blocks = Blocks(text.train, run.seq_len, run.seed)
+        self._own = _stretches(run, text.train)
         self._held_out = Blocks(text.validation, run.seq_len).spread(run.eval_tokens)
         self.examples, self.example_tokens = self._blocks.count, run.seq_len
 
@@ -35,9 +37,10 @@ class TextTask:
         mixture = build_mixture(run.model, run.seed, run.experts, run.experts_a_token, self._vocab)
         return mixture.to(self._device)
 
-    def batch(self, chosen: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
+    def batch(self, chosen: Sequence[tuple[int, int]], learner: int = 0) -> tuple[torch.Tensor, ...]:
         """One tensor (B, T + 1) int64."""
-        rows = np.stack([self._blocks.block(epoch, index) for epoch, index in chosen])
+        blocks = self._own.get(learner, self._blocks)
+        rows = np.stack([blocks.block(epoch, index % blocks.count) for epoch, index in chosen])
         return (to_device(rows, self._device),)
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -48,3 +51,14 @@ class TextTask:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Nats a byte on the held-out slice."""
         return {"value": held_out_loss(model, self._held_out, self._device)}
+
+
+def _stretches(run: LabRun, train: TokenText) -> dict[int, Blocks]:
+    """Learner -> what it trains on, where that is not the run's whole text."""
+    size, found = len(train) // run.members, {}
+    if run.apart:
+        parts = [train[m * size : (m + 1) * size] for m in range(run.members)]
+        found = {m: Blocks(part, run.seq_len, run.seed) for m, part in enumerate(parts)}
+    if run.odd_data is not None:
+        found[run.members - 1] = Blocks(open_text(run.odd_data).train, run.seq_len, run.seed)
+    return found

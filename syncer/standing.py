@@ -1,0 +1,129 @@
+"""Whose deltas disagree with all others' again and again: measured on each window, kept over all of them. Pure.
+
+Learners of one run pull the same way: the cosine of a delta with the mean of the others' is well above 0. One delta
+alone tells little. A learner's *standing* is its cosines, each as a share of the window's usual one, smoothed. Near 0,
+or below, it is *at odds*: it sends noise, or pulls against the others.
+
+Nobody is judged by fewer than `LEAST` deltas of one window, and a minority alone is ever at odds: the usual cosine is
+the lower median, and a learner's own is at least what half of the others have with it. So whoever is outnumbered
+cannot make the others look as if they were the ones.
+"""
+
+from collections.abc import Mapping, Sequence
+from statistics import median_low
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.pipeline.messages.wire import MAX_LEARNERS
+from diloco.pipeline.payload.codec import Vector
+
+Float64 = npt.NDArray[np.float64]
+
+LEAST = 3
+"""Deltas of one window by which a learner can be judged: of two that disagree nobody can tell which one errs."""
+SAMPLE = 64 * 1024
+"""Elements of a fragment that are looked at: a cosine of more comes out to 1 / sqrt(SAMPLE) = 0.004."""
+RUN = 256
+"""Elements of one stretch of them."""
+LEAST_USUAL = 0.05
+"""A window whose usual cosine is below this tells of nobody: all pull their own way."""
+FALLS, RISES = 1 / 8, 1 / 32
+"""Weights of a new share in the standing. It falls faster than it rises: who disagrees in every third window is at odds
+too, and who was at odds has to agree for a while."""
+AT_ODDS, AGREES = 0.05, 0.15
+"""A standing below the first is at odds, until it is above the second."""
+
+
+# --- one window ------------------------------------------------------------------------------------------
+
+
+def places(elements: int, seed: int) -> npt.NDArray[np.int64] | None:
+    """Which stretches of a fragment to look at, by number: others with each seed, from all parts. None: all of it.
+
+    The seed is to be drawn once the deltas are here: else they could be as the others' where it is looked.
+    """
+    if elements <= SAMPLE:
+        return None
+    bounds = np.linspace(0, elements // RUN, SAMPLE // RUN + 1)
+    drawn = bounds[:-1] + np.random.default_rng(seed).random(len(bounds) - 1) * np.diff(bounds)
+    return np.unique(drawn.astype(np.int64))
+
+
+def _sampled(delta: Vector, at: npt.NDArray[np.int64] | None) -> Float64:
+    if at is None:
+        return np.asarray(delta[0 : len(delta)], np.float64)
+    if isinstance(delta, np.ndarray):
+        rows = delta[: len(delta) - len(delta) % RUN].reshape(-1, RUN)
+        return rows[at].astype(np.float64).reshape(-1)
+    return np.concatenate([delta[RUN * one : RUN * (one + 1)] for one in at.tolist()]).astype(np.float64)
+
+
+def gram(deltas: Sequence[Vector], at: npt.NDArray[np.int64] | None) -> Float64:
+    """Scalar products (M, M) of deltas, each (elements,) finite, over some of their elements (`places`)."""
+    sampled = np.stack([_sampled(delta, at) for delta in deltas])
+    products: Float64 = sampled @ sampled.T
+    return products
+
+
+def agreements(products: Float64) -> list[float | None]:
+    """How far each of M deltas agrees with the others, -1 to 1; None where that cannot be told.
+
+    It is the cosine with the mean of the others' directions, or the one that half of the others have with it at least,
+    if that is higher: a few that pull against all count for half of the mean where learners are few.
+    """
+    lengths = np.sqrt(np.diag(products))
+    some = [m for m, length in enumerate(lengths) if length > 0]
+    found: list[float | None] = [None] * len(lengths)
+    if len(some) < LEAST:
+        return found
+    cosines = products[np.ix_(some, some)] / np.outer(lengths[some], lengths[some])
+    for at, m in enumerate(some):
+        others = [other for other in range(len(some)) if other != at]
+        mean = float(np.sqrt(max(0.0, cosines[np.ix_(others, others)].sum())))
+        with_mean = float(cosines[at, others].sum()) / mean if mean > 0 else 0.0
+        with_half = float(np.sort(cosines[at, others])[len(others) // 2])
+        found[m] = min(1.0, max(-1.0, with_mean, with_half))
+    return found
+
+
+# --- over windows ------------------------------------------------------------------------------------------
+
+
+class Standings:
+    """The standings of a run's learners, as one syncer's windows show them. A new learner has 1.
+
+    At most as many as a run may have are remembered; the one that was longest in no window goes.
+    """
+
+    def __init__(self) -> None:
+        self._standings: dict[str, float] = {}
+        self._low: set[str] = set()
+
+    def observe(self, found: Mapping[str, float | None]) -> None:
+        """One window's `agreements` by learner."""
+        known = {learner: cosine for learner, cosine in found.items() if cosine is not None}
+        if len(known) < LEAST or (usual := median_low(known.values())) < LEAST_USUAL:
+            return
+        for learner, cosine in known.items():
+            before, share = self._standings.pop(learner, 1.0), min(1.0, max(-1.0, cosine / usual))
+            now = before + (FALLS if share < before else RISES) * (share - before)
+            self._standings[learner] = now
+            if now < AT_ODDS:
+                self._low.add(learner)
+            elif now > AGREES:
+                self._low.discard(learner)
+        while len(self._standings) > MAX_LEARNERS:
+            gone = next(iter(self._standings))
+            del self._standings[gone]
+            self._low.discard(gone)
+
+    def of(self, learner: str) -> float:
+        """A learner's, -1 to 1."""
+        return self._standings.get(learner, 1.0)
+
+    @property
+    def at_odds(self) -> frozenset[str]:
+        """Learners at odds with the others: fewer than half of all that are known, those of the lowest standing."""
+        most = (len(self._standings) - 1) // 2
+        return frozenset(sorted(self._low, key=self.of)[: max(0, most)])

@@ -1,0 +1,164 @@
+"""Who disagrees with all others again and again is known after some windows, and nobody else is."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from diloco.pipeline.messages.wire import MAX_LEARNERS
+from diloco.pipeline.payload import quantize
+from diloco.syncer.standing import AT_ODDS, LEAST, RUN, SAMPLE, Standings, agreements, gram, places
+
+ELEMENTS = 4000
+
+
+def window(chance: np.random.Generator, honest: int, *others: str, noise: float = 1.5) -> list[np.ndarray]:
+    """Deltas that have a part in common, and after them others that are something else."""
+    common = chance.standard_normal(ELEMENTS)
+
+    def one() -> np.ndarray:
+        return common + noise * chance.standard_normal(ELEMENTS)
+
+    kinds = {
+        "flipped": lambda: -one(),
+        "flipped-3": lambda: -3 * one(),
+        "random": lambda: (1 + noise) * chance.standard_normal(ELEMENTS),
+        "honest": one,
+    }
+    return [one() for _ in range(honest)] + [kinds[kind]() for kind in others]
+
+
+def names(count: int) -> list[str]:
+    return [f"l{number}" for number in range(count)]
+
+
+def found(deltas: list[np.ndarray]) -> dict[str, float | None]:
+    values = agreements(gram([d.astype(np.float32) for d in deltas], places(ELEMENTS, 0)))
+    return dict(zip(names(len(deltas)), values, strict=True))
+
+
+def windows_until(standings: Standings, honest: int, *others: str, windows: int = 100, seed: int = 0) -> int | None:
+    """After how many windows all of the others are at odds; nobody else ever is."""
+    chance, bad = np.random.default_rng(seed), {f"l{honest + number}" for number in range(len(others))}
+    for number in range(1, windows + 1):
+        standings.observe(found(window(chance, honest, *others)))
+        assert standings.at_odds <= bad
+        if others and standings.at_odds == bad:
+            return number
+    return None
+
+
+@pytest.mark.parametrize(
+    ("honest", "others", "most"),
+    [
+        (2, ("flipped",), 8),
+        (3, ("flipped",), 8),
+        (7, ("flipped",), 8),
+        (7, ("flipped-3",), 8),
+        (7, ("random",), 40),
+        (3, ("random",), 40),
+        (3, ("flipped", "flipped"), 10),
+        (5, ("flipped", "flipped", "flipped"), 10),
+        (5, ("flipped-3", "flipped-3"), 10),
+    ],
+)
+def test_a_minority_that_disagrees_is_at_odds_within_some_windows(
+    honest: int, others: tuple[str, ...], most: int
+) -> None:
+    """Whatever it sends, and also if its members send alike."""
+    taken = windows_until(Standings(), honest, *others)
+    assert taken is not None
+    assert taken <= most
+
+
+@pytest.mark.parametrize("honest", [3, 4, 8, 16])
+def test_learners_that_agree_a_little_are_never_at_odds(honest: int) -> None:
+    chance, standings = np.random.default_rng(honest), Standings()
+    for _ in range(100):
+        standings.observe(found(window(chance, honest, noise=3.0)))
+    assert min(standings.of(name) for name in names(honest)) > 0.5
+    assert not standings.at_odds
+
+
+def test_of_two_nobody_is_judged() -> None:
+    standings = Standings()
+    assert windows_until(standings, 1, "flipped") is None
+    assert standings.of("l0") == standings.of("l1") == 1.0
+
+
+def test_where_nobody_agrees_nobody_is_judged() -> None:
+    """Deltas without anything in common: the one that has some luck is no measure of the others."""
+    chance, standings = np.random.default_rng(0), Standings()
+    for _ in range(100):
+        standings.observe(found(window(chance, 0, *["random"] * 6)))
+    assert not standings.at_odds
+
+
+def test_half_of_the_learners_cannot_put_the_other_half_at_odds() -> None:
+    """Nor can a majority that is seen in other windows: fewer than half of all known ones are ever at odds."""
+    standings = Standings()
+    for chance in (np.random.default_rng(n) for n in range(60)):
+        standings.observe(found(window(chance, 3, "flipped", "flipped", "flipped")))
+        assert len(standings.at_odds) <= 2
+    others = Standings()
+    for n in range(40):
+        for bad in range(4):  # each window has another one that three agree against
+            told = dict.fromkeys(names(4), 0.5) | {f"l{bad}": -0.5}
+            others.observe(told if n % 2 else dict(reversed(told.items())))
+    assert len(others.at_odds) <= 1
+
+
+def test_who_agrees_again_comes_back_but_not_at_once() -> None:
+    standings, chance = Standings(), np.random.default_rng(0)
+    assert windows_until(standings, 4, "flipped") is not None
+    back = 0
+    while "l4" in standings.at_odds:
+        standings.observe(found(window(chance, 5)))
+        back += 1
+        assert back < 100
+    assert back > 3
+
+
+def test_who_is_honest_two_times_of_three_is_at_odds_all_the_same() -> None:
+    standings, chance, low = Standings(), np.random.default_rng(0), 0
+    for number in range(120):
+        standings.observe(found(window(chance, 7, "honest" if number % 3 else "flipped")))
+        low += number >= 60 and standings.at_odds == {"l7"}
+    assert low > 40
+
+
+def test_a_delta_of_zeros_and_too_few_others_tell_nothing() -> None:
+    chance = np.random.default_rng(0)
+    deltas = [*window(chance, LEAST - 1), np.zeros(ELEMENTS)]
+    assert found(deltas) == dict.fromkeys(names(LEAST))
+    some = found([*window(chance, LEAST), np.zeros(ELEMENTS)])
+    assert some[f"l{LEAST}"] is None
+    assert all(some[name] is not None for name in names(LEAST))
+
+
+def test_a_sample_tells_what_all_of_a_delta_tells() -> None:
+    """In bf16 too, and whatever the seed; each seed looks elsewhere, and at all parts of the fragment."""
+    elements, chance = 10 * SAMPLE, np.random.default_rng(0)
+    common = chance.standard_normal(elements, np.float32)
+    deltas = [common + 2 * chance.standard_normal(elements, np.float32) for _ in range(4)]
+    exact = agreements(gram(deltas, None))
+    at = [places(elements, seed) for seed in range(4)]
+    for one in at:
+        assert one is not None
+        assert len(one) == SAMPLE // RUN
+        assert np.diff(one).max() < 2 * elements // SAMPLE
+        assert agreements(gram(deltas, one)) == pytest.approx(exact, abs=0.02)
+    assert not np.array_equal(at[0], at[1])
+    narrow = [delta.astype(ml_dtypes.bfloat16) for delta in deltas]
+    coded = [quantize.Quantized(quantize.encode(delta, "int8"), elements, "int8") for delta in deltas]
+    for wire in (narrow, coded):
+        assert agreements(gram(wire, at[0])) == pytest.approx(agreements(gram(deltas, at[0])), abs=0.01)
+    assert places(SAMPLE, 3) is None
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    standings = Standings()
+    for number in range(MAX_LEARNERS + 50):
+        standings.observe({"a": 0.5, "b": 0.5, f"n{number}": -0.5})
+    assert standings.of("n0") == 1.0
+    assert standings.of(f"n{MAX_LEARNERS + 49}") < 1.0
+    assert standings.of("a") > AT_ODDS
