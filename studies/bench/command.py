@@ -18,7 +18,7 @@ from diloco.pipeline.process.lifecycle import interrupt_at_end_signals
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.units import counted
-from diloco.studies.bench import codec
+from diloco.studies.bench import codec, lines_command
 from diloco.studies.bench.beside import command as bench_compare
 from diloco.studies.bench.figures import Spread, show_machine, shown, table, write_json
 from diloco.studies.bench.gpu import command as bench_gpu
@@ -366,5 +366,6 @@ def window(
 
 
 app.command("codec")(codec.main)
+app.command("lines")(lines_command.main)
 app.command("compare")(bench_compare.main)
 app.command("gpu")(bench_gpu.main)
