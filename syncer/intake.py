@@ -14,6 +14,7 @@ from diloco.pipeline.bus.ports import Clock, Offered, Offers, PayloadStore
 from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
+from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader
 from diloco.pipeline.transfer.payloads import arriving
@@ -113,6 +114,32 @@ class UploadEstimator:
             self._upload.observe(min(seconds, most))
 
 
+class Coming:
+    """What has come lately of each learner's uploads, in all fragments of one syncer. Pure.
+
+    A learner uploads its deltas in the order of their serials, on each of its lanes. So one of which nothing has come
+    yet is still to come while earlier ones do.
+    """
+
+    MOST = 1024
+    """Incarnations; with more, those that were not heard for longest go."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, float]] = {}
+
+    def heard(self, header: DeltaHeader, now: float) -> None:
+        """Something of this delta came."""
+        self._last.pop(header.incarnation, None)
+        self._last[header.incarnation] = header.serial, now
+        while len(self._last) > self.MOST:
+            del self._last[next(iter(self._last))]
+
+    def is_due(self, header: DeltaHeader, since: float) -> bool:
+        """Whether its learner has been busy with earlier ones since then."""
+        serial, at = self._last.get(header.incarnation, (header.serial, -math.inf))
+        return serial < header.serial and at >= since
+
+
 class Downloads:
     """The downloads in flight and the deltas that are here."""
 
@@ -124,13 +151,17 @@ class Downloads:
         wake: asyncio.Event,
         offload: Offload,
         uploads: UploadEstimator,
+        coming: Coming,
     ) -> None:
-        """`fragment`: judges them. `uploads`: learns how long they take. `wake` is set whenever a download ends."""
+        """`fragment`: judges them. `uploads`: learns how long they take. `coming`: of all fragments, is told of what
+        comes. `wake` is set whenever a download ends."""
         self._bus, self._clock, self._fragment = bus, clock, fragment
-        self._wake, self._offload, self._uploads = wake, offload, uploads
+        self._wake, self._offload, self._uploads, self._coming = wake, offload, uploads, coming
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         self._heard: dict[str, float] = {}
+        self._came: dict[str, float] = {}
+        """Header entry -> when last a chunk came."""
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
         self.outcomes: deque[tuple[Offer, Outcome]] = deque()
@@ -173,6 +204,18 @@ class Downloads:
         """When last something of a payload came, or the bus failed; infinite once all of it is here."""
         return self._heard.get(offer.entry_id, math.inf)
 
+    def arriving(self, offers: Iterable[Offer], quiet_s: float) -> frozenset[str]:
+        """Of uploads that are not whole, the entries of those that come, or whose turn is still to come.
+
+        quiet_s: one of which nothing came for so long has stopped.
+        """
+        since = self._clock.now() - quiet_s
+        return frozenset(
+            offer.entry_id
+            for offer in offers
+            if self._came.get(offer.entry_id, -math.inf) >= since or self._coming.is_due(offer.header, since)
+        )
+
     def forget(self, entries: Iterable[str]) -> None:
         """These were merged or refused."""
         for entry_id in entries:
@@ -180,6 +223,7 @@ class Downloads:
                 task.cancel()
             self._began.pop(entry_id, None)
             self._heard.pop(entry_id, None)
+            self._came.pop(entry_id, None)
             self.deltas.pop(entry_id, None)
 
     async def close(self) -> None:
@@ -191,6 +235,7 @@ class Downloads:
         self._tasks.clear()
         self._began.clear()
         self._heard.clear()
+        self._came.clear()
         self.deltas.clear()
         self.outcomes.clear()
 
@@ -208,7 +253,8 @@ class Downloads:
                         feed(reader, norms, chunks)
                     else:
                         await self._offload(feed, reader, norms, chunks)
-                    self._heard[offer.entry_id] = self._clock.now()
+                    self._heard[offer.entry_id] = self._came[offer.entry_id] = now = self._clock.now()
+                    self._coming.heard(h, now)
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
                 self._uploads.observe(self._clock.now() - began)

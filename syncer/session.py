@@ -70,7 +70,8 @@ class Session:
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
         )
         self.window = self._new_window()
-        self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, context.offload, state.uploads)
+        of_all = context.offload, state.uploads, context.coming
+        self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, *of_all)
         self._committing = Committing(context, layout, state.staging, state.merges)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
@@ -188,7 +189,8 @@ class Session:
         grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
-        return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners)
+        arriving = self._downloads.arriving(self.window.awaited(), watch.quiet_s)
+        return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners, arriving)
 
     def _reported(self) -> tuple[list[float], list[float]]:
         """Step times and pull times, s, of those that the window goes by."""

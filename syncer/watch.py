@@ -45,6 +45,11 @@ class RunWatch:
     """Where the present trouble, or the last, began: the last reading before it."""
 
     @property
+    def quiet_s(self) -> float:
+        """An upload of which nothing came for so long has stopped."""
+        return max(LEAST_UPLOAD_S, self.liveness_s)
+
+    @property
     def draining(self) -> bool:
         """The run gathers its last deltas."""
         return self.state is not None and self.state.phase is not Phase.RUNNING
@@ -110,6 +115,7 @@ class RunWatch:
         grace_s: float | None,
         upload_s: float,
         doubted: frozenset[str] = frozenset(),
+        arriving: frozenset[str] = frozenset(),
     ) -> Conditions:
         """What a window must know of the run."""
         live = {s.report.learner for s in self.live()}
@@ -127,6 +133,7 @@ class RunWatch:
             upload_s=upload_s,
             draining=self.draining,
             doubted=doubted,
+            arriving=arriving,
         )
 
     def given_up(
@@ -138,7 +145,7 @@ class RunWatch:
         something of an upload came.
         """
         stopped: list[tuple[Offer, Refused]] = []
-        again, quiet_s = [], max(LEAST_UPLOAD_S, self.liveness_s)
+        again, quiet_s = [], self.quiet_s
         needed = window.state is State.UPLOADING
         for offer in window.awaited():
             learner = offer.header.learner

@@ -68,6 +68,10 @@ from diloco.syncer.admission import (
 )
 
 
+LEAST_MORE_S = 1.0
+"""Time that uploads are given once more, at least."""
+
+
 class State(StrEnum):
     """See the table above."""
 
@@ -95,6 +99,9 @@ class Conditions:
     settle_s: float = 2.0
     doubted: frozenset[str] = frozenset()
     """Learners that count only once their payload is here, and that nobody waits for."""
+    arriving: frozenset[str] = frozenset()
+    """Entries of deltas that come, if slowly, or whose turn on their learner's line is still to come: none is refused
+    for being late, since the line would have to carry it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,14 +363,18 @@ class Window:
         if waiting and now < phase.deadline:
             reason = f"{len(done)} of {len(self._members)} uploaded, waiting for {', '.join(waiting)}"
             return Wait(phase.deadline, reason)
-        overdue = _overdue(phase, waiting, now)
+        overdue = _overdue(phase, waiting, now, given.arriving)
+        in_vain = tuple(learner for learner, m in waiting.items() if m.offer.entry_id not in given.arriving)
         if len(done) < given.quorum:
+            if waiting and not in_vain and not self.late.offers:  # nobody else is there, and what is there comes
+                until = now + max(given.upload_s, LEAST_MORE_S)
+                return Uploading(phase.opened_at, phase.quorum_at, phase.fixed_at, until)
             reason = f"{len(done)} of quorum {given.quorum} uploaded in time"
-            return Reopened(overdue, reason, phase.opened_at, tuple(waiting))
+            return Reopened(overdue, reason, phase.opened_at, in_vain)
         absent = sorted({*missing, *waiting})
         reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
         times = phase.opened_at, phase.quorum_at, phase.fixed_at
-        return Merging(Merge(done, overdue, reason, *times, tuple(waiting)))
+        return Merging(Merge(done, overdue, reason, *times, in_vain))
 
     # --- transitions -----------------------------------------------------------------------------------
 
@@ -403,7 +414,10 @@ class Window:
                 self._members[offer.header.learner] = _Member(offer, now)
 
 
-def _overdue(phase: Uploading, waiting: Mapping[str, _Member], now: float) -> tuple[Offer, ...]:
-    """Of those that are waited for, who had the whole time: since M_t was fixed, or since it took its place later."""
+def _overdue(
+    phase: Uploading, waiting: Mapping[str, _Member], now: float, arriving: frozenset[str]
+) -> tuple[Offer, ...]:
+    """Of those that are waited for and do not come, who had the whole time: since M_t was fixed, or it came later."""
     time_s = phase.deadline - phase.fixed_at
-    return tuple(m.offer for m in waiting.values() if m.since <= phase.fixed_at or now - m.since >= time_s)
+    stopped = [m for m in waiting.values() if m.offer.entry_id not in arriving]
+    return tuple(m.offer for m in stopped if m.since <= phase.fixed_at or now - m.since >= time_s)

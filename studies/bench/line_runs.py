@@ -41,6 +41,8 @@ LOOK_S = 0.2
 START_S = 90.0
 """For all learners to train."""
 PREFIX = "diloco-line-"
+NETWORK = os.getpid() % 256
+HOST = packets.place(NETWORK, 0).host
 JOINING_RATE = 1.0
 """Of the lines while a run joins, at least."""
 
@@ -129,25 +131,23 @@ class Run:
             inside = stack.enter_context(namespaces(names))
             environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
             environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-            arguments = ["-m", "diloco.studies.bench.packets", dumps(inside)]
+            arguments = ["-m", "diloco.studies.bench.packets", str(NETWORK), dumps(inside)]
             self.lines = Process("packets", arguments, self._folder, environ, True)
             stack.callback(self.lines.end)
             self.lines.hear()
             for name, namespace in inside.items():
-                number = names.index(name)
-                device, theirs = f"dl{number}h", f"dl{number}p"
-                address = packets.ADDRESS.format(10 + number)
-                for at, to, by in ((), address, device), (("-n", namespace), packets.HOST, theirs):
+                place = packets.place(NETWORK, names.index(name))
+                for at, to, by in ((), place.address, place.ours), (("-n", namespace), place.host, place.theirs):
                     route = ["ip", *at, "route", "replace", to, "dev", by, "congctl", self._cell.congestion]
                     subprocess.run(route, check=True)
             self.shape(JOINING_RATE)
             password = secrets.token_hex(16)
-            server = EmbeddedRedis(port=0, host=packets.HOST, password=password, dies_with_us=True)
+            server = EmbeddedRedis(port=0, host=HOST, password=password, dies_with_us=True)
             stack.enter_context(server)
             self.redis_pid = server.pid
             self.url = f"{server.url}?password={password}"
             environ |= {
-                "DILOCO_REDIS_URL": f"redis://:{password}@{packets.HOST}:{server.port}",
+                "DILOCO_REDIS_URL": f"redis://:{password}@{HOST}:{server.port}",
                 "DILOCO_FIRST_INTERVAL": "0",
                 "DILOCO_EVAL_EVERY": f"{self._trained.round_s}",
                 "DILOCO_EVAL_TOKENS": "1024",
@@ -166,7 +166,7 @@ class Run:
             self.parties["evaluator"] = start("evaluator", "evaluator", "--run", self.run)
             self._probes = {}
             for name in ("learner-0", "syncer"):
-                by = ["-P", probe.__file__, packets.HOST, str(server.port)]
+                by = ["-P", probe.__file__, HOST, str(server.port)]
                 self._probes[name] = start(name, talks=True, by=by)
                 self._probes[name].say(password)
             self._stack = stack.pop_all()

@@ -71,9 +71,9 @@ def main(
     for_s: Annotated[float, typer.Option("--for", min=5.0, max=600.0, help="Seconds of a cell that are measured")] = 40.0,
     settle_s: Annotated[
         float, typer.Option("--settle", min=1.0, max=600.0, help="Seconds before, on the cell's lines")
-    ] = 12.0,
+    ] = 20.0,
     only: Annotated[
-        str, typer.Option(metavar="CELL", help="One cell: rate,codec,globals,latency ms,jitter ms,loss,congestion")
+        str, typer.Option(metavar="CELL;...", help="These: rate,codec,globals,latency ms,jitter ms,loss,congestion")
     ] = "",
 ) -> None:
     """Train on slow lines: utilisation, bytes a token, merged share and held-out loss, beside the planner's word.
@@ -87,7 +87,7 @@ def main(
     runs = importlib.import_module("diloco.studies.bench.line_runs")
     runs.need_lines()
     console, began, rows = Console(), time.monotonic(), read(csv_file)
-    wanted = list(cells()) if not only else [_cell(only)]
+    wanted = [_cell(text) for text in only.split(";")] if only else list(cells())
     done = {_named(row) for row in rows}
     for cell in wanted:
         if cell.name in done:

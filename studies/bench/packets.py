@@ -7,9 +7,9 @@ The kernel's own emulator (netem) is often not built in; two TUN devices and a p
 them are enough. What parties speak over such a line is the kernel's TCP: it meets losses, grows its window, shares the
 line between connections, and sends again. A process of its own, started by `line_runs`; it needs root.
 
-    python -m diloco.studies.bench.packets '{"learner-0": "NAMESPACE", ...}'
+    python -m diloco.studies.bench.packets NUMBER '{"learner-0": "NAMESPACE", ...}'
 
-It says a line of JSON when all lines are up. Then each line that it reads is either `{"shape": {"learner-0": [...]}}`,
+The number, below 256, tells the networks of several benches apart. It says a line of JSON when all lines are up. Then each line that it reads is either `{"shape": {"learner-0": [...]}}`,
 with the fields of `Shape`, or `{"count": true}`, which it answers. Until a line is shaped it carries all at once.
 """
 
@@ -26,9 +26,8 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-ADDRESS = "198.18.77.{}"
+ADDRESS = "198.18.{}.{}"
 """Of a network that is for benchmarks (RFC 2544)."""
-HOST = ADDRESS.format(1)
 MTU = 1500
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _AT_ONCE = 64
@@ -100,14 +99,30 @@ def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True)
 
 
-def _connect(number: int, namespace: str) -> tuple[int, int]:
+class Place(NamedTuple):
+    """Of a line: its two devices, and their addresses."""
+
+    ours: str
+    theirs: str
+    host: str
+    address: str
+
+
+def place(network: int, number: int) -> Place:
+    """Of line `number` of a network."""
+    return Place(
+        f"dl{network}x{number}h", f"dl{network}x{number}p", ADDRESS.format(network, 1), ADDRESS.format(network, 10 + number)
+    )
+
+
+def _connect(at: Place, namespace: str) -> tuple[int, int]:
     """Two devices, the host's and the party's."""
-    ours, theirs, address = f"dl{number}h", f"dl{number}p", ADDRESS.format(10 + number)
+    ours, theirs, host, address = at
     descriptors = _device(ours), _device(theirs)
     _ip("link", "set", theirs, "netns", namespace)
-    _ip("addr", "add", HOST, "peer", address, "dev", ours)
+    _ip("addr", "add", host, "peer", address, "dev", ours)
     _ip("link", "set", ours, "mtu", str(MTU), "up")
-    _ip("-n", namespace, "addr", "add", address, "peer", HOST, "dev", theirs)
+    _ip("-n", namespace, "addr", "add", address, "peer", host, "dev", theirs)
     _ip("-n", namespace, "link", "set", theirs, "mtu", str(MTU), "up")
     _ip("-n", namespace, "link", "set", "lo", "up")
     return descriptors
@@ -136,11 +151,11 @@ def main() -> None:
     chance = random.Random(0)
     lines: dict[str, dict[str, Direction]] = {}
     ways: dict[int, tuple[int, Direction]] = {}
-    for number, (name, namespace) in enumerate(json.loads(sys.argv[1]).items()):
-        host, party = _connect(number, namespace)
+    for number, (name, namespace) in enumerate(json.loads(sys.argv[2]).items()):
+        host, party = _connect(place(int(sys.argv[1]), number), namespace)
         lines[name] = {"up": Direction(chance), "down": Direction(chance)}
         ways[party], ways[host] = (host, lines[name]["up"]), (party, lines[name]["down"])
-    print(json.dumps({"host": HOST}), flush=True)
+    print(json.dumps({"lines": list(lines)}), flush=True)
     told = b""
     while True:
         now = time.monotonic()

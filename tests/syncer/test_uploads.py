@@ -18,7 +18,7 @@ from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import push
 from diloco.syncer.admission import Offer
-from diloco.syncer.intake import FIRST_UPLOAD_S, Downloads, UploadEstimator
+from diloco.syncer.intake import FIRST_UPLOAD_S, Coming, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
 from diloco.syncer.watch import LEAST_UPLOAD_S
@@ -30,7 +30,7 @@ FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
 
 def downloads_on(bus: Bus, clock: VirtualClock, uploads: UploadEstimator | None = None) -> Downloads:
     wake = asyncio.Event()
-    return Downloads(bus, clock, state(samples.sync_spec()), wake, inline, uploads or UploadEstimator())
+    return Downloads(bus, clock, state(samples.sync_spec()), wake, inline, uploads or UploadEstimator(), Coming())
 
 
 def state(sync: SyncSpec) -> FragmentState:
@@ -126,7 +126,7 @@ def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(
         bus, offer, sync = MemoryBus("r", clock, MemoryStore()), offer_of(1), samples.sync_spec(codec=kind)
         wire = np.zeros(payload_bytes(FRAGMENT.elements, kind), np.uint8)
         await push(bus, key_of(bus, offer), wire, sync.chunk_bytes, 600)
-        intake = Downloads(bus, clock, state(sync), asyncio.Event(), offload, UploadEstimator())
+        intake = Downloads(bus, clock, state(sync), asyncio.Event(), offload, UploadEstimator(), Coming())
         intake.start([offer])
         while not intake.outcomes:
             await asyncio.sleep(0.01)
