@@ -28,7 +28,10 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | UPLOADING | decide | uploads are missing before the deadline | UPLOADING | Wait(upload deadline) |
 | UPLOADING | decide | all of M_t uploaded | MERGING | Merge |
 | UPLOADING | decide | the deadline, at least K uploaded | MERGING | Merge |
+| UPLOADING | decide | the deadline, at least K uploaded, what is missing comes | MERGING | Merge(nothing overdue) |
 | UPLOADING | decide | the deadline, fewer than K uploaded | COLLECTING, attempt + 1 | Reopened |
+| UPLOADING | decide | the deadline, fewer than K uploaded, what is missing comes | UPLOADING | Wait(another deadline) |
+| UPLOADING | decide | the same, and another learner waits | COLLECTING, attempt + 1 | Reopened(nothing overdue) |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
 | MERGING | decide | whatever has changed | MERGING | Merge |
 | MERGING | not_merged | the outcome is not finite | COLLECTING | nothing |
@@ -36,7 +39,8 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 `decide` passes through every state whose time is over; the table names the one where it stays. M_t, the set that is
 merged, is fixed on entering UPLOADING. While a run drains, any member opens the window: there will be no due ones any
 more. An attempt that took a member's place had less than the whole time when the upload deadline is over: it is late
-then, not refused. Its learner was waited for in vain all the same, and is doubted for it.
+then, not refused. Its learner was waited for in vain all the same, and is doubted for it. An upload that comes, if too
+slowly, is late too, and nobody is doubted for it. Below the quorum it is waited for, unless somebody else is held up.
 `tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
