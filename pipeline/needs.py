@@ -23,6 +23,7 @@ from diloco.pipeline.party_memory import (
     syncer_bytes,
     syncer_share,
 )
+from diloco.pipeline.ramps import lengthened
 from diloco.pipeline.redis_memory import CODECS, KEY_FRAMES, redis_bytes, redis_holds
 from diloco.pipeline.settings import Settings, SyncSettings, defaults
 from diloco.pipeline.units import Amount, BitRate, Span, as_bytes, as_rate, written
@@ -220,15 +221,16 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
         return fragments, name, trips[fragments]
 
     def beyond(trip_s: float) -> int:
-        """Steps of each round that are trained in vain."""
+        """Steps by which it is too long."""
         return max(0, math.ceil((trip_s - hidden_s) / site.step_time - ROUNDING))
 
     tried = [fragmented(one) for one in (BY_CHOICE if codec == "auto" else [codec])]
     fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the first
     if beyond(trip_s):
         warnings.append(
-            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may "
-            f"hide behind: {beyond(trip_s)} more steps of each round of {interval} are overwritten"
+            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may hide behind: the "
+            f"run makes its rounds longer, {in_force(interval, overlap_steps, trip_s / site.step_time)} steps for "
+            f"{interval}, which costs quality"
         )
     # Threads that wait for each other are lost to other fragments: no more than it takes.
     rest_s = hidden_s - (trip_s - step_s / fragments)
@@ -254,10 +256,12 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     elif chosen != first:
         why["codec"] = (
             f"{CODECS[chosen]:.3g} bytes an element: with {first} a round trip takes {first_s:.1f} s, and "
-            f"{beyond(first_s)} more steps of each round would be overwritten"
+            f"rounds would be {in_force(interval, overlap_steps, first_s / site.step_time)} steps"
         )
     elif beyond(first_s):
-        why["codec"] = f"the paper's main setting; fewer bits would save no step of a round: globals are {global_codec}"
+        why["codec"] = (
+            f"the paper's main setting; fewer bits would save no step of a round trip: globals are {global_codec}"
+        )
     else:
         why["codec"] = "the paper's main setting, and the link carries it; 4 bits cost vision quality there"
     if alone_s:
@@ -266,6 +270,11 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
             f"{CORE_FLOPS / 1e9:g} GFLOP/s, {outer_s:.1f} s on so many; a round trip may take {hidden_s:.1f} s"
         )
     return Pace(interval, fragments, chosen, global_codec, threads, outer_s, trip_s, why, warnings)
+
+
+def in_force(interval: int, overlap_steps: int, trip_steps: float) -> int:
+    """Steps between two syncs of a fragment, where a round trip takes so many: they adopt in one more."""
+    return lengthened(interval, interval, overlap_steps, 1 + trip_steps)
 
 
 def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled: float, outer_s: float) -> float:
@@ -314,6 +323,10 @@ class Needs:
     syncers: int
     redis_nodes: int
     round_s: float
+    interval_in_force: int
+    """To which a run makes its interval longer, since its round trips take so long."""
+    merged_share: float
+    """Of what is trained: the rest is trained in round trips, and overwritten."""
     up_bytes: float
     """That a learner sends in a round."""
     down_bytes: float
@@ -340,12 +353,15 @@ class Needs:
     def lines(self) -> str:
         """What it comes to, for people."""
         up, down = (as_rate(one / self.round_s) for one in (self.up_bytes, self.down_bytes))
+        from_h = "" if self.interval_in_force == self.sync_interval else f"{self.sync_interval} to "
         return (
             f"reckoned with {self.layers:.0f} layers of width {self.width:.0f} (yours: --layers, --width)\n"
             f"a round: {self.sync_interval} steps, {self.round_s:.3g} s; in it a learner sends "
             f"{as_bytes(self.up_bytes)} and fetches {as_bytes(self.down_bytes)}\n"
             f"line of a learner: {up} up and {down} down of {written(self.link, 'TGMk')}bit/s, {self.link_load:.0%} "
             f"busy; a fragment's round trip {self.round_trip_s:.1f} s, the outer step {self.outer_s:.1f} s of it\n"
+            f"with such round trips the run makes rounds of {from_h}{self.interval_in_force} steps, and merges "
+            f"{self.merged_share:.0%} of what is trained; a syncer beside Redis is assumed, or one with a faster line\n"
             f"syncers together: {self.syncer_cores:.2f} cores merging, each with {as_bytes(self.syncer_memory_bytes)} "
             f"at most; Redis: {as_bytes(self.redis_memory_bytes)}, {as_rate(self.redis_bytes_per_s)}; a checkpoint: "
             f"{as_bytes(self.checkpoint_bytes)}"
@@ -416,6 +432,8 @@ def needs_of(
         f"{cores:.2f} cores)",
     }
     served = busiest_share(pace.fragments, ranks)
+    trip_steps = pace.trip_s / site.step_time
+    longer = in_force(pace.interval, overlap_steps, trip_steps)
     return Needs(
         learners=learners,
         sync_interval=pace.interval,
@@ -429,6 +447,8 @@ def needs_of(
         syncers=count,
         redis_nodes=nodes,
         round_s=round_s,
+        interval_in_force=longer,
+        merged_share=longer / (longer + 1 + trip_steps),
         up_bytes=wire * site.params,
         down_bytes=shown.pulled * site.params,
         link=site.link,

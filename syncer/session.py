@@ -17,10 +17,10 @@ from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
-from diloco.pipeline.ramps import overlap_in_force
+from diloco.pipeline.ramps import overlap_in_force, stretched
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
-from diloco.syncer.committing import Committing, LastMerges, Loaded, RoundTrips, Staging, payload_key, stretched
+from diloco.syncer.committing import Committing, LastMerges, Loaded, RoundTrips, Staging, payload_key
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator

@@ -4,12 +4,11 @@ A run's own planner (`pipeline.needs`) says how many bytes a round asks of each 
 the same in each direction: of the busier one, as the planner's `--link`.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from diloco.pipeline.needs import GLOBALS, Needs, Pace, Site, needs_of, outer_operations, round_trip_s
+from diloco.pipeline.needs import GLOBALS, Pace, Site, needs_of, outer_operations, round_trip_s
 from diloco.pipeline.outer_cost import CORE_FLOPS
 from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.settings import SyncSettings, defaults
@@ -95,30 +94,42 @@ class Forecast:
     trip_s: float
     """A fragment's round trip."""
     interval: float
-    """Steps between two merges of a fragment."""
+    """In force."""
     merged_share: float
     bytes_a_token: float
 
 
 def forecast(cell: Cell, params: float, step_s: float, step_tokens: int, width: int, layers: int) -> Forecast:
-    """As `diloco plan` reckons, with a syncer of one core beside the learners' lines."""
-    round_s = INTERVAL * step_s
-    link = 8 * line_rates(cell, params, round_s)["learner-0"]
-    syncer = 8 * line_rates(cell, params, round_s)["syncer"]
+    """As `diloco plan` reckons, with a syncer of one core; its line adds what it takes to write a fragment's version.
+
+    width, layers: of the model.
+    """
+    rates = line_rates(cell, params, INTERVAL * step_s)
+    shown = GLOBALS[cell.global_codec]
+    written_s = (shown.pulled + shown.rest + shown.momentum) * params / FRAGMENTS / rates["syncer"]
     site = Site(
-        params=params, width=width, layers=layers, step_time=step_s, link=link, latency=cell.latency_ms / 2000,
+        params=params,
+        width=width,
+        layers=layers,
+        step_time=step_s,
+        link=8 * rates["learner-0"],
+        latency=cell.latency_ms / 2000,
         syncer_cores=1,
+        sync_time=written_s,
     )
-    wire, pulled = CODECS[cell.codec], GLOBALS[cell.global_codec].pulled
-    outer_s = outer_operations(site, "halley") / CORE_FLOPS / FRAGMENTS
-    del syncer
-    trip_s = round_trip_s(site, LEARNERS, FRAGMENTS, wire, pulled, outer_s)
+    outer_s = outer_operations(site, USUAL["outer"]) / CORE_FLOPS / FRAGMENTS
+    trip_s = round_trip_s(site, LEARNERS, FRAGMENTS, CODECS[cell.codec], shown.pulled, outer_s)
     pace = Pace(INTERVAL, FRAGMENTS, cell.codec, cell.global_codec, 1, outer_s, trip_s, {}, [])
-    needs: Needs = needs_of(site, pace, LEARNERS, OVERLAP_STEPS, "halley")
-    interval = INTERVAL * max(1.0, needs.link_load)
-    lost = max(1.0, math.ceil(trip_s / step_s))
-    token_bytes = (needs.up_bytes + needs.down_bytes) / (interval + lost) / step_tokens
-    return Forecast(needs.link_load, trip_s, interval, interval / (interval + lost), token_bytes)
+    needs = needs_of(site, pace, LEARNERS, OVERLAP_STEPS, USUAL["outer"])
+    between = needs.interval_in_force + 1 + trip_s / step_s
+    load = needs.link_load * INTERVAL / between
+    return Forecast(
+        load,
+        trip_s,
+        needs.interval_in_force,
+        needs.merged_share,
+        (needs.up_bytes + needs.down_bytes) / between / step_tokens,
+    )
 
 
 def row(cell: Cell, predicted: Forecast, measured: Mapping[str, Any]) -> dict[str, Any]:

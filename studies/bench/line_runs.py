@@ -82,7 +82,9 @@ def need_lines() -> None:
         UsageError: no; why.
     """
     if sys.platform != "linux" or os.geteuid() != 0 or not Path("/dev/net/tun").exists():
-        raise UsageError("`diloco bench lines` needs Linux, root and /dev/net/tun: it makes network namespaces and lines")
+        raise UsageError(
+            "`diloco bench lines` needs Linux, root and /dev/net/tun: it makes network namespaces and lines"
+        )
     try:
         subprocess.run(["ip", "-V"], check=True, capture_output=True)
     except OSError:
@@ -155,8 +157,14 @@ class Run:
 
             def start(name: str, *own: str, talks: bool = False, by: Sequence[str] = ()) -> Process:
                 within = (which("ip") or "ip", "netns", "exec", inside[name])
-                process = Process(f"{name}{'-probe' if by else ''}", by or ["-m", "diloco", *own], self._folder,
-                                  environ, talks, within)
+                process = Process(
+                    f"{name}{'-probe' if by else ''}",
+                    by or ["-m", "diloco", *own],
+                    self._folder,
+                    environ,
+                    talks,
+                    within,
+                )
                 stack.callback(process.end)
                 return process
 
@@ -179,8 +187,14 @@ class Run:
         trained, cell = self._trained, self._cell
         steps = LEARNERS * (trained.settle_s + 2 * trained.for_s) / trained.pace_s
         given = {
-            "run": self.run, "model": trained.model, "batch": trained.batch, "seq-len": trained.seq_len,
-            "pace": f"{trained.pace_s}s", "threads": 1, "codec": cell.codec, "global-codec": cell.global_codec,
+            "run": self.run,
+            "model": trained.model,
+            "batch": trained.batch,
+            "seq-len": trained.seq_len,
+            "pace": f"{trained.pace_s}s",
+            "threads": 1,
+            "codec": cell.codec,
+            "global-codec": cell.global_codec,
             "tokens": round(steps * trained.step_tokens),
         }
         return [text for name, value in given.items() for text in (f"--{name}", str(value))]
@@ -306,7 +320,11 @@ async def _measured(run: Run, cell: Cell, trained: Trained) -> dict[str, Any]:
 
 def _tokens(status: Status) -> dict[str, float]:
     lost = status["tokens_lost"]
-    return {"trained": status["tokens"], "merged": status["merged_tokens"], **{k: lost[k] for k in ("overwritten", "rejected")}}  # type: ignore[literal-required]
+    return {
+        "trained": status["tokens"],
+        "merged": status["merged_tokens"],
+        **{k: lost[k] for k in ("overwritten", "rejected")},
+    }  # type: ignore[literal-required]
 
 
 def _bytes_a_token(before: Status, after: Status, carried: Mapping[str, Mapping[str, int]]) -> float:

@@ -67,8 +67,12 @@ def main(
     csv_file: Annotated[
         Path, typer.Option("--csv", metavar="FILE", help="Table of results; cells that it has are not made again")
     ] = Path("lines.csv"),
-    within: Annotated[float, typer.Option("--within", min=1.0, help="Begin no cell later than after so many minutes")] = 60.0,
-    for_s: Annotated[float, typer.Option("--for", min=5.0, max=600.0, help="Seconds of a cell that are measured")] = 40.0,
+    within: Annotated[
+        float, typer.Option("--within", min=1.0, help="Begin no cell later than after so many minutes")
+    ] = 60.0,
+    for_s: Annotated[
+        float, typer.Option("--for", min=5.0, max=600.0, help="Seconds of a cell that are measured")
+    ] = 40.0,
     settle_s: Annotated[
         float, typer.Option("--settle", min=1.0, max=600.0, help="Seconds before, on the cell's lines")
     ] = 20.0,

@@ -111,7 +111,10 @@ class Place(NamedTuple):
 def place(network: int, number: int) -> Place:
     """Of line `number` of a network."""
     return Place(
-        f"dl{network}x{number}h", f"dl{network}x{number}p", ADDRESS.format(network, 1), ADDRESS.format(network, 10 + number)
+        f"dl{network}x{number}h",
+        f"dl{network}x{number}p",
+        ADDRESS.format(network, 1),
+        ADDRESS.format(network, 10 + number),
     )
 
 

@@ -126,7 +126,7 @@ def test_four_bits_need_a_quarter_and_overlap_needs_less():
 
 
 def test_a_decoupled_learner_needs_what_its_settings_say():
-    """Defaults are a real run's. Globals in 8 bits ask for half of the line that bf16 deltas do; a longer H for less."""
+    """Defaults are a real run's. Globals in 8 bits leave the bf16 deltas; a longer H asks for less."""
     model, usual = bandwidth.Model(10e9, 0.8, 48), bandwidth.Run()
     assert (usual.sync_interval, usual.codec, usual.global_codec) == (24, "bf16", "fp32")
 
@@ -140,7 +140,7 @@ def test_a_decoupled_learner_needs_what_its_settings_say():
 
 
 def test_all_methods_of_a_table_have_the_runs_interval_and_codec():
-    """But data-parallel, which has none: so nobody's fewer bits or longer rounds stand beside others' without a word."""
+    """But data-parallel, which has none: no method's fewer bits stand beside others' without a word."""
     run = bandwidth.Run(sync_interval=48, codec="int8", global_codec="int8")
     kinds = bandwidth.methods(run)
     others = [method for name, method in kinds.items() if name != "data-parallel"]

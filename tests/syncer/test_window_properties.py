@@ -131,7 +131,7 @@ class WindowMachine(RuleBasedStateMachine):
             grace_s=data.draw(st.sampled_from([None, 0.0, 0.5, 3.0]), label="grace_s"),
             upload_s=data.draw(st.sampled_from([0.0, 1.0, 10.0]), label="upload_s"),
             draining=self.draining,
-            arriving=frozenset(data.draw(st.sets(st.sampled_from(entries)), label="arriving")) if entries else frozenset(),
+            arriving=data.draw(st.frozensets(st.sampled_from(entries)) if entries else st.just(frozenset())),
         )
 
     def ask(self, given: Conditions) -> Any:

@@ -54,8 +54,13 @@ def delta(learner: str, **given: Any) -> Offer:
     return Offer(f"{header.incarnation}.{header.serial}@{learner}", header)
 
 
-def given(quorum: int = 2, expected: frozenset[str] = TWO, draining: bool = False) -> Conditions:
-    return Conditions(quorum, expected, len(expected), GRACE_S, UPLOAD_S, draining)
+def given(
+    quorum: int = 2,
+    expected: frozenset[str] = TWO,
+    draining: bool = False,
+    arriving: frozenset[str] = frozenset(),
+) -> Conditions:
+    return Conditions(quorum, expected, len(expected), GRACE_S, UPLOAD_S, draining, arriving=arriving)
 
 
 L0, L1, L2 = delta("l0"), delta("l1"), delta("l2")
