@@ -43,6 +43,9 @@ UPLOAD_FACTOR = 4.0
 TIMEOUT_FACTOR = 2.0
 """Uploads that did not end in time lengthen the deadline to so many times what it was at most."""
 
+SILENT_CHUNKS = 4
+"""An upload has stopped when nothing came for as long as so many of its last chunks took."""
+
 
 class Arrivals:
     """Headers, read ahead of the window; from the start of the streams, which hold all that is pending."""
@@ -118,26 +121,28 @@ class Coming:
     """What has come lately of each learner's uploads, in all fragments of one syncer. Pure.
 
     A learner uploads its deltas in the order of their serials, on each of its lanes. So one of which nothing has come
-    yet is still to come while earlier ones do.
+    yet is still to come while earlier ones do. How long a line is silent between two chunks is measured.
     """
 
     MOST = 1024
     """Incarnations; with more, those that were not heard for longest go."""
 
     def __init__(self) -> None:
-        self._last: dict[str, tuple[int, float]] = {}
+        self._last: dict[str, tuple[int, float, float]] = {}
+        """Incarnation -> serial of what came last, when, and how long after the chunk before."""
 
     def heard(self, header: DeltaHeader, now: float) -> None:
         """Something of this delta came."""
-        self._last.pop(header.incarnation, None)
-        self._last[header.incarnation] = header.serial, now
+        serial, at, gap_s = self._last.pop(header.incarnation, (header.serial, now, 0.0))
+        self._last[header.incarnation] = header.serial, now, now - at if serial == header.serial else gap_s
         while len(self._last) > self.MOST:
             del self._last[next(iter(self._last))]
 
-    def is_due(self, header: DeltaHeader, since: float) -> bool:
-        """Whether its learner has been busy with earlier ones since then."""
-        serial, at = self._last.get(header.incarnation, (header.serial, -math.inf))
-        return serial < header.serial and at >= since
+    def comes(self, header: DeltaHeader, came_s: float, now: float) -> bool:
+        """Whether an upload goes on, or its learner is busy with earlier ones; came_s: when something of it came last."""
+        serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
+        since = now - max(LEAST_UPLOAD_S, SILENT_CHUNKS * gap_s)
+        return came_s >= since or (serial < header.serial and at >= since)
 
 
 class Downloads:
@@ -204,16 +209,11 @@ class Downloads:
         """When last something of a payload came, or the bus failed; infinite once all of it is here."""
         return self._heard.get(offer.entry_id, math.inf)
 
-    def arriving(self, offers: Iterable[Offer], quiet_s: float) -> frozenset[str]:
-        """Of uploads that are not whole, the entries of those that come, or whose turn is still to come.
-
-        quiet_s: one of which nothing came for so long has stopped.
-        """
-        since = self._clock.now() - quiet_s
+    def arriving(self, offers: Iterable[Offer]) -> frozenset[str]:
+        """Of uploads that are not whole, the entries of those that come, or whose turn is still to come."""
+        now, came = self._clock.now(), self._came
         return frozenset(
-            offer.entry_id
-            for offer in offers
-            if self._came.get(offer.entry_id, -math.inf) >= since or self._coming.is_due(offer.header, since)
+            one.entry_id for one in offers if self._coming.comes(one.header, came.get(one.entry_id, -math.inf), now)
         )
 
     def forget(self, entries: Iterable[str]) -> None:

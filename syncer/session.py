@@ -189,7 +189,7 @@ class Session:
         grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
-        arriving = self._downloads.arriving(self.window.awaited(), watch.quiet_s)
+        arriving = self._downloads.arriving(self.window.awaited())
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners, arriving)
 
     def _reported(self) -> tuple[list[float], list[float]]:

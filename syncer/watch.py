@@ -45,11 +45,6 @@ class RunWatch:
     """Where the present trouble, or the last, began: the last reading before it."""
 
     @property
-    def quiet_s(self) -> float:
-        """An upload of which nothing came for so long has stopped."""
-        return max(LEAST_UPLOAD_S, self.liveness_s)
-
-    @property
     def draining(self) -> bool:
         """The run gathers its last deltas."""
         return self.state is not None and self.state.phase is not Phase.RUNNING
@@ -145,7 +140,7 @@ class RunWatch:
         something of an upload came.
         """
         stopped: list[tuple[Offer, Refused]] = []
-        again, quiet_s = [], self.quiet_s
+        again, quiet_s = [], max(LEAST_UPLOAD_S, self.liveness_s)
         needed = window.state is State.UPLOADING
         for offer in window.awaited():
             learner = offer.header.learner
