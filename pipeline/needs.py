@@ -228,8 +228,8 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the first
     if beyond(trip_s):
         warnings.append(
-            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may hide behind: the "
-            f"run makes its rounds longer, {in_force(interval, overlap_steps, trip_s / site.step_time)} steps for "
+            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may hide behind: "
+            f"the run makes its rounds longer, {in_force(interval, overlap_steps, trip_s / site.step_time)} steps for "
             f"{interval}, which costs quality"
         )
     # Threads that wait for each other are lost to other fragments: no more than it takes.

@@ -248,8 +248,8 @@ class RoundTrips:
     """How many steps the last two of one fragment took.
 
     A learner goes on training on its base until what it published is merged and here, and adopts that after a step. All
-    of these steps are overwritten. `ramps.stretched` makes intervals longer by them. To wait for a quorum is no part of it:
-    that is as long as others take, however long the interval is, and deltas are renewed meanwhile.
+    of these steps are overwritten. `ramps.stretched` makes intervals longer by them. To wait for a quorum is no part of
+    it: that is as long as others take, however long the interval is, and deltas are renewed meanwhile.
     """
 
     def __init__(self) -> None:

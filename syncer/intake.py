@@ -139,7 +139,7 @@ class Coming:
             del self._last[next(iter(self._last))]
 
     def comes(self, header: DeltaHeader, came_s: float, now: float) -> bool:
-        """Whether an upload goes on, or its learner is busy with earlier ones; came_s: when something of it came last."""
+        """Whether an upload goes on, or its learner is at earlier ones; came_s: when something of it came last."""
         serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
         since = now - max(LEAST_UPLOAD_S, SILENT_CHUNKS * gap_s)
         return came_s >= since or (serial < header.serial and at >= since)

@@ -71,7 +71,6 @@ from diloco.syncer.admission import (
     same_training,
 )
 
-
 LEAST_MORE_S = 1.0
 """Time that uploads are given once more, at least."""
 

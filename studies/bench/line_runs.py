@@ -38,8 +38,9 @@ from diloco.workers.trainer.evaluator import built_in
 from diloco.workers.trainer.models.sizes import SIZES
 
 LOOK_S = 0.2
-START_S = 90.0
+START_S = 300.0
 """For all learners to train."""
+IP = which("ip") or ""
 PREFIX = "diloco-line-"
 NETWORK = os.getpid() % 256
 HOST = packets.place(NETWORK, 0).host
@@ -85,23 +86,21 @@ def need_lines() -> None:
         raise UsageError(
             "`diloco bench lines` needs Linux, root and /dev/net/tun: it makes network namespaces and lines"
         )
-    try:
-        subprocess.run(["ip", "-V"], check=True, capture_output=True)
-    except OSError:
-        raise UsageError("`diloco bench lines` needs the command `ip` (Debian: iproute2)") from None
+    if not IP:
+        raise UsageError("`diloco bench lines` needs the command `ip` (Debian: iproute2)")
 
 
 @contextmanager
 def namespaces(parties: Sequence[str]) -> Iterator[dict[str, str]]:
     """Party -> a network namespace of its own; those of benches that were killed go too."""
-    there = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout.split()
+    there = subprocess.run([IP, "netns", "list"], check=True, capture_output=True, text=True).stdout.split()
     for name in there:
         if name.startswith(PREFIX) and not Path(f"/proc/{name.removeprefix(PREFIX).partition('-')[0]}").exists():
-            subprocess.run(["ip", "netns", "del", name], check=False)
+            subprocess.run([IP, "netns", "del", name], check=False)
     made = {party: f"{PREFIX}{os.getpid()}-{party}" for party in parties}
     with ExitStack() as stack:
         for name in made.values():
-            subprocess.run(["ip", "netns", "add", name], check=True)
+            subprocess.run([IP, "netns", "add", name], check=True)
             stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
         yield made
 
@@ -140,7 +139,7 @@ class Run:
             for name, namespace in inside.items():
                 place = packets.place(NETWORK, names.index(name))
                 for at, to, by in ((), place.address, place.ours), (("-n", namespace), place.host, place.theirs):
-                    route = ["ip", *at, "route", "replace", to, "dev", by, "congctl", self._cell.congestion]
+                    route = [IP, *at, "route", "replace", to, "dev", by, "congctl", self._cell.congestion]
                     subprocess.run(route, check=True)
             self.shape(JOINING_RATE)
             password = secrets.token_hex(16)
@@ -156,7 +155,7 @@ class Run:
             }
 
             def start(name: str, *own: str, talks: bool = False, by: Sequence[str] = ()) -> Process:
-                within = (which("ip") or "ip", "netns", "exec", inside[name])
+                within = (IP, "netns", "exec", inside[name])
                 process = Process(
                     f"{name}{'-probe' if by else ''}",
                     by or ["-m", "diloco", *own],
@@ -213,7 +212,7 @@ class Run:
         return self.lines.hear()
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU time of each process."""
+        """CPU time of each process, s."""
         found = {name: cpu_s(process.pid) for name, process in self.parties.items()}
         assert self.redis_pid is not None  # noqa: S101  # it runs
         return found | {"redis": cpu_s(self.redis_pid), "packets": cpu_s(self.lines.pid)}
@@ -243,8 +242,6 @@ def measure(cell: Cell, trained: Trained) -> dict[str, Any]:
     predicted = forecast(cell, trained.params, trained.pace_s, trained.step_tokens, *shape)
     with TemporaryDirectory(prefix="diloco_lines_") as folder, Run(cell, trained, Path(folder)) as run:
         found = asyncio.run(_measured(run, cell, trained))
-        if kept := os.environ.get("DILOCO_BENCH_LOGS"):
-            subprocess.run(["cp", "-r", folder, kept], check=False)
     return row(cell, predicted, found)
 
 

@@ -1,4 +1,4 @@
-"""`diloco bench lines`: whole training runs behind slow lines, cell by cell, into a table that a later call goes on with."""
+"""`diloco bench lines`: training runs behind slow lines, cell by cell, into a table that a later call goes on with."""
 
 import csv
 import importlib
@@ -17,18 +17,14 @@ from diloco.studies.bench.line_cells import Cell, cells
 from diloco.studies.bench.machine import describe
 
 SHOWN = {
-    "planned_load": "line busy, planned",
-    "busy_learner-0": "measured",
-    "planned_interval": "interval, planned",
-    "steps_a_merge": "measured",
-    "planned_merged_share": "merged, planned",
-    "merged_share": "measured",
-    "planned_bytes_a_token": "bytes a token, planned",
-    "bytes_a_token": "measured",
     "utilisation": "utilisation",
+    "merged_share": "merged",
+    "planned_merged_share": "(planned)",
+    "steps_a_merge": "steps a merge",
+    "planned_interval": "(planned)",
+    "bytes_a_token": "bytes a token",
+    "planned_bytes_a_token": "(planned)",
     "held_out_loss": "loss",
-    "call_learner-0_most_s": "call, s",
-    "report_age_most_s": "report, s",
 }
 
 
@@ -88,10 +84,10 @@ def main(
     Example: diloco bench lines --csv docs/results/lines.csv --within 7
     """
     check_files(csv_file)
+    wanted = [_cell(text) for text in only.split(";")] if only else list(cells())
     runs = importlib.import_module("diloco.studies.bench.line_runs")
     runs.need_lines()
     console, began, rows = Console(), time.monotonic(), read(csv_file)
-    wanted = [_cell(text) for text in only.split(";")] if only else list(cells())
     done = {_named(row) for row in rows}
     for cell in wanted:
         if cell.name in done:
@@ -105,7 +101,7 @@ def main(
         done.add(cell.name)
         write(csv_file, rows)
     shown = ((_named(row), *(_short(row.get(name, "")) for name in SHOWN)) for row in rows)
-    console.print(table("Runs on slow lines", ("cell", *SHOWN.values()), shown))
+    console.print(table("Runs on slow lines", ("cell", *SHOWN.values()), shown), soft_wrap=True)
     show_machine(console, describe("embedded"))
 
 

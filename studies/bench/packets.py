@@ -9,8 +9,9 @@ line between connections, and sends again. A process of its own, started by `lin
 
     python -m diloco.studies.bench.packets NUMBER '{"learner-0": "NAMESPACE", ...}'
 
-The number, below 256, tells the networks of several benches apart. It says a line of JSON when all lines are up. Then each line that it reads is either `{"shape": {"learner-0": [...]}}`,
-with the fields of `Shape`, or `{"count": true}`, which it answers. Until a line is shaped it carries all at once.
+The number, below 256, tells the networks of several benches apart. It says a line of JSON when all lines are up. Then
+each line that it reads is either `{"shape": {"learner-0": [...]}}`, with the fields of `Shape`, or `{"count": true}`,
+which it answers. Until a line is shaped it carries all at once.
 """
 
 import fcntl
@@ -18,6 +19,7 @@ import json
 import os
 import random
 import select
+import shutil
 import struct
 import subprocess
 import sys
@@ -96,7 +98,7 @@ def _device(name: str) -> int:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True)
+    subprocess.run([shutil.which("ip") or "ip", *arguments], check=True)
 
 
 class Place(NamedTuple):

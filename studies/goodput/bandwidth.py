@@ -205,8 +205,8 @@ def speed_up(model: Model, method: Method, bits_per_s: float) -> float:
 
 
 REGIONS = Model(params=12e9, step_s=0.96, layers=layers_of(12e9))
-"""Paper: 12B over 4 regions on 2-5 Gbit/s, over 20 times faster. Its step time, H and codec there are not published: the
-step time is 10B's, scaled."""
+"""Paper: 12B over 4 regions on 2-5 Gbit/s, over 20 times faster. Its step time, H and codec there are not published:
+the step time is 10B's, scaled."""
 REGION_LINKS_GBIT_S = (2.0, 3.0, 5.0)
 
 STREAMING: Mapping[float, tuple[float, Mapping[str, tuple[float, ...]]]] = {
