@@ -358,7 +358,7 @@ class Window:
 
     def _next_of_uploads(
         self, phase: Uploading, now: float, given: Conditions, missing: frozenset[str]
-    ) -> Merging | Wait | Reopened:
+    ) -> Uploading | Merging | Wait | Reopened:
         done = self.complete()
         waiting = {
             learner: m for learner, m in self._members.items() if m.uploaded is None and learner not in given.doubted

@@ -43,6 +43,7 @@ START_S = 300.0
 IP = which("ip") or ""
 PREFIX = "diloco-line-"
 NETWORK = os.getpid() % 256
+"""Two benches at once meet by chance only; the later one says so, and ends."""
 HOST = packets.place(NETWORK, 0).host
 JOINING_RATE = 1.0
 """Of the lines while a run joins, at least."""

