@@ -303,7 +303,7 @@ def summary(report: Report) -> str:
     """A few lines for people."""
     loss = report["global_val_loss"]
     blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
-    learners = _learners(report["learners"], report["settings"].get("learners"))
+    learners = _learners(report["learners"], report.get("settings", {}).get("learners"))
     lines = [
         f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {learners}, "
         f"{count(report['tokens'])} tokens in {duration(report['wall_s'])}, "

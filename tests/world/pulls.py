@@ -27,7 +27,8 @@ class _Life:
     shown: dict[int, dict[tuple[int, bytes], float]] = field(default_factory=dict)
     """Fragment -> heads that are not adopted yet -> when the look was sent that first showed them."""
     passed: dict[int, dict[tuple[int, bytes], float]] = field(default_factory=dict)
-    """The same of those that were not newer than what was adopted last: of ranks one may be under way by then."""
+    """The same of those that were not newer than what was adopted: ranks may have some under way by then, and after a
+    rewind an older one comes again."""
     longest_s: float = 0.0
     adopted: dict[int, int] = field(default_factory=dict)
     """Fragment -> how many globals."""
@@ -68,7 +69,8 @@ class Pulls:
         since = shown[key] if key in shown else life.passed[base.fragment][key]
         life.longest_s = max(life.longest_s, self._now() - min([since, *shown.values()]))
         life.shown[base.fragment] = {head: at for head, at in shown.items() if at > since}
-        life.passed[base.fragment] = {head: at for head, at in shown.items() if at <= since}
+        passed = life.passed.setdefault(base.fragment, {})
+        passed |= {head: at for head, at in shown.items() if at <= since}
         life.adopted[base.fragment] = life.adopted.get(base.fragment, 0) + 1
         if life.adopted[base.fragment] > 1 and base.fragment not in self._averaged:
             life.pulled_s = min(life.pulled_s, self._now())
