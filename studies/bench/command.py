@@ -18,11 +18,12 @@ from diloco.pipeline.process.lifecycle import interrupt_at_end_signals
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.units import counted
-from diloco.studies.bench import codec, lines_command
+from diloco.studies.bench import codec
 from diloco.studies.bench.beside import command as bench_compare
 from diloco.studies.bench.figures import Spread, show_machine, shown, table, write_json
 from diloco.studies.bench.gpu import command as bench_gpu
 from diloco.studies.bench.machine import describe, unusual
+from diloco.studies.bench.slow import lines_command
 from diloco.studies.goodput.commands.options import whole
 
 app = typer.Typer(

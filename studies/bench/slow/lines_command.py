@@ -13,8 +13,8 @@ from rich.console import Console
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.writable import check_files
 from diloco.studies.bench.figures import show_machine, table
-from diloco.studies.bench.line_cells import Cell, cells
 from diloco.studies.bench.machine import describe
+from diloco.studies.bench.slow.line_cells import Cell, cells
 
 SHOWN = {
     "utilisation": "utilisation",
@@ -85,7 +85,7 @@ def main(
     """
     check_files(csv_file)
     wanted = [_cell(text) for text in only.split(";")] if only else list(cells())
-    runs = importlib.import_module("diloco.studies.bench.line_runs")
+    runs = importlib.import_module("diloco.studies.bench.slow.line_runs")
     runs.need_lines()
     console, began, rows = Console(), time.monotonic(), read(csv_file)
     done = {_named(row) for row in rows}

@@ -7,7 +7,7 @@ The kernel's own emulator (netem) is often not built in; two TUN devices and a p
 them are enough. What parties speak over such a line is the kernel's TCP: it meets losses, grows its window, shares the
 line between connections, and sends again. A process of its own, started by `line_runs`; it needs root.
 
-    python -m diloco.studies.bench.packets NUMBER '{"learner-0": "NAMESPACE", ...}'
+    python -m diloco.studies.bench.slow.packets NUMBER '{"learner-0": "NAMESPACE", ...}'
 
 The number, below 256, tells the networks of several benches apart. It says a line of JSON when all lines are up. Then
 each line that it reads is either `{"shape": {"learner-0": [...]}}`, with the fields of `Shape`, or `{"count": true}`,

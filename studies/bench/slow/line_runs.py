@@ -28,10 +28,10 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import EvaluatorProcess
 from diloco.pipeline.view.status import Status, read_status
-from diloco.studies.bench import packets, probe
 from diloco.studies.bench.end_to_end import ROOT, Process
-from diloco.studies.bench.line_cells import FRAGMENTS, INTERVAL, LEARNERS, Cell, forecast, line_rates, row
 from diloco.studies.bench.machine import cpu_s
+from diloco.studies.bench.slow import packets, probe
+from diloco.studies.bench.slow.line_cells import FRAGMENTS, INTERVAL, LEARNERS, Cell, forecast, line_rates, row
 from diloco.workers.exchange.evaluating import Evaluating
 from diloco.workers.exchange.reaching import read_run
 from diloco.workers.trainer.evaluator import built_in
@@ -133,7 +133,7 @@ class Run:
             inside = stack.enter_context(namespaces(names))
             environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
             environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-            arguments = ["-m", "diloco.studies.bench.packets", str(NETWORK), dumps(inside)]
+            arguments = ["-m", "diloco.studies.bench.slow.packets", str(NETWORK), dumps(inside)]
             self.lines = Process("packets", arguments, self._folder, environ, True)
             stack.callback(self.lines.end)
             self.lines.hear()
