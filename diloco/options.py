@@ -19,7 +19,6 @@ from diloco.doctor.settings import MachineSettings
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
 from diloco.pipeline.methods import METHODS, RunMethod, settings_of
-from diloco.pipeline.needs import Site
 from diloco.pipeline.settings import (
     PARTIES,
     BusSettings,
@@ -42,6 +41,7 @@ from diloco.pipeline.settings import (
     has_flag,
     load,
 )
+from diloco.pipeline.site import Site
 from diloco.pipeline.sources import ENV_PREFIX, check_variables, given_outside
 from diloco.pipeline.units import parse_count, parse_duration, parse_rate, parse_span, written
 from diloco.workers.trainer.models.hf_config import read_hf

@@ -14,9 +14,10 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MOST_STEPS, Codec, GlobalCodec, OuterName
-from diloco.pipeline.needs import CHOSEN, Needs, Site, needs_of, pace_of, params_of
+from diloco.pipeline.needs import CHOSEN, Needs, needs_of, pace_of
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, Precision
 from diloco.pipeline.settings import SyncSettings, defaults
+from diloco.pipeline.site import Site, params_of
 from diloco.pipeline.units import as_bytes, as_rate, counted, written
 
 USUAL = defaults(SyncSettings) | defaults(RunSettings)

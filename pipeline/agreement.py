@@ -1,8 +1,13 @@
-"""Where two specs of one run differ, in words. Pure."""
+"""Where two specs of one run differ, or a party's settings and the spec, in words. Pure."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.messages.spec import Spec, TensorSpec
+from diloco.pipeline.settings import Settings
+
+S = TypeVar("S", bound=Settings)
 
 MOST_TOLD = 20
 PATIENCE_S = 10.0
@@ -64,3 +69,28 @@ def _frozen(here: Spec, held: Spec) -> list[str]:
         return "the run has none" if name in ours else "absent here"
 
     return [f"  frozen tensor {name}: {how(name)}" for name in differing]
+
+
+WAITING_SYNCER = "a syncer that waits"
+"""Who has said how long a run is to be that has no spec yet."""
+
+
+def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str = "the run") -> S:
+    """Settings with the spec's values in all fields of `kind` (SyncSettings or TrainerSettings).
+
+    A party that was told another value on purpose is refused; one that was told nothing follows. `who` has the values.
+
+    Raises:
+        SpecMismatch: listing each field that differs with both values.
+    """
+    names = [name for name in kind.model_fields if name in spec]
+    differing = [
+        f"  {name}: here {getattr(settings, name)!r}, {who} has {spec[name]!r}"
+        for name in names
+        if name in settings.model_fields_set and getattr(settings, name) != spec[name]
+    ]
+    if differing:
+        raise SpecMismatch(
+            f"this party and {who} disagree:\n" + "\n".join(differing) + f"\nLeave these settings out to follow {who}."
+        )
+    return settings.model_copy(update={name: spec[name] for name in names})

@@ -7,14 +7,10 @@ shows it, the syncer checks its Redis by it, and `diloco simulate plan` adds how
 
 import math
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import NamedTuple
 
-from pydantic import Field
-
-from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import OuterName
-from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, transformer_operations
+from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS
 from diloco.pipeline.party_memory import (
     CHECKPOINT_BYTES,
     TRAINING_BYTES,
@@ -23,9 +19,11 @@ from diloco.pipeline.party_memory import (
     syncer_bytes,
     syncer_share,
 )
+from diloco.pipeline.ramps import lengthened
 from diloco.pipeline.redis_memory import CODECS, KEY_FRAMES, redis_bytes, redis_holds
-from diloco.pipeline.settings import Settings, SyncSettings, defaults
-from diloco.pipeline.units import Amount, BitRate, Span, as_bytes, as_rate, written
+from diloco.pipeline.settings import SyncSettings, defaults
+from diloco.pipeline.site import Site, outer_operations, shape_of
+from diloco.pipeline.units import as_bytes, as_rate, written
 
 USUAL = defaults(SyncSettings)
 """What a run has if nobody says otherwise: a plan departs from it only where it must."""
@@ -73,90 +71,6 @@ OF_OUTER: dict[OuterName, dict[str, float]] = {
     "nesterov": {"outer_momentum": 0.5, "outer_warmup": 24},
 }
 """What goes with an outer step and is not the default (docs/results/quality.md)."""
-LEAST_PARAMS, MOST_PARAMS = 1e4, 1e13
-"""Of a model that a plan is for."""
-MOST_IN_LAYERS = 1.1
-"""Of a model's parameters, as people round them."""
-_LAYERS = ((125e6, 12), (1e9, 24), (10e9, 48), (100e9, 108))
-"""Parameters and layers: the smallest as in arXiv:2005.14165, Table 2.1; the others as in arXiv:2501.18512. Assumed for
-10B and 100B."""
-
-
-class Site(Settings):
-    """A model, and what carries and merges it. Durations are seconds."""
-
-    from_environment = False
-    """Variables of a real run are about something else."""
-
-    params: Amount = Field(70e9, ge=LEAST_PARAMS, le=MOST_PARAMS, description="Parameters of the model. Assumed")
-    layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: from its width, or as usual. Assumed")
-    width: int = Field(
-        0,
-        ge=0,
-        le=100_000,
-        description="Its width n, of n x n and n x 4n matrices; 0: from its layers. Assumed",
-    )
-    step_time: Span = Field(5.0, gt=0, description="Compute time of an inner step. Assumed")
-    link: BitRate = Field(
-        100e9,
-        description="Bandwidth of a learner's link to the syncers, each way. Assumed; the paper has 2-5 Gbit/s too",
-    )
-    latency: Span = Field(0.05, description="One way of a control message. Assumed")
-    merge_rate: Amount = Field(
-        3.3e9, description="Bytes of deltas that one core of a syncer merges a second. Measured, M=8 bf16, numpy"
-    )
-    sync_time: Span = Field(
-        0.0,
-        description="Of a sync, what is neither transfer nor the sum of deltas, which follow from link, params and "
-        "merge_rate: staging, commit. Assumed",
-    )
-    syncer_cores: int = Field(32, ge=1, le=1024, description="Cores of a syncer that merge. Assumed")
-
-
-def layers_of(params: float) -> int:
-    """Layers of a model of that many parameters, between the known sizes by logarithms."""
-    x = min(max(params, _LAYERS[0][0]), _LAYERS[-1][0])
-    (low, few), (high, many) = next(pair for pair in pairwise(_LAYERS) if x <= pair[1][0])
-    share = math.log(x / low) / math.log(high / low)
-    return round(few * math.pow(many / few, share))
-
-
-def shape_of(site: Site) -> tuple[float, float]:
-    """Width and layers of a site's model, the ones that are not told from 12 n^2 parameters a layer.
-
-    Raises:
-        UsageError: so many layers of that width have more parameters than the model.
-    """
-    layers = site.layers or (site.params / 12 / site.width**2 if site.width else layers_of(site.params))
-    width = site.width or math.sqrt(site.params / 12 / layers)
-    if layers < 1 or 12 * width**2 * layers > MOST_IN_LAYERS * site.params:
-        raise UsageError(
-            f"{max(1, layers):g} layers of width {width:g} have {written(12 * width**2 * max(1, layers))} parameters "
-            f"(12 n^2 each), and the model {written(site.params)}: change --params, or leave --layers or --width out"
-        )
-    return width, layers
-
-
-def params_of(site: Site) -> float:
-    """Parameters of a site's model: as told, else those of its layers, where these and their width are told.
-
-    Raises:
-        UsageError: fewer or more than a plan is for.
-    """
-    if "params" in site.model_fields_set or not (site.layers and site.width):
-        return site.params
-    params = 12.0 * site.width**2 * site.layers
-    if not LEAST_PARAMS <= params <= MOST_PARAMS:
-        raise UsageError(
-            f"{site.layers} layers of width {site.width} have {written(params)} parameters (12 n^2 each): from "
-            f"{written(LEAST_PARAMS)} to {written(MOST_PARAMS)} are planned for; change --layers or --width"
-        )
-    return params
-
-
-def outer_operations(site: Site, outer: OuterName) -> float:
-    """Operations of one outer step of all fragments, without what is done to each element once."""
-    return transformer_operations(*shape_of(site), outer)
 
 
 def busiest_share(fragments: int, ranks: int) -> float:
@@ -222,15 +136,16 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
         return fragments, name, trips[fragments]
 
     def beyond(trip_s: float) -> int:
-        """Steps of each round that are trained in vain."""
+        """Steps by which it is too long."""
         return max(0, math.ceil((trip_s - hidden_s) / site.step_time - ROUNDING))
 
     tried = [fragmented(one) for one in (BY_CHOICE if codec == "auto" else [codec])]
     fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the first
     if beyond(trip_s):
         warnings.append(
-            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may "
-            f"hide behind: {beyond(trip_s)} more steps of each round of {interval} are overwritten"
+            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may hide behind: "
+            f"the run makes its rounds longer, {in_force(interval, overlap_steps, trip_s / site.step_time)} steps for "
+            f"{interval}, which costs quality"
         )
     # Threads that wait for each other are lost to other fragments: no more than it takes.
     rest_s = hidden_s - (trip_s - step_s / fragments)
@@ -256,10 +171,12 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     elif chosen != first:
         why["codec"] = (
             f"{CODECS[chosen]:.3g} bytes an element: with {first} a round trip takes {first_s:.1f} s, and "
-            f"{beyond(first_s)} more steps of each round would be overwritten"
+            f"rounds would be {in_force(interval, overlap_steps, first_s / site.step_time)} steps"
         )
     elif beyond(first_s):
-        why["codec"] = f"the paper's main setting; fewer bits would save no step of a round: globals are {global_codec}"
+        why["codec"] = (
+            f"the paper's main setting; fewer bits would save no step of a round trip: globals are {global_codec}"
+        )
     else:
         why["codec"] = "the paper's main setting, and the link carries it; 4 bits cost vision quality there"
     if alone_s:
@@ -284,6 +201,11 @@ def _with_fewest_steps(site: Site, learners: int, overlap_steps: int, codec: str
     if codec == "auto":
         few.why["codec"] = f"{CODECS[few.codec]:.3g} bytes an element, no more than globals have"
     return few
+
+
+def in_force(interval: int, overlap_steps: int, trip_steps: float) -> int:
+    """Steps between two syncs of a fragment, where a round trip takes so many: they adopt in one more."""
+    return lengthened(interval, interval, overlap_steps, 1 + trip_steps)
 
 
 def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled: float, outer_s: float) -> float:
@@ -332,6 +254,10 @@ class Needs:
     syncers: int
     redis_nodes: int
     round_s: float
+    interval_in_force: int
+    """To which a run makes its interval longer, since its round trips take so long."""
+    merged_share: float
+    """Of what is trained: the rest is trained in round trips, and overwritten."""
     up_bytes: float
     """That a learner sends in a round."""
     down_bytes: float
@@ -358,12 +284,15 @@ class Needs:
     def lines(self) -> str:
         """What it comes to, for people."""
         up, down = (as_rate(one / self.round_s) for one in (self.up_bytes, self.down_bytes))
+        from_h = "" if self.interval_in_force == self.sync_interval else f"{self.sync_interval} to "
         return (
             f"reckoned with {self.layers:.0f} layers of width {self.width:.0f} (yours: --layers, --width)\n"
             f"a round: {self.sync_interval} steps, {self.round_s:.3g} s; in it a learner sends "
             f"{as_bytes(self.up_bytes)} and fetches {as_bytes(self.down_bytes)}\n"
             f"line of a learner: {up} up and {down} down of {written(self.link, 'TGMk')}bit/s, {self.link_load:.0%} "
             f"busy; a fragment's round trip {self.round_trip_s:.1f} s, the outer step {self.outer_s:.1f} s of it\n"
+            f"with such round trips the run makes rounds of {from_h}{self.interval_in_force} steps, and merges "
+            f"{self.merged_share:.0%} of what is trained; a syncer beside Redis is assumed, or one with a faster line\n"
             f"syncers together: {self.syncer_cores:.2f} cores merging, each with {as_bytes(self.syncer_memory_bytes)} "
             f"at most; Redis: {as_bytes(self.redis_memory_bytes)}, {as_rate(self.redis_bytes_per_s)}; a checkpoint: "
             f"{as_bytes(self.checkpoint_bytes)}"
@@ -434,6 +363,8 @@ def needs_of(
         f"{cores:.2f} cores)",
     }
     served = busiest_share(pace.fragments, ranks)
+    trip_steps = pace.trip_s / site.step_time
+    longer = in_force(pace.interval, overlap_steps, trip_steps)
     return Needs(
         learners=learners,
         sync_interval=pace.interval,
@@ -447,6 +378,8 @@ def needs_of(
         syncers=count,
         redis_nodes=nodes,
         round_s=round_s,
+        interval_in_force=longer,
+        merged_share=longer / (longer + 1 + trip_steps),
         up_bytes=wire * site.params,
         down_bytes=shown.pulled * site.params,
         link=site.link,

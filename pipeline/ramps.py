@@ -3,12 +3,16 @@
 A version counts the outer steps of its fragment, is in every head, header and tape record, and goes back when the bus
 does: so windows of different fragments, a restarted syncer, a learner that joins and a replay all find the same.
 The one thing that follows from more than the version is the interval where round trips are long: the owner decides it
-with each merge (`syncer.committing.stretched`). The head says it to learners and successors, the tape to replays.
+with each merge (`stretched`). The head says it to learners and successors, the tape to replays.
 """
 
 import math
 
 from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.messages.wire import MOST_STEPS
+
+MOST_STRETCHED = 16
+"""An interval is so many times the planned one at most: it is decided again no sooner than with the next merge."""
 
 
 def interval_at(sync: SyncSpec, version: int) -> int:
@@ -30,3 +34,31 @@ def interval_in_force(sync: SyncSpec, version: int, told: int) -> int:
 def overlap_in_force(sync: SyncSpec, version: int, told: int) -> int:
     """Tau of a base whose head says this interval: as many times longer as that is, and whole."""
     return math.ceil(sync.overlap_steps * interval_in_force(sync, version, told) / interval_at(sync, version))
+
+
+def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
+    """`interval_at`, made longer where round trips take long.
+
+    Args:
+        sync: tau, and what `interval_at` needs.
+        version: of the base.
+        round_trip: steps, that in which a learner adopts among them (`syncer.committing.RoundTrips`).
+    """
+    return lengthened(interval_at(sync, version), sync.sync_interval, sync.overlap_steps, round_trip)
+
+
+def lengthened(interval: int, sync_interval: int, overlap_steps: int, round_trip: float) -> int:
+    """A planned interval, made longer where round trips take long.
+
+    What is trained in a round trip is overwritten. It is no greater a share than where a round trip takes one step; and
+    once the interval is H, no greater a share than tau of H.
+
+    Args:
+        interval: as planned.
+        sync_interval, overlap_steps: H and tau. With tau = 0 nothing is to be hidden: it is as planned.
+        round_trip: as `stretched`.
+    """
+    if not overlap_steps:
+        return interval
+    hides = min(interval, sync_interval / overlap_steps)
+    return max(interval, int(min(MOST_STEPS, MOST_STRETCHED * interval, hides * round_trip)))

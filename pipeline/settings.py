@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationError, Validat
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from diloco.pipeline.bus.tls import OPTIONS, with_tls
-from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
@@ -480,28 +480,3 @@ def _complaints(kind: type[Settings], error: ValidationError, flags: Collection[
         what = problem["msg"].removeprefix("Value error, ")
         lines.append(f"{name}={shown}: {what}{hint}; set it with {' or '.join(ways)}")
     return lines
-
-
-WAITING_SYNCER = "a syncer that waits"
-"""Who has said how long a run is to be that has no spec yet."""
-
-
-def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str = "the run") -> S:
-    """Settings with the spec's values in all fields of `kind` (SyncSettings or TrainerSettings).
-
-    A party that was told another value on purpose is refused; one that was told nothing follows. `who` has the values.
-
-    Raises:
-        SpecMismatch: listing each field that differs with both values.
-    """
-    names = [name for name in kind.model_fields if name in spec]
-    differing = [
-        f"  {name}: here {getattr(settings, name)!r}, {who} has {spec[name]!r}"
-        for name in names
-        if name in settings.model_fields_set and getattr(settings, name) != spec[name]
-    ]
-    if differing:
-        raise SpecMismatch(
-            f"this party and {who} disagree:\n" + "\n".join(differing) + f"\nLeave these settings out to follow {who}."
-        )
-    return settings.model_copy(update={name: spec[name] for name in names})

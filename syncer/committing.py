@@ -1,6 +1,6 @@
 """From a window's deltas to the next version: their sum, the outer step, its payloads, the commit. asyncio.
 
-The interval of the next version is decided here too, by the round trips before (`RoundTrips`, `stretched`).
+The interval of the next version is decided here too, by the round trips before (`RoundTrips`, `ramps.stretched`).
 
 Deltas are summed as they complete while others are still awaited, so that closing a window costs about one more of
 them, not all. Nothing that is cached here changes before the commit has succeeded.
@@ -24,10 +24,8 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.messages.wire import MOST_STEPS
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.payload.codec import Payload
-from diloco.pipeline.ramps import interval_at
 from diloco.pipeline.transfer.global_format import SUMMED, Kind, Published, key_of, with_sums
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing
@@ -254,16 +252,12 @@ class Loaded:
         return self.head.version, self.head.digest
 
 
-MOST_STRETCHED = 16
-"""An interval is so many times the planned one at most: it is decided again no sooner than with the next merge."""
-
-
 class RoundTrips:
     """How many steps the last two of one fragment took.
 
     A learner goes on training on its base until what it published is merged and here, and adopts that after a step. All
-    of these steps are overwritten. `stretched` makes intervals longer by them. To wait for a quorum is no part of it:
-    that is as long as others take, however long the interval is, and deltas are renewed meanwhile.
+    of these steps are overwritten. `ramps.stretched` makes intervals longer by them. To wait for a quorum is no part of
+    it: that is as long as others take, however long the interval is, and deltas are renewed meanwhile.
     """
 
     def __init__(self) -> None:
@@ -285,24 +279,6 @@ class RoundTrips:
         """
         known, round_trip_s = known_steps(step_times), min(self._took)
         return 1 + (round_trip_s + latency_s) / median_high(known) if known and round_trip_s else 0.0
-
-
-def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
-    """`ramps.interval_at`, made longer where round trips take long.
-
-    What is trained in a round trip is overwritten. It is no greater a share than where a round trip takes one step; and
-    once the interval is H, no greater a share than tau of H.
-
-    Args:
-        sync: tau, and what `ramps.interval_at` needs. With tau = 0 nothing is to be hidden: it is as planned.
-        version: of the base.
-        round_trip: steps (`RoundTrips`).
-    """
-    interval = interval_at(sync, version)
-    if not sync.overlap_steps:
-        return interval
-    hides = min(interval, sync.sync_interval / sync.overlap_steps)
-    return max(interval, int(min(MOST_STEPS, MOST_STRETCHED * interval, hides * round_trip)))
 
 
 class LastMerges:
@@ -374,7 +350,7 @@ class Committing:
             merge: the decision.
             deltas: its contributions, in its order.
             began: when it was decided.
-            interval: of the version that is made (`stretched`).
+            interval: of the version that is made (`ramps.stretched`).
             found: how far each learner's delta agrees with the others', also of those that are left out.
 
         Returns:

@@ -1,7 +1,7 @@
 """What all fragments of one syncer are served with: the agreed spec, and the syncer itself."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco.pipeline.agreement import differences
 from diloco.pipeline.bus.ports import Bus, Clock
@@ -10,7 +10,7 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.payload.codec import decode, encode
-from diloco.syncer.intake import Offload
+from diloco.syncer.intake import Coming, Offload
 from diloco.syncer.merging.fragment import MakeFragment
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder
@@ -68,6 +68,8 @@ class SyncerContext:
     """Of its products of matrices."""
     standings: Standings
     """Of the learners, by all windows that it serves."""
+    coming: Coming = field(default_factory=Coming)
+    """Of learners' uploads, in all fragments."""
 
     @property
     def left_out(self) -> frozenset[str]:

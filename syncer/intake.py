@@ -14,6 +14,7 @@ from diloco.pipeline.bus.ports import Clock, Offered, Offers, PayloadStore
 from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
+from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader
 from diloco.pipeline.transfer.payloads import arriving
@@ -41,6 +42,9 @@ UPLOAD_FACTOR = 4.0
 """The upload deadline is this many times the smoothed upload time."""
 TIMEOUT_FACTOR = 2.0
 """Uploads that did not end in time lengthen the deadline to so many times what it was at most."""
+
+SILENT_CHUNKS = 4
+"""An upload has stopped when nothing came for as long as so many of its last chunks took."""
 
 
 class Arrivals:
@@ -113,6 +117,34 @@ class UploadEstimator:
             self._upload.observe(min(seconds, most))
 
 
+class Coming:
+    """What has come lately of each learner's uploads, in all fragments of one syncer. Pure.
+
+    A learner uploads its deltas in the order of their serials, on each of its lanes. So one of which nothing has come
+    yet is still to come while earlier ones do. How long a line is silent between two chunks is measured.
+    """
+
+    MOST = 1024
+    """Incarnations; with more, those that were not heard for longest go."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, float, float]] = {}
+        """Incarnation -> serial of what came last, when, and how long after the chunk before."""
+
+    def heard(self, header: DeltaHeader, now: float) -> None:
+        """Something of this delta came."""
+        serial, at, gap_s = self._last.pop(header.incarnation, (header.serial, now, 0.0))
+        self._last[header.incarnation] = header.serial, now, now - at if serial == header.serial else gap_s
+        while len(self._last) > self.MOST:
+            del self._last[next(iter(self._last))]
+
+    def comes(self, header: DeltaHeader, came_s: float, now: float) -> bool:
+        """Whether an upload goes on, or its learner is at earlier ones; came_s: when something of it came last."""
+        serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
+        since = now - max(LEAST_UPLOAD_S, SILENT_CHUNKS * gap_s)
+        return came_s >= since or (serial < header.serial and at >= since)
+
+
 class Downloads:
     """The downloads in flight and the deltas that are here."""
 
@@ -124,13 +156,17 @@ class Downloads:
         wake: asyncio.Event,
         offload: Offload,
         uploads: UploadEstimator,
+        coming: Coming,
     ) -> None:
-        """`fragment`: judges them. `uploads`: learns how long they take. `wake` is set whenever a download ends."""
+        """`fragment`: judges them. `uploads`: learns how long they take. `coming`: of all fragments, is told of what
+        comes. `wake` is set whenever a download ends."""
         self._bus, self._clock, self._fragment = bus, clock, fragment
-        self._wake, self._offload, self._uploads = wake, offload, uploads
+        self._wake, self._offload, self._uploads, self._coming = wake, offload, uploads, coming
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         self._heard: dict[str, float] = {}
+        self._came: dict[str, float] = {}
+        """Header entry -> when last a chunk came."""
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
         self.outcomes: deque[tuple[Offer, Outcome]] = deque()
@@ -173,6 +209,13 @@ class Downloads:
         """When last something of a payload came, or the bus failed; infinite once all of it is here."""
         return self._heard.get(offer.entry_id, math.inf)
 
+    def arriving(self, offers: Iterable[Offer]) -> frozenset[str]:
+        """Of uploads that are not whole, the entries of those that come, or whose turn is still to come."""
+        now, came = self._clock.now(), self._came
+        return frozenset(
+            one.entry_id for one in offers if self._coming.comes(one.header, came.get(one.entry_id, -math.inf), now)
+        )
+
     def forget(self, entries: Iterable[str]) -> None:
         """These were merged or refused."""
         for entry_id in entries:
@@ -180,6 +223,7 @@ class Downloads:
                 task.cancel()
             self._began.pop(entry_id, None)
             self._heard.pop(entry_id, None)
+            self._came.pop(entry_id, None)
             self.deltas.pop(entry_id, None)
 
     async def close(self) -> None:
@@ -191,6 +235,7 @@ class Downloads:
         self._tasks.clear()
         self._began.clear()
         self._heard.clear()
+        self._came.clear()
         self.deltas.clear()
         self.outcomes.clear()
 
@@ -208,7 +253,8 @@ class Downloads:
                         feed(reader, norms, chunks)
                     else:
                         await self._offload(feed, reader, norms, chunks)
-                    self._heard[offer.entry_id] = self._clock.now()
+                    self._heard[offer.entry_id] = self._came[offer.entry_id] = now = self._clock.now()
+                    self._coming.heard(h, now)
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
                 self._uploads.observe(self._clock.now() - began)

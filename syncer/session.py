@@ -17,7 +17,7 @@ from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
-from diloco.pipeline.ramps import overlap_in_force
+from diloco.pipeline.ramps import overlap_in_force, stretched
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
 from diloco.syncer.committing import (
@@ -28,7 +28,6 @@ from diloco.syncer.committing import (
     Staging,
     at_odds_shown,
     payload_key,
-    stretched,
 )
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.grace import GraceEstimator
@@ -80,7 +79,8 @@ class Session:
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
         )
         self.window = self._new_window()
-        self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, context.offload, state.uploads)
+        of_all = context.offload, state.uploads, context.coming
+        self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, *of_all)
         self._committing = Committing(context, layout, state.staging, state.merges)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
@@ -200,7 +200,8 @@ class Session:
         grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
-        given = state.uploads.upload_s, state.doubts.learners, self._context.left_out
+        arriving = self._downloads.arriving(self.window.awaited())
+        given = state.uploads.upload_s, state.doubts.learners, self._context.left_out, arriving
         return watch.conditions(self._p, version, grace, *given)
 
     @property

@@ -115,6 +115,7 @@ class RunWatch:
         upload_s: float,
         doubted: frozenset[str] = frozenset(),
         left_out: frozenset[str] = frozenset(),
+        arriving: frozenset[str] = frozenset(),
     ) -> Conditions:
         """What a window must know of the run. Those that are left out are not waited for either."""
         doubted |= left_out
@@ -134,6 +135,7 @@ class RunWatch:
             draining=self.draining,
             doubted=doubted,
             left_out=left_out,
+            arriving=arriving,
         )
 
     def given_up(

@@ -28,7 +28,10 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | UPLOADING | decide | uploads are missing before the deadline | UPLOADING | Wait(upload deadline) |
 | UPLOADING | decide | all of M_t uploaded | MERGING | Merge |
 | UPLOADING | decide | the deadline, at least K uploaded | MERGING | Merge |
+| UPLOADING | decide | the deadline, at least K uploaded, what is missing comes | MERGING | Merge(nothing overdue) |
 | UPLOADING | decide | the deadline, fewer than K uploaded | COLLECTING, attempt + 1 | Reopened |
+| UPLOADING | decide | the deadline, fewer than K uploaded, what is missing comes | UPLOADING | Wait(another deadline) |
+| UPLOADING | decide | the same, and another learner waits | COLLECTING, attempt + 1 | Reopened(nothing overdue) |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
 | MERGING | decide | whatever has changed | MERGING | Merge |
 | MERGING | not_merged | the outcome is not finite | COLLECTING | nothing |
@@ -37,7 +40,8 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 merged, is fixed on entering UPLOADING. A learner that is left out is in no M_t and counts for no K. While a run drains,
 any member opens the window: there will be no due ones any more. An attempt that took a member's place had less than the
 whole time when the upload deadline is over: it is late then, not refused. Its learner was waited for in vain all the
-same, and is doubted for it.
+same, and is doubted for it. An upload that comes, if too slowly, is late too, and nobody is doubted for it. Below the
+quorum it is waited for, unless somebody else is held up.
 `tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
@@ -67,6 +71,9 @@ from diloco.syncer.admission import (
     same_delta,
     same_training,
 )
+
+LEAST_MORE_S = 1.0
+"""Time that uploads are given once more, at least."""
 
 
 class State(StrEnum):
@@ -98,6 +105,9 @@ class Conditions:
     """Learners that count only once their payload is here, and that nobody waits for."""
     left_out: frozenset[str] = frozenset()
     """Some of these: they never count, and what is here of them is not merged."""
+    arriving: frozenset[str] = frozenset()
+    """Entries of deltas that come, if slowly, or whose turn on their learner's line is still to come: none is refused
+    for being late, since the line would have to carry it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +366,7 @@ class Window:
 
     def _next_of_uploads(
         self, phase: Uploading, now: float, given: Conditions, missing: frozenset[str]
-    ) -> Merging | Wait | Reopened:
+    ) -> Uploading | Merging | Wait | Reopened:
         here = self.complete()
         done = tuple(offer for offer in here if offer.header.learner not in given.left_out)
         waiting = {
@@ -365,15 +375,19 @@ class Window:
         if waiting and now < phase.deadline:
             reason = f"{len(done)} of {len(self._members)} uploaded, waiting for {', '.join(waiting)}"
             return Wait(phase.deadline, reason)
-        overdue = _overdue(phase, waiting, now)
+        overdue = _overdue(phase, waiting, now, given.arriving)
+        in_vain = tuple(learner for learner, m in waiting.items() if m.offer.entry_id not in given.arriving)
         if len(done) < given.quorum:
+            if waiting and not in_vain and not self.late.offers:  # nobody else is there, and what is there comes
+                until = now + max(given.upload_s, LEAST_MORE_S)
+                return Uploading(phase.opened_at, phase.quorum_at, phase.fixed_at, until)
             reason = f"{len(done)} of quorum {given.quorum} uploaded in time"
-            return Reopened(overdue, reason, phase.opened_at, tuple(waiting))
+            return Reopened(overdue, reason, phase.opened_at, in_vain)
         absent = sorted({*missing, *waiting})
         reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
         times = phase.opened_at, phase.quorum_at, phase.fixed_at
         left_out = tuple(offer for offer in here if offer.header.learner in given.left_out)
-        return Merging(Merge(done, overdue, reason, *times, tuple(waiting), left_out))
+        return Merging(Merge(done, overdue, reason, *times, in_vain, left_out))
 
     # --- transitions -----------------------------------------------------------------------------------
 
@@ -413,7 +427,10 @@ class Window:
                 self._members[offer.header.learner] = _Member(offer, now)
 
 
-def _overdue(phase: Uploading, waiting: Mapping[str, _Member], now: float) -> tuple[Offer, ...]:
-    """Of those that are waited for, who had the whole time: since M_t was fixed, or since it took its place later."""
+def _overdue(
+    phase: Uploading, waiting: Mapping[str, _Member], now: float, arriving: frozenset[str]
+) -> tuple[Offer, ...]:
+    """Of those that are waited for and do not come, who had the whole time: since M_t was fixed, or it came later."""
     time_s = phase.deadline - phase.fixed_at
-    return tuple(m.offer for m in waiting.values() if m.since <= phase.fixed_at or now - m.since >= time_s)
+    stopped = [m for m in waiting.values() if m.offer.entry_id not in arriving]
+    return tuple(m.offer for m in stopped if m.since <= phase.fixed_at or now - m.since >= time_s)

@@ -57,6 +57,8 @@ PURE = (
     "pipeline/messages/wire.py",
     "pipeline/methods.py",
     "pipeline/needs.py",
+    "pipeline/site.py",
+    "pipeline/view/trouble.py",
     "pipeline/outer_cost.py",
     "pipeline/redis_memory.py",
     "pipeline/pacing.py",

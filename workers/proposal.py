@@ -4,10 +4,11 @@ import structlog
 from pydantic import ValidationError
 from torch import nn
 
+from diloco.pipeline.agreement import WAITING_SYNCER, agree
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import FORMAT
-from diloco.pipeline.settings import WAITING_SYNCER, SyncSettings, agree, load
+from diloco.pipeline.settings import SyncSettings, load
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.checks.frozen_digests import frozen_digests

@@ -8,21 +8,12 @@ from diloco.pipeline.bus import server as of_server
 from diloco.pipeline.bus.acl import INVITED
 from diloco.pipeline.bus.server import Address, Server
 from diloco.pipeline.findings import Finding, error, ok, warning
-from diloco.pipeline.needs import (
-    GLOBALS,
-    LEAST_PARAMS,
-    LINK_SHARE,
-    Needs,
-    Pace,
-    Site,
-    needs_of,
-    pace_of,
-    round_trip_s,
-)
+from diloco.pipeline.needs import GLOBALS, LINK_SHARE, Needs, Pace, needs_of, pace_of, round_trip_s
 from diloco.pipeline.pacing import Pace as MergePace
 from diloco.pipeline.pacing import as_time, full_room_steps, slow_merges
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, TRAINING_BYTES, learner_bytes, syncer_bytes
 from diloco.pipeline.redis_memory import CODECS, round_bytes
+from diloco.pipeline.site import LEAST_PARAMS, Site
 from diloco.pipeline.units import as_bytes, as_rate, counted, written
 
 PARTIES = ("syncer", "learner", "evaluator", "viewer")

@@ -23,10 +23,10 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.findings import Finding, error, ok, warning
-from diloco.pipeline.needs import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.process import logs
 from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
 from diloco.pipeline.settings import defaults
+from diloco.pipeline.site import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.units import Amount, Span, counted
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco.workers.trainer.models.sizes import SIZES, size_table

@@ -26,7 +26,6 @@ from diloco.pipeline.bus.server import Server
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
-from diloco.pipeline.needs import Site, outer_operations
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.payload.codec import decode
@@ -34,6 +33,7 @@ from diloco.pipeline.process.cgroup import limits
 from diloco.pipeline.process.cores import blas_threads, one_blas_thread, product_speed, seen_cores, usable_cores
 from diloco.pipeline.ramps import interval_at, interval_in_force
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings
+from diloco.pipeline.site import Site, outer_operations
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.pipeline.units import as_bytes
 from diloco.pipeline.view.status import LIVE_S

@@ -24,6 +24,7 @@ from diloco.launcher.locate import REPORT_FILE, RUN_FILE, RUNS, RunFile, is_runn
 from diloco.launcher.page import MODEL_FILE
 from diloco.launcher.report import Origin
 from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, RunSettings
+from diloco.pipeline.agreement import agree
 from diloco.pipeline.bus.tls import OPTIONS
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import is_address
@@ -38,7 +39,6 @@ from diloco.pipeline.settings import (
     SyncerSettings,
     SyncSettings,
     TrainerSettings,
-    agree,
 )
 from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.syncer.checkpoints.loading import Checkpoint, find_checkpoint, known_elements, load_checkpoint

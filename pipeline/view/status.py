@@ -25,14 +25,12 @@ from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.pipeline.pacing import Pace, outer_room, slow_merges
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.ramps import interval_in_force
+from diloco.pipeline.view import trouble
 from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.pipeline.view.shares import MergedShare, shares
 
 LIVE_S = 5.0
 """A learner not heard from for this long is not live, where the run has not said otherwise."""
-
-AWAITED = "waiting for"
-"""How the reason begins of a run that waits, unless the bus has lost a part of it."""
 
 _RECENT_S = 3600.0
 
@@ -65,7 +63,7 @@ class LearnerStatus(TypedDict):
     moments: NotRequired[str]
     """Where its optimizer's came from, as `Learner.recovered`; "": it has not said."""
     region: NotRequired[str]
-    pulled_bytes: NotRequired[tuple[int, int]]
+    pulled_bytes: NotRequired[list[int]]
     """As `LearnerReport`: its region's cache, and bytes of globals from the run's Redis and from there."""
 
 
@@ -190,7 +188,7 @@ def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
         "ranks": report.ranks,
         "moments": report.moments,
         "region": report.region,
-        "pulled_bytes": report.pulled_bytes,
+        "pulled_bytes": list(report.pulled_bytes),
     }
 
 
@@ -243,32 +241,6 @@ def merged_tokens(layout: Layout, heads: Sequence[Head]) -> int:
     return sum(head.merged_tokens * elements[head.fragment] for head in heads) // layout.elements
 
 
-def _crowded(reports: Sequence[SeenReport]) -> list[str]:
-    """Machines on which learners have more threads together than there are cores, and could have fewer."""
-    by_host: dict[str, list[SeenReport]] = {}
-    for seen in reports:
-        if all(seen.report.threads):
-            by_host.setdefault(seen.report.host, []).append(seen)
-    found = []
-    for host, here in sorted(by_host.items()):
-        threads, cores = sum(seen.report.threads[0] for seen in here), max(seen.report.threads[1] for seen in here)
-        each = max(1, cores // len(here))
-        if threads > cores and len(here) > 1 and any(seen.report.threads[0] > each for seen in here):
-            found.append(
-                f"the {len(here)} learners on {host} have {threads} threads on {cores} cores, and stall each other: "
-                f"start each with --threads {each} (in a loop of your own: OMP_NUM_THREADS={each})"
-            )
-    return found if len(found) <= 3 else [*found[:3], f"the same on {len(found) - 3} more machines"]
-
-
-def _awaited(spec: Spec | None, state: RunState | None, syncers: Mapping[str, str] | None, live: int) -> str:
-    """What a run waits for that has not begun, or that nobody is at work on; "" of any other."""
-    if state is None:
-        return f"{AWAITED} the first learner" if spec is None else f"{AWAITED} a syncer; a learner is here"
-    abandoned = state.phase is Phase.RUNNING and syncers is not None and not syncers and not live
-    return f"{AWAITED} a syncer and learners" if abandoned else ""
-
-
 def _tokens(
     layout: Layout | None, state: RunState | None, reports: Sequence[SeenReport], heads: Sequence[Head], live_s: float
 ) -> tuple[int, int, TokensLost]:
@@ -318,20 +290,6 @@ def _syncers(syncers: Mapping[str, str], holders: Sequence[str | None]) -> list[
     ]
 
 
-def _gone(spec: Spec | None, state: RunState | None, heads: Sequence[Head | None], tokens: int) -> str:
-    """What the bus has lost of a run that has trained, and what to do; "" if nothing."""
-    if not tokens or (state is not None and state.phase is Phase.FINISHED):
-        return ""
-    missing = [str(p) for p, head in enumerate(heads) if head is None]
-    if spec is not None and not missing:
-        return ""
-    what = f"the heads of fragments {', '.join(missing)} are" if spec is not None else "the run's spec is"
-    return (
-        f"{what} not on the bus, so nothing is merged there: a syncer that served the run puts back what it knows, its "
-        "learners what they have adopted. If that takes longer than a minute, see that `diloco syncer` runs"
-    )
-
-
 def build_status(
     run: str,
     spec: Spec | None,
@@ -357,9 +315,9 @@ def build_status(
     quorum = spec.sync.quorum if spec is not None else 0
     live = len({seen.report.learner for seen in reports if _is_live(seen, live_s)})
     warnings = list(bus_warnings)
-    gone = _gone(spec, state, heads, tokens)
+    gone = trouble.gone(spec, state, heads, tokens)
     warnings += [gone] if gone else []
-    awaited = _awaited(spec, state, syncers, live)
+    awaited = trouble.awaited(spec, state, syncers, live)
     at_odds = {learner for head in present for learner in head.window.at_odds}
     left_out = at_odds if spec is not None and spec.sync.leave_out else set()
     counted = {seen.report.learner for seen in reports if _is_live(seen, live_s)} - left_out
@@ -384,7 +342,7 @@ def build_status(
         steps = [seen.report.step_s for seen in here]
         slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)
         warnings += [str(slow)] if slow else []
-        warnings += _crowded(here)
+        warnings += trouble.crowded(here)
         if away := sorted({seen.report.learner for seen in here if seen.report.region == "away"}):
             what = "pull from the run's Redis, since that of their region cannot be used (their logs say why)"
             warnings.append(f"{', '.join(away[:5])}{' ...' if away[5:] else ''} {what}")

@@ -23,6 +23,7 @@ from diloco.studies.bench.beside import command as bench_compare
 from diloco.studies.bench.figures import Spread, show_machine, shown, table, write_json
 from diloco.studies.bench.gpu import command as bench_gpu
 from diloco.studies.bench.machine import describe, unusual
+from diloco.studies.bench.slow import lines_command
 from diloco.studies.goodput.commands.options import whole
 
 app = typer.Typer(
@@ -228,7 +229,7 @@ def nodes(
     Shares are of all bytes. All nodes are on this machine, so times say nothing of nodes on machines of their own.
     """
     out = _Out(json_file, None)
-    measuring = importlib.import_module("diloco.studies.bench.nodes")
+    measuring = importlib.import_module("diloco.studies.bench.slow.nodes")
     sizes, found = measuring.Sizes(_count(params, "params"), fragments, rounds), dict[str, Any]()
     for count in range(1, most + 1):
         shares, wall_s = measuring.measure(count, sizes, out.console)
@@ -447,5 +448,6 @@ def region(
 
 
 app.command("codec")(codec.main)
+app.command("lines")(lines_command.main)
 app.command("compare")(bench_compare.main)
 app.command("gpu")(bench_gpu.main)

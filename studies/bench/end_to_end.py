@@ -192,12 +192,21 @@ class Measured:
 class Process:
     """A child that is killed with us, and ended when its block is left."""
 
-    def __init__(self, name: str, arguments: Sequence[str], folder: Path, environ: dict[str, str], talks: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        folder: Path,
+        environ: dict[str, str],
+        talks: bool,
+        within: Sequence[str] = (),
+    ) -> None:
+        """arguments: of Python. within: a command that runs it, such as `ip netns exec NAME`."""
         self.name, self._log = name, folder / f"{name}.log"
         with self._log.open("ab") as log:
             pipe = subprocess.PIPE if talks else None
             self._process = subprocess.Popen(
-                [sys.executable, "-P", lifecycle.__file__, str(os.getpid()), sys.executable, *arguments],
+                [sys.executable, "-P", lifecycle.__file__, str(os.getpid()), *within, sys.executable, *arguments],
                 stdin=pipe or subprocess.DEVNULL,
                 stdout=pipe or log,
                 stderr=log,
@@ -228,6 +237,11 @@ class Process:
             raise self.died()
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def rest(self) -> list[Any]:
+        """All lines that it still says before it ends."""
+        assert self._process.stdout is not None  # noqa: S101  # it talks
+        return [json.loads(line) for line in self._process.stdout]
 
     def check(self) -> None:
         """Raises if it has ended."""

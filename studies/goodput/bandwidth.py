@@ -6,6 +6,9 @@ on a link that carries one at a time; the forward pass of that layer, `overlap` 
 it. Data-parallel communicates every layer at every step, DiLoCo every layer at every H-th, streaming one fragment of
 three layers at a time, spread over the H steps. Decoupled learners never wait; there it is counted what they train in
 vain, because the merged fragment comes later than `overlap_steps` after its publication.
+
+All methods have the run's H and codec, so that like stands beside like; data-parallel has no H, and its gradients are
+bf16. `PUBLISHED` has that paper's own, by which the graph is held against its tables.
 """
 
 import math
@@ -15,13 +18,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diloco.pipeline.needs import layers_of
+from diloco.pipeline.needs import GLOBALS, USUAL
+from diloco.pipeline.redis_memory import CODECS
+from diloco.pipeline.site import layers_of
 
 TARGETS = (50, 75, 80, 90, 95, 99)
 """Percent of compute utilisation."""
 GRID_GBIT_S = tuple(float(rate) for rate in np.logspace(-1, 3, 50))
 """Bandwidths tried: that paper's, whose figures are points of it."""
-INTERVAL = 100
+PUBLISHED_INTERVAL = 100
 """H; that paper's."""
 LAYERS_A_FRAGMENT = 3
 BITS_A_PARAMETER = 13.4
@@ -39,20 +44,57 @@ class Method(NamedTuple):
     """Fragments in turn, not all layers at once."""
     overlap: int
     """Steps that may pass before a layer waits for its communication."""
+    wire: str
+    """What travels, in words."""
     bits: float
-    """Bits of a parameter on the wire, of 16."""
-    waits: bool = True
+    """Bits of a parameter in a reduction, of 16; of a decoupled learner, those that it sends."""
+    pulled_bits: float = 0.0
+    """Those of a global that a decoupled learner pulls."""
+    fragments: int = 0
+    """P of decoupled learners; 0: of three layers."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether anybody does."""
+        return not self.pulled_bits
 
 
-METHODS: dict[str, Method] = {
-    "data-parallel": Method(1, False, 0, 16),
-    "diloco": Method(INTERVAL, False, 0, 16),
-    "streaming": Method(INTERVAL, True, 0, 16),
-    "streaming, overlap": Method(INTERVAL, True, 1, 16),
-    "streaming, overlap, 4-bit": Method(INTERVAL, True, 1, 4),
-    "decoupled": Method(INTERVAL, True, 2, 16, waits=False),
-    "decoupled, 4-bit": Method(INTERVAL, True, 2, 4, waits=False),
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What a run communicates, by its settings."""
+
+    sync_interval: int = USUAL["sync_interval"]
+    codec: str = USUAL["codec"]
+    global_codec: str = USUAL["global_codec"]
+    fragments: int = USUAL["fragments"]
+    overlap_steps: int = USUAL["overlap_steps"]
+
+
+DATA_PARALLEL = Method(1, False, 0, "bf16", 16)
+
+
+def methods(run: Run) -> dict[str, Method]:
+    """All methods at a run's H, in its codec."""
+    every, bits, wire = run.sync_interval, 8 * CODECS[run.codec], run.codec
+    both = f"{wire} up, {run.global_codec} down"
+    pulled = 8 * GLOBALS[run.global_codec].pulled
+    return {
+        "data-parallel": DATA_PARALLEL,
+        "diloco": Method(every, False, 0, wire, bits),
+        "streaming": Method(every, True, 0, wire, bits),
+        "streaming, overlap": Method(every, True, 1, wire, bits),
+        "decoupled": Method(every, True, run.overlap_steps, both, bits, pulled, run.fragments),
+    }
+
+
+PUBLISHED: dict[str, Method] = {
+    "data-parallel": DATA_PARALLEL,
+    "diloco": Method(PUBLISHED_INTERVAL, False, 0, "bf16", 16),
+    "streaming": Method(PUBLISHED_INTERVAL, True, 0, "bf16", 16),
+    "streaming, overlap": Method(PUBLISHED_INTERVAL, True, 1, "bf16", 16),
+    "streaming, overlap, 4-bit": Method(PUBLISHED_INTERVAL, True, 1, "4 bits", 4),
 }
+"""Rows of that paper's tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +166,13 @@ def _walk(model: Model, schedule: Sequence[frozenset[int]], overlap: int, comm_s
 
 
 def _decoupled(model: Model, method: Method, bits_per_s: float) -> float:
-    """Steps that count: H, and those that the round trip may hide behind, of all in a fragment's round."""
-    transfer_s = model.bits(method) / model.fragments / bits_per_s
-    queued_s = model.fragments * transfer_s - method.every * model.step_s
-    round_trip_steps = math.ceil(max(2 * transfer_s, queued_s) / model.step_s)
+    """Steps that count: H, and those that the round trip may hide behind, of all in a fragment's round.
+
+    Both directions of the line are its own. What the busier one cannot carry in H steps makes the round longer.
+    """
+    up_s, down_s = (model.params * bits / bits_per_s for bits in (method.bits, method.pulled_bits))
+    queued_s = max(up_s, down_s) - method.every * model.step_s
+    round_trip_steps = math.ceil(max((up_s + down_s) / method.fragments, queued_s) / model.step_s)
     return (method.every + min(round_trip_steps, method.overlap)) / (method.every + round_trip_steps)
 
 
@@ -150,19 +195,19 @@ def needed(model: Model, method: Method, targets: Sequence[float] = TARGETS) -> 
     return found
 
 
-def table(model: Model) -> dict[str, dict[float, float | None]]:
-    """All methods."""
-    return {name: needed(model, method) for name, method in METHODS.items()}
+def table(model: Model, kinds: Mapping[str, Method]) -> dict[str, dict[float, float | None]]:
+    """Of each method."""
+    return {name: needed(model, method) for name, method in kinds.items()}
 
 
-def speed_up(model: Model, bits_per_s: float) -> float:
-    """How many times faster decoupled learners are than data-parallel ones on that link between them."""
-    slow, fast = METHODS["data-parallel"], METHODS["decoupled, 4-bit"]
-    return utilisation(model, fast, bits_per_s) / utilisation(model, slow, bits_per_s)
+def speed_up(model: Model, method: Method, bits_per_s: float) -> float:
+    """How many times faster a method is than data-parallel on that link between all."""
+    return utilisation(model, method, bits_per_s) / utilisation(model, DATA_PARALLEL, bits_per_s)
 
 
 REGIONS = Model(params=12e9, step_s=0.96, layers=layers_of(12e9))
-"""Paper: 12B over 4 regions on 2-5 Gbit/s, over 20 times faster. Its step time is not published: 10B's, scaled."""
+"""Paper: 12B over 4 regions on 2-5 Gbit/s, over 20 times faster. Its step time, H and codec there are not published:
+the step time is 10B's, scaled."""
 REGION_LINKS_GBIT_S = (2.0, 3.0, 5.0)
 
 STREAMING: Mapping[float, tuple[float, Mapping[str, tuple[float, ...]]]] = {

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.methods import PAPER
-from diloco.pipeline.needs import Site
 from diloco.pipeline.settings import SyncerSettings, SyncSettings, defaults
+from diloco.pipeline.site import Site
 from diloco.pipeline.units import YEAR_S, Span
 
 USUAL = defaults(SyncSettings) | defaults(SyncerSettings)

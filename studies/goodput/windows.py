@@ -21,15 +21,15 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.needs import outer_operations
 from diloco.pipeline.outer_cost import CORE_FLOPS
-from diloco.pipeline.ramps import overlap_in_force
+from diloco.pipeline.ramps import overlap_in_force, stretched
+from diloco.pipeline.site import outer_operations
 from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.job import Stops, Timeline
 from diloco.studies.goodput.link import Link, link_of
 from diloco.studies.goodput.parties import CODEC, LAYOUT, TOKENS, Party, StepClock, bare, digest_of
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Offer, Refused
-from diloco.syncer.committing import RoundTrips, stretched
+from diloco.syncer.committing import RoundTrips
 from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import UploadEstimator
 from diloco.syncer.watch import RunWatch

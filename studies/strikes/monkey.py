@@ -12,11 +12,11 @@ from contextlib import suppress
 from typing import Protocol
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.studies.strikes.failing.topology import Topology
 from diloco.studies.strikes.proxy import Door, Proxy
 from diloco.studies.strikes.rates import Struck
 from diloco.studies.strikes.schedule import Manner, Party, Strike
 from diloco.studies.strikes.tail import Tail
-from diloco.studies.strikes.topology import Topology
 
 REDIS = "redis"
 POLL_S = 0.02

@@ -40,16 +40,16 @@ from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES
 from diloco.pipeline.waiting import first_of
 from diloco.studies.strikes.audit import Evidence
 from diloco.studies.strikes.evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
+from diloco.studies.strikes.failing.network import Network
+from diloco.studies.strikes.failing.servers import ClusterServers, SentinelServers
+from diloco.studies.strikes.failing.topology import Topology
 from diloco.studies.strikes.growth import Scale
 from diloco.studies.strikes.launch import StruckLauncher, patiently
 from diloco.studies.strikes.monkey import REDIS, Monkey
-from diloco.studies.strikes.network import Network
 from diloco.studies.strikes.proxy import Proxy
 from diloco.studies.strikes.report import Facts
 from diloco.studies.strikes.schedule import Manner, Party, Redis, Rule, Strike, draw
-from diloco.studies.strikes.servers import ClusterServers, SentinelServers
 from diloco.studies.strikes.spawner import Spawner
-from diloco.studies.strikes.topology import Topology
 from diloco.tape import read_live
 
 CENSUS_S = 1.0

@@ -27,7 +27,7 @@ from diloco.launcher.launch import Child, Process
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.lifecycle import LAUNCHER_PID, adopt_orphans, die_with_launcher
-from diloco.studies.strikes.network import enter
+from diloco.studies.strikes.failing.network import enter
 
 PRELOADED = (
     "torch._dynamo",

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import structlog
 
+from diloco.pipeline.agreement import WAITING_SYNCER, agree
 from diloco.pipeline.bus.ports import Bus, BusInfo, Clock
 from diloco.pipeline.bus.server import room
 from diloco.pipeline.errors import BusError, UsageError
@@ -19,7 +20,7 @@ from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
-from diloco.pipeline.settings import WAITING_SYNCER, SyncerProcess, SyncSettings, agree, groups_on
+from diloco.pipeline.settings import SyncerProcess, SyncSettings, groups_on
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.restoring import restore_checkpoint, taken
 from diloco.syncer.intake import Offload

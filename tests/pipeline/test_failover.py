@@ -17,7 +17,7 @@ from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
-from diloco.studies.strikes.servers import DOWN_MS, ClusterServers, SentinelServers, Servers
+from diloco.studies.strikes.failing.servers import DOWN_MS, ClusterServers, SentinelServers, Servers
 from tests import samples
 from tests.pipeline.test_cluster import everything
 

@@ -12,22 +12,12 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
-from diloco.pipeline.needs import (
-    GLOBALS,
-    LINK_SHARE,
-    SYNCER_MEMORY_BYTES,
-    Site,
-    layers_of,
-    needs_of,
-    outer_operations,
-    pace_of,
-    params_of,
-    shape_of,
-)
+from diloco.pipeline.needs import GLOBALS, LINK_SHARE, SYNCER_MEMORY_BYTES, needs_of, pace_of
 from diloco.pipeline.outer_cost import CHEAPER, CORE_FLOPS, matrix_operations, operations_of, transformer_operations
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, SYNCER_SPARE, syncer_bytes, syncer_share
 from diloco.pipeline.redis_memory import CODECS, RESERVE_BYTES, offered_bytes, redis_bytes
 from diloco.pipeline.settings import SyncSettings, defaults, load
+from diloco.pipeline.site import Site, layers_of, outer_operations, params_of, shape_of
 from diloco.studies.goodput.constants import Constants
 from diloco.syncer.merging.outer import NEWTON_SCHULZ_STEPS
 from tests import samples

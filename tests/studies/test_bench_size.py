@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.fragments import LEVEL
-from diloco.pipeline.needs import Site, needs_of, pace_of
+from diloco.pipeline.needs import needs_of, pace_of
 from diloco.pipeline.redis_memory import offered_bytes
+from diloco.pipeline.site import Site
 from diloco.studies.bench.memory import checkpoints, size
 
 LEAST = 0.4

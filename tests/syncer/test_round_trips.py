@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from diloco.pipeline.ramps import interval_at, interval_in_force, overlap_in_force
+from diloco.pipeline.ramps import interval_at, interval_in_force, overlap_in_force, stretched
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
-from diloco.syncer.committing import RoundTrips, stretched
+from diloco.syncer.committing import RoundTrips
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec

@@ -20,7 +20,8 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Committed, Rejected
 from diloco.pipeline.messages.wire import GlobalCodec
-from diloco.pipeline.needs import Site, needs_of, pace_of
+from diloco.pipeline.needs import needs_of, pace_of
+from diloco.pipeline.site import Site
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer.payloads import pull

@@ -18,7 +18,7 @@ from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import push
 from diloco.syncer.admission import Offer
-from diloco.syncer.intake import FIRST_UPLOAD_S, Downloads, UploadEstimator
+from diloco.syncer.intake import FIRST_UPLOAD_S, Coming, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
 from diloco.syncer.watch import LEAST_UPLOAD_S
@@ -30,7 +30,7 @@ FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
 
 def downloads_on(bus: Bus, clock: VirtualClock, uploads: UploadEstimator | None = None) -> Downloads:
     wake = asyncio.Event()
-    return Downloads(bus, clock, state(samples.sync_spec()), wake, inline, uploads or UploadEstimator())
+    return Downloads(bus, clock, state(samples.sync_spec()), wake, inline, uploads or UploadEstimator(), Coming())
 
 
 def state(sync: SyncSpec) -> FragmentState:
@@ -126,7 +126,7 @@ def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(
         bus, offer, sync = MemoryBus("r", clock, MemoryStore()), offer_of(1), samples.sync_spec(codec=kind)
         wire = np.zeros(payload_bytes(FRAGMENT.elements, kind), np.uint8)
         await push(bus, key_of(bus, offer), wire, sync.chunk_bytes, 600)
-        intake = Downloads(bus, clock, state(sync), asyncio.Event(), offload, UploadEstimator())
+        intake = Downloads(bus, clock, state(sync), asyncio.Event(), offload, UploadEstimator(), Coming())
         intake.start([offer])
         while not intake.outcomes:
             await asyncio.sleep(0.01)
@@ -195,6 +195,64 @@ def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that_died(
         lost = [r for r in await world.tape() if isinstance(r, Rejected) and r.learner == "l2"]
         assert all(r.reason is not RefusalReason.UPLOAD_TIMEOUT or "is gone" in r.detail for r in lost)
         for learner in learners[:2]:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_an_upload_comes_while_its_chunks_do_or_earlier_ones_of_its_learner_do() -> None:
+    """And for as long as four chunks take after the last one. What is silent, or was passed by, does not come."""
+    coming, first, second = Coming(), samples.header("l1", serial=1), samples.header("l1", serial=2)
+    assert not coming.comes(second, -math.inf, 0.0), "nothing came of its learner"
+    coming.heard(first, 10.0)
+    assert coming.comes(second, -math.inf, 11.0), "its turn is still to come"
+    assert not coming.comes(second, -math.inf, 11.1), "a second of silence, and no chunk's time is known"
+    coming.heard(first, 13.0)  # a chunk took three seconds
+    assert coming.comes(first, 13.0, 25.0)
+    assert coming.comes(second, -math.inf, 25.0)
+    assert not coming.comes(second, -math.inf, 25.1)
+    coming.heard(second, 26.0)
+    assert not coming.comes(first, -math.inf, 26.0), "a later one has begun: its turn has passed"
+
+
+def test_what_is_known_of_incarnations_is_bounded() -> None:
+    coming = Coming()
+    for n in range(Coming.MOST + 10):
+        coming.heard(samples.header("l1", incarnation=f"{n:08x}"), 0.0)
+    assert len(coming._last) == Coming.MOST
+
+
+@pytest.mark.parametrize("quorum", [1, 2])
+def test_an_upload_that_comes_slowly_is_not_refused_for_it(quorum: int) -> None:
+    """Its chunks come in time, and the whole of it does not: the deadline was for a fast line. None is sent again."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, fragments=1, chunk_bytes=1024, quorum=quorum), liveness_s=5.0)
+        world.spec = world.spec.model_copy(
+            update={"tensors": tuple(one.model_copy(update={"shape": (4096,)}) for one in world.spec.tensors)}
+        )
+        world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(3)
+        slowed = 0
+        for learner in learners:
+            write = learner.bus.write_chunks
+
+            async def slowly(key: str, first: int, chunks: Any, ttl_s: float, write: Any = write) -> None:
+                nonlocal slowed
+                for n, chunk in enumerate(chunks, first):
+                    slowed += 1
+                    await asyncio.sleep(0.7)
+                    await write(key, n, [chunk], ttl_s)
+
+            learner.bus.write_chunks = slowly  # type: ignore[method-assign]
+        before = len(await world.tape())
+        version = (await world.versions())[0]
+        await world.until_version(version + 3, 300.0)
+        assert slowed > 2 * 3, "each delta has several chunks"
+        refused = [r for r in (await world.tape())[before:] if isinstance(r, Rejected)]
+        assert not [r for r in refused if r.reason is RefusalReason.UPLOAD_TIMEOUT]
+        for learner in learners:
             await learner.kill()
 
     run_virtual(main())

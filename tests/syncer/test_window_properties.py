@@ -4,6 +4,7 @@ The machine stands for the window's owner and keeps its own books (`held`: what 
 `uploaded`: what is complete, `merged`: what went into any version); the window's promises are checked against them.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -122,6 +123,7 @@ class WindowMachine(RuleBasedStateMachine):
     def conditions(self, data: st.DataObject) -> Conditions:
         live = frozenset(data.draw(st.sets(st.sampled_from(LEARNERS)), label="live"))
         quorum = max(1, min(self.quorum, len(live))) if self.draining else self.quorum
+        entries = sorted(offer.entry_id for offer in self.window.awaited())
         return Conditions(
             quorum=quorum,
             expected=live,
@@ -129,6 +131,7 @@ class WindowMachine(RuleBasedStateMachine):
             grace_s=data.draw(st.sampled_from([None, 0.0, 0.5, 3.0]), label="grace_s"),
             upload_s=data.draw(st.sampled_from([0.0, 1.0, 10.0]), label="upload_s"),
             draining=self.draining,
+            arriving=data.draw(st.frozensets(st.sampled_from(entries)) if entries else st.just(frozenset())),
         )
 
     def ask(self, given: Conditions) -> Any:
@@ -145,6 +148,7 @@ class WindowMachine(RuleBasedStateMachine):
             assert not {o.entry_id for o in decision.overdue} & self.uploaded, "a complete contribution was refused"
             assert {o.header.learner for o in window.late.offers} <= set(window.members), "a late offer was not let in"
             self.check_overdue(decision.overdue, fixed, deadline)
+            assert not {o.entry_id for o in decision.overdue} & given.arriving, "what comes was refused"
             for offer in decision.overdue:
                 del self.held[offer.entry_id]
             self.refused.clear()
@@ -155,6 +159,7 @@ class WindowMachine(RuleBasedStateMachine):
             self.check_wait(decision, given, state, deadline)
         else:
             self.check_overdue(decision.overdue, fixed, deadline)
+            assert not {o.entry_id for o in decision.overdue} & given.arriving or self.merging, "what comes was refused"
             self.check_merge(decision, given)
         return decision
 
@@ -175,8 +180,11 @@ class WindowMachine(RuleBasedStateMachine):
             else:
                 grace = given.settle_s if given.grace_s is None else given.grace_s
                 assert decision.until == self.now + grace
-        elif before is State.UPLOADING:
-            assert deadline_of(window) == deadline, "the upload deadline moved"
+        elif before is State.UPLOADING and deadline_of(window) != deadline:
+            assert self.now >= (deadline or 0.0), "the upload deadline moved before it was over"
+            assert {o.entry_id for o in window.awaited()} <= given.arriving, "more time for what does not come"
+            assert len(self.complete()) < given.quorum, "a merge waits for what is too slow"
+            assert not window.late.offers, "somebody is held up"
 
     def check_overdue(self, overdue: tuple[Offer, ...], fixed: float, deadline: float | None) -> None:
         """Whoever is refused for its time had all of it: since M_t was fixed, or since it took its place later."""
@@ -302,7 +310,7 @@ class WindowMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def patience(self, data: st.DataObject) -> None:
         """Once K are in, asking again at each deadline ends the attempt by grace + upload time, whoever is silent."""
-        given = self.conditions(data)
+        given = replace(self.conditions(data), arriving=frozenset())
         limit = self.now + max(given.grace_s or 0.0, 3.0) + max(given.upload_s, 10.0)
         for _ in range(3):
             decision = self.ask(given)

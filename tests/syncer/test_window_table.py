@@ -54,8 +54,13 @@ def delta(learner: str, **given: Any) -> Offer:
     return Offer(f"{header.incarnation}.{header.serial}@{learner}", header)
 
 
-def given(quorum: int = 2, expected: frozenset[str] = TWO, draining: bool = False) -> Conditions:
-    return Conditions(quorum, expected, len(expected), GRACE_S, UPLOAD_S, draining)
+def given(
+    quorum: int = 2,
+    expected: frozenset[str] = TWO,
+    draining: bool = False,
+    arriving: frozenset[str] = frozenset(),
+) -> Conditions:
+    return Conditions(quorum, expected, len(expected), GRACE_S, UPLOAD_S, draining, arriving=arriving)
 
 
 L0, L1, L2 = delta("l0"), delta("l1"), delta("l2")
@@ -154,6 +159,16 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("decide", "all of M_t uploaded"): lambda w: uploaded(w, L0, L1).decide(1.0, given()),
     ("decide", "the deadline, at least K uploaded"): lambda w: uploaded(w, L0).decide(UPLOAD_S, given(quorum=1)),
     ("decide", "the deadline, fewer than K uploaded"): lambda w: uploaded(w, L0).decide(UPLOAD_S, given()),
+    ("decide", "the deadline, at least K uploaded, what is missing comes"): lambda w: uploaded(w, L0).decide(
+        UPLOAD_S, given(quorum=1, arriving=frozenset({L1.entry_id}))
+    ),
+    ("decide", "the deadline, fewer than K uploaded, what is missing comes"): lambda w: uploaded(w, L0).decide(
+        UPLOAD_S, given(arriving=frozenset({L1.entry_id}))
+    ),
+    ("decide", "the same, and another learner waits"): lambda w: (
+        w.offer(L2, 1.0),
+        uploaded(w, L0).decide(UPLOAD_S, given(arriving=frozenset({L1.entry_id}))),
+    )[1],
     ("decide", "whatever has changed"): lambda w: w.decide(99.0, given(quorum=7, expected=THREE)),
     ("not_merged", "the outcome is not finite"): not_merged,
 }
@@ -164,6 +179,9 @@ RESULTS: dict[str, Callable[[Any, float], bool]] = {
     "Refused": lambda answer, _: isinstance(answer, Refused),
     "Merge": lambda answer, _: isinstance(answer, Merge),
     "Reopened": lambda answer, _: isinstance(answer, Reopened),
+    "Merge(nothing overdue)": lambda answer, _: isinstance(answer, Merge) and not answer.overdue + answer.in_vain,
+    "Reopened(nothing overdue)": lambda answer, _: isinstance(answer, Reopened) and not answer.overdue + answer.in_vain,
+    "Wait(another deadline)": lambda answer, _: isinstance(answer, Wait) and answer.until == 2 * UPLOAD_S,
     "Wait(no deadline)": lambda answer, _: isinstance(answer, Wait) and answer.until is None,
     "Wait(grace deadline)": lambda answer, since: isinstance(answer, Wait) and answer.until == since + GRACE_S,
     "Wait(upload deadline)": lambda answer, since: isinstance(answer, Wait) and answer.until == since + UPLOAD_S,

@@ -7,10 +7,11 @@ from functools import partial
 import structlog
 import torch
 
+from diloco.pipeline.agreement import agree
 from diloco.pipeline.errors import DilocoError, RankGone, SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
-from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings, agree
+from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings
 from diloco.workers.checks.sets import check_set
 from diloco.workers.exchange.reaching import has_version_0, region_at, wait_for_spec
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD

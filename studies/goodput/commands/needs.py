@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.needs import layers_of
+from diloco.pipeline.site import layers_of
 from diloco.pipeline.units import Amount, Span, written
 from diloco.plan import choices, show
 from diloco.studies.goodput import bandwidth as links
@@ -20,38 +20,54 @@ from diloco.studies.goodput.plan import plan as make_plan
 from diloco.studies.goodput.table import standard_error
 
 
-def bandwidth(params: str, step_time: str, layers: int, files: Pictured) -> None:
+def bandwidth(params: str, step_time: str, layers: int, run: links.Run, files: Pictured) -> None:
     """`diloco simulate bandwidth`."""
     console = Console()
     files.check()
     size, step_s = one(params, Amount, "params"), one(step_time, Span, "step-time")
-    model = links.Model(size, step_s, layers or layers_of(size))
-    found = links.table(model)
-    about = f"{size / 1e9:g}B parameters, {step_s:g} s a step"
-    shown = Table(title=f"Gbit/s for so much compute utilisation: {about}, {model.layers} layers, H = {links.INTERVAL}")
-    for name in ("", *(f"{target} %" for target in links.TARGETS)):
-        shown.add_column(name, justify="right" if name else "left")
+    model, kinds = links.Model(size, step_s, layers or layers_of(size)), links.methods(run)
+    found = links.table(model, kinds)
+    about = f"{size / 1e9:g}B parameters, {step_s:g} s a step, {model.layers} layers"
+    shown = Table(title=f"Gbit/s for so much compute utilisation: {about}", padding=0)
+    for name in ("", "H", "on the wire", *(f"{target} %" for target in links.TARGETS)):
+        shown.add_column(name, justify="right" if "%" in name else "left", no_wrap=True)
     for name, needs in found.items():
-        shown.add_row(name, *("more" if rate is None else f"{rate:.1f}" for rate in needs.values()))
+        shown.add_row(name, *_for_what(kinds[name]), *("more" if at is None else f"{at:.3g}" for at in needs.values()))
     console.print(shown)
-    regions = {link: links.speed_up(links.REGIONS, link * 1e9) for link in links.REGION_LINKS_GBIT_S}
-    across = Table(title="12B over 4 regions: times faster than data-parallel (paper: over 20 on 2-5 Gbit/s)")
-    for name in ("", *(f"{link:g} Gbit/s" for link in regions)):
-        across.add_column(name, justify="right" if name else "left")
-    across.add_row("decoupled, 4-bit", *(f"{times:.0f}" for times in regions.values()))
+    regions = {
+        name: {link: links.speed_up(links.REGIONS, method, link * 1e9) for link in links.REGION_LINKS_GBIT_S}
+        for name, method in kinds.items()
+        if method is not links.DATA_PARALLEL
+    }
+    across = Table(title="12B over 4 regions: times faster than data-parallel in bf16 (paper: over 20 on 2-5 Gbit/s)")
+    for name in ("", "H", "on the wire", *(f"{link:g} Gbit/s" for link in links.REGION_LINKS_GBIT_S)):
+        across.add_column(name, justify="right" if "Gbit" in name else "left")
+    for name, times in regions.items():
+        across.add_row(name, *_for_what(kinds[name]), *(f"{one:.0f}" for one in times.values()))
     console.print(across)
-    rows = [{"method": name, "gbit_s": {str(t): rate for t, rate in needs.items()}} for name, needs in found.items()]
-    given = {"params": size, "step_time_s": step_s, "layers": model.layers, "interval": links.INTERVAL}
-    files.write(rows, {**given, "regions_12b_times_faster": {f"{link:g}": times for link, times in regions.items()}})
+    rows = [
+        {"method": name, "every_steps": kinds[name].every, "wire": kinds[name].wire}
+        | {"gbit_s": {str(t): rate for t, rate in needs.items()}}
+        for name, needs in found.items()
+    ]
+    given = {"params": size, "step_time_s": step_s, "layers": model.layers, **asdict(run)}
+    faster = {name: {f"{link:g}": one for link, one in times.items()} for name, times in regions.items()}
+    files.write(rows, {**given, "regions_12b_times_faster": faster})
     curves = {
-        name: (
+        f"{name}: {kinds[name].wire}": (
             list(links.GRID_GBIT_S),
             [100 * links.utilisation(model, method, rate * 1e9) for rate in links.GRID_GBIT_S],
             None,
         )
-        for name, method in links.METHODS.items()
+        for name, method in kinds.items()
     }
-    files.draw("lines", curves, ("Gbit/s", "compute utilisation (%)"), about, scales=("log", "linear"))
+    what = f"{about}, H = {run.sync_interval}"
+    files.draw("lines", curves, ("Gbit/s", "compute utilisation (%)"), what, scales=("log", "linear"))
+
+
+def _for_what(method: links.Method) -> tuple[str, str]:
+    """Of a row: how often, and what travels."""
+    return "-" if method is links.DATA_PARALLEL else str(method.every), method.wire
 
 
 def plan(constants: Constants, chips: str, learners: int | None, codec: str, global_codec: str, files: Files) -> None:

@@ -4,13 +4,14 @@ Loaded by that command alone: the images carry no studies.
 """
 
 import importlib
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from diloco.options import PANELS, takes
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.needs import GLOBALS
+from diloco.pipeline.needs import GLOBALS, USUAL
 from diloco.pipeline.redis_memory import CODECS
 from diloco.studies.goodput.commands.options import Files, Pictured, Sample, shares
 from diloco.studies.goodput.constants import Constants, Planned
@@ -31,6 +32,7 @@ Learners = Annotated[str, typer.Option(metavar="M,M,...", help="Numbers of learn
 Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 10e9 or 70B")]
 
 TABLES, NEEDS = "diloco.studies.goodput.commands.tables", "diloco.studies.goodput.commands.needs"
+BANDWIDTH = "diloco.studies.goodput.bandwidth"
 
 
 @app.command()
@@ -93,11 +95,36 @@ def bandwidth(
     params: Params = "10e9",
     step_time: Annotated[str, typer.Option(metavar="DURATION", help="Compute time of a step")] = "0.8",
     layers: Annotated[int, typer.Option(min=0, max=1000, help="Layers of the model; 0: as usual for its size")] = 0,
+    sync_interval: Annotated[int, typer.Option(min=1, max=10**6, help="H of all methods but data-parallel")] = USUAL[
+        "sync_interval"
+    ],
+    codec: Annotated[str, typer.Option(metavar="|".join(CODECS), help="Of deltas, in the same methods")] = USUAL[
+        "codec"
+    ],
+    global_codec: Annotated[
+        str, typer.Option(metavar="|".join(GLOBALS), help="Of the globals that decoupled learners pull")
+    ] = USUAL["global_codec"],
+    fragments: Annotated[int, typer.Option(min=1, max=4096, help="P of decoupled learners")] = USUAL["fragments"],
+    overlap_steps: Annotated[
+        int, typer.Option(min=0, max=10**6, help="Steps tau that a decoupled sync may hide behind")
+    ] = USUAL["overlap_steps"],
     *,
     files: Pictured,
 ) -> None:
-    """Bandwidth that each method needs for 50 to 99 % of compute utilisation."""
-    importlib.import_module(NEEDS).bandwidth(params, step_time, layers, files)
+    """Bandwidth that each method needs for 50 to 99 % of compute utilisation, at a run's H and in its codecs.
+
+    Example: diloco simulate bandwidth --params 10e9 --sync-interval 100 --codec int4 --global-codec int8
+    """
+    _check_codecs(codec, tuple(CODECS), global_codec)
+    run = importlib.import_module(BANDWIDTH).Run(sync_interval, codec, global_codec, fragments, overlap_steps)
+    importlib.import_module(NEEDS).bandwidth(params, step_time, layers, run, files)
+
+
+def _check_codecs(codec: str, codecs: Sequence[str], global_codec: str) -> None:
+    if codec not in codecs:
+        raise UsageError(f"--codec {codec}: one of {', '.join(codecs)}")
+    if global_codec not in GLOBALS:
+        raise UsageError(f"--global-codec {global_codec}: one of {', '.join(GLOBALS)}")
 
 
 @app.command()
@@ -122,10 +149,7 @@ def plan(
 
     Example: diloco simulate plan --chips 20000 --mtbi 0.5y --params 70B --step-time 3s --link 5Gbps
     """
-    if codec not in ("auto", *CODECS):
-        raise UsageError(f"--codec {codec}: one of auto, {', '.join(CODECS)}")
-    if global_codec not in GLOBALS:
-        raise UsageError(f"--global-codec {global_codec}: one of {', '.join(GLOBALS)}")
+    _check_codecs(codec, ("auto", *CODECS), global_codec)
     importlib.import_module(NEEDS).plan(settings, chips, learners, codec, global_codec, files)
 
 

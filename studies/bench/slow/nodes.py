@@ -16,7 +16,7 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.settings import CHUNK_BYTES
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.studies.bench.machine import need_memory
-from diloco.studies.strikes.servers import LOOPBACK, SERVER, SLOTS, Node, Servers
+from diloco.studies.strikes.failing.servers import LOOPBACK, SERVER, SLOTS, Node, Servers
 
 TTL_S = 600.0
 AT_ONCE = 4

@@ -31,7 +31,7 @@ from typing import IO, Any, Self
 from diloco.pipeline.bus.embedded import KEEPS_FREED, PREFIX, find_server, free_port, remove_left_over
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process import lifecycle
-from diloco.studies.strikes.network import Network
+from diloco.studies.strikes.failing.network import Network
 
 SERVICE = "diloco"
 """What the sentinels call the primary and its replicas."""

@@ -10,9 +10,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 
 from diloco.pipeline.errors import DilocoError
-from diloco.studies.strikes.network import Network
+from diloco.studies.strikes.failing.network import Network
+from diloco.studies.strikes.failing.servers import Servers
 from diloco.studies.strikes.schedule import Manner, Party, Strike
-from diloco.studies.strikes.servers import Servers
 
 POLL_S = 0.05
 TAKEN_OVER_S = 60.0

@@ -1,0 +1,97 @@
+"""What a plan is for: a model, and what carries and merges it. Pure."""
+
+import math
+from itertools import pairwise
+
+from pydantic import Field
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import OuterName
+from diloco.pipeline.outer_cost import transformer_operations
+from diloco.pipeline.settings import Settings
+from diloco.pipeline.units import Amount, BitRate, Span, written
+
+LEAST_PARAMS, MOST_PARAMS = 1e4, 1e13
+"""Of a model that a plan is for."""
+MOST_IN_LAYERS = 1.1
+"""Of a model's parameters, as people round them."""
+_LAYERS = ((125e6, 12), (1e9, 24), (10e9, 48), (100e9, 108))
+"""Parameters and layers: the smallest as in arXiv:2005.14165, Table 2.1; the others as in arXiv:2501.18512. Assumed for
+10B and 100B."""
+
+
+class Site(Settings):
+    """A model, and what carries and merges it. Durations are seconds."""
+
+    from_environment = False
+    """Variables of a real run are about something else."""
+
+    params: Amount = Field(70e9, ge=LEAST_PARAMS, le=MOST_PARAMS, description="Parameters of the model. Assumed")
+    layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: from its width, or as usual. Assumed")
+    width: int = Field(
+        0,
+        ge=0,
+        le=100_000,
+        description="Its width n, of n x n and n x 4n matrices; 0: from its layers. Assumed",
+    )
+    step_time: Span = Field(5.0, gt=0, description="Compute time of an inner step. Assumed")
+    link: BitRate = Field(
+        100e9,
+        description="Bandwidth of a learner's link to the syncers, each way. Assumed; the paper has 2-5 Gbit/s too",
+    )
+    latency: Span = Field(0.05, description="One way of a control message. Assumed")
+    merge_rate: Amount = Field(
+        3.3e9, description="Bytes of deltas that one core of a syncer merges a second. Measured, M=8 bf16, numpy"
+    )
+    sync_time: Span = Field(
+        0.0,
+        description="Of a sync, what is neither transfer nor the sum of deltas, which follow from link, params and "
+        "merge_rate: staging, commit. Assumed",
+    )
+    syncer_cores: int = Field(32, ge=1, le=1024, description="Cores of a syncer that merge. Assumed")
+
+
+def layers_of(params: float) -> int:
+    """Layers of a model of that many parameters, between the known sizes by logarithms."""
+    x = min(max(params, _LAYERS[0][0]), _LAYERS[-1][0])
+    (low, few), (high, many) = next(pair for pair in pairwise(_LAYERS) if x <= pair[1][0])
+    share = math.log(x / low) / math.log(high / low)
+    return round(few * math.pow(many / few, share))
+
+
+def shape_of(site: Site) -> tuple[float, float]:
+    """Width and layers of a site's model, the ones that are not told from 12 n^2 parameters a layer.
+
+    Raises:
+        UsageError: so many layers of that width have more parameters than the model.
+    """
+    layers = site.layers or (site.params / 12 / site.width**2 if site.width else layers_of(site.params))
+    width = site.width or math.sqrt(site.params / 12 / layers)
+    if layers < 1 or 12 * width**2 * layers > MOST_IN_LAYERS * site.params:
+        raise UsageError(
+            f"{max(1, layers):g} layers of width {width:g} have {written(12 * width**2 * max(1, layers))} parameters "
+            f"(12 n^2 each), and the model {written(site.params)}: change --params, or leave --layers or --width out"
+        )
+    return width, layers
+
+
+def params_of(site: Site) -> float:
+    """Parameters of a site's model: as told, else those of its layers, where these and their width are told.
+
+    Raises:
+        UsageError: fewer or more than a plan is for.
+    """
+    if "params" in site.model_fields_set or not (site.layers and site.width):
+        return site.params
+    params = 12.0 * site.width**2 * site.layers
+    if not LEAST_PARAMS <= params <= MOST_PARAMS:
+        raise UsageError(
+            f"{site.layers} layers of width {site.width} have {written(params)} parameters (12 n^2 each): from "
+            f"{written(LEAST_PARAMS)} to {written(MOST_PARAMS)} are planned for; change --layers or --width"
+        )
+    return params
+
+
+def outer_operations(site: Site, outer: OuterName) -> float:
+    """Operations of one outer step of all fragments, without what is done to each element once."""
+    return transformer_operations(*shape_of(site), outer)

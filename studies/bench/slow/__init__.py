@@ -1,0 +1,1 @@
+"""Whole training runs behind slow lines (`diloco bench lines`)."""
