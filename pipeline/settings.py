@@ -167,10 +167,10 @@ class SyncSettings(Settings):
     weights: WeightsName = expert(
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
     )
-    delta_clip: float = Field(
+    delta_clip: float = expert(
         0, ge=0, le=1e6, description="Deltas count as no longer than so many medians of their window; 0: as they are"
     )
-    leave_out: bool = Field(False, description="Do not merge learners whose deltas disagree with all others' for long")
+    leave_out: bool = expert(False, description="Do not merge learners whose deltas disagree with all others' for long")
     outer: OuterName = Field(
         "halley",
         description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: its step orthogonalised, each "

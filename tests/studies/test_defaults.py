@@ -14,6 +14,7 @@ from tests.test_layers import ROOT, sources
 DECLARED = {
     "pipeline/settings.py": "where they are declared",
     "diloco/options.py": "a launcher's, and where they differ from a party's",
+    "diloco/chaos_settings.py": "of what is done to a run",
 }
 OTHER_MEANING = {
     ("pipeline/messages/spec.py", "key_frame_interval"): "of runs of earlier versions, whose specs did not say it",
@@ -23,11 +24,15 @@ OTHER_MEANING = {
     ("studies/quality/settings.py", "learners"): "of the lab, which has no launcher",
     ("studies/quality/settings.py", "method"): "the lab has one more",
     ("diloco/plan.py", "codec"): "auto is none of a run's",
+    ("diloco/plan.py", "global_codec"): "auto is none of a run's",
     ("diloco/plan.py", "precision"): "of a learner, which a plan does not start",
     ("studies/bench/recovery.py", "kill_at"): "of the measurement",
     ("studies/bench/cost.py", "fragments"): "of the measurement",
     ("studies/bench/stepping.py", "fragments"): "of the measurement",
     ("studies/bench/command.py", "fragments"): "of the measurement",
+    ("studies/bench/command.py", "learners"): "of the measurement: those of one region",
+    ("studies/bench/region/measuring.py", "learners"): "of the measurement: those of one region",
+    ("studies/bench/slow/line_runs.py", "eval_tokens"): "of the measurement",
     ("studies/bench/memory/checkpoints.py", "fragments"): "of the measurement",
 }
 """What has a setting's name and is something else, each with its reason."""

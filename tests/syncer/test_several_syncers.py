@@ -89,6 +89,8 @@ class OneUnanswered:
 
     def __getattr__(self, name: str) -> Any:
         original = getattr(self._bus, name)
+        if not callable(original):
+            return original
 
         async def call(*args: Any) -> Any:
             if name != self.method or self.happened:

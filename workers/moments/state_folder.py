@@ -196,7 +196,7 @@ class StateFolder:
             if state.format > 1 and file_sha256(file) != state.moments_sha256:
                 raise StateRefused(f"{file} is damaged: it does not have the digest that {path.name} says")
         except ValidationError as error:
-            raise StateRefused(f"{path} cannot be read: {complaint(error)}") from error
+            raise StateRefused(f"{path} is damaged, or of another release: {complaint(error)}") from error
         except (OSError, SafetensorError, BadPayload) as error:
             raise StateRefused(f"{self.path} holds no whole state: {error}") from error
         return state, moments
