@@ -228,7 +228,7 @@ def test_a_run_whose_globals_are_updates_is_replayed_bit_for_bit(tmp_path, outer
 @pytest.mark.parametrize("changes", [{}, {"outer": "halley", "outer_warmup": 2, "codec": "int8"}], ids=str)
 def test_a_run_that_clips_long_deltas_is_replayed_bit_for_bit(tmp_path, merge: str, changes: dict[str, Any]) -> None:
     """By the factors on its tape, which are computed again; one that is another is found."""
-    told_of = {"quorum": 4, "tokens": 6000, "delta_clip": 1.0, "outer_momentum": 0.5, "learners_": 4}
+    told_of = {"quorum": 4, "tokens": 4000, "delta_clip": 1.0, "outer_momentum": 0.5, "learners_": 4}
     commits = record_run(tmp_path, merge=merge, **told_of, **changes)
     assert sum(part.factor < 1 for c in commits for part in c.contributions) >= 10
     outcome = check(tmp_path, commits)

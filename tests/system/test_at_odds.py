@@ -58,7 +58,7 @@ def test_one_of_five_that_pulls_against_the_others_is_shown_and_left_out_where_a
     """Within eight versions: in status, heads, tape and metrics. Its tokens are rejected, and the ledger closes."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=30_000, quorum=3, leave_out=leave_out))
+        world = VirtualRun(sync_spec(tokens=20_000, quorum=3, leave_out=leave_out))
         service = world.start_syncer()
         learners = started(world)
         await world.until_version(2)

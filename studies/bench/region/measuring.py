@@ -6,7 +6,6 @@ proxy that counts, and carries so many bytes a second in each direction for all 
 
 import asyncio
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -129,9 +128,9 @@ class Place:
 
     def kill_cache(self) -> None:
         """SIGKILL the region's Redis, and start it again after a while, empty."""
-        if self._cache is None or (pid := self._cache.pid) is None:
+        if self._cache is None or self._cache.pid is None:
             raise UsageError("the region's Redis has ended by itself")
-        os.kill(pid, signal.SIGKILL)
+        self._cache.kill()
         time.sleep(AWAY_S)
         self._cache.start()
 
