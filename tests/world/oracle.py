@@ -172,7 +172,7 @@ class Oracle:
     def _phase(self) -> Phase | None:
         """Of the run, as the bus has it."""
         state = self._store.values.get(self._keys.state)
-        found = stored_values.decode_state(state.get(b"blob")) if isinstance(state, dict) else None
+        found = stored_values.decode_state(state.get(b"blob"), 1) if isinstance(state, dict) else None
         return None if found is None else found.phase
 
     def draining(self) -> None:
