@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import redis.exceptions as rx
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 
 from diloco.pipeline.payload.buffers import pooled
@@ -97,6 +97,12 @@ async def drop(connection: AbstractConnection) -> None:
     if connection._writer is not None:
         connection._writer.transport.abort()
     await connection.disconnect(nowait=True)
+
+
+async def drop_all(pool: ConnectionPool) -> None:
+    """Close all its connections now, the busy ones too. It waits for nobody, so it is never cut short."""
+    for connection in (*pool._available_connections, *pool._in_use_connections):
+        await drop(connection)
 
 
 async def _receive(connection: AbstractConnection, command: bytes) -> list[memoryview]:
