@@ -6,8 +6,10 @@ import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.embedded import EmbeddedRedis
@@ -247,6 +249,36 @@ async def test_behind_one_name_a_replica_is_left_for_the_next_primary(redis_bina
         assert server.url
         bus = await connect(server.url, "r")
         await check_left(bus)
+
+
+async def test_a_close_that_is_cancelled_closes_all_the_same(redis_binary: Path | None) -> None:
+    """Calls that end neither by themselves nor when they are told to hold it up, and no connection is left open."""
+    with EmbeddedRedis(binary=redis_binary) as server:
+        bus = await connect(server.url, "r")
+        go_on = asyncio.Event()
+
+        async def deaf() -> None:
+            async with bus._redis.call("control", 10.0) as client:
+                await client.ping()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await go_on.wait()
+                await go_on.wait()
+
+        call = asyncio.ensure_future(deaf())
+        await asyncio.sleep(0.1)
+        closing = asyncio.ensure_future(bus.close())
+        await asyncio.sleep(0.1)
+        assert not closing.done()
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with Redis.from_url(server.url, protocol=2) as admin:
+            deadline = time.monotonic() + 5.0
+            while len(admin.client_list()) > 1:  # the server sees the end of a connection a moment later
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+        go_on.set()
+        await call
 
 
 async def check_left(bus: RedisBus) -> None:

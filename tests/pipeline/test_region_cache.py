@@ -146,7 +146,10 @@ Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 async def told_by(answer: Answer, url: str = "redis://127.0.0.1:{}") -> str:
     """What a read says of a server that answers so."""
 
+    serving = set[asyncio.Task[None]]()
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving.add(asyncio.current_task())  # type: ignore[arg-type]
         try:
             await answer(reader, writer)
         except ConnectionError:
@@ -164,6 +167,7 @@ async def told_by(answer: Answer, url: str = "redis://127.0.0.1:{}") -> str:
         await cache.close()
         server.close()
         await server.wait_closed()
+        await asyncio.gather(*serving)
 
 
 async def announce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -220,6 +224,30 @@ async def test_what_a_server_says_is_bounded_whenever_it_says_it(answer, said, l
     told = await told_by(answer, f"redis://{login}127.0.0.1:{{}}")
     assert said in told
     assert "secret-of-mine" not in told
+
+
+async def test_a_login_that_was_cut_short_is_made_anew():
+    """Else the next call would be made by nobody, and would take the login's late answer for its own."""
+    heard = list[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while asked := await reader.read(1000):
+            heard.append(asked)
+        writer.close()
+        ended.set()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    cache = RedisRegionCache(f"redis://u:p@127.0.0.1:{server.sockets[0].getsockname()[1]}", "run")
+    for _ in range(2):
+        ended = asyncio.Event()
+        with pytest.raises(RegionAway, match="no answer"):
+            await cache.read("x", 0, 2, 1000, 0.2)
+        await asyncio.wait_for(ended.wait(), 5.0)
+    await cache.close()
+    server.close()
+    await server.wait_closed()
+    assert len(heard) == 2
+    assert all(b"AUTH" in asked and b"XREAD" not in asked for asked in heard)
 
 
 async def test_what_is_no_redis_is_no_cache():

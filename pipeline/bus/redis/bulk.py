@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import redis.exceptions as rx
-from redis.asyncio import Redis
+from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 
 from diloco.pipeline.payload.buffers import pooled
@@ -44,7 +44,7 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[An
     """Several commands in one round trip; errors are among the replies."""
     made = [pack(command) for command in commands]
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
-    replies: list[Any] = []
+    writer, replies = connection._writer, list[Any]()
     try:
         await connection.send_packed_command([part for pieces in made for part in pieces])
         for _ in made:
@@ -53,6 +53,8 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[An
             except rx.ResponseError as error:
                 replies.append(error)
     except BaseException:
+        if writer is not None:  # the library may have closed it by now, which waits for what was to be sent
+            writer.transport.abort()
         await drop(connection)  # or its next user would read these replies
         raise
     finally:
@@ -97,6 +99,12 @@ async def drop(connection: AbstractConnection) -> None:
     if connection._writer is not None:
         connection._writer.transport.abort()
     await connection.disconnect(nowait=True)
+
+
+async def drop_all(pool: ConnectionPool) -> None:
+    """Close all its connections now, the busy ones too. It waits for nobody, so it is never cut short."""
+    for connection in (*pool._available_connections, *pool._in_use_connections):
+        await drop(connection)
 
 
 async def _receive(connection: AbstractConnection, command: bytes) -> list[memoryview]:

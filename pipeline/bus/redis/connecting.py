@@ -9,6 +9,7 @@ from redis.asyncio import ConnectionPool, Redis
 from diloco.pipeline.bus import server
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.address import CONNECT_S, Place, is_tls, parse
+from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.errors import ERRORS, NO_TLS, translate
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, SentinelNodes
@@ -96,7 +97,7 @@ async def _is_cluster(place: Place, address: HostPort | None) -> bool:
     except ERRORS as error:
         raise await _hinted(translate(error, where, place.user), where, place, address) from None
     finally:
-        await probe.aclose()
+        await drop_all(probe.connection_pool)
     if "redis_version" not in info:
         raise UsageError(f"what answers at {where} is no Redis")
     if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):

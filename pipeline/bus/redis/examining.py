@@ -18,6 +18,7 @@ from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.redis.address import is_tls, parse
+from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.server import Address, Server
@@ -181,7 +182,7 @@ async def takes_without_certificate(url: str) -> bool:
     except (rx.RedisError, OSError):
         return False
     finally:
-        await client.aclose()
+        await drop_all(pool)
     return True
 
 

@@ -17,6 +17,7 @@ from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.address import Place
+from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.errors import ERRORS, translate
 from diloco.pipeline.bus.redis.nodes import LOOK_S, Nodes
 from diloco.pipeline.errors import BusUnavailable, DilocoError
@@ -56,8 +57,11 @@ class _Way:
                 call.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
-        await self.idle.wait()
-        await self.client.aclose()
+        """Once its calls have ended; at once if this is cancelled."""
+        try:
+            await self.idle.wait()
+        finally:
+            await drop_all(self.client.connection_pool)
 
 
 class Lanes:
@@ -163,7 +167,7 @@ class Lanes:
             self._look.clear()
             before = set(self.nodes.all())
             # What was known stays if nobody answers, or who does talks nonsense.
-            with suppress(DilocoError, LookupError, ValueError, TypeError):
+            with suppress(DilocoError, LookupError, ValueError, TypeError, AttributeError):
                 await self.nodes.look()
             now = set(self.nodes.all())
             if now != before:
@@ -182,6 +186,4 @@ class Lanes:
         ways = list(self._ways.values())
         for way in ways:
             way.leave()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for way in ways:
-            await way.close()
+        await asyncio.gather(*self._tasks, *(way.close() for way in ways), return_exceptions=True)

@@ -18,7 +18,7 @@ from redis.backoff import NoBackoff
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.redis.address import parse
-from diloco.pipeline.bus.redis.bulk import Argument, Reply, exchange, pack
+from diloco.pipeline.bus.redis.bulk import Argument, Reply, drop, drop_all, exchange, pack
 from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.errors import ERRORS, translate
 from diloco.pipeline.bus.region import ENTRY_S, FADING_S, LEASE_S, LEAST_CALL_S, RegionCache
@@ -107,7 +107,7 @@ class RedisRegionCache(RegionCache):
         await self._call([("UNLINK", self._keys.region_payload(name))], LEAST_CALL_S)
 
     async def close(self) -> None:
-        await self._pool.disconnect()
+        await drop_all(self._pool)
 
     async def _call(
         self, commands: Sequence[Sequence[Any]], within_s: float, most_bytes: int = SMALL_BYTES, there: bool = False
@@ -119,7 +119,7 @@ class RedisRegionCache(RegionCache):
                 try:
                     reply = await _exchange(connection, commands, most_bytes)
                 except BaseException:
-                    await connection.disconnect(nowait=True)  # the rest of the replies may still come
+                    await drop(connection)  # the rest of the replies may still come
                     raise
                 finally:
                     await self._pool.release(connection)
@@ -151,7 +151,14 @@ class RedisRegionCache(RegionCache):
             commands.append(("AUTH", *((user,) if user else ()), password))
         if db:
             commands.append(("SELECT", db))
-        if commands and (errors := (await _exchange(connection, commands, SMALL_BYTES)).errors):
+        if not commands:
+            return
+        try:
+            errors = (await _exchange(connection, commands, SMALL_BYTES)).errors
+        except BaseException:
+            await drop(connection)  # or its next user would be nobody, and would read these replies
+            raise
+        if errors:
             wrong = re.match("WRONGPASS|ERR (AUTH|Client sent AUTH|invalid password)", errors[0])
             raise (rx.AuthenticationError if wrong else rx.ResponseError)(errors[0].removeprefix("WRONGPASS "))
 

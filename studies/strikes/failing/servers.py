@@ -362,12 +362,8 @@ class ClusterServers(Servers):
 
     @property
     def url(self) -> str:
-        """One of the servers."""
-        return self.url_of(next(iter(self.nodes)))
-
-    def url_of(self, name: str) -> str:
-        """This server."""
-        return "redis://{}:{}".format(*self.nodes[name].address)
+        """All the servers: who starts later finds one that lives."""
+        return f"redis://{','.join('{}:{}'.format(*node.address) for node in self.nodes.values())}"
 
     def primaries(self) -> list[str]:
         """Those that have slots, as most of the living say."""
