@@ -108,10 +108,13 @@ class Place:
         return (self.folder / f"{name}.log").read_text()
 
     def read(self) -> tuple[dict[str, Any], list[Any], Spec, int]:
-        """Status, tape, spec and number of evaluations, as this release reads them."""
+        """Status, tape, spec and number of evaluations, as this release reads them.
+
+        By a user who may not load scripts: this release's would be there, and the next one's syncers miss none.
+        """
 
         async def read() -> tuple[dict[str, Any], list[Any], Spec, int]:
-            async with open_bus(self.url("syncer"), RUN) as bus:
+            async with open_bus(self.url("viewer"), RUN) as bus:
                 status = await read_status(bus, LoopClock())
                 tape = [entry.record for entry in await bus.read_tape({0: START}, limit=100_000)]
                 data = await bus.read_spec()
