@@ -28,8 +28,8 @@ CHANGES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "pipeline/settings.py": (
         (
-            r"^    def sync_spec\(self\)",
-            f"    {MARK}: int = Field(0, ge=0, description='A new one')\n\n    def sync_spec(self)",
+            r"^    def sync_spec\(self",
+            f"    {MARK}: int = Field(0, ge=0, description='A new one')\n\n    def sync_spec(self",
         ),
     ),
     "pipeline/messages/delta.py": (

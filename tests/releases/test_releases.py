@@ -165,6 +165,31 @@ def test_the_next_release_has_this_ones_format_and_its_scripts(tree: Path) -> No
     (tree / "away.lua").rename(tree / "pipeline/bus/redis/lua/earlier" / f"{next_release.CHANGED}.lua")
 
 
+def test_a_setting_of_the_next_release_is_refused_in_a_run_of_this_ones_format(tree: Path) -> None:
+    """Only where it was given on purpose, and asks for something else than the run has."""
+    code = f"""
+from diloco.pipeline.agreement import check_format
+from diloco.pipeline.errors import SpecMismatch
+from diloco.pipeline.settings import LearnerProcess, load
+from tests.samples import spec
+
+old = spec().model_copy(update={{"format": {next_release.NEXT - 1}}})
+for given in ({{}}, {{"{next_release.MARK}": 0}}, {{"{next_release.MARK}": 3}}):
+    try:
+        check_format(load(LearnerProcess, given), old)
+        print("taken")
+    except SpecMismatch as error:
+        print(error)
+"""
+    done = checked(tree, code)
+    assert done.stdout.splitlines() == [
+        "taken",
+        "taken",
+        f"{next_release.MARK} needs wire format {next_release.NEXT}, and the run has {next_release.NEXT - 1}, "
+        "which it keeps: begin another run with it",
+    ], done.stderr
+
+
 def test_a_field_that_is_not_declared_since_its_format_is_told(tree: Path) -> None:
     file = tree / "pipeline/messages/delta.py"
     text = file.read_text()
