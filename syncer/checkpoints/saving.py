@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import structlog
 from pydantic import ValidationError
+from pydantic_core import to_json
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadPayload, UsageError
 from diloco.pipeline.files.replacing import digested
-from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.files.tensor_file import Tensor, parts_of
 from diloco.pipeline.fragments import FragmentLayout, layout_of
@@ -268,7 +268,7 @@ def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
         OSError: also if others took this one for a leftover, since its writer stood still, and have removed it.
     """
     told = fields(state, state.spec.format, "json")
-    manifest, folder = dumps(told, indent=1).encode(), place.below(name)
+    manifest, folder = to_json(told, indent=1, inf_nan_mode="constants"), place.below(name)
     sums = {one.file: one.sha256 for one in state.fragments} | {STATE_FILE: hashlib.sha256(manifest).hexdigest()}
     folder.write(SUMS_FILE, ["".join(f"{digest}  {file}\n" for file, digest in sums.items()).encode()])
     folder.write(STATE_FILE, [manifest])
