@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 
 import pytest
 import redis as redis_py
@@ -17,6 +17,7 @@ from diloco.pipeline.errors import RegionAway, UsageError
 from diloco.pipeline.testing import memory_region
 from diloco.pipeline.testing.memory_region import MemoryRegionCache
 from tests.backdoor import MemoryBackdoor, RedisBackdoor
+from tests.serving import Answer, serving
 
 CHUNKS = [bytes([i]) * 1000 for i in range(5)]
 A, B = "aa" * 8, "bb" * 8
@@ -140,34 +141,17 @@ async def test_runs_with_one_cache_do_not_meet(backdoor):
 
 # --- servers that do not behave ---------------------------------------------------------------------------
 
-Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
 
 async def told_by(answer: Answer, url: str = "redis://127.0.0.1:{}") -> str:
     """What a read says of a server that answers so."""
-
-    serving = set[asyncio.Task[None]]()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving.add(asyncio.current_task())  # type: ignore[arg-type]
+    async with serving(answer) as port:
+        cache = RedisRegionCache(url.format(port), "run")
         try:
-            await answer(reader, writer)
-        except ConnectionError:
-            pass
+            with pytest.raises(RegionAway) as error:
+                await cache.read("x", 0, 2, 1000, 0.5)
+            return str(error.value)
         finally:
-            writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    cache = RedisRegionCache(url.format(server.sockets[0].getsockname()[1]), "run")
-    try:
-        with pytest.raises(RegionAway) as error:
-            await cache.read("x", 0, 2, 1000, 0.5)
-        return str(error.value)
-    finally:
-        await cache.close()
-        server.close()
-        await server.wait_closed()
-        await asyncio.gather(*serving)
+            await cache.close()
 
 
 async def announce(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -233,19 +217,16 @@ async def test_a_login_that_was_cut_short_is_made_anew():
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while asked := await reader.read(1000):
             heard.append(asked)
-        writer.close()
         ended.set()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    cache = RedisRegionCache(f"redis://u:p@127.0.0.1:{server.sockets[0].getsockname()[1]}", "run")
-    for _ in range(2):
-        ended = asyncio.Event()
-        with pytest.raises(RegionAway, match="no answer"):
-            await cache.read("x", 0, 2, 1000, 0.2)
-        await asyncio.wait_for(ended.wait(), 5.0)
-    await cache.close()
-    server.close()
-    await server.wait_closed()
+    async with serving(serve) as port:
+        cache = RedisRegionCache(f"redis://u:p@127.0.0.1:{port}", "run")
+        for _ in range(2):
+            ended = asyncio.Event()
+            with pytest.raises(RegionAway, match="no answer"):
+                await cache.read("x", 0, 2, 1000, 0.2)
+            await asyncio.wait_for(ended.wait(), 5.0)
+        await cache.close()
     assert len(heard) == 2
     assert all(b"AUTH" in asked and b"XREAD" not in asked for asked in heard)
 

@@ -8,6 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from diloco.cli import main
 from diloco.options import ALL_FIELDS, ChaosProcess, DemoProcess
+from diloco.pipeline.agreement import agree
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.wire import PartyId, party_name
 from diloco.pipeline.settings import (
@@ -20,7 +21,6 @@ from diloco.pipeline.settings import (
     SyncerProcess,
     SyncSettings,
     TrainerSettings,
-    agree,
     allowed,
     is_expert,
     load,

@@ -22,6 +22,7 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.settings import BusSettings, load
 from diloco.pipeline.transfer.payloads import pull, push
+from tests.serving import serving
 
 PASSWORD = "hunter2"  # noqa: S105  # of a server that lives for a test
 
@@ -240,10 +241,8 @@ async def test_a_server_that_is_silent_is_not_said_to_speak_no_tls() -> None:
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
-        writer.close()
 
-    async with await asyncio.start_server(silent, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
+    async with serving(silent) as port:
         with pytest.raises(BusUnavailable) as refused:
             await connect(f"rediss://:{PASSWORD}@127.0.0.1:{port}", "r")
     assert "redis://)" not in str(refused.value)

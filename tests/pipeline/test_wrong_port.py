@@ -9,6 +9,7 @@ import pytest
 
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, UsageError
+from tests.serving import serving
 
 
 class Quiet(BaseHTTPRequestHandler):
@@ -53,9 +54,7 @@ async def test_a_server_that_says_yes_to_all_is_told_from_a_redis() -> None:
     async def nod(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while asked := await reader.read(4096):
             writer.write(b"+OK\r\n" * asked.count(b"*"))
-        writer.close()
 
-    async with await asyncio.start_server(nod, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
+    async with serving(nod) as port:
         with pytest.raises(UsageError, match=f"what answers at 127.0.0.1:{port} is no Redis"):
             await connect(f"redis://127.0.0.1:{port}", "run")
