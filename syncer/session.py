@@ -169,7 +169,8 @@ class Session:
         for offer, outcome in self._downloads.ended():
             if isinstance(outcome, Delta):
                 self.window.uploaded(offer)
-                self._state.doubts.sound(offer.header.learner)
+                if self._downloads.came_in_time(offer):
+                    self._state.doubts.sound(offer.header.learner)
             else:
                 reason, detail = outcome
                 self._state.doubts.refused(offer.header.learner, reason)
@@ -183,9 +184,9 @@ class Session:
 
     def _give_up(self) -> float | None:
         """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
-        doubted = self._not_awaited
+        doubted, arriving = self._not_awaited, self._downloads.arriving(self.window.awaited())
         stopped, look_again = self._context.watch.given_up(
-            self.window, self._downloads.heard_at, self._clock.now(), doubted
+            self.window, self._downloads.heard_at, self._clock.now(), doubted, arriving
         )
         for offer, refused in stopped:
             self._leaves(offer, refused)
@@ -275,7 +276,7 @@ class Session:
         await self._refuse(replaced, refused, tell=not same)
 
     async def _refuse_overdue(self, decision: Merge | Reopened, detail: str) -> None:
-        """Whoever was waited for in vain is doubted sooner, also if its newest attempt may still come."""
+        """Whoever was waited for in vain is doubted sooner, also if what it sends still comes."""
         for learner in decision.in_vain:
             self._state.doubts.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
         self._downloads.timed_out(offer.entry_id for offer in decision.overdue)
