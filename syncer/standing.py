@@ -118,6 +118,13 @@ class Standings:
             del self._standings[gone]
             self._low.discard(gone)
 
+    def after(self, found: Mapping[str, float | None]) -> "Standings":
+        """What they will be once one more window is observed."""
+        later = Standings()
+        later._standings, later._low = self._standings.copy(), self._low.copy()
+        later.observe(found)
+        return later
+
     def of(self, learner: str) -> float:
         """A learner's, -1 to 1."""
         return self._standings.get(learner, 1.0)
