@@ -35,7 +35,7 @@ from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
 from diloco.syncer.refusals import Refusals
-from diloco.syncer.standing import LEAST, SAMPLE, agreements, gram, places
+from diloco.syncer.standing import LEAST, judged, places, sample_of
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
@@ -313,11 +313,11 @@ class Session:
         """How far each learner's delta, as it came, agrees with the window's others'."""
         if len(offers) < LEAST:
             return {}
-        elements = self._loaded.fragment.layout.elements
-        seed = int(self._context.random_hex(8), 16) if elements > SAMPLE else 0
+        elements, sample = self._loaded.fragment.layout.elements, sample_of(len(offers))
+        seed = int(self._context.random_hex(8), 16) if elements > sample else 0
         sent = [self._downloads.deltas[offer.entry_id].sent.values for offer in offers]
-        products = await self._context.offload(gram, sent, places(elements, seed))
-        return dict(zip((offer.header.learner for offer in offers), agreements(products), strict=True))
+        found = await self._context.offload(judged, sent, places(elements, seed, sample))
+        return dict(zip((offer.header.learner for offer in offers), found, strict=True))
 
     def _next_interval(self) -> int:
         """Of the version that a merge makes, by what those took that led here."""
