@@ -186,10 +186,10 @@ BAD = frozenset(
 class Doubts:
     """Which learners of one fragment are not waited for, because of what they sent.
 
-    A learner whose deltas were refused several times in a row for what was in them, or did not come, costs the others
+    A learner whose deltas were refused several times in a row for what was in them, or did not come in time, costs all
     time with each new one: the quorum counts its header, and falls short again. So from then on it counts only once its
-    delta is here and sound, and nobody waits for it. One sound delta ends the doubt. It is no punishment: whoever
-    forges another learner's name only makes the others not wait for that one.
+    delta is here and sound, and nobody waits for it. One sound delta that took no longer than uploads have ends the
+    doubt. It is no punishment: whoever forges another learner's name only makes the others not wait for that one.
 
     At most as many learners as a run may have are remembered, the longest silent one goes.
     """
@@ -205,7 +205,7 @@ class Doubts:
                 del self._in_a_row[next(iter(self._in_a_row))]
 
     def sound(self, learner: str) -> None:
-        """A delta of it is here, and can be merged."""
+        """A delta of it came in time, and can be merged."""
         self._in_a_row.pop(learner, None)
 
     @property

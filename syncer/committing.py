@@ -362,11 +362,11 @@ class Committing:
         merged, published, outer_s = await self._step(loaded, deltas)
         if not merged.finite:
             return None
-        self._observe(found)
         record = self._record(loaded, merge, merged, began, found)
         self._merges.observe(record.merge_s, outer_s)
         commit = self._commit(loaded, merge, merged, published, record, interval)
         await self._context.bus.commit(commit)
+        self._observe(found)  # only now: a window whose commit fails is committed again, and counts once
         loaded.fragment.advance(merged)
         loaded.fragment.interval = interval
         loaded.head = head_after(loaded.head, commit)
@@ -431,7 +431,7 @@ class Committing:
             syncer=self._context.name,
             unix_s=self._context.clock.unix(),
             interval=loaded.head.interval,
-            at_odds=at_odds_shown(self._context.standings),
+            at_odds=at_odds_shown(self._context.standings.after(found)),
         )
 
     def _commit(

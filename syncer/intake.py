@@ -44,7 +44,8 @@ TIMEOUT_FACTOR = 2.0
 """Uploads that did not end in time lengthen the deadline to so many times what it was at most."""
 
 SILENT_CHUNKS = 4
-"""An upload has stopped when nothing came for as long as so many of its last chunks took."""
+"""An upload has stopped when nothing came for as long as so many of its last chunks took, or for as long
+as the upload deadline may become, if that is less."""
 
 
 class Arrivals:
@@ -106,9 +107,11 @@ class UploadEstimator:
         measured = self._upload.value
         return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
 
-    def observe(self, seconds: float) -> None:
-        """An upload has ended."""
+    def observe(self, seconds: float) -> bool:
+        """An upload has ended; whether within the time that uploads had."""
+        in_time = seconds <= self.upload_s
         self._upload.observe(seconds)
+        return in_time
 
     def timed_out(self, waited_s: list[float]) -> None:
         """These did not end in time: a slower network must lengthen the deadline, or nothing would ever pass."""
@@ -121,7 +124,8 @@ class Coming:
     """What has come lately of each learner's uploads, in all fragments of one syncer. Pure.
 
     A learner uploads its deltas in the order of their serials, on each of its lanes. So one of which nothing has come
-    yet is still to come while earlier ones do. How long a line is silent between two chunks is measured.
+    yet is still to come while earlier ones do. How long a line is silent between two chunks is measured. A learner that
+    leaves long gaps may be silent for no longer than uploads have, were the deadline lengthened once.
     """
 
     MOST = 1024
@@ -138,10 +142,17 @@ class Coming:
         while len(self._last) > self.MOST:
             del self._last[next(iter(self._last))]
 
-    def comes(self, header: DeltaHeader, came_s: float, now: float) -> bool:
-        """Whether an upload goes on, or its learner is at earlier ones; came_s: when something of it came last."""
+    def comes(self, header: DeltaHeader, came_s: float, now: float, upload_s: float) -> bool:
+        """Whether an upload goes on, or its learner is at earlier ones.
+
+        Args:
+            header: of the delta.
+            came_s: when something of it came last.
+            now: the time.
+            upload_s: that uploads have.
+        """
         serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
-        since = now - max(LEAST_UPLOAD_S, SILENT_CHUNKS * gap_s)
+        since = now - max(LEAST_UPLOAD_S, min(SILENT_CHUNKS * gap_s, TIMEOUT_FACTOR * upload_s))
         return came_s >= since or (serial < header.serial and at >= since)
 
 
@@ -167,6 +178,8 @@ class Downloads:
         self._heard: dict[str, float] = {}
         self._came: dict[str, float] = {}
         """Header entry -> when last a chunk came."""
+        self._slow: set[str] = set()
+        """Header entries of uploads that took longer than they had."""
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
         self.outcomes: deque[tuple[Offer, Outcome]] = deque()
@@ -209,11 +222,17 @@ class Downloads:
         """When last something of a payload came, or the bus failed; infinite once all of it is here."""
         return self._heard.get(offer.entry_id, math.inf)
 
+    def came_in_time(self, offer: Offer) -> bool:
+        """Whether an upload, which is whole, took no longer than it had."""
+        return offer.entry_id not in self._slow
+
     def arriving(self, offers: Iterable[Offer]) -> frozenset[str]:
         """Of uploads that are not whole, the entries of those that come, or whose turn is still to come."""
-        now, came = self._clock.now(), self._came
+        now, upload_s, came = self._clock.now(), self._uploads.upload_s, self._came
         return frozenset(
-            one.entry_id for one in offers if self._coming.comes(one.header, came.get(one.entry_id, -math.inf), now)
+            one.entry_id
+            for one in offers
+            if self._coming.comes(one.header, came.get(one.entry_id, -math.inf), now, upload_s)
         )
 
     def forget(self, entries: Iterable[str]) -> None:
@@ -224,6 +243,7 @@ class Downloads:
             self._began.pop(entry_id, None)
             self._heard.pop(entry_id, None)
             self._came.pop(entry_id, None)
+            self._slow.discard(entry_id)
             self.deltas.pop(entry_id, None)
 
     async def close(self) -> None:
@@ -236,6 +256,7 @@ class Downloads:
         self._began.clear()
         self._heard.clear()
         self._came.clear()
+        self._slow.clear()
         self.deltas.clear()
         self.outcomes.clear()
 
@@ -257,7 +278,8 @@ class Downloads:
                     self._coming.heard(h, now)
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
-                self._uploads.observe(self._clock.now() - began)
+                if not self._uploads.observe(self._clock.now() - began):
+                    self._slow.add(offer.entry_id)
                 break
             except BadPayload as error:
                 outcome = RefusalReason.BAD_PAYLOAD, str(error)

@@ -41,7 +41,7 @@ class Metrics:
         )
         self.open_windows = Gauge("diloco_open_windows", "Windows that are not idle", registry=registry)
         self.doubted_learners = Gauge(
-            "diloco_doubted_learners", "Learners not waited for: their last deltas were refused", registry=registry
+            "diloco_doubted_learners", "Learners not waited for: last deltas refused or too slow", registry=registry
         )
         self.at_odds_learners = Gauge(
             "diloco_at_odds_learners",

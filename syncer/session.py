@@ -35,7 +35,7 @@ from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
 from diloco.syncer.refusals import Refusals
-from diloco.syncer.standing import LEAST, SAMPLE, agreements, gram, places
+from diloco.syncer.standing import LEAST, judged, places, sample_of
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
@@ -169,7 +169,8 @@ class Session:
         for offer, outcome in self._downloads.ended():
             if isinstance(outcome, Delta):
                 self.window.uploaded(offer)
-                self._state.doubts.sound(offer.header.learner)
+                if self._downloads.came_in_time(offer):
+                    self._state.doubts.sound(offer.header.learner)
             else:
                 reason, detail = outcome
                 self._state.doubts.refused(offer.header.learner, reason)
@@ -183,9 +184,9 @@ class Session:
 
     def _give_up(self) -> float | None:
         """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
-        doubted = self._not_awaited
+        doubted, arriving = self._not_awaited, self._downloads.arriving(self.window.awaited())
         stopped, look_again = self._context.watch.given_up(
-            self.window, self._downloads.heard_at, self._clock.now(), doubted
+            self.window, self._downloads.heard_at, self._clock.now(), doubted, arriving
         )
         for offer, refused in stopped:
             self._leaves(offer, refused)
@@ -275,7 +276,7 @@ class Session:
         await self._refuse(replaced, refused, tell=not same)
 
     async def _refuse_overdue(self, decision: Merge | Reopened, detail: str) -> None:
-        """Whoever was waited for in vain is doubted sooner, also if its newest attempt may still come."""
+        """Whoever was waited for in vain is doubted sooner, also if what it sends still comes."""
         for learner in decision.in_vain:
             self._state.doubts.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
         self._downloads.timed_out(offer.entry_id for offer in decision.overdue)
@@ -312,11 +313,11 @@ class Session:
         """How far each learner's delta, as it came, agrees with the window's others'."""
         if len(offers) < LEAST:
             return {}
-        elements = self._loaded.fragment.layout.elements
-        seed = int(self._context.random_hex(8), 16) if elements > SAMPLE else 0
+        elements, sample = self._loaded.fragment.layout.elements, sample_of(len(offers))
+        seed = int(self._context.random_hex(8), 16) if elements > sample else 0
         sent = [self._downloads.deltas[offer.entry_id].sent.values for offer in offers]
-        products = await self._context.offload(gram, sent, places(elements, seed))
-        return dict(zip((offer.header.learner for offer in offers), agreements(products), strict=True))
+        found = await self._context.offload(judged, sent, places(elements, seed, sample))
+        return dict(zip((offer.header.learner for offer in offers), found, strict=True))
 
     def _next_interval(self) -> int:
         """Of the version that a merge makes, by what those took that led here."""

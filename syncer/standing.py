@@ -23,7 +23,9 @@ Float64 = npt.NDArray[np.float64]
 LEAST = 3
 """Deltas of one window by which a learner can be judged: of two that disagree nobody can tell which one errs."""
 SAMPLE = 64 * 1024
-"""Elements of a fragment that are looked at: a cosine of more comes out to 1 / sqrt(SAMPLE) = 0.004."""
+"""Elements of a fragment that are looked at, at most: a cosine of more comes out to 1 / sqrt(SAMPLE) = 0.004."""
+SAMPLES_BYTES = 64 * 2**20
+"""That all deltas' samples take together, at most: of more than 128 deltas each has a smaller one."""
 RUN = 256
 """Elements of one stretch of them."""
 LEAST_USUAL = 0.05
@@ -38,14 +40,19 @@ AT_ODDS, AGREES = 0.05, 0.15
 # --- one window ------------------------------------------------------------------------------------------
 
 
-def places(elements: int, seed: int) -> npt.NDArray[np.int64] | None:
+def sample_of(deltas: int) -> int:
+    """Elements to look at of each of so many deltas."""
+    return max(1, min(SAMPLE, SAMPLES_BYTES // (8 * deltas)) // RUN) * RUN
+
+
+def places(elements: int, seed: int, sample: int = SAMPLE) -> npt.NDArray[np.int64] | None:
     """Which stretches of a fragment to look at, by number: others with each seed, from all parts. None: all of it.
 
     The seed is to be drawn once the deltas are here: else they could be as the others' where it is looked.
     """
-    if elements <= SAMPLE:
+    if elements <= sample:
         return None
-    bounds = np.linspace(0, elements // RUN, SAMPLE // RUN + 1)
+    bounds = np.linspace(0, elements // RUN, sample // RUN + 1)
     drawn = bounds[:-1] + np.random.default_rng(seed).random(len(bounds) - 1) * np.diff(bounds)
     return np.unique(drawn.astype(np.int64))
 
@@ -78,13 +85,21 @@ def agreements(products: Float64) -> list[float | None]:
     if len(some) < LEAST:
         return found
     cosines = products[np.ix_(some, some)] / np.outer(lengths[some], lengths[some])
-    for at, m in enumerate(some):
-        others = [other for other in range(len(some)) if other != at]
-        mean = float(np.sqrt(max(0.0, cosines[np.ix_(others, others)].sum())))
-        with_mean = float(cosines[at, others].sum()) / mean if mean > 0 else 0.0
-        with_half = float(np.sort(cosines[at, others])[len(others) // 2])
-        found[m] = min(1.0, max(-1.0, with_mean, with_half))
+    own, rows = np.diag(cosines).copy(), cosines.sum(axis=1)
+    others = rows.sum() - 2 * rows + own  # of each: the squared length of the others' sum
+    others[others < len(some) ** 2 * np.finfo(np.float64).eps] = np.inf  # they add up to nothing, but for rounding
+    with_mean = (rows - own) / np.sqrt(others)
+    np.fill_diagonal(cosines, np.inf)  # behind all others
+    middle = (len(some) - 1) // 2
+    with_half = np.partition(cosines, middle, axis=1)[:, middle]
+    for m, cosine in zip(some, np.clip(np.maximum(with_mean, with_half), -1.0, 1.0).tolist(), strict=True):
+        found[m] = cosine
     return found
+
+
+def judged(deltas: Sequence[Vector], at: npt.NDArray[np.int64] | None) -> list[float | None]:
+    """The `agreements` of deltas, by some of their elements (`places`)."""
+    return agreements(gram(deltas, at))
 
 
 # --- over windows ------------------------------------------------------------------------------------------
@@ -117,6 +132,13 @@ class Standings:
             gone = next(iter(self._standings))
             del self._standings[gone]
             self._low.discard(gone)
+
+    def after(self, found: Mapping[str, float | None]) -> "Standings":
+        """What they will be once one more window is observed."""
+        later = Standings()
+        later._standings, later._low = self._standings.copy(), self._low.copy()
+        later.observe(found)
+        return later
 
     def of(self, learner: str) -> float:
         """A learner's, -1 to 1."""

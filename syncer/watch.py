@@ -139,12 +139,17 @@ class RunWatch:
         )
 
     def given_up(
-        self, window: Window, heard_at: Callable[[Offer], float], now: float, doubted: frozenset[str]
+        self,
+        window: Window,
+        heard_at: Callable[[Offer], float],
+        now: float,
+        doubted: frozenset[str],
+        arriving: frozenset[str],
     ) -> tuple[list[tuple[Offer, Refused]], float | None]:
         """Uploads that have stopped and that nobody waits for, with why; and when to look again.
 
-        Those of learners that are gone, once a merge needs them; and those of doubted ones. `heard_at`: when last
-        something of an upload came.
+        Those of learners that are gone, once a merge needs them; and those of doubted ones that are not `arriving`.
+        `heard_at`: when last something of an upload came.
         """
         stopped: list[tuple[Offer, Refused]] = []
         again, quiet_s = [], max(LEAST_UPLOAD_S, self.liveness_s)
@@ -154,7 +159,7 @@ class RunWatch:
             gone = needed and not self.is_here(learner, offer.header.incarnation)
             if not (gone or learner in doubted):
                 continue
-            until = heard_at(offer) + quiet_s
+            until = now + quiet_s if offer.entry_id in arriving and not gone else heard_at(offer) + quiet_s
             if now < until:
                 again.append(until)
             else:

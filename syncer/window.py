@@ -30,10 +30,10 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | UPLOADING | decide | all of M_t uploaded | MERGING | Merge |
 | UPLOADING | decide | all of M_t uploaded, and one left out | MERGING | Merge(without that one) |
 | UPLOADING | decide | the deadline, at least K uploaded | MERGING | Merge |
-| UPLOADING | decide | the deadline, at least K uploaded, what is missing comes | MERGING | Merge(nothing overdue) |
+| UPLOADING | decide | the deadline, at least K uploaded, what is missing comes | MERGING | Merge(one in vain) |
 | UPLOADING | decide | the deadline, fewer than K uploaded | COLLECTING, attempt + 1 | Reopened |
 | UPLOADING | decide | the deadline, fewer than K uploaded, what is missing comes | UPLOADING | Wait(another deadline) |
-| UPLOADING | decide | the same, and another learner waits | COLLECTING, attempt + 1 | Reopened(nothing overdue) |
+| UPLOADING | decide | the same, and another learner waits | COLLECTING, attempt + 1 | Reopened(one in vain) |
 | GRACE or UPLOADING | decide | too few are left for K | COLLECTING, attempt + 1 | Reopened |
 | MERGING | decide | whatever has changed | MERGING | Merge |
 | MERGING | not_merged | the outcome is not finite | COLLECTING | nothing |
@@ -41,9 +41,9 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 `decide` passes through every state whose time is over; the table names the one where it stays. M_t, the set that is
 merged, is fixed on entering UPLOADING. A learner that is left out is in no M_t and counts for no K. While a run drains,
 any member opens the window: there will be no due ones any more. An attempt that took a member's place had less than the
-whole time when the upload deadline is over: it is late then, not refused. Its learner was waited for in vain all the
-same, and is doubted for it. An upload that comes, if too slowly, is late too, and nobody is doubted for it. Below the
-quorum it is waited for, unless somebody else is held up.
+whole time when the upload deadline is over: it is late then, not refused. So is an upload that comes, if too slowly.
+Their learners were waited for in vain all the same, and are doubted for it. Below the quorum what comes is waited for,
+unless somebody else is held up.
 `tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
@@ -109,7 +109,7 @@ class Conditions:
     """Some of these: they never count, and what is here of them is not merged."""
     arriving: frozenset[str] = frozenset()
     """Entries of deltas that come, if slowly, or whose turn on their learner's line is still to come: none is refused
-    for being late, since the line would have to carry it again."""
+    for being late, since the line would have to carry it again. Their learners were waited for in vain like others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,8 @@ class Merge:
     fixed_at: float
     """When M_t was fixed."""
     in_vain: tuple[str, ...] = ()
-    """Learners that were waited for until the upload deadline: the overdue, and those with an attempt since."""
+    """Learners that were waited for until the upload deadline: the overdue, those with an attempt since, and those
+    whose uploads come too slowly."""
     left_out: tuple[Offer, ...] = ()
     """Whose payloads are here too, and are not to be merged."""
 
@@ -377,10 +378,11 @@ class Window:
         if waiting and now < phase.deadline:
             reason = f"{len(done)} of {len(self._members)} uploaded, waiting for {', '.join(waiting)}"
             return Wait(phase.deadline, reason)
-        overdue = _overdue(phase, waiting, now, given.arriving)
-        in_vain = tuple(learner for learner, m in waiting.items() if m.offer.entry_id not in given.arriving)
+        overdue, in_vain = _overdue(phase, waiting, now, given.arriving), tuple(waiting)
         if len(done) < given.quorum:
-            if waiting and not in_vain and not self.late.offers:  # nobody else is there, and what is there comes
+            all_come = all(m.offer.entry_id in given.arriving for m in waiting.values())
+            others = any(offer.header.learner not in self._members for offer in self.late.offers)
+            if waiting and all_come and not others:
                 until = now + max(given.upload_s, LEAST_MORE_S)
                 return Uploading(phase.opened_at, phase.quorum_at, phase.fixed_at, until)
             reason = f"{len(done)} of quorum {given.quorum} uploaded in time"

@@ -35,7 +35,7 @@ class WindowView(Message):
     reason: Text
     deadline_unix_s: UnixSeconds | None
     doubted: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
-    """Learners that are not waited for: their last deltas were refused for what was in them, or did not come."""
+    """Learners that are not waited for: their last deltas were refused for what was in them, or came too late."""
     at_odds: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
     """Learners whose deltas disagree with all others' again and again (`syncer.standing`); merged or not, as asked."""
     merge_s: Seconds = 0.0

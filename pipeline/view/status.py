@@ -334,7 +334,7 @@ def build_status(
             f"at odds, their deltas disagree with all others' again and again: {', '.join(sorted(at_odds))}; {done}"
         )
     if doubted and (state is None or state.phase is not Phase.FINISHED):
-        warnings.append(f"not waited for, since their last deltas were refused: {', '.join(doubted)}")
+        warnings.append(f"not waited for, since their last deltas were refused or too slow: {', '.join(doubted)}")
     room = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):
         here = [seen for seen in reports if _is_live(seen, live_s)]

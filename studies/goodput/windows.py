@@ -283,9 +283,10 @@ class Follower:
         if offer.entry_id not in self._sent_s:  # dropped by now
             return
         self._here.add(offer.entry_id)
-        self._uploads.observe(now - self._sent_s[offer.entry_id])
+        in_time = self._uploads.observe(now - self._sent_s[offer.entry_id])
         if self._owned:
-            self._doubts.sound(offer.header.learner)
+            if in_time:
+                self._doubts.sound(offer.header.learner)
             self._window.uploaded(offer)
             self._decide(now)
 

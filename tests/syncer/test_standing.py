@@ -1,12 +1,25 @@
 """Who disagrees with all others again and again is known after some windows, and nobody else is."""
 
+import time
+
 import ml_dtypes
 import numpy as np
 import pytest
 
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.pipeline.payload import quantize
-from diloco.syncer.standing import AT_ODDS, LEAST, RUN, SAMPLE, Standings, agreements, gram, places
+from diloco.syncer.standing import (
+    AT_ODDS,
+    LEAST,
+    RUN,
+    SAMPLE,
+    SAMPLES_BYTES,
+    Standings,
+    agreements,
+    gram,
+    places,
+    sample_of,
+)
 
 ELEMENTS = 4000
 
@@ -133,6 +146,47 @@ def test_a_delta_of_zeros_and_too_few_others_tell_nothing() -> None:
     some = found([*window(chance, LEAST), np.zeros(ELEMENTS)])
     assert some[f"l{LEAST}"] is None
     assert all(some[name] is not None for name in names(LEAST))
+
+
+def one_by_one(products: np.ndarray) -> list[float]:
+    """The agreements as their docstring says them, of deltas of which none is zero."""
+    lengths, told = np.sqrt(np.diag(products)), []
+    cosines = products / np.outer(lengths, lengths)
+    for m in range(len(lengths)):
+        others = [other for other in range(len(lengths)) if other != m]
+        mean = np.sqrt(cosines[np.ix_(others, others)].sum())
+        with_half = np.sort(cosines[m, others])[len(others) // 2]
+        told.append(float(np.clip(max(cosines[m, others].sum() / mean, with_half), -1, 1)))
+    return told
+
+
+@pytest.mark.parametrize("count", [3, 4, 9, 40])
+def test_agreements_are_those_of_each_delta_with_all_others(count: int) -> None:
+    chance = np.random.default_rng(count)
+    products = gram(window(chance, count - 1, "flipped-3"), None)
+    assert agreements(products) == pytest.approx(one_by_one(products), abs=1e-12)
+
+
+def test_others_that_add_up_to_nothing_agree_with_nobody() -> None:
+    """What rounding leaves of their sum is no direction."""
+    up, right = np.random.default_rng(0).standard_normal((2, ELEMENTS))
+    told = agreements(gram([right, up, -up], None))
+    assert told[0] == pytest.approx(0.0, abs=0.1), "the cosine that half of the others have with it"
+
+
+def test_the_agreements_of_a_thousand_deltas_take_no_seconds() -> None:
+    """Nor gigabytes: the more deltas, the smaller the sample of each."""
+    count = 1024
+    deltas = np.random.default_rng(0).standard_normal((count, 2000)) + 1
+    products, began = gram(list(deltas), None), time.process_time()
+    assert len(agreements(products)) == count
+    assert time.process_time() - began < 1.5
+    assert sample_of(8) == SAMPLE
+    for many in (129, 1000, MAX_LEARNERS):
+        assert 0 < 8 * many * sample_of(many) <= SAMPLES_BYTES
+        at = places(10 * SAMPLE, 0, sample_of(many))
+        assert at is not None
+        assert len(at) == sample_of(many) // RUN
 
 
 def test_a_sample_tells_what_all_of_a_delta_tells() -> None:

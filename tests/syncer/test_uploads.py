@@ -17,11 +17,12 @@ from diloco.pipeline.payload.codec import held, payload_bytes
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import push
-from diloco.syncer.admission import Offer
+from diloco.syncer.admission import DeltaFormat, Offer
 from diloco.syncer.intake import FIRST_UPLOAD_S, Coming, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
-from diloco.syncer.watch import LEAST_UPLOAD_S
+from diloco.syncer.watch import LEAST_UPLOAD_S, RunWatch
+from diloco.syncer.window import Window
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -202,17 +203,42 @@ def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that_died(
 
 def test_an_upload_comes_while_its_chunks_do_or_earlier_ones_of_its_learner_do() -> None:
     """And for as long as four chunks take after the last one. What is silent, or was passed by, does not come."""
-    coming, first, second = Coming(), samples.header("l1", serial=1), samples.header("l1", serial=2)
-    assert not coming.comes(second, -math.inf, 0.0), "nothing came of its learner"
+    coming, first, second, given_s = Coming(), samples.header("l1", serial=1), samples.header("l1", serial=2), 30.0
+    assert not coming.comes(second, -math.inf, 0.0, given_s), "nothing came of its learner"
     coming.heard(first, 10.0)
-    assert coming.comes(second, -math.inf, 11.0), "its turn is still to come"
-    assert not coming.comes(second, -math.inf, 11.1), "a second of silence, and no chunk's time is known"
+    assert coming.comes(second, -math.inf, 11.0, given_s), "its turn is still to come"
+    assert not coming.comes(second, -math.inf, 11.1, given_s), "a second of silence, and no chunk's time is known"
     coming.heard(first, 13.0)  # a chunk took three seconds
-    assert coming.comes(first, 13.0, 25.0)
-    assert coming.comes(second, -math.inf, 25.0)
-    assert not coming.comes(second, -math.inf, 25.1)
+    assert coming.comes(first, 13.0, 25.0, given_s)
+    assert coming.comes(second, -math.inf, 25.0, given_s)
+    assert not coming.comes(second, -math.inf, 25.1, given_s)
     coming.heard(second, 26.0)
-    assert not coming.comes(first, -math.inf, 26.0), "a later one has begun: its turn has passed"
+    assert not coming.comes(first, -math.inf, 26.0, given_s), "a later one has begun: its turn has passed"
+
+
+def test_how_long_an_upload_may_be_silent_is_not_its_learners_choice() -> None:
+    """One long gap between two chunks is no leave to be silent for four times as long: twice the deadline bounds it."""
+    coming, header = Coming(), samples.header("l1", serial=1)
+    for at in (0.0, 100.0):
+        coming.heard(header, at)
+    assert coming.comes(header, 100.0, 104.0, 2.0)
+    assert not coming.comes(header, 100.0, 104.1, 2.0)
+
+
+def test_a_doubted_learners_upload_is_given_up_once_it_has_stopped_and_not_while_it_comes() -> None:
+    """Its line would have to carry it again. Nobody waits for it, and it is merged should it be whole in time."""
+    watch = RunWatch(samples.sync_spec(), liveness_s=5.0, drain_s=0.0)
+    window, offer = Window(samples.head(), DeltaFormat(bytes(16), "fp32", 3), 0.0), offer_of(1)
+    window.offer(offer, 0.0)
+    doubted, comes = frozenset({"l1"}), frozenset({offer.entry_id})
+
+    def given_up(now: float, arriving: frozenset[str]) -> tuple[list[Offer], float | None]:
+        stopped, again = watch.given_up(window, lambda _: 0.0, now, doubted, arriving)
+        return [one for one, _ in stopped], again
+
+    assert given_up(60.0, comes) == ([], 65.0)
+    assert given_up(4.0, frozenset()) == ([], 5.0)
+    assert given_up(60.0, frozenset()) == ([offer], None)
 
 
 def test_what_is_known_of_incarnations_is_bounded() -> None:

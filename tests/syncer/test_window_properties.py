@@ -184,7 +184,7 @@ class WindowMachine(RuleBasedStateMachine):
             assert self.now >= (deadline or 0.0), "the upload deadline moved before it was over"
             assert {o.entry_id for o in window.awaited()} <= given.arriving, "more time for what does not come"
             assert len(self.complete()) < given.quorum, "a merge waits for what is too slow"
-            assert not window.late.offers, "somebody is held up"
+            assert {o.header.learner for o in window.late.offers} <= set(window.members), "somebody else is held up"
 
     def check_overdue(self, overdue: tuple[Offer, ...], fixed: float, deadline: float | None) -> None:
         """Whoever is refused for its time had all of it: since M_t was fixed, or since it took its place later."""
@@ -443,6 +443,19 @@ def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_wi
     assert decision.in_vain == ("l0",), "it was waited for, whatever it has announced since"
     window.refused(late)
     assert window.late.offers == (), "a delta that was refused meanwhile came again"
+
+
+def test_below_the_quorum_what_comes_is_waited_for_though_members_have_renewed_theirs() -> None:
+    """To open it again would ask all of them once more, for nothing: what they renewed waits for the next window."""
+    window = Window(samples.head(), FORMAT, 0.0)
+    slow, whole, renewed = attempts("l0", "l1", "l1")
+    for offer in (slow, whole):
+        window.offer(offer, 0.0)
+    both = replace(ALONE, quorum=2, arriving=frozenset({slow.entry_id}))
+    window.decide(0.0, both)
+    window.uploaded(whole)
+    assert window.offer(renewed, 1.0) == Late()
+    assert window.decide(30.0, both) == Wait(60.0, "1 of 2 uploaded, waiting for l0")
 
 
 def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:

@@ -197,8 +197,12 @@ RESULTS: dict[str, Callable[[Any, float], bool]] = {
         isinstance(answer, Merge) and (answer.contributions, answer.left_out) == ((L0,), (L1,))
     ),
     "Reopened": lambda answer, _: isinstance(answer, Reopened),
-    "Merge(nothing overdue)": lambda answer, _: isinstance(answer, Merge) and not answer.overdue + answer.in_vain,
-    "Reopened(nothing overdue)": lambda answer, _: isinstance(answer, Reopened) and not answer.overdue + answer.in_vain,
+    "Merge(one in vain)": lambda answer, _: (
+        isinstance(answer, Merge) and (answer.in_vain, answer.overdue) == (("l1",), ())
+    ),
+    "Reopened(one in vain)": lambda answer, _: (
+        isinstance(answer, Reopened) and (answer.in_vain, answer.overdue) == (("l1",), ())
+    ),
     "Wait(another deadline)": lambda answer, _: isinstance(answer, Wait) and answer.until == 2 * UPLOAD_S,
     "Wait(no deadline)": lambda answer, _: isinstance(answer, Wait) and answer.until is None,
     "Wait(grace deadline)": lambda answer, since: isinstance(answer, Wait) and answer.until == since + GRACE_S,

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.status import read_status
+from diloco.syncer.standing import Standings
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 BAD = "l4"
@@ -85,6 +87,45 @@ def test_one_of_five_that_pulls_against_the_others_is_shown_and_left_out_where_a
         assert (await read_status(world.bus, world.clock))["phase"] == "finished"
         inputs = await read_ledger_inputs(world.bus, 2, 5.0)
         assert problems(accounts(tape, inputs, layout_of(world.spec.tensors))) == []
+
+    run_virtual(main())
+
+
+def test_a_window_whose_commit_fails_counts_once_in_the_standings() -> None:
+    """Each commit fails at first, and its window is committed anew: standings are what the tape's records make them."""
+
+    async def main() -> None:
+        world, failed = VirtualRun(sync_spec(tokens=10**9, quorum=3, fragments=1)), 0
+        service = world.start_syncer()
+        learners = started(world)
+        await world.until_version(2)
+        flips(learners[4])
+        standings = service.serving.context.standings
+        bus: Any = service.serving.context.bus
+        commit, told = bus.commit, committed(await world.tape())[-1].version
+        tried = set[int]()
+
+        async def fails_first(given: Any) -> None:
+            nonlocal failed
+            if given.version not in tried:
+                tried.add(given.version)
+                failed += 1
+                raise BusUnavailable("for a moment")
+            await commit(given)
+
+        bus.commit = fails_first
+        await world.until_version(told + 5)
+        bus.commit = commit
+        for learner in learners:
+            await learner.kill()
+        await asyncio.sleep(2.0)
+        assert failed >= 4
+        by_tape = Standings()
+        for record in committed(await world.tape()):
+            by_tape.observe({part.learner: part.cosine for part in record.contributions})
+        for name in (f"l{number}" for number in range(5)):
+            assert standings.of(name) == pytest.approx(by_tape.of(name))
+        assert standings.of(BAD) < 0.9
 
     run_virtual(main())
 

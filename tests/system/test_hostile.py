@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
+from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.payload.quantize import BLOCK
@@ -57,6 +59,22 @@ def silent(learner: VirtualLearner) -> None:
         return None
 
     learner.bus.write_chunks = nothing  # type: ignore[method-assign]
+
+
+def trickling(gap_s: float, chunks: int) -> Spoil:
+    """Its chunks come one by one, so many of them at most."""
+
+    def spoil(learner: VirtualLearner) -> None:
+        write = learner.bus.write_chunks
+
+        async def slowly(key: str, first: int, given: list[bytes], ttl_s: float) -> None:
+            for index, chunk in enumerate(given[: max(0, chunks - first)], first):
+                await asyncio.sleep(gap_s)
+                await write(key, index, [chunk], ttl_s)
+
+        learner.bus.write_chunks = slowly  # type: ignore[method-assign]
+
+    return spoil
 
 
 async def merges_of(world: VirtualRun, spoil: Spoil | None, seconds: float) -> list[Committed]:
@@ -127,6 +145,24 @@ def test_a_scale_that_is_none_is_refused_with_its_reason(scale: float, reason: R
     run_virtual(main())
 
 
+SIX = sync_spec(tokens=10**9, quorum=6, fragments=1)
+
+
+@cache
+def honest_merges() -> list[Committed]:
+    """With a quorum of six."""
+    return run_virtual(merges_of(of_chunks(SIX), None, 12.0))
+
+
+def of_chunks(spec: SyncSpec) -> VirtualRun:
+    """Of which each delta has eight."""
+    world = VirtualRun(spec)
+    elements = 2 * spec.chunk_bytes
+    tensors = tuple(one.model_copy(update={"shape": (elements,)}) for one in world.spec.tensors)
+    world.spec = world.spec.model_copy(update={"tensors": tensors})
+    return world
+
+
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
@@ -134,28 +170,29 @@ def test_a_scale_that_is_none_is_refused_with_its_reason(scale: float, reason: R
         (poisoned(1e6), RefusalReason.ABSURD_NORM),
         (damaged, RefusalReason.BAD_PAYLOAD),
         (silent, RefusalReason.UPLOAD_TIMEOUT),
+        (trickling(0.3, 7), RefusalReason.TOO_STALE),
+        (trickling(0.2, 8), RefusalReason.TOO_STALE),
     ],
-    ids=lambda x: x.value if isinstance(x, RefusalReason) else "",
+    ids=["nan", "absurd", "damaged", "silent", "never the last chunk", "a thin line"],
 )
 def test_one_bad_learner_among_eight_holds_up_nobody(spoil: Spoil, reason: RefusalReason) -> None:
     """As many merges as without it, in windows that are no longer open, without anything of it, whatever it sends."""
+    honest = honest_merges()
 
-    async def both() -> None:
-        spec = sync_spec(tokens=10**9, quorum=6, fragments=1)
-        honest = await merges_of(VirtualRun(spec), None, 12.0)
-        world = VirtualRun(spec)
+    async def bad() -> None:
+        world = of_chunks(SIX)
         merged = await merges_of(world, spoil, 12.0)
         assert len(honest) > 10
         assert len(merged) >= 0.9 * len(honest)
         assert not any(part.learner == BAD for record in merged for part in record.contributions)
         for open_s in (lambda r: r.grace_s, lambda r: r.quorum_s + r.grace_s + r.upload_s):
             assert np.mean([open_s(r) for r in merged]) <= np.mean([open_s(r) for r in honest]) + 0.05
-        refused = Counter(r.reason for r in await world.tape() if isinstance(r, Rejected) and r.learner == BAD)
-        assert refused[reason] >= DOUBTED_AFTER
+        refused = Counter((r.reason, r.learner) for r in await world.tape() if isinstance(r, Rejected))
+        assert refused[reason, BAD] >= DOUBTED_AFTER
         (head,) = await world.heads()
-        assert head.refused[reason.value] == refused[reason]
+        assert head.refused[reason.value] == sum(times for (why, _), times in refused.items() if why is reason)
 
-    run_virtual(both())
+    run_virtual(bad())
 
 
 @pytest.mark.parametrize("step_s", [0.01, 0.1, 0.3])

@@ -242,6 +242,35 @@ def test_a_beginning_that_is_wrong_is_refused_though_the_rest_is_the_runs_own(mo
     run_virtual(scenario())
 
 
+@pytest.mark.parametrize("summed", [False, True])
+def test_it_is_found_out_while_another_lane_fetches_on_the_same_region(monkeypatch, summed):
+    """On a Redis Cluster fetches of several fragments are under way at once: each knows what it took by itself."""
+
+    async def scenario() -> None:
+        place, other = Place(monkeypatch), "diloco:{run:1}:global:1:3:abcd"
+        await place.publish()
+        theirs = THETA[: ELEMENTS // 2]
+        await push(place.bus, other, theirs, CHUNK_BYTES, 1e6)
+        wrong = THETA.copy()
+        wrong[7] = 1.0
+        await lies(place, wrong, 5)
+        learner = place.learner()
+        with capture_logs() as said:
+            first = place.fetch(learner)
+            await asyncio.sleep(0.03)
+            assert learner.shared > 0, "it has what is wrong"
+            assert not first.done(), "and is pulling the rest"
+            wanted = Wanted(place.line, other, len(theirs), "fp32", CHUNK_BYTES, 60.0)
+            sums = {other: hashlib.sha256(as_bytes(theirs)).digest()} if summed else {}
+            second = await learner.fetch(wanted, head(fragment=1, payload=other, sums=sums))
+            await all_of([first])
+        assert second.array().tobytes() == theirs.tobytes()
+        assert [one["event"] for one in said] == ["region_entry_refused"]
+        assert place.payload is None
+
+    run_virtual(scenario())
+
+
 def test_bytes_that_are_no_chunks_are_refused(monkeypatch):
     async def scenario() -> None:
         for first, chunk in itertools.product((0, 2), (b"no msgpack", b"", bytes(10**5))):
@@ -346,12 +375,12 @@ def test_which_versions_a_heads_payloads_are_of():
     updates = tuple(Update(payload=name, chunks=1, base=bytes(16), averaged=False) for name in names)
     at = head(version=9, updates=updates, behind=2)
     found = {
-        key: _One(Wanted(None, key, 1, "fp32", 1, 0.0), at, "", 0.0)  # type: ignore[arg-type]
+        key: _One(Wanted(None, key, 1, "fp32", 1, 0.0), at, 0.0)  # type: ignore[arg-type]
         for key in (KEY, *names)
     }
     assert {key: one.version for key, one in found.items()} == {KEY: 7, **{f"update-{v}": v for v in (6, 7, 8, 9)}}
     assert {one.oldest for one in found.values()} == {6}
-    assert _One(Wanted(None, KEY, 1, "fp32", 1, 0.0), head(), "", 0.0).oldest == 3  # type: ignore[arg-type]
+    assert _One(Wanted(None, KEY, 1, "fp32", 1, 0.0), head(), 0.0).oldest == 3  # type: ignore[arg-type]
 
 
 # --- whole runs -------------------------------------------------------------------------------------------

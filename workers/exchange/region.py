@@ -69,7 +69,7 @@ class Fair:
 
 
 class Region:
-    """One learner's way to its globals, where it has a cache. One payload at a time; the exchange thread's."""
+    """One learner's way to its globals, where it has a cache: a payload at a time on each lane. The exchange thread's."""
 
     def __init__(self, cache: RegionCache, clock: Clock, nonce: str, offload: Offload, log: Any) -> None:
         """nonce: of its claims."""
@@ -78,8 +78,6 @@ class Region:
         self._away, self._again_s = False, 0.0
         self.pulled, self.shared = 0, 0
         """Bytes of globals so far: from the run's Redis, from the region's."""
-        self._took = False
-        """Some of the payload in hand came from the cache, and may be why it is wrong."""
 
     @property
     def state(self) -> Literal["used", "away"]:
@@ -89,25 +87,24 @@ class Region:
     async def fetch(self, wanted: Wanted, head: Head) -> PayloadReader:
         """As `payloads.Fetch`."""
         due, size = head.sums.get(wanted.key), payload_bytes(wanted.elements, wanted.codec)
-        reader, self._took = wanted.reader(), False
+        one, reader, lost = _One(wanted, head, self._fair.wait_s(size)), wanted.reader(), None
         if due is None or size < LEAST_BYTES or self._clock.now() < self._again_s:
-            return await self._straight(wanted, reader)
-        one, lost = _One(wanted, head, due.hex(), self._fair.wait_s(size)), None
+            return await self._straight(one, reader)
         try:
             try:
                 await self._together(one, reader)
             except RegionAway as error:
                 lost = error
-            await self._straight(wanted, reader)  # what it still lacks
-            if self._took and await self._offload(_sum, reader) != due:
+            await self._straight(one, reader)  # what it still lacks
+            if one.shared and await self._offload(_sum, reader) != due:
                 raise BadPayload("its bytes do not have the sum that the head says")
         except BadPayload as error:
-            if not self._took:
+            if not one.shared:
                 raise
             self._failed("region_entry_refused", f"{wanted.key}: {error}")
             with suppress(RegionAway):
                 await self._cache.drop(one.name)
-            return await self._straight(wanted, wanted.reader())
+            return await self._straight(one, wanted.reader())
         if lost is None:
             self._worked()
         else:
@@ -145,7 +142,7 @@ class Region:
         limit, chunk_bytes = min(one.wanted.limit, reader.expected - reader.received), one.wanted.chunk_bytes
         within_s = self._fair.call_s(limit * chunk_bytes)
         chunks = await self._cache.read(one.name, reader.received, limit, chunk_bytes, within_s, block_s)
-        self._took |= bool(chunks)
+        one.shared |= bool(chunks)
         for chunk in chunks:
             reader.feed(chunk)
             self.shared += len(chunk)
@@ -160,7 +157,7 @@ class Region:
         lost: RegionAway | None = None
         async with meanwhile(self._keep_claim(one.name)):
             while not reader.complete:
-                first, chunks = reader.received, await self._pull(one.wanted, reader)
+                first, chunks = reader.received, await self._pull(one, reader)
                 if lost is None:
                     try:
                         within_s = self._fair.call_s(sum(map(len, chunks)))
@@ -178,18 +175,18 @@ class Region:
                 await asyncio.sleep(LEASE_S / 3)
                 await self._cache.claim(name, self._nonce)
 
-    async def _straight(self, wanted: Wanted, reader: PayloadReader) -> PayloadReader:
+    async def _straight(self, one: "_One", reader: PayloadReader) -> PayloadReader:
         """What a reader lacks, from the run's Redis."""
         while not reader.complete:
-            await self._pull(wanted, reader)
+            await self._pull(one, reader)
         return reader
 
-    async def _pull(self, wanted: Wanted, reader: PayloadReader) -> Chunks:
+    async def _pull(self, one: "_One", reader: PayloadReader) -> Chunks:
         began = self._clock.now()
         try:
-            chunks = await wanted.chunks(reader.received)
+            chunks = await one.wanted.chunks(reader.received)
         except BadPayload:  # the run's Redis does not have it any more: nothing of the region's is wrong
-            self._took = False
+            one.shared = False
             raise
         size = sum(map(len, chunks))
         self.pulled += size
@@ -212,15 +209,21 @@ class Region:
             self._away, self._waits = False, BACKOFF.waits()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _One:
-    """A payload that is pulled by the cache."""
+    """A payload that is pulled, by the cache if it has a sum."""
 
     wanted: Wanted
     head: Head
-    name: str
     wait_s: float
     """For one neighbour."""
+    shared: bool = False
+    """Some of it came from the cache, and may be why it is wrong."""
+
+    @property
+    def name(self) -> str:
+        """In the cache: its sum."""
+        return self.head.sums[self.wanted.key].hex()
 
     @property
     def version(self) -> int:
