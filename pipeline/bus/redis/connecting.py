@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from contextlib import suppress
 from typing import Any
 
 from redis.asyncio import ConnectionPool, Redis
@@ -14,7 +15,7 @@ from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.errors import ERRORS, NO_TLS, translate
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, SentinelNodes
 from diloco.pipeline.bus.tls import check_files
-from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
+from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, UsageError
 
 DOCTOR = " (`diloco doctor` looks into it)"
 """What errors end with of a server that refuses a party, or does not answer it at its start."""
@@ -37,7 +38,8 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
         raise type(error)(f"{error}{hint}") from None
     calls = RedisCalls(place, nodes)
     try:
-        await calls.load_scripts()
+        with suppress(ScriptsMissing):  # the spec, say, can be read without
+            await calls.ensure_scripts()
     except BaseException:
         await calls.close()
         raise

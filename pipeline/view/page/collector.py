@@ -21,6 +21,7 @@ from diloco.pipeline.messages.run import Evaluation, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.view import trouble
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.reading import Reading
 from diloco.pipeline.view.status import Status, read_status_of, redis_fill
@@ -173,6 +174,7 @@ class RunReader:
         self._tape: dict[int, str] = {}
         self._cursors = {"events": START, "evaluations": START}
         self._evaluation: Evaluation | None = None
+        self._scriptless: trouble.Scriptless = {}
         self._info: BusInfo | None = None
         self._asked_s = 0.0
 
@@ -195,7 +197,9 @@ class RunReader:
                 break
         events, at_event = await self._news("events", bus.read_events)
         evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
-        status, heads, state = await self._status(evaluations[-1] if evaluations else self._evaluation)
+        scriptless = trouble.scriptless(events, self._clock.unix(), self._scriptless)
+        status, heads, state = await self._status(evaluations[-1] if evaluations else self._evaluation, scriptless)
+        self._scriptless = scriptless
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
         self._evaluation = evaluations[-1] if evaluations else self._evaluation
         return Look(
@@ -223,11 +227,13 @@ class RunReader:
                 self._bus.use_spec(self._spec)
                 self._tape = {group: self._tape.get(group, START) for group in range(self._spec.sync.groups)}
 
-    async def _status(self, evaluation: Evaluation | None) -> tuple[Status, list[Head | None], RunState | None]:
+    async def _status(
+        self, evaluation: Evaluation | None, scriptless: trouble.Scriptless
+    ) -> tuple[Status, list[Head | None], RunState | None]:
         now = self._clock.now()
         if self._info is None or now - self._asked_s >= INFO_S:
             self._info, self._asked_s = await self._bus.info(), now
-        given = self._spec, evaluation, self._info, self._live_s
+        given = self._spec, evaluation, self._info, self._live_s, scriptless
         return await read_status_of(self._bus, self._clock, *given)
 
     def _nearly_full(self, status: Status) -> bool:
