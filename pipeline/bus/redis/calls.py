@@ -32,7 +32,7 @@ SCANNED = 1000
 
 _KEY_AT = {"EVALSHA": 3, "EVAL": 3, "XINFO": 2, "XGROUP": 2, "MEMORY": 2}
 """Where a command's first key stands, if it is not the first argument."""
-_KEYLESS = frozenset({"ACL", "CONFIG", "INFO", "KEYS", "SCRIPT", "TIME"})
+_KEYLESS = frozenset({"ACL", "CONFIG", "INFO", "KEYS", "SCRIPT", "SCRIPT EXISTS", "SCRIPT LOAD", "TIME"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ def _probes(keys: RunKeys, learner: str) -> dict[str, list[Probe]]:
     here, bad = keys.group(0), ("a", "b", "c")  # a field without a value
     return {
         "syncer": [
+            ("SCRIPT EXISTS", NO_SCRIPT),
             ("SCRIPT LOAD", script("write_chunk").text),  # has been loaded on connecting, if it may be
             ("EVALSHA", NO_SCRIPT, 1, keys.head(0)),
             ("HSET", keys.head(0), *bad),
@@ -70,6 +71,7 @@ def _probes(keys: RunKeys, learner: str) -> dict[str, list[Probe]]:
             ("XADD", keys.global_payload(0, 0, NONCE), NOWHERE, "a", "b"),
         ],
         "learner": [
+            ("SCRIPT EXISTS", NO_SCRIPT),
             ("EVALSHA", NO_SCRIPT, 1, keys.deltas(0, learner)),
             ("EXISTS", keys.spec),
             ("XLEN", keys.tape(here)),
