@@ -42,7 +42,7 @@ LEARNER = ("learner", "--device", "cpu", "--threads", "1", "--pace", "50ms")
 LIMIT_S = 120.0
 """For what follows a start, on a machine that does much else."""
 STOP_S = 60.0
-"""For a stop in order, and for a refusal."""
+"""For a stop in order."""
 
 
 def wait_for(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
@@ -83,7 +83,7 @@ class Place:
     def done(self, release: int, user: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command, run to its end."""
         given = self.command(release, user, *arguments)
-        return subprocess.run(**given, capture_output=True, text=True, timeout=STOP_S, check=False)
+        return subprocess.run(**given, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
     def start(self, name: str, release: int) -> None:
         """A syncer `s..`, a learner `l..`, or the evaluator."""

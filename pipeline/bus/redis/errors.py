@@ -29,6 +29,7 @@ _REMEDIES = {
 }
 """What to do where writes are refused. Nothing else is needed: whoever was refused goes on trying."""
 _FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
+NO_TLS = "no TLS is spoken there; name its TLS port, or use redis"
 _TLS = (
     (
         re.compile("CERTIFICATE_REQUIRED|certificate required"),
@@ -40,7 +41,7 @@ _TLS = (
     ),
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
-        NO_TLS := "no TLS is spoken there; name its TLS port, or use redis://",
+        f"{NO_TLS}://",
     ),
 )
 """What OpenSSL says, and what to do."""

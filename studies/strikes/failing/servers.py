@@ -15,6 +15,7 @@ server is, and can be cut off. `ask` reaches a server that is cut off, too: it g
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -305,8 +306,12 @@ class Servers:
     def _secrets(self, node: Node) -> list[str]:
         """Lines of a server's configuration by which it asks for the password, and uses it."""
         node.password = self._password
+        if not self._password:
+            return []
+        users, digest = node.config.with_name("users.acl"), hashlib.sha256(self._password.encode()).hexdigest()
+        users.write_text(f"user default on #{digest} ~* &* +@all\n")  # a file, for users that are made later
         quoted = self._password.replace("\\", "\\\\").replace('"', '\\"')
-        return [f'requirepass "{quoted}"', f'masterauth "{quoted}"'] if self._password else []
+        return [f"aclfile {users}", f'masterauth "{quoted}"']
 
     def _name_of(self, address: tuple[str, int]) -> str | None:
         return next((name for name, node in self.nodes.items() if node.address == address), None)
