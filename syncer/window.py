@@ -20,6 +20,7 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | IDLE | decide | nothing due | IDLE | Wait(no deadline) |
 | IDLE | decide | draining, K members, none due | UPLOADING | Wait(upload deadline) |
 | COLLECTING | decide | fewer than K in | COLLECTING | Wait(no deadline) |
+| COLLECTING | decide | K in, one of them left out | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | fewer than K in, and one was refused | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | K in, others expected, grace > 0 | GRACE | Wait(grace deadline) |
 | GRACE | decide | others expected, the grace goes on | GRACE | Wait(grace deadline) |
@@ -27,6 +28,7 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | GRACE | decide | others expected, the grace is over | UPLOADING | Wait(upload deadline) |
 | UPLOADING | decide | uploads are missing before the deadline | UPLOADING | Wait(upload deadline) |
 | UPLOADING | decide | all of M_t uploaded | MERGING | Merge |
+| UPLOADING | decide | all of M_t uploaded, and one left out | MERGING | Merge(without that one) |
 | UPLOADING | decide | the deadline, at least K uploaded | MERGING | Merge |
 | UPLOADING | decide | the deadline, at least K uploaded, what is missing comes | MERGING | Merge(nothing overdue) |
 | UPLOADING | decide | the deadline, fewer than K uploaded | COLLECTING, attempt + 1 | Reopened |

@@ -107,6 +107,7 @@ PURE = (
     "studies/strikes/bounds.py",
     "studies/strikes/compare.py",
     "studies/strikes/elastic/report.py",
+    "studies/strikes/footprint.py",
     "studies/strikes/growth.py",
     "studies/strikes/rates.py",
     "studies/strikes/report.py",

@@ -75,6 +75,9 @@ class Rounds:
 
     def see(self, look: Look) -> list[Point]:
         """The rounds that are complete now: one in which a fragment's merge is not on the tape any more never is."""
+        if look.anew:
+            self._merges.clear()
+            self._rejected.clear()
         for one in look.records:
             if one.version + isinstance(one, Rejected) <= self._told:
                 continue  # again, after Redis went back

@@ -6,6 +6,8 @@ looks whether the entry that it read last is still there. If it is not, it reads
 some records once more, and none is missing.
 """
 
+from collections.abc import Sequence
+
 from diloco.pipeline.bus.ports import START, Tape, TapeEntry
 from diloco.pipeline.bus.stored_values import entry_id
 
@@ -46,16 +48,24 @@ class TapeReader:
 
     async def _look_back(self) -> None:
         """Forget those entries that are not there any more."""
-        before = {group: _before(last.entry_id) for group, last in self._last.items() if last is not None}
-        first: dict[int, TapeEntry] = {}
-        for entry in await self._bus.read_tape(before, limit=1) if before else ():
-            first.setdefault(entry.group, entry)
-        for group in before:
-            if first.get(group) != self._last[group]:
-                self._last[group] = None
+        for group in await lost(self._bus, [last for last in self._last.values() if last is not None]):
+            self._last[group] = None
 
 
-def _before(at: str) -> str:
+async def lost(bus: Tape, entries: Sequence[TapeEntry]) -> set[int]:
+    """Groups of those entries, one a group, that are not there any more.
+
+    Raises:
+        BusError: as the bus.
+    """
+    first: dict[int, TapeEntry] = {}
+    before = {one.group: just_before(one.entry_id) for one in entries}
+    for found in await bus.read_tape(before, limit=1) if before else ():
+        first.setdefault(found.group, found)
+    return {one.group for one in entries if first.get(one.group) != one}
+
+
+def just_before(at: str) -> str:
     """The greatest id below that of an entry."""
     ms, number = entry_id(at)
     return f"{ms}-{number - 1}" if number else f"{ms - 1}-{_GREATEST}"

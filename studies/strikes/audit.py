@@ -16,6 +16,7 @@ from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.messages.tape import Committed, Rewound, TapeRecord
 from diloco.pipeline.view.ledger import accounts, problems, surviving
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.studies.strikes import footprint
 from diloco.studies.strikes.growth import Scale, grown
 from diloco.studies.strikes.rates import Struck
 from diloco.studies.strikes.schedule import BUS, Manner, Party
@@ -78,6 +79,8 @@ class Evidence:
     key_usage: Sequence[KeyUsage] = ()
     scale: Scale | None = None
     """None: growth is not judged."""
+    lives: Sequence[footprint.Life] = ()
+    """Processes that lived for long enough to be judged."""
     endings: Sequence[Ending] = ()
     left_running: Sequence[str] = ()
     """Processes of the run that are there after its end."""
@@ -239,6 +242,10 @@ def _bounded(evidence: Evidence) -> Iterable[str]:
     return () if evidence.scale is None else grown(evidence.key_usage, evidence.scale)
 
 
+def _processes_bounded(evidence: Evidence) -> Iterable[str]:
+    return footprint.grown(evidence.lives)
+
+
 def _endings(evidence: Evidence) -> Iterator[str]:
     for one in evidence.endings:
         yield f"{one.name} {one.how}"
@@ -260,6 +267,7 @@ CHECKS = {
     "every token is accounted for": _ledger,
     "every shard is read to its end, once but for strikes": _shards,
     "no key or stream grows without bound": _bounded,
+    "no process grows without bound": _processes_bounded,
     "nobody ends but by a strike or in order": _endings,
     "no process is left over": _left_running,
     "the run comes to its end": _finished,

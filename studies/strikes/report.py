@@ -12,6 +12,7 @@ from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.units import duration
 from diloco.pipeline.view.ledger import surviving
 from diloco.studies.strikes import bounds as chaos_bounds
+from diloco.studies.strikes import footprint
 from diloco.studies.strikes.audit import Evidence, audit
 from diloco.studies.strikes.growth import bounds, peaks
 from diloco.studies.strikes.rates import (
@@ -106,6 +107,7 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
         "failovers": _failovers(facts, evidence, all_gaps),
         "blocked_share": _blocked(evidence),
         "keys": _keys(evidence),
+        "processes": footprint.rows(evidence.lives),
         "useful": {"tokens": round(merged), "per_s": merged / wall_s if wall_s else 0.0},
         "goodput": {"share": share.share, "trained_share": share.trained, "merged_share": share.merged},
         "ledger": {
@@ -400,6 +402,7 @@ def markdown(report: Report, command: str, picture: str) -> str:
             for party, one in rates.items()
         ),
         "",
+        *footprint.lines(report["processes"]),
         "## On the bus",
         "",
         "The most at any one time, once a second; in brackets the bound.",

@@ -15,7 +15,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -41,13 +41,15 @@ from diloco.pipeline.waiting import first_of
 from diloco.studies.strikes.audit import Evidence
 from diloco.studies.strikes.evidence import left_running, read_shard_notes, read_shards_per_epoch, read_step_times
 from diloco.studies.strikes.failing.network import Network
-from diloco.studies.strikes.failing.servers import ClusterServers, SentinelServers
+from diloco.studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
 from diloco.studies.strikes.failing.topology import Topology
+from diloco.studies.strikes.footprint import Life
 from diloco.studies.strikes.growth import Scale
 from diloco.studies.strikes.launch import StruckLauncher, patiently
 from diloco.studies.strikes.monkey import REDIS, Monkey
 from diloco.studies.strikes.proxy import Proxy
 from diloco.studies.strikes.report import Facts
+from diloco.studies.strikes.sampling import Footprints
 from diloco.studies.strikes.schedule import Manner, Party, Redis, Rule, Strike, draw
 from diloco.studies.strikes.spawner import Spawner
 from diloco.tape import read_live
@@ -92,9 +94,15 @@ class _Place:
     url: str
     server: EmbeddedRedis | None = None
     topology: Topology | None = None
-    pids: dict[str, int] = field(default_factory=dict)
+    servers: Servers | None = None
     network: Network | None = None
     """On which each party is a machine of its own; None: all are here."""
+
+    def pids(self) -> dict[str, int]:
+        """Of the servers that live now."""
+        if self.servers is not None:
+            return {name: node.pid for name, node in self.servers.nodes.items() if node.pid}
+        return {REDIS: self.server.pid} if self.server is not None and self.server.pid else {}
 
     @property
     def socket(self) -> Path | None:
@@ -108,7 +116,7 @@ def _place(settings: ChaosProcess, parties: Sequence[str], rules: Sequence[Rule]
     if redis is Redis.ONE:
         fsync: Literal["always", "everysec"] = "everysec" if settings.lose_tail else "always"
         server = stack.enter_context(EmbeddedRedis(appendonly=True, fsync=fsync, dies_with_us=True))
-        return _Place(server.url, server=server, pids={REDIS: server.pid} if server.pid else {})
+        return _Place(server.url, server=server)
     cables = any(rule.manner is Manner.PARTITION for rule in rules)
     network = stack.enter_context(Network()) if cables else None
     servers = stack.enter_context((SentinelServers if redis is Redis.SENTINEL else ClusterServers)(network))
@@ -118,7 +126,7 @@ def _place(settings: ChaosProcess, parties: Sequence[str], rules: Sequence[Rule]
     return _Place(
         servers.url,
         topology=Topology(servers, network, _far(settings, parties)),
-        pids={name: node.pid for name, node in servers.nodes.items() if node.pid},
+        servers=servers,
         network=network,
     )
 
@@ -166,7 +174,7 @@ async def run(
             hosts = place.network
             machines = {name: hosts[name].namespace for name in parties} if hosts is not None else {}
             children = stack.enter_context(Children(folder.logs, partial(spawner.child, machines=machines)))
-            launcher = StruckLauncher(settings, folder, place.url, bus, children, screen, place.pids, proxy)
+            launcher = StruckLauncher(settings, folder, place.url, bus, children, screen, place.pids(), proxy)
             launcher.until_merged = until_merged
             if place.server is not None:
                 for name in parties:
@@ -174,6 +182,8 @@ async def run(
             key_usage = await connect_key_usage(place.url, settings.run)
             count = Count(key_usage)
             counting = asyncio.create_task(count.follow())
+            footprints = Footprints(lambda: children.pids() | place.pids())
+            sampling = asyncio.create_task(footprints.follow())
 
             def note(text: str) -> None:
                 screen.note(f"{time.time() - launcher.began_s:7.1f} s  {text}")
@@ -207,11 +217,12 @@ async def run(
                             f"stopped before all learners trained: nothing was struck; logs in {folder.logs}"
                         )
                     queue, tape = await patiently(bus.read_shards), await patiently(read_live, bus)
-                    left = left_running(os.getpid(), {*place.pids.values(), spawner.pid})
+                    left = left_running(os.getpid(), {*place.pids().values(), spawner.pid})
                 finally:
-                    for one in (counting, watching, striking):
+                    tasks = counting, sampling, watching, striking
+                    for one in tasks:
                         one.cancel()
-                    await asyncio.gather(counting, watching, striking, return_exceptions=True)
+                    await asyncio.gather(*tasks, return_exceptions=True)
                     await key_usage.close()
     facts = Facts(
         outcome=outcome,
@@ -227,7 +238,8 @@ async def run(
         late_s=monkey.late_s,
         stopped=asked.is_set(),
     )
-    return facts, _evidence(settings, folder, launcher, monkey, outcome, queue, tape, count.samples, left)
+    lives = footprints.judged()
+    return facts, _evidence(settings, folder, launcher, monkey, outcome, queue, tape, count.samples, lives, left)
 
 
 def _evidence(
@@ -239,6 +251,7 @@ def _evidence(
     queue: ShardQueue,
     tape: list[TapeRecord],
     key_usage: list[KeyUsage],
+    lives: list[Life],
     left: list[str],
 ) -> Evidence:
     layout = outcome.layout
@@ -269,6 +282,7 @@ def _evidence(
         shards_per_epoch=shards if settings.log_level == "debug" else 0,
         key_usage=key_usage,
         scale=scale,
+        lives=lives,
         endings=launcher.endings,
         left_running=left,
     )

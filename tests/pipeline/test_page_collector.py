@@ -239,6 +239,40 @@ def test_a_bus_that_was_away_leaves_no_gap_in_the_lanes_of_who_went_on() -> None
     run_virtual(main())
 
 
+def test_a_server_that_took_over_with_less_is_read_from_its_start() -> None:
+    """Its clock is behind: what comes next has lower ids than what was read last. Who follows gets a snapshot."""
+
+    async def main() -> None:
+        world, party = await under_way(2)
+        bus, page = Away(RUN, world.clock, world.store), Page()
+        collector = Collector(bus, VirtualClock(), "e1")
+        running = asyncio.create_task(collector.run())
+        async with aclosing(collector.follow("")) as events:
+            page.take(await next_event(events))
+            saved = world.store.snapshot()
+            await asyncio.sleep(10)
+            bus.away = True
+            await asyncio.sleep(2)
+            world.store.restart(saved)
+            await end(*party)
+            bus.away = False
+            while page.kinds.count("snapshot") == 1:
+                page.take(await next_event(events))
+            while page.last_id != f"e1-{collector._number}":
+                page.take(await next_event(events))
+            assert page.same_as(collector.model.snapshot())
+        fresh = collector_of(world)
+        await fresh.look()
+        seen, wanted = collector.model.snapshot(), fresh.model.snapshot()
+        assert seen["totals"] == wanted["totals"]
+        for name in ("merges", "merged"):
+            of = [[one for one in model["coarse"]["series"][name] if one is not None] for model in (seen, wanted)]
+            assert of[0][-1] == of[1][-1]
+        running.cancel()
+
+    run_virtual(main())
+
+
 class Timed(VirtualLearner):
     """One that says how long it has trained."""
 

@@ -15,6 +15,7 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution, Rewound
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.studies.strikes.audit import CHECKS, Ending, Evidence, ShardNote, audit
+from diloco.studies.strikes.footprint import MORE, Life
 from diloco.studies.strikes.growth import Scale, bounds
 from diloco.studies.strikes.rates import Struck
 from diloco.studies.strikes.schedule import Manner, Party
@@ -81,6 +82,12 @@ def broken(**given: Any) -> list[str]:
     return [violation.promise for violation in audit(replace(GOOD, **given))]
 
 
+def lived(**took: Callable[[float], float]) -> Life:
+    """A process of ten minutes, that takes the same all the time unless told otherwise (by its age in s)."""
+    flat = {what: (lambda at: 100.0) for what in MORE} | took
+    return Life("syncer", [(at, {what: of(at) for what, of in flat.items()}) for at in range(0, 605, 5)])
+
+
 def test_nothing_is_found_where_every_promise_was_kept() -> None:
     assert audit(GOOD) == []
 
@@ -123,6 +130,11 @@ BROKEN: dict[str, list[Callable[[], list[str]]]] = {
         lambda: broken(key_usage=(KeyUsage(11.0, 0, {"deltas": KindUsage(1, 10_000, 0)}),)),
         lambda: broken(key_usage=(*GOOD.key_usage, KeyUsage(12.0, 0, {"delta": KindUsage(500, 500, 0)}))),
         lambda: broken(key_usage=(KeyUsage(11.0, 0, {"forgotten": KindUsage(1, 1, 0)}),)),
+    ],
+    "no process grows without bound": [
+        lambda: broken(lives=(lived(MB=lambda at: 100 + at / 10),)),
+        lambda: broken(lives=(lived(descriptors=lambda at: 20 + at / 30),)),
+        lambda: broken(lives=(lived(), lived(threads=lambda at: 9 * (1 + (at > 500))))),
     ],
     "nobody ends but by a strike or in order": [lambda: broken(endings=(Ending("learner-0", "ended with status 1"),))],
     "no process is left over": [lambda: broken(left_running=("python (pid 1)",))],
@@ -227,6 +239,10 @@ def test_a_shard_is_read_twice_only_if_it_was_in_hand_at_a_strike(strike: Struck
 def test_a_shard_that_was_in_hand_at_a_kill_is_still_read_to_its_end() -> None:
     strike = killed(Party.LEARNER, "a", 11.0, 12.0)
     assert broken(shards=GOOD.shards[:2], strikes=(strike,)) == ["every shard is read to its end, once but for strikes"]
+
+
+def test_a_process_that_takes_more_only_while_it_starts_is_well() -> None:
+    assert broken(lives=(lived(MB=lambda at: 100 + min(at, 100)),)) == []
 
 
 # --- growth ----------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The report of a struck run: its keys, its verdict, its picture; and what is read from logs and /proc."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from diloco.cli import main
 from diloco.launcher.report import Outcome
 from diloco.pipeline.process.lifecycle import LAUNCHER_PID
+from diloco.studies.strikes import sampling
 from diloco.studies.strikes.audit import Ending, Evidence
 from diloco.studies.strikes.evidence import (
     left_running,
@@ -21,6 +23,7 @@ from diloco.studies.strikes.evidence import (
     read_shards_per_epoch,
     read_step_times,
 )
+from diloco.studies.strikes.footprint import lines, rows
 from diloco.studies.strikes.plot import draw, stretches
 from diloco.studies.strikes.rates import Struck
 from diloco.studies.strikes.report import Facts, build_chaos, markdown, summary
@@ -218,3 +221,25 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_started(
     assert main(["chaos", "--out", str(tmp_path / "out"), *arguments]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_processes_are_sampled_for_as_long_as_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "SAMPLE_S", 0.01)
+    monkeypatch.setattr(sampling, "JUDGED_S", 0.1)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        footprints = sampling.Footprints(lambda: {"here": os.getpid(), "child": child.pid})
+
+        async def follow() -> None:
+            following = asyncio.create_task(footprints.follow())
+            await asyncio.sleep(0.3)
+            child.kill()
+            await asyncio.sleep(0.3)
+            assert sampling.take(child.pid) is None  # nobody has waited for it
+            following.cancel()
+
+        asyncio.run(follow())
+    here, gone = footprints.judged()
+    assert (here.name, gone.name) == ("here", "child")
+    assert here.length_s > gone.length_s + 0.1
+    assert here.samples[-1][1]["MB"] > 10
+    assert any("| here |" in line for line in lines(rows([here])))

@@ -59,8 +59,19 @@ def given(
     expected: frozenset[str] = TWO,
     draining: bool = False,
     arriving: frozenset[str] = frozenset(),
+    left_out: frozenset[str] = frozenset(),
 ) -> Conditions:
-    return Conditions(quorum, expected, len(expected), GRACE_S, UPLOAD_S, draining, arriving=arriving)
+    return Conditions(
+        quorum,
+        expected,
+        len(expected),
+        GRACE_S,
+        UPLOAD_S,
+        draining,
+        arriving=arriving,
+        doubted=left_out,
+        left_out=left_out,
+    )
 
 
 L0, L1, L2 = delta("l0"), delta("l1"), delta("l2")
@@ -149,6 +160,7 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
         w.decide(1.0, given(draining=True)),
     )[2],
     ("decide", "fewer than K in"): lambda w: w.decide(1.0, given()),
+    ("decide", "K in, one of them left out"): lambda w: with_l1(w).decide(1.0, given(left_out=frozenset({"l1"}))),
     ("decide", "fewer than K in, and one was refused"): lambda w: without(w, L0).decide(1.0, given()),
     ("decide", "K in, others expected, grace > 0"): lambda w: with_l1(w).decide(1.0, given(expected=THREE)),
     ("decide", "K in, and all expected"): lambda w: with_l1(w).decide(1.0, given()),
@@ -157,6 +169,9 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("decide", "too few are left for K"): lambda w: without(w, L1).decide(1.0, given()),
     ("decide", "uploads are missing before the deadline"): lambda w: uploaded(w, L0).decide(1.0, given()),
     ("decide", "all of M_t uploaded"): lambda w: uploaded(w, L0, L1).decide(1.0, given()),
+    ("decide", "all of M_t uploaded, and one left out"): lambda w: uploaded(w, L0, L1).decide(
+        1.0, given(quorum=1, left_out=frozenset({"l1"}))
+    ),
     ("decide", "the deadline, at least K uploaded"): lambda w: uploaded(w, L0).decide(UPLOAD_S, given(quorum=1)),
     ("decide", "the deadline, fewer than K uploaded"): lambda w: uploaded(w, L0).decide(UPLOAD_S, given()),
     ("decide", "the deadline, at least K uploaded, what is missing comes"): lambda w: uploaded(w, L0).decide(
@@ -178,6 +193,9 @@ RESULTS: dict[str, Callable[[Any, float], bool]] = {
     "Late": lambda answer, _: isinstance(answer, Late),
     "Refused": lambda answer, _: isinstance(answer, Refused),
     "Merge": lambda answer, _: isinstance(answer, Merge),
+    "Merge(without that one)": lambda answer, _: (
+        isinstance(answer, Merge) and (answer.contributions, answer.left_out) == ((L0,), (L1,))
+    ),
     "Reopened": lambda answer, _: isinstance(answer, Reopened),
     "Merge(nothing overdue)": lambda answer, _: isinstance(answer, Merge) and not answer.overdue + answer.in_vain,
     "Reopened(nothing overdue)": lambda answer, _: isinstance(answer, Reopened) and not answer.overdue + answer.in_vain,

@@ -8,16 +8,17 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import structlog
 
-from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock
+from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock, TapeEntry
+from diloco.pipeline.bus.tape_reading import just_before, lost
 from diloco.pipeline.errors import BusError, DilocoError, PeerError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.run import Evaluation, RunState
+from diloco.pipeline.messages.run import Evaluation
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
@@ -72,7 +73,8 @@ class Collector:
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
         self._reader = RunReader(bus, clock, live_s)
-        self.model, self.reading = PageModel(bus.keys.run, redis_url), Reading()
+        self._new_model = partial(PageModel, bus.keys.run, redis_url)
+        self.model, self.reading = self._new_model(), Reading()
         self._updates: deque[Update] = deque()
         self._bytes = self._number = 0
         self._whole = Update(-1, b"")
@@ -97,6 +99,8 @@ class Collector:
         try:
             look = await self._reader.look()
             self._away_since = None
+            if look.anew:
+                self._begin_anew()
             self.reading.see(look)
             if len(look.records) > MANY and not self._number:  # nobody has the model yet
                 await asyncio.to_thread(self.model.see, look)
@@ -107,6 +111,12 @@ class Collector:
             self._away_since = self._away_since or now_s
             self.model.away(now_s, self._away_since, f"{type(error).__name__}: {error}"[:300])
         self._publish(self.model.patch())
+
+    def _begin_anew(self) -> None:
+        """Who follows gets a snapshot: no patch leads there."""
+        self.model = self._new_model()
+        self._updates.clear()
+        self._bytes, self._number = 0, self._number + 1
 
     def _publish(self, patch: Model) -> None:
         self._number += 1
@@ -171,15 +181,19 @@ class RunReader:
         self._spec_bytes: bytes | None = None
         self._spec: Spec | None = None
         self._shares: dict[int, float] = {}
-        self._tape: dict[int, str] = {}
+        self._tape: dict[int, TapeEntry | None] = {}
+        """By group: what was read last."""
         self._cursors = {"events": START, "evaluations": START}
+        self._server_id = ""
+        """Of the server that all of this was read from; empty: perhaps another one is there by now."""
+        self._anew = False
         self._evaluation: Evaluation | None = None
         self._scriptless: trouble.Scriptless = {}
         self._info: BusInfo | None = None
         self._asked_s = 0.0
 
     async def look(self) -> Look:
-        """Read.
+        """Read what has come since the last look; all of it anew from another server that lacks some of it.
 
         Raises:
             BusError: the bus cannot be read. What was read so far of the streams is read again.
@@ -187,26 +201,34 @@ class RunReader:
         """
         bus = self._bus
         await self._read_spec()
+        info = await self._ask_server()
+        before, self._server_id = self._server_id, ""
+        if before != info.server_id and await self._lost():
+            self._tape, self._cursors = dict.fromkeys(self._tape), dict.fromkeys(self._cursors, START)
+            self._evaluation, self._scriptless, self._anew = None, {}, True
         tape, records = dict(self._tape), list[TapeRecord]()
         while len(records) < MOST_READ and tape:
-            entries = await bus.read_tape(tape)
+            entries = await bus.read_tape({p: START if one is None else one.entry_id for p, one in tape.items()})
             for entry in entries:
-                tape[entry.group] = entry.entry_id
+                tape[entry.group] = entry
                 records.append(entry.record)
             if not entries:
                 break
         events, at_event = await self._news("events", bus.read_events)
         evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
+        evaluation = evaluations[-1] if evaluations else self._evaluation
         scriptless = trouble.scriptless(events, self._clock.unix(), self._scriptless)
-        status, heads, state = await self._status(evaluations[-1] if evaluations else self._evaluation, scriptless)
-        self._scriptless = scriptless
+        given = self._spec, evaluation, info, self._live_s, scriptless
+        status, heads, state = await read_status_of(bus, self._clock, *given)
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
-        self._evaluation = evaluations[-1] if evaluations else self._evaluation
+        self._evaluation, self._server_id, self._scriptless = evaluation, info.server_id, scriptless
+        anew, self._anew = self._anew, False
         return Look(
             now_s=self._clock.unix(),
             status=status,
-            info=self._info,
-            nearly_full=self._nearly_full(status),
+            anew=anew,
+            info=info,
+            nearly_full=self._nearly_full(info, status),
             shares=self._shares,
             heads=[(head.fragment, head.version, head.digest) for head in heads if head is not None],
             began_s=None if state is None else state.started_unix_s,
@@ -225,22 +247,27 @@ class RunReader:
                 layout = layout_of(self._spec.tensors)
                 self._shares = {one.id: one.elements / layout.elements for one in layout.fragments}
                 self._bus.use_spec(self._spec)
-                self._tape = {group: self._tape.get(group, START) for group in range(self._spec.sync.groups)}
+                self._tape = {group: self._tape.get(group) for group in range(self._spec.sync.groups)}
 
-    async def _status(
-        self, evaluation: Evaluation | None, scriptless: trouble.Scriptless
-    ) -> tuple[Status, list[Head | None], RunState | None]:
+    async def _ask_server(self) -> BusInfo:
         now = self._clock.now()
         if self._info is None or now - self._asked_s >= INFO_S:
             self._info, self._asked_s = await self._bus.info(), now
-        given = self._spec, evaluation, self._info, self._live_s, scriptless
-        return await read_status_of(self._bus, self._clock, *given)
+        return self._info
 
-    def _nearly_full(self, status: Status) -> bool:
+    async def _lost(self) -> bool:
+        """Whether what was read last is not there any more: see `tape_reading`."""
+        if await lost(self._bus, [last for last in self._tape.values() if last is not None]):
+            return True
+        for stream, read in (("events", self._bus.read_events), ("evaluations", self._bus.read_evaluations)):
+            at = self._cursors[stream]
+            if at != START and [found for found, _ in await read(just_before(at), 1)] != [at]:
+                return True
+        return False
+
+    def _nearly_full(self, info: BusInfo, status: Status) -> bool:
         live = {one["id"] for one in status["learners"] if one["live"]}
-        if self._spec is None or self._info is None:
-            return False
-        return redis_fill(self._info, self._spec, live).level != "ok"
+        return self._spec is not None and redis_fill(info, self._spec, live).level != "ok"
 
     async def _news(self, stream: str, read: Callable[..., Awaitable[list[tuple[str, T]]]]) -> tuple[list[T], str]:
         at, found = self._cursors[stream], list[T]()

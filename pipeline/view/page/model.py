@@ -50,6 +50,8 @@ class Look:
     now_s: float
     """Unix time."""
     status: Status
+    anew: bool = False
+    """Another server is there, which lacks some of what was told: what follows is all that it has, from its start."""
     info: BusInfo | None = None
     nearly_full: bool = False
     """Redis' memory, by `server.fill_of_run`."""

@@ -14,7 +14,7 @@ FOLDER = Path("runs/lab")
 
 
 def table(files: Sequence[Path], folder: Path = FOLDER) -> str:
-    """Markdown: a line a run that was done."""
+    """Markdown: a line a run; of one that was not done, that."""
     lines = ["| run | seed | loss | usual cosine, early and late | least share | lowest standing | at odds | clipped |"]
     lines.append("|---|---|---|---|---|---|---|---|")
     for file in files:
@@ -22,6 +22,8 @@ def table(files: Sequence[Path], folder: Path = FOLDER) -> str:
             for run in row.runs:
                 result = Store(folder).read(run, any_code=True)
                 if result is None or "standing" not in result:
+                    why = "not run" if result is None else "run by a build that did not note it"
+                    lines.append(f"| {row.label} | {run.seed} | {why} | | | | | |")
                     continue
                 who, standing = min(result["standing"].items(), key=lambda one: one[1])
                 odds = ", ".join(
