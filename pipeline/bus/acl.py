@@ -26,7 +26,7 @@ _SYNCER = (
     f"{_READ} +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
     "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +evalsha +script|exists +script|load"
 )
-_OPERATOR = "+scan +acl|setuser +acl|getuser +acl|deluser +acl|save"
+_OPERATOR = "+scan +cluster|nodes +acl|setuser +acl|getuser +acl|deluser +acl|save"
 _CHUNKS = "+xadd +xread +xlen +type +pttl +pexpire"
 
 

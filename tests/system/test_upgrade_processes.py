@@ -39,8 +39,8 @@ SMALL = ("--model", "nano", "--seq-len", "16", "--batch", "1", "--fragments", "2
 LEARNER = ("learner", "--device", "cpu", "--threads", "1", "--pace", "50ms")
 
 
-LIMIT_S = 120.0
-"""For what follows a start, on a machine that does much else."""
+LIMIT_S = 300.0
+"""For what follows a start, on a machine that does much else: with fifteen busy processes a core one took 137 s."""
 STOP_S = 60.0
 """For a stop in order."""
 
