@@ -247,11 +247,14 @@ async def test_a_clusters_replica_takes_over_and_a_pair_that_is_gone_stops_its_o
         with pytest.raises(BusUnavailable):
             await bus.read_leases(stopped)
         assert await bus.read_tape(dict.fromkeys(map(bus.keys.group, others), START)) == []
+        away = set[int]()
+        assert await bus.read_tape(dict.fromkeys(range(6), START), away=away) == []
+        assert away == set(stopped)
         info = await bus.info()
         assert info.nodes == 3
         assert any(str(servers.nodes[replica].address[1]) in warning for warning in info.warnings)
         ends = await bus.tape_end()
-        assert set(ends) == set(range(6))
+        assert set(ends) == set(others)
         await bus.close()
 
 

@@ -301,20 +301,28 @@ class RedisCalls:
         return command, "blocking" if block else lane
 
     async def read(
-        self, cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane = "control"
+        self,
+        cursors: Mapping[str, str],
+        limit: int,
+        block_s: float,
+        lane: Lane = "control",
+        away: set[str] | None = None,
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
-        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
+        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first.
+
+        away: told the keys whose node did not answer. Without it that is an error if the others have nothing.
+        """
         for cursor in cursors.values():
             stored_values.entry_id(cursor)
         if self.nodes.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
-            return await self._read_slots(slots, limit, block_s)
+            return await self._read_slots(slots, limit, block_s, away)
         limit_s = BULK_S if lane == "bulk" else CONTROL_S
         command, lane = self.xread(cursors, limit, block_s, lane)
         async with self.call(lane, limit_s + block_s, next(iter(cursors))) as client:
             return _entries(await bulk.ask(client, command))
 
     async def _read_slots(
-        self, slots: Sequence[Mapping[str, str]], limit: int, block_s: float
+        self, slots: Sequence[Mapping[str, str]], limit: int, block_s: float, away: set[str] | None
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """A look at all slots in one round trip to each node, again and again until one has something.
 
@@ -325,17 +333,24 @@ class RedisCalls:
         until = now() + block_s
         while True:
             replies = await self.pipeline("control", CONTROL_S, commands)
-            away = next((reply for reply in replies if isinstance(reply, Exception)), None)
+            error = next((reply for reply in replies if isinstance(reply, Exception)), None)
+            if away is not None:
+                away |= {
+                    key
+                    for cursors, reply in zip(slots, replies, strict=True)
+                    if isinstance(reply, Exception)
+                    for key in cursors
+                }
             found = [
                 (key, entries)
                 for reply in replies
                 if not isinstance(reply, Exception)
                 for key, entries in _parsed(reply)
             ]
-            if found or (away is None and now() >= until):
+            if found or now() >= until:
+                if error is not None and not found and away is None:
+                    raise self._error(error, None) from error
                 return found
-            if away is not None and now() >= until:
-                raise self._error(away, None) from away
             await asyncio.sleep(min(POLL_S, max(0.0, until - now())))
 
 

@@ -71,8 +71,8 @@ def _probes(keys: RunKeys, learner: str) -> dict[str, list[Probe]]:
             ("XADD", keys.global_payload(0, 0, NONCE), NOWHERE, "a", "b"),
         ],
         "learner": [
-            ("SCRIPT EXISTS", NO_SCRIPT),
             ("EVALSHA", NO_SCRIPT, 1, keys.deltas(0, learner)),
+            ("SCRIPT EXISTS", NO_SCRIPT),
             ("EXISTS", keys.spec),
             ("XLEN", keys.tape(here)),
             ("XADD", keys.deltas(0, learner), NOWHERE, "a", "b"),
@@ -147,7 +147,7 @@ class RedisExamination:
             try:
                 await client.execute_command(*probe)
             except rx.NoPermissionError as error:
-                return f"{probe[0]} {'' if probe[0] == 'SCRIPT LOAD' else _key_of(probe)}: {error}"
+                return f"{probe[0]} {'' if probe[0].startswith('SCRIPT') else _key_of(probe)}: {error}"
             except rx.ResponseError:
                 return ""  # it would have been permitted
         return ""

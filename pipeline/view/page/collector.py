@@ -203,7 +203,8 @@ class RunReader:
         await self._read_spec()
         info = await self._ask_server()
         before, self._server_id = self._server_id, ""
-        if before != info.server_id and await self._lost():
+        away = set[int]()
+        if before != info.server_id and await self._lost(away):
             self._tape, self._cursors = dict.fromkeys(self._tape), dict.fromkeys(self._cursors, START)
             self._evaluation, self._scriptless, self._anew = None, {}, True
         tape, records = dict(self._tape), list[TapeRecord]()
@@ -221,7 +222,8 @@ class RunReader:
         given = self._spec, evaluation, info, self._live_s, scriptless
         status, heads, state = await read_status_of(bus, self._clock, *given)
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
-        self._evaluation, self._server_id, self._scriptless = evaluation, info.server_id, scriptless
+        self._evaluation, self._scriptless = evaluation, scriptless
+        self._server_id = "" if away else info.server_id
         anew, self._anew = self._anew, False
         return Look(
             now_s=self._clock.unix(),
@@ -255,9 +257,9 @@ class RunReader:
             self._info, self._asked_s = await self._bus.info(), now
         return self._info
 
-    async def _lost(self) -> bool:
-        """Whether what was read last is not there any more: see `tape_reading`."""
-        if await lost(self._bus, [last for last in self._tape.values() if last is not None]):
+    async def _lost(self, away: set[int]) -> bool:
+        """Whether what was read last is not there any more: see `tape_reading`. away: as `lost`."""
+        if await lost(self._bus, [last for last in self._tape.values() if last is not None], away):
             return True
         for stream, read in (("events", self._bus.read_events), ("evaluations", self._bus.read_evaluations)):
             at = self._cursors[stream]
