@@ -101,7 +101,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         """Calls of `write_chunk`, and plain entries with ids of their own, in one round trip; what is there stays."""
         replies = await self._send(commands)
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
-            await self._redis.load_scripts()
+            await self._redis.ensure_scripts()
             replies = await self._send(commands)
         for command, reply in zip(commands, replies, strict=True):
             failed = isinstance(reply, Exception) and not _THERE.search(str(reply))

@@ -22,6 +22,7 @@ from diloco.pipeline.messages.run import Evaluation
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.view import trouble
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.reading import Reading
 from diloco.pipeline.view.status import Status, read_status_of, redis_fill
@@ -187,6 +188,7 @@ class RunReader:
         """Of the server that all of this was read from; empty: perhaps another one is there by now."""
         self._anew = False
         self._evaluation: Evaluation | None = None
+        self._scriptless: trouble.Scriptless = {}
         self._info: BusInfo | None = None
         self._asked_s = 0.0
 
@@ -204,7 +206,7 @@ class RunReader:
         away = set[int]()
         if before != info.server_id and await self._lost(away):
             self._tape, self._cursors = dict.fromkeys(self._tape), dict.fromkeys(self._cursors, START)
-            self._evaluation, self._anew = None, True
+            self._evaluation, self._scriptless, self._anew = None, {}, True
         tape, records = dict(self._tape), list[TapeRecord]()
         while len(records) < MOST_READ and tape:
             entries = await bus.read_tape({p: START if one is None else one.entry_id for p, one in tape.items()})
@@ -216,10 +218,12 @@ class RunReader:
         events, at_event = await self._news("events", bus.read_events)
         evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
         evaluation = evaluations[-1] if evaluations else self._evaluation
-        given = self._spec, evaluation, info, self._live_s
+        scriptless = trouble.scriptless(events, self._clock.unix(), self._scriptless)
+        given = self._spec, evaluation, info, self._live_s, scriptless
         status, heads, state = await read_status_of(bus, self._clock, *given)
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
-        self._evaluation, self._server_id = evaluation, "" if away else info.server_id
+        self._evaluation, self._scriptless = evaluation, scriptless
+        self._server_id = "" if away else info.server_id
         anew, self._anew = self._anew, False
         return Look(
             now_s=self._clock.unix(),
