@@ -1,7 +1,6 @@
 """Looks at what the processes of a run take, again and again: `footprint` judges it. asyncio, Linux only."""
 
 import asyncio
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,16 +10,16 @@ SAMPLE_S = 5.0
 
 
 def take(pid: int) -> Sample | None:
-    """What a process takes now; None: it is gone."""
+    """What a process takes now, of memory what no file backs; None: it is gone."""
     folder = Path(f"/proc/{pid}")
     try:
-        pages = int((folder / "statm").read_text().split()[1])
+        told = dict(line.split(":", 1) for line in (folder / "status").read_text(errors="replace").splitlines())
         descriptors, threads = (sum(1 for _ in (folder / name).iterdir()) for name in ("fd", "task"))
     except OSError:
         return None
-    if not pages:  # it is dead, and nobody has waited for it yet
+    if "RssAnon" not in told:  # it is dead, and nobody has waited for it yet
         return None
-    return {"MB": pages * os.sysconf("SC_PAGE_SIZE") / 1e6, "descriptors": descriptors, "threads": threads}
+    return {"MB": int(told["RssAnon"].split()[0]) / 1e3, "descriptors": descriptors, "threads": threads}
 
 
 class Footprints:
