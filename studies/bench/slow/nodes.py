@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
+from diloco.pipeline.bus.cluster_slots import SLOTS
 from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
@@ -16,7 +17,7 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.settings import CHUNK_BYTES
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.studies.bench.machine import need_memory
-from diloco.studies.strikes.failing.servers import LOOPBACK, SERVER, SLOTS, Node, Servers
+from diloco.studies.strikes.failing.servers import LOOPBACK, SERVER, Node, Servers
 
 TTL_S = 600.0
 AT_ONCE = 4

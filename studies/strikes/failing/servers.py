@@ -25,9 +25,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
+from diloco.pipeline.bus.cluster_slots import SLOTS
 from diloco.pipeline.bus.embedded import KEEPS_FREED, PREFIX, find_server, free_port, remove_left_over
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process import lifecycle
@@ -47,7 +47,6 @@ MAX_LAG_S = 1
 START_S = 20.0
 ASK_S = 2.0
 POLL_S = 0.05
-SLOTS = 16384
 SERVER = (
     "daemonize no",
     "protected-mode no",
@@ -165,7 +164,7 @@ class Servers:
         """
         self._network, self._binary, self._password = network, binary, password
         self._folder = Path()
-        self._lock = -1
+        self._lock, self._ends = -1, contextlib.ExitStack()
         self.nodes: dict[str, Node] = {}
 
     @property
@@ -218,17 +217,14 @@ class Servers:
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end)
             self._set_up()
-        except BaseException:
-            self._end()
-            raise
+            self._ends = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
 
     def _end(self) -> None:
         for node in self.nodes.values():
@@ -255,7 +251,7 @@ class Servers:
         return found
 
     def wait_until(self, holds: Callable[[], bool], limit_s: float = START_S) -> float:
-        """Until it holds, while no server that should run has ended; how many seconds that took.
+        """Until it holds; how many seconds that took.
 
         Raises:
             DilocoError: it did not come to hold; the servers' last lines.
