@@ -159,13 +159,15 @@ def _address(url: str, at: str | None, user: str, password: str) -> str:
         hosts = ()
     if there.scheme not in ("redis", "rediss", *SENTINEL_SCHEMES) or not hosts:
         raise UsageError(f"--at {at if at is not None else 'is needed'}: give rediss://HOST:PORT, or redis://HOST:PORT")
+    service = there.scheme in SENTINEL_SCHEMES
+    if service and not there.path.strip("/"):
+        raise UsageError(f"--at names no service: give {there.scheme}://HOST,HOST,HOST/SERVICE")
     if at is None and any(host in _HERE for host, _ in hosts):
         here = f"{ours.scheme}://{ours.netloc.rpartition('@')[2]}"
         raise UsageError(
             f"{hosts[0].host} is this machine alone: say how the learner reaches it, with --at rediss://HOST:PORT, or, "
             f"for one on this machine, --at {here}"
         )
-    service = there.scheme in SENTINEL_SCHEMES
     named = there.username or there.password or there.query or (there.path.strip("/") and not service)
     if at is not None and named:
         raise UsageError("--at takes an address alone: the invitation gets a user and a password of its own")
@@ -204,16 +206,20 @@ async def _revoke(url: str, name: str) -> None:
     async with _users(url) as users:
         if not await users.take_away(f"{acl.INVITED}-{name}"):
             raise UsageError(f"nobody was invited as {name!r} on this Redis, or the invitation was taken back before")
+        kept = await users.keep()
+        but = []
         if users.away:
-            raise DilocoError(
-                f"{name!r} is cut off, but {', '.join(sorted(users.away))} did not answer, and may still know it: once "
-                "that is back, there: redis-cli ACL DELUSER " + f"{acl.INVITED}-{name}"
+            but.append(
+                f"{', '.join(sorted(users.away))} did not answer, and may still know it: once that is back, there: "
+                f"redis-cli ACL DELUSER {acl.INVITED}-{name}"
             )
-        if await users.keep() == "failed":
-            raise DilocoError(
-                f"{name!r} is cut off, but this Redis cannot write its ACL file, which still has the learner: started "
-                "again, it lets it in. Mend that, then: redis-cli ACL SAVE"
+        if kept == "failed":
+            but.append(
+                "this Redis cannot write its ACL file, which still has the learner: started again, it lets it in. Mend "
+                "that, then: redis-cli ACL SAVE"
             )
+        if but:
+            raise DilocoError(f"{name!r} is cut off, but {'; and '.join(but)}")
 
 
 # --- join ---------------------------------------------------------------------------------------------

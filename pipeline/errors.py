@@ -70,6 +70,10 @@ class BusUnavailable(BusError):
     """The bus cannot be reached or timed out. The outcome of a write is unknown: re-read before retrying."""
 
 
+class ScriptsMissing(BusUnavailable):
+    """The bus does not know what this party's release calls there, and only a syncer of that release may tell it."""
+
+
 class BusFull(BusError):
     """The bus refuses writes for want of memory or disk. Nothing was written; try again later."""
 
@@ -91,5 +95,7 @@ class PayloadIncomplete(BusError):
 
 
 def outage_event(error: BaseException) -> str:
-    """Name of the log event that tells of it: Redis can be reached and refuses writes, or cannot be reached."""
-    return "bus_full" if isinstance(error, BusFull) else "bus_unavailable"
+    """Name of the log event that tells of it: Redis refuses writes, lacks scripts, or cannot be reached."""
+    if isinstance(error, BusFull):
+        return "bus_full"
+    return "scripts_missing" if isinstance(error, ScriptsMissing) else "bus_unavailable"

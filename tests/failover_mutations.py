@@ -9,7 +9,7 @@ FAILOVER_MUTATIONS = [
         "who follows a tape goes on where it was, whichever server it is on",
         TapeReader,
         "read",
-        (("if not sure:", "if False:"),),
+        (("gone = await lost(", "gone = set[int]() and await lost("),),
     ),
     Mutation(
         "of two histories the later records count",

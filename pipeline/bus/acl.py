@@ -24,9 +24,9 @@ _CONNECT = "+ping +info +select +time +cluster|slots +command"
 _READ = "+get +hget +hmget +hgetall +hkeys +xread +xrange +xrevrange +xlen +type +exists +pttl"
 _SYNCER = (
     f"{_READ} +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
-    "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +evalsha +script|load"
+    "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +evalsha +script|exists +script|load"
 )
-_OPERATOR = "+scan +acl|setuser +acl|getuser +acl|deluser +acl|save"
+_OPERATOR = "+scan +cluster|nodes +acl|setuser +acl|getuser +acl|deluser +acl|save"
 _CHUNKS = "+xadd +xread +xlen +type +pttl +pexpire"
 
 
@@ -80,7 +80,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
     return User(
         SHARED_LEARNER if learner_id is None else f"{SHARED_LEARNER}-{learner_id}",
         _rules(
-            ("+evalsha", keys.all()),
+            ("+evalsha +script|exists", keys.all()),
             # What is the syncer's, to read.
             (
                 _READ,

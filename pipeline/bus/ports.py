@@ -285,11 +285,16 @@ class Tape(Keyed, Protocol):
     """The event tape: one for each group of fragments."""
 
     async def tape_end(self) -> dict[int, str]:
-        """Cursor after the last entry of each group's tape."""
+        """Cursor after the last entry of each group's tape; of several servers, those that answer."""
         ...
 
-    async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
-        """Entries after the cursors (group -> entry id), in order within a group."""
+    async def read_tape(
+        self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000, away: set[int] | None = None
+    ) -> list[TapeEntry]:
+        """Entries after the cursors (group -> entry id), in order within a group.
+
+        away: told the groups whose server did not answer. Without it that is an error if the others have nothing.
+        """
         ...
 
     async def trim_tape(self, group: int, before: str) -> None:

@@ -1,15 +1,17 @@
 """Reading tapes on and on, also where another server takes over. asyncio.
 
 A server that takes over may lack what its predecessor had acknowledged, and its clock may be behind. Then what comes
-next has lower ids than what was read last, and whoever reads on from there never sees it. So after any error a reader
-looks whether the entry that it read last is still there. If it is not, it reads the tape from its start: it is told
-some records once more, and none is missing.
+next has lower ids than what was read last, and whoever reads on from there never sees it. No error need tell: nothing
+may have been under way at that moment. So before a reader takes what comes next, it looks whether the entry that it
+read last is still there. If it is not, it reads the tape from its start: it is told some records once more, and none is
+missing.
 """
 
 from collections.abc import Sequence
 
 from diloco.pipeline.bus.ports import START, Tape, TapeEntry
 from diloco.pipeline.bus.stored_values import entry_id
+from diloco.pipeline.errors import BusUnavailable
 
 _GREATEST = 2**64 - 1
 
@@ -20,7 +22,6 @@ class TapeReader:
     def __init__(self, bus: Tape, groups: int) -> None:
         self._bus = bus
         self._last: dict[int, TapeEntry | None] = dict.fromkeys(range(groups))
-        self._sure = True
 
     async def read(self, block_s: float = 0.0) -> list[TapeEntry]:
         """What comes behind the entries that were passed; waits up to `block_s` for the first.
@@ -28,41 +29,39 @@ class TapeReader:
         Raises:
             BusError: call it again.
         """
-        sure, self._sure = self._sure, False
-        if not sure:
-            await self._look_back()
-        found = await self._bus.read_tape(self._cursors(), block_s)
-        self._sure = True
-        return found
+        while True:
+            found = await self._bus.read_tape(self._cursors(), block_s)
+            of = {entry.group for entry in found} or self._last.keys()
+            away = set[int]()
+            gone = await lost(self._bus, [last for group in of if (last := self._last[group]) is not None], away)
+            self._last |= dict.fromkeys(gone)
+            sure = [entry for entry in found if entry.group not in gone | away]
+            if sure or not gone | away:
+                return sure
+            if not gone:
+                raise BusUnavailable(f"the servers of groups {', '.join(map(str, sorted(away)))} do not answer")
 
     def passed(self, entry: TapeEntry) -> None:
         """An entry is dealt with: it is read again only from a tape that lacks it."""
         self._last[entry.group] = entry
 
-    def doubt(self) -> None:
-        """Another server may be there by now: look before reading on."""
-        self._sure = False
-
     def _cursors(self) -> dict[int, str]:
         return {group: START if last is None else last.entry_id for group, last in self._last.items()}
 
-    async def _look_back(self) -> None:
-        """Forget those entries that are not there any more."""
-        for group in await lost(self._bus, [last for last in self._last.values() if last is not None]):
-            self._last[group] = None
 
-
-async def lost(bus: Tape, entries: Sequence[TapeEntry]) -> set[int]:
+async def lost(bus: Tape, entries: Sequence[TapeEntry], away: set[int]) -> set[int]:
     """Groups of those entries, one a group, that are not there any more.
+
+    away: told the groups of which nobody can tell.
 
     Raises:
         BusError: as the bus.
     """
     first: dict[int, TapeEntry] = {}
     before = {one.group: just_before(one.entry_id) for one in entries}
-    for found in await bus.read_tape(before, limit=1) if before else ():
+    for found in await bus.read_tape(before, limit=1, away=away) if before else ():
         first.setdefault(found.group, found)
-    return {one.group for one in entries if first.get(one.group) != one}
+    return {one.group for one in entries if first.get(one.group) != one} - away
 
 
 def just_before(at: str) -> str:

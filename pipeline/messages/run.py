@@ -101,6 +101,10 @@ class Evaluation(Message):
     final: bool
 
 
+SCRIPTS_MISSING, SCRIPTS_FOUND = "scripts_missing", "scripts_found"
+"""Events of a learner that does not find its release's scripts at Redis, and that does again."""
+
+
 class Event(Message):
     """Something that happened to a party: `learner_joined`, `learner_left`, `learner_killed` ..."""
 

@@ -65,8 +65,9 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         _, _, known = self._stream(key), self._stream(arrivals), self._hash(senders)
         self.store.need_room()
         at = self._xadd(key, encode(header, self.format))
-        if renews:
-            self._stream(key).delete(stored_values.entry_id(stored_values.parse_offer_id(renews)[1]))
+        before = stored_values.parse_offer_id(renews)[1] if renews else ""
+        if before not in ("", at):
+            self._stream(key).delete(stored_values.entry_id(before))
         if header.learner.encode() not in known:
             self.store.hset(senders, {header.learner: b""})
             self._xadd(arrivals, header.learner.encode())
@@ -82,7 +83,9 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         tapes = {group: self._stream(self.keys.tape(group)) for group in range(self.keys.groups)}
         return {group: "{}-{}".format(*tape.ids[-1]) if tape.ids else START for group, tape in tapes.items()}
 
-    async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
+    async def read_tape(
+        self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000, away: set[int] | None = None
+    ) -> list[TapeEntry]:
         groups = {self.keys.tape(group): group for group in cursors}
         found = await self._read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
         return [

@@ -10,7 +10,7 @@ and the rest "died" (or was lost before this part of a resumed run began). The r
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from diloco.pipeline.bus.by_group import by_group
@@ -31,8 +31,6 @@ from diloco.pipeline.view.shares import MergedShare, shares
 
 LIVE_S = 5.0
 """A learner not heard from for this long is not live, where the run has not said otherwise."""
-
-_RECENT_S = 3600.0
 
 
 class LearnerStatus(TypedDict):
@@ -302,10 +300,12 @@ def build_status(
     live_s: float = LIVE_S,
     syncers: Mapping[str, str] | None = None,
     holders: Sequence[str | None] = (),
+    scriptless: Iterable[str] = (),
 ) -> Status:
     """The status from its parts.
 
-    `syncers`: nonce -> name of those that are here; `holders`: under which nonce each fragment's lease is held.
+    `syncers`: nonce -> name of those that are here; `holders`: under which nonce each fragment's lease is held;
+    `scriptless`: learners that do not find their scripts.
     Before a spec and a state exist the phase is "waiting", and the shape is the same.
     """
     present = [head for head in heads if head is not None]
@@ -327,6 +327,7 @@ def build_status(
     if syncers is not None and not syncers and present and (state is None or state.phase is not Phase.FINISHED):
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
     warnings += [state.problem] if state is not None and state.problem else []
+    warnings += [one] if (one := trouble.without_scripts(scriptless)) else []
     doubted = sorted({learner for head in present for learner in head.window.doubted} - left_out)
     if at_odds and (state is None or state.phase is not Phase.FINISHED):
         done = "left out of merges" if left_out else "merged all the same (leave_out = true leaves them out)"
@@ -383,10 +384,24 @@ def build_status(
     }
 
 
+def _recent(clock: Clock) -> str:
+    """Cursor before what a stream got in the last hour: one of a long run is not read from its start each time."""
+    return f"{max(0, int((clock.unix() - trouble.RECENT_S) * 1000))}-0"
+
+
+async def _read_scriptless(bus: Bus, clock: Clock) -> trouble.Scriptless:
+    found: trouble.Scriptless = {}
+    cursor = _recent(clock)
+    while events := await bus.read_events(cursor):
+        cursor = events[-1][0]
+        found = trouble.scriptless((event for _, event in events), clock.unix(), found)
+    return found
+
+
 async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
-    """The newest one; looks at the last hour first, so that a long run is not read from its start each time."""
+    """The newest one."""
     last: Evaluation | None = None
-    for start in (f"{max(0, int((clock.unix() - _RECENT_S) * 1000))}-0", START):
+    for start in (_recent(clock), START):
         cursor = start
         while found := await bus.read_evaluations(cursor):
             cursor, last = found[-1]
@@ -425,7 +440,8 @@ async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> St
     if spec is not None:
         bus.use_spec(spec)
     evaluation, info = await _last_evaluation(bus, clock), await bus.info()
-    status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, live_s)
+    scriptless = await _read_scriptless(bus, clock)
+    status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, live_s, scriptless)
     return status
 
 
@@ -436,10 +452,11 @@ async def read_status_of(
     evaluation: Evaluation | None,
     info: BusInfo,
     live_s: float | None,
+    scriptless: trouble.Scriptless,
 ) -> tuple[Status, list[Head | None], RunState | None]:
     """As `read_status`, for who knows what changes seldom; with the heads and the state that it is of.
 
-    bus: groups set, if there is a spec.
+    bus: groups set, if there is a spec. scriptless: as `trouble.scriptless`.
     """
     # Totals of heads before those of reports: what was merged was reported as trained earlier.
     fragments = range(0 if spec is None else spec.sync.fragments)
@@ -465,5 +482,6 @@ async def read_status_of(
         _liveness(state, live_s),
         syncers,
         holders,
+        scriptless,
     )
     return status, heads, state

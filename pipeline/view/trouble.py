@@ -1,13 +1,22 @@
 """What a run waits for, or has lost, and learners that stall each other: for the status, in words. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.run import Phase, RunState, SeenReport
+from diloco.pipeline.messages.run import SCRIPTS_MISSING, Event, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec
 
 AWAITED = "waiting for"
 """How the reason begins of a run that waits, unless the bus has lost a part of it."""
+
+
+RECENT_S = 3600.0
+"""What was told longer ago does not count."""
+MOST_SCRIPTLESS = 512
+
+Scriptless = Mapping[str, float]
+"""Learner -> when it told it last, in Unix seconds."""
 
 
 def crowded(reports: Sequence[SeenReport]) -> list[str]:
@@ -26,6 +35,31 @@ def crowded(reports: Sequence[SeenReport]) -> list[str]:
                 f"start each with --threads {each} (in a loop of your own: OMP_NUM_THREADS={each})"
             )
     return found if len(found) <= 3 else [*found[:3], f"the same on {len(found) - 3} more machines"]
+
+
+def scriptless(events: Iterable[Event], now_s: float, before: Mapping[str, float] = MappingProxyType({})) -> Scriptless:
+    """Learners that do not find their scripts at Redis: whatever else befalls one ends that.
+
+    before: those of earlier events.
+    """
+    found = dict(before)
+    for event in events:
+        found.pop(event.who, None)
+        if event.name == SCRIPTS_MISSING and len(found) < MOST_SCRIPTLESS:
+            found[event.who] = event.unix_s
+    return {who: told_s for who, told_s in found.items() if now_s - told_s < RECENT_S}
+
+
+def without_scripts(learners: Iterable[str]) -> str:
+    """What is to be done about them; "" if there are none."""
+    names = sorted(learners)
+    if not names:
+        return ""
+    named = ", ".join(names[:5]) + " ..." * (len(names) > 5)
+    return (
+        f"Redis lacks scripts of the release of {named}, so what is trained there may not be merged: start a syncer of "
+        "that release, or replace one by it (`diloco --version` there says which)"
+    )
 
 
 def awaited(spec: Spec | None, state: RunState | None, syncers: Mapping[str, str] | None, live: int) -> str:

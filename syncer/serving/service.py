@@ -8,6 +8,7 @@ import asyncio
 import os
 import secrets
 import socket
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,8 @@ from diloco.syncer.serving.serving import Serving, cancel
 from diloco.syncer.serving.start import BusWarnings, Start, check_memory, speed_for
 from diloco.syncer.standing import Standings
 from diloco.syncer.watch import RunWatch
+
+SCRIPTS_LOOK_S = 2.0
 
 
 class SyncerService:
@@ -163,14 +166,25 @@ async def serve(settings: SyncerProcess) -> int:
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
     http = await start_http(service.status, service.ready, metrics.registry, host, port, token, collector.follow)
-    collecting = asyncio.create_task(collect(collector))
+    beside = [asyncio.create_task(work) for work in (collect(collector), _keep_scripts(bus.ensure_scripts, metrics))]
     try:
         await service.run(stop)
         return service.status_at_exit
     finally:
-        await cancel([collecting])
+        await cancel(beside)
         await http.cleanup()
         await bus.close()
+
+
+async def _keep_scripts(ensure: Callable[[], Awaitable[None]], metrics: Metrics) -> None:
+    """Put back what servers lose of the scripts, until cancelled: also those that no call of a syncer misses."""
+
+    async def keep() -> None:
+        while True:
+            await ensure()
+            await asyncio.sleep(SCRIPTS_LOOK_S)
+
+    await retrying(metrics, keep)
 
 
 def main(settings: SyncerProcess) -> int:

@@ -44,8 +44,8 @@ from diloco.pipeline.units import as_bytes
 from diloco.studies.strikes.proxy import Proxy
 from diloco.syncer.checkpoints.saving import OLD_S
 from tests import samples
+from tests.certificates import make_authority
 from tests.pipeline.test_acl import rules_of
-from tests.pipeline.test_tls import make_authority
 
 ROOT = Path(__file__).parents[2]
 PASSWORD = "letters-and-digits"  # noqa: S105  # of a server that lives for a test

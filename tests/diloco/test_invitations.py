@@ -2,8 +2,10 @@
 
 import asyncio
 import secrets
+import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,13 @@ import redis as redis_py
 from diloco.cli import main
 from diloco.invitations import PREFIX, Invitation, _address, _invite
 from diloco.pipeline.bus import acl
+from diloco.pipeline.bus.embedded import find_server, free_port
+from diloco.pipeline.bus.hosts import HostPort
+from diloco.pipeline.bus.redis.nodes import Nodes
 from diloco.pipeline.bus.redis.users import RedisUsers
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError
+from diloco.studies.strikes.failing.servers import Node
 from tests import samples
 from tests.backdoor import RedisBackdoor
 from tests.pipeline.test_acl import as_user, rules_of
@@ -188,6 +194,7 @@ def test_who_may_make_no_users_is_told_who_may(guests: str, capsys: pytest.Captu
         ("redis://h", "rediss://h:a", "give rediss://HOST:PORT"),
         ("redis://h", "rediss://me:pw@h", "an address alone"),
         ("redis://h", "rediss://h:6380/3", "an address alone"),
+        ("redis://h", "redis+sentinel://a,b,c", "names no service"),
     ],
 )
 def test_an_address_that_nobody_could_use_is_refused_before_anything_is_made(
@@ -217,3 +224,45 @@ def test_who_is_cut_off_until_redis_starts_again_is_said_so(
     monkeypatch.setattr(RedisUsers, "keep", full)
     assert main(["revoke", name, "--redis-url", guests]) == 1
     assert "is cut off, but this Redis cannot write its ACL file" in capsys.readouterr().err
+
+
+@pytest.mark.redis
+def test_a_server_that_did_not_answer_does_not_keep_the_others_from_remembering_a_revocation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started again, they keep the learner out."""
+    monkeypatch.setattr(Nodes, "replicas", down)
+    address = ("127.0.0.1", free_port("127.0.0.1"))
+    users = tmp_path / "users.acl"
+    users.write_text("user default on nopass ~* &* +@all\n")
+    server = Node("redis", tmp_path / "redis", [str(find_server()), str(tmp_path / "redis" / "redis.conf")], address)
+    server.configure("aclfile " + str(users), 'save ""')
+    url = f"redis://127.0.0.1:{address[1]}"
+    try:
+        server.start()
+        until_up(server)
+        assert main(["invite", "anna", "--redis-url", url, "--at", url]) == 0
+        assert "invited-anna" in users.read_text()
+        assert "127.0.0.1:1 did not answer and does not know the learner" in capsys.readouterr().err
+        assert main(["revoke", "anna", "--redis-url", url]) == 1
+        assert "is cut off, but 127.0.0.1:1 did not answer" in capsys.readouterr().err
+        assert "invited-anna" not in users.read_text()
+    finally:
+        server.kill()
+
+
+async def down(nodes: Nodes) -> list[HostPort]:
+    """Replicas that are known, and away."""
+    return [HostPort("127.0.0.1", 1)]
+
+
+def until_up(server: Node) -> None:
+    deadline = time.monotonic() + 20.0
+    while True:
+        try:
+            assert server.ask("PING") == "PONG"
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        else:
+            return

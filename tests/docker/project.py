@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PARTIES = {"syncer", "learner", "evaluator"}
+"""Services that end with the run."""
 
 
 def docker(*args: str, timeout_s: float = 120) -> str:
@@ -80,6 +82,20 @@ class Project:
 
     def logs(self) -> str:
         return self.compose("logs", "--no-color", "--tail", "30")
+
+    def until_ended(self, learners: int, limit_s: float = 900) -> None:
+        """All parties have ended well, of themselves, and none on its way: nobody was started anew."""
+        deadline = time.monotonic() + limit_s
+        while any(at["State"] != "exited" for at in self.containers() if at["Service"] in PARTIES):
+            assert time.monotonic() < deadline, self.logs()
+            time.sleep(2)
+        ended = [(at["Service"], at["ExitCode"]) for at in self.containers() if at["Service"] in PARTIES]
+        assert sorted(ended) == [("evaluator", 0), *[("learner", 0)] * learners, ("syncer", 0)], self.logs()
+        assert self.restarts() == {0}, f"a party ended on its way and was started anew\n{self.logs()}"
+
+    def running(self) -> set[str]:
+        """Services with a container that runs."""
+        return set(self.compose("ps", "--status", "running", "--services").split())
 
     def restarts(self) -> set[int]:
         """How often containers were started anew because their process had ended with an error."""

@@ -1,7 +1,6 @@
 """compose.yaml for real: build, bring up, add learners, kill one, add again, end, tear down. `make test-docker`."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,6 @@ from tests.docker.project import Project, docker, live, merging, step
 WASTE_TOKENS = 400_000
 LEAST_SHARE = 0.6
 """Of what was trained and is not pending. With BLAS threads that fight with the learners it was 0.2."""
-PARTIES = {"syncer", "learner", "evaluator"}
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
 
@@ -55,14 +53,8 @@ def test_learners_come_and_go_in_a_run_of_containers(project: Project, tmp_path:
     assert status["phase"] == "running", "the budget was too small for this machine to see all of this"
 
     step("wait for the end")
-    deadline = time.monotonic() + 900
-    while any(at["State"] != "exited" for at in project.containers() if at["Service"] in PARTIES):
-        assert time.monotonic() < deadline, project.logs()
-        time.sleep(2)
-    ended = [(at["Service"], at["ExitCode"]) for at in project.containers() if at["Service"] in PARTIES]
-    assert sorted(ended) == [("evaluator", 0), *[("learner", 0)] * 5, ("syncer", 0)], project.logs()
-    assert project.compose("ps", "--status", "running", "--services").split() == ["redis"]
-    assert project.restarts() == {0}, f"a party ended on its way and was started anew\n{project.logs()}"
+    project.until_ended(learners=5)
+    assert project.running() == {"redis"}
 
     step("look at the checkpoint")
     project.compose("cp", "syncer:/checkpoints/run", str(tmp_path / "run"))

@@ -331,6 +331,20 @@ async def test_a_header_that_is_renewed_goes_in_the_same_step(bus: Bus) -> None:
     assert [e.header.serial for e in await bus.read_offers(0) if e.header and e.header.learner == "l0"] == [1, 2]
 
 
+async def test_a_header_that_renews_one_of_a_server_that_is_gone_stays_though_it_has_its_very_id(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    """The server that took over lacks the earlier one, and its clock is behind: ids rise from the last one there."""
+    key, ahead_ms = bus.keys.deltas(0, "l0"), int(time.time() * 1000) + 100_000
+    backdoor.append(key, b"before", ahead_ms)
+    first = await bus.offer(samples.header("l0"))
+    backdoor.delete(key)
+    backdoor.append(key, b"before", ahead_ms)
+    second = await bus.offer(samples.header("l0", attempt=1, serial=1), first)
+    assert second == first
+    assert [e.header.serial for e in await bus.read_offers(0) if e.header] == [1]
+
+
 async def test_a_payload_that_is_needed_no_more_expires_sooner_and_never_later(bus: Bus, backdoor: Backdoor) -> None:
     """One that a commit made stay, stays; one that is not there is no error."""
     key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)

@@ -12,12 +12,18 @@ from typing import Any
 
 import pytest
 import redis as redis_py
+import redis.exceptions as rx
 from redis.crc import key_slot
 
+from diloco.pipeline.bus import cluster_slots
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.embedded import find_server, free_port
+from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.bus.redis.address import parse
+from diloco.pipeline.bus.redis.lanes import Lanes
+from diloco.pipeline.bus.redis.nodes import ClusterNodes
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, HeadMoved
 from diloco.pipeline.messages.tape import WindowChanged
@@ -225,3 +231,24 @@ def test_scripts_touch_no_key_that_was_not_declared() -> None:
             checked += 1
         assert ".." not in re.sub(r"--.*|\{\.\.\.\}|\(\.\.\.\)", "", text), f"{path.name} builds strings"
     assert checked > 30
+
+
+SLOT = cluster_slots.slot("key")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [rx.MovedError(f"{SLOT} :7001"), rx.ResponseError(f"MOVED {SLOT} :7001"), rx.ResponseError(f"MOVED {SLOT} ?:7001")],
+    ids=str,
+)
+async def test_a_node_that_does_not_name_the_other_ones_host_means_its_own(error: rx.RedisError) -> None:
+    place = parse("redis://10.0.0.1:7000,10.0.0.2:7000")
+    nodes, told_by = ClusterNodes(place), HostPort("10.0.0.1", 7000)
+
+    async def found(_: object) -> None:
+        pass
+
+    lanes = Lanes(place, nodes, found)
+    lanes.notice(error, told_by)
+    assert nodes.of("key") == HostPort("10.0.0.1", 7001)
+    await lanes.close()

@@ -3,23 +3,26 @@
 import asyncio
 import contextlib
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
 
 from diloco.pipeline.bus import acl
-from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server, free_port
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START
+from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
-from diloco.studies.strikes.failing.servers import DOWN_MS, ClusterServers, SentinelServers, Servers
+from diloco.studies.strikes.failing.servers import DOWN_MS, SERVER, ClusterServers, Node, SentinelServers, Servers
 from tests import samples
 from tests.pipeline.test_cluster import everything
 
@@ -244,11 +247,14 @@ async def test_a_clusters_replica_takes_over_and_a_pair_that_is_gone_stops_its_o
         with pytest.raises(BusUnavailable):
             await bus.read_leases(stopped)
         assert await bus.read_tape(dict.fromkeys(map(bus.keys.group, others), START)) == []
+        away = set[int]()
+        assert await bus.read_tape(dict.fromkeys(range(6), START), away=away) == []
+        assert away == set(stopped)
         info = await bus.info()
         assert info.nodes == 3
         assert any(str(servers.nodes[replica].address[1]) in warning for warning in info.warnings)
         ends = await bus.tape_end()
-        assert set(ends) == set(range(6))
+        assert set(ends) == set(others)
         await bus.close()
 
 
@@ -258,6 +264,73 @@ async def test_behind_one_name_a_replica_is_left_for_the_next_primary(redis_bina
         assert server.url
         bus = await connect(server.url, "r")
         await check_left(bus)
+
+
+class Moving:
+    """A name that leads to one of two servers: the second one is the first one's replica."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.port, self.at = free_port("127.0.0.1"), "127.0.0.1"
+        self.nodes = []
+        for number, host in enumerate(("127.0.0.1", "127.0.0.2")):
+            node = Node(host, folder / host, [str(find_server()), str(folder / host / "redis.conf")], (host, self.port))
+            follows = () if not number else (f"replicaof 127.0.0.1 {self.port}",)
+            node.configure(*SERVER, *follows)
+            node.start()
+            self.nodes.append(node)
+        real = socket.getaddrinfo
+
+        def found(host: Any, *args: Any, **more: Any) -> Any:
+            return real(self.at if host == "moving.test" else host, *args, **more)
+
+        monkeypatch.setattr(socket, "getaddrinfo", found)
+
+    def move(self) -> None:
+        """The second one takes over, and the name leads to it."""
+        self.nodes[1].ask("REPLICAOF", "NO", "ONE")
+        self.at = self.nodes[1].address[0]
+
+
+@pytest.fixture
+def moving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Moving]:
+    found = Moving(tmp_path, monkeypatch)
+    yield found
+    for node in found.nodes:
+        node.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", ["killed", "silent", "demoted"])
+async def test_a_name_that_leads_elsewhere_is_followed(moving: Moving, lost: str) -> None:
+    """The server behind it is dead, says nothing any more, or has become a replica."""
+    first, second = moving.nodes
+    buses: list[RedisBus] = []
+
+    async def reach() -> None:
+        buses.append(await connect(f"redis://moving.test:{moving.port}", "r"))
+
+    await until_answered(reach)  # it is starting
+    (bus,) = buses
+    await bus.acquire_lease(0, A, 60)
+    deadline = time.monotonic() + AGAIN_S
+    while not second.ask("EXISTS", bus.keys.lease(0)):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+    match lost:
+        case "killed":
+            first.kill()
+        case "silent":
+            first.send(signal.SIGSTOP)
+        case _:
+            first.ask("REPLICAOF", "127.0.0.2", moving.port)
+    moving.move()
+    reads = asyncio.ensure_future(bus.read_tape({0: START}, block_s=1.0))
+    await until_answered(lambda: bus.acquire_lease(1, A, 60), 2 * CONTROL_S)
+    assert second.ask("EXISTS", bus.keys.lease(0), bus.keys.lease(1)) == 2
+    await asyncio.gather(reads, return_exceptions=True)
+    assert await bus.read_tape({0: START}) == []
+    first.send(signal.SIGCONT)
+    await bus.close()
 
 
 async def test_a_close_that_is_cancelled_closes_all_the_same(redis_binary: Path | None) -> None:

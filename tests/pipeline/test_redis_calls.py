@@ -16,7 +16,16 @@ from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.errors import translate
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.clock import fast_loop
-from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, NotPermitted, UsageError
+from diloco.pipeline.errors import (
+    BadMessage,
+    BusError,
+    BusFull,
+    BusUnavailable,
+    DilocoError,
+    NotPermitted,
+    ScriptsMissing,
+    UsageError,
+)
 from diloco.studies.strikes.proxy import Proxy
 from tests.backdoor import RedisBackdoor
 
@@ -88,7 +97,7 @@ IN_SCRIPT = "Error running script (call to f_1): @user_script:9: @user_script: 9
         (rx.NoPermissionError("this user has no permissions to run the 'xadd' command"), NotPermitted),
         (rx.ResponseError("The user executing the script can't run this command or subcommand"), NotPermitted),
         (rx.ResponseError("ACL failure in script: No permissions to access a key"), NotPermitted),
-        (rx.NoScriptError("No matching script. Please use EVAL."), BusUnavailable),
+        (rx.NoScriptError("No matching script. Please use EVAL."), ScriptsMissing),
         (rx.ConnectionError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed"), UsageError),
         (rx.ConnectionError("[SSL: WRONG_VERSION_NUMBER] wrong version number"), UsageError),
         (rx.ResponseError("value is not an integer; key diloco:{BOOM x}"), BusError),

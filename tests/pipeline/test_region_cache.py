@@ -266,7 +266,10 @@ async def test_another_database_of_the_server_is_used(redis_binary):
         await cache.close()
 
 
-@pytest.mark.parametrize("url", ["localhost:6379", "rediss://h:1?ssl_ca_certs=/nowhere.pem", "redis://h:1?nonsense=1"])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:6379", "rediss://h:1?ssl_ca_certs=/nowhere.pem", "redis://h:1?nonsense=1", "redis://me@h:1"],
+)
 def test_a_url_that_cannot_be_used_is_refused_at_once(url):
     with pytest.raises(UsageError, match="region's Redis"):
         RedisRegionCache(url, "run")

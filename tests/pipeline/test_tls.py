@@ -2,19 +2,16 @@
 
 import asyncio
 import contextlib
-import re
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
 import redis as redis_py
 
-from diloco.pipeline.bus.embedded import find_server, free_port
+from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.bus.redis.examining import address_of, examine, takes_without_certificate
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.bus.tls import with_tls
@@ -22,59 +19,29 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.settings import BusSettings, load
 from diloco.pipeline.transfer.payloads import pull, push
+from tests.certificates import Authority, make_authority, tls_binary
 from tests.serving import serving
 
 PASSWORD = "hunter2"  # noqa: S105  # of a server that lives for a test
 
 
-@dataclass(frozen=True)
-class Authority:
-    """A certificate authority, and what it issued."""
-
-    folder: Path
-
-    @property
-    def ca(self) -> Path:
-        return self.folder / "ca.pem"
-
-    def issued(self, name: str) -> tuple[Path, Path]:
-        """Certificate and key."""
-        return self.folder / f"{name}.pem", self.folder / f"{name}.key"
-
-
-def make_authority(folder: Path, host: str = "127.0.0.1") -> Authority:
-    """An authority, a certificate of a server's address, and one of a client."""
-    folder.mkdir()
-    program = shutil.which("openssl") or "openssl"
-
-    def openssl(*args: str) -> None:
-        subprocess.run([program, *args], cwd=folder, check=True, capture_output=True, timeout=30)
-
-    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
-    openssl(*new, "-subj", f"/CN={folder.name}", "-keyout", "ca.key", "-out", "ca.pem")
-    for name in ("server", "client"):
-        issue = ("-CA", "ca.pem", "-CAkey", "ca.key", "-addext", "basicConstraints=critical,CA:FALSE")
-        names = ("-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{host}")
-        openssl(*new, *issue, *names, "-keyout", f"{name}.key", "-out", f"{name}.pem")
-    return Authority(folder)
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return make_authority(tmp_path_factory.mktemp("tls") / "ours")
 
 
 @pytest.fixture(scope="module")
-def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl program, to make certificates")
-    return make_authority(tmp_path_factory.mktemp("tls") / "ours")
+def binary(redis_binary: Path | None) -> Path:
+    return tls_binary(redis_binary)
 
 
 @contextlib.contextmanager
 def tls_server(binary: Path, authority: Authority, folder: Path, clients: str) -> Iterator[tuple[int, int]]:
     """Ports of a server, with TLS and without. `clients`: yes, no or optional: whether it wants their certificates."""
     port, plain = free_port("127.0.0.1"), free_port("127.0.0.1")
-    certificate, key = authority.issued("server")
     config = folder / "redis.conf"
     lines = [f"tls-port {port}", f"port {plain}", "bind 127.0.0.1", 'save ""', f"requirepass {PASSWORD}"]
-    lines += [f"tls-cert-file {certificate}", f"tls-key-file {key}", f"tls-ca-cert-file {authority.ca}"]
-    config.write_text("\n".join([*lines, f"tls-auth-clients {clients}", f"dir {folder}"]) + "\n")
+    config.write_text("\n".join([*lines, *authority.lines(clients), f"dir {folder}"]) + "\n")
     log = folder / "log"
     with log.open("wb") as out:
         process = subprocess.Popen([str(binary), str(config)], stdout=out, stderr=out, start_new_session=True)
@@ -85,8 +52,7 @@ def tls_server(binary: Path, authority: Authority, folder: Path, clients: str) -
             with contextlib.suppress(redis_py.ConnectionError):
                 client.ping()
                 break
-            if process.poll() is not None and re.search("Bad directive|finding TLS support", log.read_text()):
-                pytest.skip(f"{binary} was built without TLS")
+            assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
         client.close()
@@ -97,22 +63,18 @@ def tls_server(binary: Path, authority: Authority, folder: Path, clients: str) -
 
 
 @pytest.fixture(scope="module")
-def ports(
-    redis_binary: Path | None, authority: Authority, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[int, int]]:
+def ports(binary: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]:
     """(with TLS, without)"""
     folder = tmp_path_factory.mktemp("server")
-    with tls_server(redis_binary or find_server(), authority, folder, "no") as ports:
+    with tls_server(binary, authority, folder, "no") as ports:
         yield ports
 
 
 @pytest.fixture(scope="module")
-def strict_port(
-    redis_binary: Path | None, authority: Authority, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[int]:
+def strict_port(binary: Path, authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
     """Of a server that wants a certificate of every client."""
     folder = tmp_path_factory.mktemp("strict")
-    with tls_server(redis_binary or find_server(), authority, folder, "yes") as (port, _):
+    with tls_server(binary, authority, folder, "yes") as (port, _):
         yield port
 
 

@@ -65,6 +65,7 @@ def on_s3(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("endpoint"))
     forget_clients()
+    request.addfinalizer(forget_clients)  # another module's test would go to this server, without credentials even
     return f"s3://bucket/{secrets.token_hex(4)}/run"
 
 

@@ -205,4 +205,4 @@ if __name__ == "__main__":
     said = f"ended {steps} {digest_of(parameters_of(model))} {sharded}\n"
     os.write(1, said.encode())  # at once: ranks write into one file
     if distributed.is_initialized():
-        distributed.destroy_process_group()  # as the docs say: else gloo may abort as Python ends
+        distributed.destroy_process_group()  # as the docs say

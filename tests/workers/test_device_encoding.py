@@ -22,7 +22,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.codec import as_vector, payload_bytes
+from diloco.pipeline.payload.codec import as_vector, digest_of, payload_bytes
 from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.syncer.metrics import Metrics
@@ -264,14 +264,32 @@ def uploads(url: str, run: str, kind: Codec, encode_on: Any, device: str = "cpu"
     return found
 
 
+def named(payloads: list[bytes]) -> list[str]:
+    """What differs is told in a line."""
+    return [f"upload {number}: {digest_of(one).hex()}" for number, one in enumerate(payloads)]
+
+
 @pytest.mark.redis
 @pytest.mark.parametrize("kind", ["bf16", "int4"])
 def test_a_learners_uploads_are_the_same_bytes(redis_server, kind):
     """Round after round: what is merged of them, adopted, and owed, is the same too."""
     by_numpy, by_torch = (uploads(redis_server, f"{kind}-{where}", kind, where) for where in ("cpu", "device"))
-    assert len(by_numpy) >= 6
-    assert len(set(by_numpy)) == len(by_numpy)
-    assert by_torch == by_numpy
+    assert len(by_numpy) == len({*map(digest_of, by_numpy)}) == 6
+    assert named(by_torch) == named(by_numpy)
+
+
+@pytest.mark.redis
+def test_what_a_delta_has_lost_is_known_before_it_can_be_merged(redis_server, monkeypatch):
+    """However late the thread that encodes comes back: what is lost goes with the next one, as ever."""
+    prompt, encode = uploads(redis_server, "prompt", "int4", "device"), OnDevice.encode
+
+    def late(*given: Any) -> Any:
+        lost = encode(*given)
+        time.sleep(0.3)  # enough for an upload, a merge and its news
+        return lost
+
+    monkeypatch.setattr(OnDevice, "encode", late)
+    assert named(uploads(redis_server, "late", "int4", "device")) == named(prompt)
 
 
 @pytest.mark.gpu
@@ -281,4 +299,4 @@ def test_a_learners_uploads_are_the_same_bytes(redis_server, kind):
 def test_a_cuda_learners_uploads_are_the_same_bytes(redis_server, kind):
     """By numpy from pinned snapshots, and by the GPU."""
     by_numpy, by_cuda = (uploads(redis_server, f"gpu-{kind}-{w}", kind, w, "cuda") for w in ("cpu", "device"))
-    assert by_cuda == by_numpy
+    assert named(by_cuda) == named(by_numpy)

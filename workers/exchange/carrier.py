@@ -172,12 +172,17 @@ class OwnCarrier:
         wire = pooled(codec.payload_bytes(len(base.values), sync.codec))
         payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
 
+        def but_the_last(upto: int) -> None:
+            """A delta whose last chunk is on the bus may be merged, and what it has lost has to be known by then."""
+            payload.grow_to(min(upto, payload.nbytes - 1))
+
         async def encode() -> None:
             residual = self.feedback.residual(base.fragment)
-            given = base.values, values, sync.codec, residual, wire, payload.grow_to
+            given = base.values, values, sync.codec, residual, wire, but_the_last
             error = await apart(member.encoder, member.offload, len(base.values), member.encoder.encode, *given)
             if error is not None:
                 self.feedback.sent(base.fragment, (base.version, publication.tokens), residual, error)
+            payload.grow_to(payload.nbytes)
 
         try:
             async with asyncio.TaskGroup() as group:

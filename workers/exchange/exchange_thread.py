@@ -141,7 +141,7 @@ class ExchangeThread:
     async def _join_and_work(self) -> None:
         """Join, and work until cancelled."""
         training = self._training
-        bus = await reaching.reach(self._url, self._run_name, training.learner)
+        bus, scripts = await reaching.reach(self._url, self._run_name, training.learner)
         encoder = OnDevice(training.parameters.device) if training.encode_on_device else OnHost(AT_ONCE)
         who = training.learner, training.incarnation
         region = reaching.region_at(training.region_url, self._run_name, *who)
@@ -149,7 +149,7 @@ class ExchangeThread:
         try:
             initial = training.parameters.snapshot
             exchange = await joining.join(training.spec, training.layout, lambda p: initial(p).numpy())
-            async with meanwhile(exchange.work()):
+            async with meanwhile(exchange.work(), scripts.watch()):
                 await self._recover_and_help(bus, exchange)
         finally:
             if self._abandoned or not self._joined.done():

@@ -220,6 +220,8 @@ class Following:
         while not outages.gap:
             if self._member.clock.now() >= self._look_at_all_s:
                 await self._look_at_all()
+                if len(cursors) < bus.keys.groups:  # a server was away
+                    cursors = await bus.tape_end() | cursors
             entries = await bus.read_tape(cursors, TAPE_BLOCK_S)
             cursors |= {entry.group: entry.entry_id for entry in entries}
             for record in (entry.record for entry in entries):

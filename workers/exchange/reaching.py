@@ -11,7 +11,7 @@ import structlog
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.region import RedisRegionCache
-from diloco.pipeline.bus.redis_streams import connect, open_bus
+from diloco.pipeline.bus.redis_streams import RedisBus, connect, open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
@@ -22,6 +22,7 @@ from diloco.pipeline.settings import PARTIES, BusSettings, load
 from diloco.pipeline.sources import check_variables
 from diloco.workers.background import offload
 from diloco.workers.exchange.region import Region
+from diloco.workers.exchange.scripts import Scripts
 
 T = TypeVar("T")
 
@@ -139,9 +140,17 @@ def wait_for_spec(read: Callable[[], T], learner: str | None, check: Callable[[]
             time.sleep(wait_s)
 
 
-async def reach(url: str, run: str, learner: str) -> Bus:
-    """A bus, once its Redis is there."""
-    return await retry(lambda: connect(url, run), BACKOFF.waits(), BusUnavailable, partial(_say, learner=learner))
+async def reach(url: str, run: str, learner: str) -> tuple[RedisBus, Scripts]:
+    """A bus, once its Redis is there, and has the scripts that the learner calls."""
+    say = partial(_say, learner=learner)
+    bus = await retry(lambda: connect(url, run), BACKOFF.waits(), BusUnavailable, say)
+    scripts = Scripts(bus, learner)
+    try:
+        await retry(scripts.look, BACKOFF.waits(), BusUnavailable, say)
+    except BaseException:
+        await bus.close()
+        raise
+    return bus, scripts
 
 
 def region_at(url: str | None, run: str, learner: str, nonce: str = "") -> Region | None:

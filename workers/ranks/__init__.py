@@ -21,4 +21,5 @@ gathered and served by one rank each. docs/explanation/ranks.md says why.
 | `parting` | leaving after the same step |
 | `stuck` | being asked to end inside torch |
 | `joined` | its training thread's side |
+| `resting` | as Python ends, gloo's threads come to rest |
 """

@@ -10,6 +10,7 @@
 Anything else that spans several processes is refused, with the reason.
 """
 
+import atexit
 import ctypes
 import gc
 import os
@@ -37,6 +38,7 @@ from diloco.workers.averaged import averaged_buffers
 from diloco.workers.exchange.joining import PATIENCE_S
 from diloco.workers.parameters import local_of, trained_tensors
 from diloco.workers.ranks.lines import TOKEN_BYTES, listen
+from diloco.workers.ranks.resting import rest
 from diloco.workers.ranks.shares import Range
 from diloco.workers.ranks.told import MAX_REFUSED, Agreed, Asked, Place, Ready, Rows, said_by_all
 
@@ -358,6 +360,8 @@ def _refuse(rank: int, what: str, differ: str) -> None:
 
 def _group_of(ranks: tuple[int, ...]) -> Any:
     """Made once and kept: a second one of the same ranks would find the addresses of the first one in torch's store."""
+    if not GROUPS:
+        atexit.register(rest)
     if GROUPS.get(ranks) not in distributed.distributed_c10d._world.pg_map:
         GROUPS[ranks] = distributed.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
     return GROUPS[ranks]

@@ -10,6 +10,7 @@ import structlog
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import RankGone
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import OwnThread
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread
@@ -87,7 +88,7 @@ class RankThread(ExchangeThread):
 
     async def _join_and_work(self) -> None:
         meeting, training = self._meeting, self._training
-        bus = await reaching.reach(self._url, self._run_name, training.learner)
+        bus, scripts = await reaching.reach(self._url, self._run_name, training.learner)
         who = training.learner, f"{training.incarnation}-{meeting.rank}"
         region = reaching.region_at(training.region_url, self._run_name, *who)
         try:
@@ -95,7 +96,8 @@ class RankThread(ExchangeThread):
             wires = Wires(TcpLines(meeting.rank, meeting.addresses, meeting.listener, meeting.token), most)
             given = bus, LoopClock(), wires, training, self._shares, self._joined
             self._working = Working(*given, abandoned=lambda: self._abandoned, region=region)
-            await self._working.work()
+            async with meanwhile(scripts.watch()):
+                await self._working.work()
         finally:
             if region is not None:
                 await region.close()

@@ -16,7 +16,7 @@ from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.address import Place
-from diloco.pipeline.bus.redis.errors import refused
+from diloco.pipeline.bus.redis.errors import refused, scripts_missing
 from diloco.pipeline.bus.redis.lanes import Lane, Lanes
 from diloco.pipeline.bus.redis.nodes import Nodes
 from diloco.pipeline.errors import BusUnavailable, DilocoError, NotPermitted
@@ -32,7 +32,7 @@ SCANNED = 1000
 
 _KEY_AT = {"EVALSHA": 3, "EVAL": 3, "XINFO": 2, "XGROUP": 2, "MEMORY": 2}
 """Where a command's first key stands, if it is not the first argument."""
-_KEYLESS = frozenset({"ACL", "CONFIG", "INFO", "KEYS", "SCRIPT", "SCRIPT LOAD", "TIME"})
+_KEYLESS = frozenset({"ACL", "CONFIG", "INFO", "KEYS", "SCRIPT", "SCRIPT EXISTS", "SCRIPT LOAD", "TIME"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,22 @@ def script(name: str) -> Script:
     """A script of the `lua` folder behind the common prelude."""
     folder = resources.files(__package__) / "lua"
     text = (folder / "_prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
-    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+    return Script(text, _sha(text))
+
+
+@cache
+def scripts() -> tuple[tuple[Script, ...], tuple[Script, ...]]:
+    """All of this release; and, where they have changed since, those of the release before."""
+    folder = resources.files(__package__) / "lua"
+    names = sorted(path.name for path in folder.iterdir())
+    own = tuple(script(name[:-4]) for name in names if name.endswith(".lua") and not name.startswith("_"))
+    earlier = folder / "earlier"
+    texts = sorted(path.read_text() for path in earlier.iterdir()) if earlier.is_dir() else []
+    return own, tuple(Script(text, _sha(text)) for text in texts)
+
+
+def _sha(text: str) -> str:
+    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
 
 
 def to_ms(seconds: float) -> int:
@@ -71,7 +86,7 @@ class RedisCalls:
 
     def __init__(self, place: Place, nodes: Nodes) -> None:
         self.nodes = nodes
-        self._lanes = Lanes(place, nodes, self.load_scripts)
+        self._lanes = Lanes(place, nodes, self.ensure_scripts)
 
     async def info(self) -> BusInfo:
         """The server, or all primaries of a cluster, about themselves; of one that is away, that it is."""
@@ -145,32 +160,41 @@ class RedisCalls:
             except rx.NoScriptError:
                 reply = None
         if reply is None:
-            await self.load_scripts([node])
+            await self.ensure_scripts([node])
             reply = await self.command(*command)
         return self.answer(reply)
 
-    async def load_scripts(self, nodes: Collection[HostPort | None] | None = None) -> None:
-        """Give nodes all scripts, for all parties: a user that may not, waits for one that may.
+    async def ensure_scripts(self, nodes: Collection[HostPort | None] | None = None) -> None:
+        """See that nodes have all scripts, and load those that are missing, for all parties: some users may not.
 
-        A replica has none of its primary's scripts. So who may load them does it as soon as it sees a new primary.
-        Those of the release before too, for its learners: they may not load theirs, and its syncers may be gone.
+        A server that was restarted has none, and a replica none of its primary's. Those of the release before are seen
+        to as well, for its learners: they may not load theirs, and its syncers may be gone.
 
-        nodes: None: all that hold keys.
+        nodes: None: all that hold keys. Those that are away are passed over.
 
         Raises:
+            ScriptsMissing: one lacks some of this release, and this user may not load them.
             DilocoError: none of them answers.
         """
-        folder = resources.files(__package__) / "lua"
-        names = (path.name for path in folder.iterdir())
-        texts = [script(name[:-4]).text for name in names if name.endswith(".lua") and not name.startswith("_")]
-        if (earlier := folder / "earlier").is_dir():
-            texts += [path.read_text() for path in earlier.iterdir()]
+        own, earlier = scripts()
+        listed = [*own, *earlier]
         try:
-            for text in texts:
-                told = await self.everywhere("SCRIPT LOAD", text, at=nodes)
-                nodes = [node for node, reply in told.items() if not isinstance(reply, DilocoError)]
-        except NotPermitted:
+            told = await self.everywhere("SCRIPT EXISTS", *(one.sha for one in listed), at=nodes)
+        except NotPermitted:  # who runs no script, or a few: it is told at the call
             return
+        for node, there in told.items():
+            if isinstance(there, DilocoError):
+                continue
+            missing = [one for one, found in zip(listed, there, strict=True) if not found]
+            try:
+                async with self._lanes.call("control", CONTROL_S, node) as client:
+                    for one in missing:
+                        await client.execute_command("SCRIPT LOAD", one.text)
+            except NotPermitted:
+                if not set(own).isdisjoint(missing):
+                    raise scripts_missing(self._lanes.where(node)) from None
+            except BusUnavailable:  # it was there a moment ago
+                continue
 
     def answer(self, reply: Any, key: bytes | str | None = None) -> list[Any]:
         """What a script answered after OK; raises what it answered else."""
@@ -277,20 +301,28 @@ class RedisCalls:
         return command, "blocking" if block else lane
 
     async def read(
-        self, cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane = "control"
+        self,
+        cursors: Mapping[str, str],
+        limit: int,
+        block_s: float,
+        lane: Lane = "control",
+        away: set[str] | None = None,
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
-        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
+        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first.
+
+        away: told the keys whose node did not answer. Without it that is an error if the others have nothing.
+        """
         for cursor in cursors.values():
             stored_values.entry_id(cursor)
         if self.nodes.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
-            return await self._read_slots(slots, limit, block_s)
+            return await self._read_slots(slots, limit, block_s, away)
         limit_s = BULK_S if lane == "bulk" else CONTROL_S
         command, lane = self.xread(cursors, limit, block_s, lane)
         async with self.call(lane, limit_s + block_s, next(iter(cursors))) as client:
             return _entries(await bulk.ask(client, command))
 
     async def _read_slots(
-        self, slots: Sequence[Mapping[str, str]], limit: int, block_s: float
+        self, slots: Sequence[Mapping[str, str]], limit: int, block_s: float, away: set[str] | None
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """A look at all slots in one round trip to each node, again and again until one has something.
 
@@ -301,17 +333,24 @@ class RedisCalls:
         until = now() + block_s
         while True:
             replies = await self.pipeline("control", CONTROL_S, commands)
-            away = next((reply for reply in replies if isinstance(reply, Exception)), None)
+            error = next((reply for reply in replies if isinstance(reply, Exception)), None)
+            if away is not None:
+                away |= {
+                    key
+                    for cursors, reply in zip(slots, replies, strict=True)
+                    if isinstance(reply, Exception)
+                    for key in cursors
+                }
             found = [
                 (key, entries)
                 for reply in replies
                 if not isinstance(reply, Exception)
                 for key, entries in _parsed(reply)
             ]
-            if found or (away is None and now() >= until):
+            if found or now() >= until:
+                if error is not None and not found and away is None:
+                    raise self._error(error, None) from error
                 return found
-            if away is not None and now() >= until:
-                raise self._error(away, None) from away
             await asyncio.sleep(min(POLL_S, max(0.0, until - now())))
 
 

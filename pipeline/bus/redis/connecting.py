@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from redis.asyncio import ConnectionPool, Redis
@@ -14,7 +16,7 @@ from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.errors import ERRORS, NO_TLS, translate
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, SentinelNodes
 from diloco.pipeline.bus.tls import check_files
-from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
+from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, UsageError
 
 DOCTOR = " (`diloco doctor` looks into it)"
 """What errors end with of a server that refuses a party, or does not answer it at its start."""
@@ -37,7 +39,8 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
         raise type(error)(f"{error}{hint}") from None
     calls = RedisCalls(place, nodes)
     try:
-        await calls.load_scripts()
+        with suppress(ScriptsMissing):  # the spec, say, can be read without
+            await calls.ensure_scripts()
     except BaseException:
         await calls.close()
         raise
@@ -47,7 +50,10 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
 async def _nodes(place: Place) -> Nodes:
     if place.service:
         sentinels = SentinelNodes(place)
-        await sentinels.look()
+        try:
+            await sentinels.look()
+        except BusUnavailable as error:
+            raise await _hinted(error, place.where, place, place.hosts) from None
         (primary,) = sentinels.all()
         if await _is_cluster(place, primary):
             raise UsageError(f"Redis at {primary} is a node of a cluster, which has no sentinels: name it by redis://")
@@ -95,7 +101,7 @@ async def _is_cluster(place: Place, address: HostPort | None) -> bool:
     except TypeError:
         raise UsageError("Redis URL with an option (?name=value) that does not exist") from None
     except ERRORS as error:
-        raise await _hinted(translate(error, where, place.user), where, place, address) from None
+        raise await _hinted(translate(error, where, place.user), where, place, [address] if address else []) from None
     finally:
         await drop_all(probe.connection_pool)
     if "redis_version" not in info:
@@ -107,13 +113,14 @@ async def _is_cluster(place: Place, address: HostPort | None) -> bool:
     return bool(info.get("cluster_enabled"))
 
 
-async def _hinted(error: DilocoError, where: str, place: Place, address: HostPort | None) -> DilocoError:
-    """A server that hangs up, or is silent, may want another kind of connection, and cannot say so."""
-    tls = is_tls(place.options)
-    if isinstance(error, BusUnavailable) and tls and address and await _answers_in_the_clear(address):
-        return UsageError(f"Redis at {where}: {NO_TLS}")
-    if isinstance(error, BusUnavailable) and re.search("closed by server|reset by peer", str(error)):
-        wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else "TLS (rediss://)"
+async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[HostPort]) -> DilocoError:
+    """A server, or a sentinel, that hangs up or is silent may want another kind of connection, and cannot say so."""
+    tls, kind = is_tls(place.options), "+sentinel" if place.service else ""
+    unavailable = isinstance(error, BusUnavailable)
+    if unavailable and tls and any(await asyncio.gather(*map(_answers_in_the_clear, asked))):
+        return UsageError(f"Redis at {where}: {NO_TLS}{kind}://")
+    if unavailable and re.search("closed by server|reset by peer", str(error)):
+        wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else f"TLS (rediss{kind}://)"
         return BusUnavailable(f"{error}; perhaps it wants {wants}")
     return error
 

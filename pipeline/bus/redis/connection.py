@@ -24,6 +24,15 @@ class RedisConnection(Connection):
     async def info(self) -> BusInfo:
         return await self._redis.info()
 
+    async def ensure_scripts(self) -> None:
+        """See that the servers have this release's scripts, and load what is missing, where this user may.
+
+        Raises:
+            ScriptsMissing: some are missing, and it may not.
+            BusUnavailable: there is no answer.
+        """
+        await self._redis.ensure_scripts()
+
     async def close(self) -> None:
         await self._redis.close()
 

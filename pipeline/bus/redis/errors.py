@@ -16,6 +16,7 @@ from diloco.pipeline.errors import (
     LeaseLost,
     NotPermitted,
     PayloadIncomplete,
+    ScriptsMissing,
     UsageError,
 )
 
@@ -30,6 +31,7 @@ _REMEDIES = {
 }
 """What to do where writes are refused. Nothing else is needed: whoever was refused goes on trying."""
 _FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
+NO_TLS = "no TLS is spoken there; name its TLS port, or use redis"
 _TLS = (
     (
         re.compile("CERTIFICATE_REQUIRED|certificate required"),
@@ -41,7 +43,7 @@ _TLS = (
     ),
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
-        NO_TLS := "no TLS is spoken there; name its TLS port, or use redis://",
+        f"{NO_TLS}://",
     ),
 )
 """What OpenSSL says, and what to do."""
@@ -73,7 +75,7 @@ def translate(error: BaseException, where: str, user: str = "") -> DilocoError:
         if sign.search(text):
             return UsageError(f"Redis at {where}: {text}: {hint}")
     if isinstance(error, rx.NoScriptError):
-        return BusUnavailable(f"Redis at {where} does not have this release's scripts: a syncer of it loads them")
+        return scripts_missing(where)
     if (full := _FULL.search(text)) or isinstance(error, rx.OutOfMemoryError):
         return BusFull(f"Redis at {where} refuses writes, {_REMEDIES[full[2] if full else 'OOM']} ({text})")
     if "WRONGTYPE" in text:
@@ -83,6 +85,14 @@ def translate(error: BaseException, where: str, user: str = "") -> DilocoError:
         return BusError(f"Redis at {where}: {text}")
     hint = next((hint for sign, hint in _NOT_THERE if sign in text), "")
     return BusUnavailable(f"Redis at {where}: {text.rstrip('.') or type(error).__name__}{hint}")
+
+
+def scripts_missing(where: str) -> ScriptsMissing:
+    """What a party is told that may not load the scripts that it calls."""
+    return ScriptsMissing(
+        f"Redis at {where} does not have all scripts of this release, and this user may not load them: start a syncer "
+        "of this release (`diloco --version` here says which), or replace one by it; then it goes on by itself"
+    )
 
 
 def _may(user: str) -> str:

@@ -62,6 +62,7 @@ def _probes(keys: RunKeys, learner: str) -> dict[str, list[Probe]]:
     here, bad = keys.group(0), ("a", "b", "c")  # a field without a value
     return {
         "syncer": [
+            ("SCRIPT EXISTS", NO_SCRIPT),
             ("SCRIPT LOAD", script("write_chunk").text),  # has been loaded on connecting, if it may be
             ("EVALSHA", NO_SCRIPT, 1, keys.head(0)),
             ("HSET", keys.head(0), *bad),
@@ -71,6 +72,7 @@ def _probes(keys: RunKeys, learner: str) -> dict[str, list[Probe]]:
         ],
         "learner": [
             ("EVALSHA", NO_SCRIPT, 1, keys.deltas(0, learner)),
+            ("SCRIPT EXISTS", NO_SCRIPT),
             ("EXISTS", keys.spec),
             ("XLEN", keys.tape(here)),
             ("XADD", keys.deltas(0, learner), NOWHERE, "a", "b"),
@@ -145,7 +147,7 @@ class RedisExamination:
             try:
                 await client.execute_command(*probe)
             except rx.NoPermissionError as error:
-                return f"{probe[0]} {'' if probe[0] == 'SCRIPT LOAD' else _key_of(probe)}: {error}"
+                return f"{probe[0]} {'' if probe[0].startswith('SCRIPT') else _key_of(probe)}: {error}"
             except rx.ResponseError:
                 return ""  # it would have been permitted
         return ""

@@ -98,7 +98,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         """Calls of `write_chunk`, and plain entries with ids of their own, in one round trip; what is there stays."""
         replies = await self._send(commands)
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
-            await self._redis.load_scripts()
+            await self._redis.ensure_scripts()
             replies = await self._send(commands)
         for command, reply in zip(commands, replies, strict=True):
             failed = isinstance(reply, Exception) and not THERE.search(str(reply))
@@ -148,13 +148,21 @@ class RedisTape(RedisConnection, Tape):
         asked = [("XREVRANGE", self.keys.tape(g), "+", "-", "COUNT", 1) for g in groups]
         ends = await self._redis.many(asked, but_for=BusUnavailable)
         return {
-            g: end[0][0].decode() if end and not isinstance(end, BusUnavailable) else START
+            g: end[0][0].decode() if end else START
             for g, end in zip(groups, ends, strict=True)
+            if not isinstance(end, BusUnavailable)
         }
 
-    async def read_tape(self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000) -> list[TapeEntry]:
+    async def read_tape(
+        self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000, away: set[int] | None = None
+    ) -> list[TapeEntry]:
         groups = {self.keys.tape(group): group for group in cursors}
-        found = await self._redis.read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
+        silent: set[str] | None = None if away is None else set()
+        found = await self._redis.read(
+            {key: cursors[group] for key, group in groups.items()}, limit, block_s, away=silent
+        )
+        if away is not None and silent:
+            away |= {groups[key] for key in silent}
         return [
             TapeEntry(groups[key], at, decode_tape(data, self.format)) for key, entries in found for at, data in entries
         ]

@@ -35,7 +35,7 @@ _DEMOTED = re.compile(r"(^|[-\s])(READONLY|MASTERDOWN|UNBLOCKED)\s")
 """It is no primary: another server may have its address by now, or its place."""
 _CUT_OFF = re.compile(r"(^|[-\s])NOREPLICAS\s")
 """It may be an old primary, which the others have replaced."""
-_MOVED = re.compile(r"^MOVED ([0-9]+) (.+):([0-9]+)$")
+_MOVED = re.compile(r"^MOVED ([0-9]+) (.*):([0-9]+)$")
 
 
 class _Way:
@@ -145,10 +145,16 @@ class Lanes:
         if demoted or (_CUT_OFF.search(text) and not self.nodes.moves):
             self._leave([address])
         if isinstance(error, rx.MovedError):
-            self.nodes.moved(error.slot_id, HostPort(error.host, error.port))
+            self._moved(error.slot_id, error.host, error.port, address)
         elif found := _MOVED.search(text):  # as `bulk.receive` gives it
-            self.nodes.moved(int(found[1]), HostPort(found[2], int(found[3])))
+            self._moved(int(found[1]), found[2], int(found[3]), address)
         self._look.set()
+
+    def _moved(self, slot: int, host: str, port: int, told_by: HostPort | None) -> None:
+        """A node that does not know the other one's name means its own host."""
+        if host in ("", "?") and told_by is not None:
+            host = told_by.host
+        self.nodes.moved(slot, HostPort(host, port))
 
     def _leave(self, addresses: Collection[HostPort | None]) -> None:
         """Drop all connections to nodes, the busy ones too: who asks for one of them anew gets new ones."""

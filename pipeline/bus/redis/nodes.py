@@ -7,7 +7,7 @@ word, or which was demoted while it answers, is left as soon as another one has 
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from typing import Any
 
 import redis.exceptions as rx
@@ -190,10 +190,23 @@ class ClusterNodes(Nodes):
         )
 
     async def replicas(self) -> list[HostPort]:
-        return list(self._replicas)
+        # A node that is down is in no answer about slots, and may come back with what it knew.
+        known = (*self._primaries, *self._replicas)
+        answers = await _most([_ask(host, self._place.options, "CLUSTER", "NODES") for host in known])
+        down = {one for answer in answers if isinstance(answer, bytes) for one in _down(answer)}
+        return [*self._replicas, *sorted(down - set(known))]
 
     def moved(self, slot: int, address: HostPort) -> None:
         self._slots[slot] = address
+
+
+def _down(nodes: bytes) -> Iterator[HostPort]:
+    """Those that a node takes for dead, of the lines that it has of all."""
+    for line in nodes.decode(errors="replace").splitlines():
+        _, address, flags = line.split(" ", 3)[:3]
+        host, _, port = address.partition("@")[0].rpartition(":")
+        if host and "noaddr" not in flags and {"fail", "fail?"} & set(flags.split(",")):
+            yield HostPort(host, int(port))
 
 
 def _fields(flat: list[bytes]) -> Mapping[str, str]:

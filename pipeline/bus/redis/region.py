@@ -51,6 +51,8 @@ class RedisRegionCache(RegionCache):
             raise UsageError(f"the region's Redis (DILOCO_REGION_REDIS_URL): {error}") from None
         if self._place.service or len(self._place.hosts) > 1:
             raise UsageError("the region's Redis (DILOCO_REGION_REDIS_URL) is one server, at one address")
+        if self._place.options.get("username") and not self._place.options.get("password"):
+            raise UsageError("the region's Redis (DILOCO_REGION_REDIS_URL) has a user and no password")
         given = {**self._place.at(next(iter(self._place.hosts), None)), "retry": Retry(NoBackoff(), 0)}
         if "path" not in given:  # over a socket of this machine the library logs in by itself in any case
             given = {name: value for name, value in given.items() if name not in ("username", "password", "db")}

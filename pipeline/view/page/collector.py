@@ -22,6 +22,7 @@ from diloco.pipeline.messages.run import Evaluation
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.view import trouble
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.reading import Reading
 from diloco.pipeline.view.status import Status, read_status_of, redis_fill
@@ -187,6 +188,7 @@ class RunReader:
         """Of the server that all of this was read from; empty: perhaps another one is there by now."""
         self._anew = False
         self._evaluation: Evaluation | None = None
+        self._scriptless: trouble.Scriptless = {}
         self._info: BusInfo | None = None
         self._asked_s = 0.0
 
@@ -201,9 +203,10 @@ class RunReader:
         await self._read_spec()
         info = await self._ask_server()
         before, self._server_id = self._server_id, ""
-        if before != info.server_id and await self._lost():
+        away = set[int]()
+        if before != info.server_id and await self._lost(away):
             self._tape, self._cursors = dict.fromkeys(self._tape), dict.fromkeys(self._cursors, START)
-            self._evaluation, self._anew = None, True
+            self._evaluation, self._scriptless, self._anew = None, {}, True
         tape, records = dict(self._tape), list[TapeRecord]()
         while len(records) < MOST_READ and tape:
             entries = await bus.read_tape({p: START if one is None else one.entry_id for p, one in tape.items()})
@@ -215,10 +218,12 @@ class RunReader:
         events, at_event = await self._news("events", bus.read_events)
         evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
         evaluation = evaluations[-1] if evaluations else self._evaluation
-        given = self._spec, evaluation, info, self._live_s
+        scriptless = trouble.scriptless(events, self._clock.unix(), self._scriptless)
+        given = self._spec, evaluation, info, self._live_s, scriptless
         status, heads, state = await read_status_of(bus, self._clock, *given)
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
-        self._evaluation, self._server_id = evaluation, info.server_id
+        self._evaluation, self._scriptless = evaluation, scriptless
+        self._server_id = "" if away else info.server_id
         anew, self._anew = self._anew, False
         return Look(
             now_s=self._clock.unix(),
@@ -252,9 +257,9 @@ class RunReader:
             self._info, self._asked_s = await self._bus.info(), now
         return self._info
 
-    async def _lost(self) -> bool:
-        """Whether what was read last is not there any more: see `tape_reading`."""
-        if await lost(self._bus, [last for last in self._tape.values() if last is not None]):
+    async def _lost(self, away: set[int]) -> bool:
+        """Whether what was read last is not there any more: see `tape_reading`. away: as `lost`."""
+        if await lost(self._bus, [last for last in self._tape.values() if last is not None], away):
             return True
         for stream, read in (("events", self._bus.read_events), ("evaluations", self._bus.read_evaluations)):
             at = self._cursors[stream]

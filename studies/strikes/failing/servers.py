@@ -15,6 +15,7 @@ server is, and can be cut off. `ask` reaches a server that is cut off, too: it g
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import shutil
 import signal
@@ -64,10 +65,15 @@ SERVER = (
 class Node:
     """One server process, which can be killed, and started again on what its folder holds."""
 
-    def __init__(self, name: str, folder: Path, command: Sequence[str], address: tuple[str, int]) -> None:
-        self.name, self.address = name, address
+    def __init__(
+        self, name: str, folder: Path, command: Sequence[str], address: tuple[str, int], tls: Sequence[str] = ()
+    ) -> None:
+        """tls: as of `Servers`."""
+        self.name, self.address, self._tls = name, address, tls
         self._folder, self._command = folder, command
         self._process: subprocess.Popen[bytes] | None = None
+        self.password = ""
+        """That it asks for."""
         folder.mkdir(mode=0o700)
 
     @property
@@ -84,8 +90,9 @@ class Node:
         """Write its configuration, but for its address."""
         self.config.touch(mode=0o600)  # passwords are in it
         host, port = self.address
-        own = (f"bind {host}", f"port {port}", f"dir {self._folder}", f"unixsocket {self._folder}/redis.sock")
-        self.config.write_text("\n".join((*own, *lines)) + "\n")
+        own = (f"bind {host}", f"dir {self._folder}", f"unixsocket {self._folder}/redis.sock")
+        ports = ("port 0", f"tls-port {port}", "tls-replication yes", "tls-cluster yes", *self._tls)
+        self.config.write_text("\n".join((*own, *(ports if self._tls else (f"port {port}",)), *lines)) + "\n")
 
     def start(self) -> None:
         """Start it, unless it runs. From the main thread: it dies with this process."""
@@ -122,14 +129,21 @@ class Node:
         with socket.socket(socket.AF_UNIX) as line:
             line.settimeout(ASK_S)
             line.connect(str(self._folder / "redis.sock"))
-            parts = [str(word).encode() for word in words]
-            line.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in parts))
             with line.makefile("rb") as answer:
+                if self.password:
+                    line.sendall(_command("AUTH", self.password))
+                    _read(answer)
+                line.sendall(_command(*words))
                 return _read(answer)
 
     def last_lines(self) -> str:
         """Of its log."""
         return "\n".join((self._folder / "redis.log").read_text(errors="replace").splitlines()[-8:])
+
+
+def _command(*words: str | int) -> bytes:
+    parts = [str(word).encode() for word in words]
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in parts)
 
 
 def _read(answer: IO[bytes]) -> Any:
@@ -154,15 +168,23 @@ class Servers:
     shares = 1
     """How many primaries have the keys among them."""
 
-    def __init__(self, network: Network | None = None, binary: Path | None = None, password: str = "") -> None:
+    def __init__(
+        self,
+        network: Network | None = None,
+        binary: Path | None = None,
+        password: str = "",
+        tls: Sequence[str] = (),
+    ) -> None:
         """As told.
 
         Args:
             network: entered; None: all on 127.0.0.1.
             binary: the server to start, instead of the one found.
             password: asked of everybody, and used among the servers; not in `url`.
+            tls: lines of a configuration that name certificates: with them all speak TLS, to each other too.
         """
-        self._network, self._binary, self._password = network, binary, password
+        self._network, self._binary, self._password, self._tls = network, binary, password, tuple(tls)
+        self._scheme = "rediss" if self._tls else "redis"
         self._folder = Path()
         self._lock, self._ends = -1, contextlib.ExitStack()
         self.nodes: dict[str, Node] = {}
@@ -273,13 +295,19 @@ class Servers:
         if self._network is not None:
             host = self._network.add(name)
             address, before = (host.address, PORT), host.inside()
-        node = Node(name, folder, [*before, str(self._binary), str(folder / "redis.conf"), *more], address)
+        node = Node(name, folder, [*before, str(self._binary), str(folder / "redis.conf"), *more], address, self._tls)
         self.nodes[name] = node
         return node
 
-    def _secrets(self) -> list[str]:
+    def _secrets(self, node: Node) -> list[str]:
+        """Lines of a server's configuration by which it asks for the password, and uses it."""
+        node.password = self._password
+        if not self._password:
+            return []
+        users, digest = node.config.with_name("users.acl"), hashlib.sha256(self._password.encode()).hexdigest()
+        users.write_text(f"user default on #{digest} ~* &* +@all\n")  # a file, for users that are made later
         quoted = self._password.replace("\\", "\\\\").replace('"', '\\"')
-        return [f'requirepass "{quoted}"', f'masterauth "{quoted}"'] if self._password else []
+        return [f"aclfile {users}", f'masterauth "{quoted}"']
 
     def _name_of(self, address: tuple[str, int]) -> str | None:
         return next((name for name, node in self.nodes.items() if node.address == address), None)
@@ -295,7 +323,7 @@ class SentinelServers(Servers):
     def url(self) -> str:
         """The sentinels, and the service."""
         where = (node.address for name, node in self.nodes.items() if name.startswith("sentinel"))
-        return f"redis+sentinel://{','.join(f'{host}:{port}' for host, port in where)}/{SERVICE}"
+        return f"{self._scheme}+sentinel://{','.join(f'{host}:{port}' for host, port in where)}/{SERVICE}"
 
     def primaries(self) -> list[str]:
         """The one that most living sentinels name."""
@@ -318,7 +346,7 @@ class SentinelServers(Servers):
             node = self._add(f"redis-{number}")
             writes = ("min-replicas-to-write 1", f"min-replicas-max-lag {MAX_LAG_S}")
             follows = [] if number == 0 else ["replicaof {} {}".format(*self.nodes["redis-0"].address)]
-            node.configure(*SERVER, *writes, *self._secrets(), *follows)
+            node.configure(*SERVER, *writes, *self._secrets(node), *follows)
             node.start()
         self.wait_until(lambda: len(self.replicas()) == 2)
         host, port = self.nodes["redis-0"].address
@@ -359,7 +387,7 @@ class ClusterServers(Servers):
     @property
     def url(self) -> str:
         """All the servers: who starts later finds one that lives."""
-        return f"redis://{','.join('{}:{}'.format(*node.address) for node in self.nodes.values())}"
+        return f"{self._scheme}://{','.join('{}:{}'.format(*node.address) for node in self.nodes.values())}"
 
     def primaries(self) -> list[str]:
         """Those that have slots, as most of the living say."""
@@ -389,7 +417,7 @@ class ClusterServers(Servers):
             bus_port = free_port(LOOPBACK) if self._network is None else BUS_PORT
             node.configure(
                 *SERVER,
-                *self._secrets(),
+                *self._secrets(node),
                 "cluster-enabled yes",
                 "cluster-config-file nodes.conf",
                 f"cluster-node-timeout {DOWN_MS}",

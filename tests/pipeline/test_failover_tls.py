@@ -1,0 +1,164 @@
+"""Sentinels and a cluster that speak TLS alone, with users of their own: a primary is lost, and all go on."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlencode
+
+import pytest
+
+from diloco.invitations import Invitation
+from diloco.pipeline.bus import acl
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.bus.redis.users import connect_users
+from diloco.pipeline.bus.redis_streams import RedisBus, connect
+from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
+from diloco.studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
+from tests import samples
+from tests.certificates import Authority, make_authority, tls_binary
+from tests.pipeline.test_cluster import everything
+from tests.pipeline.test_failover import AGAIN_S, moved, until_answered
+
+pytestmark = [
+    pytest.mark.redis,
+    pytest.mark.slow,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(sys.platform != "linux", reason="servers die with this process"),
+]
+SECRET = "hunter2"  # noqa: S105  # of servers that live for a test
+KINDS = {"sentinels": SentinelServers, "cluster": ClusterServers}
+GROUPS = {"sentinels": 1, "cluster": 6}
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Authority:
+    tls_binary(redis_binary)
+    return make_authority(tmp_path_factory.mktemp("tls") / "ours")
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def servers(kind: str, authority: Authority, redis_binary: Path | None) -> Iterator[Servers]:
+    """Each asks everybody for a certificate, and for a password."""
+    binary = tls_binary(redis_binary)
+    with KINDS[kind](binary=binary, password=SECRET, tls=authority.lines("yes")) as servers:
+        yield servers
+
+
+def files(authority: Authority) -> dict[str, str]:
+    certificate, key = authority.issued("client")
+    return {"ssl_ca_certs": str(authority.ca), "ssl_certfile": str(certificate), "ssl_keyfile": str(key)}
+
+
+def url_of(servers: Servers, authority: Authority, login: str = f":{SECRET}") -> str:
+    return f"{servers.url.replace('://', f'://{login}@')}?{urlencode(files(authority))}"
+
+
+async def bus_of(servers: Servers, authority: Authority, user: str, kind: str) -> RedisBus:
+    bus = await connect(url_of(servers, authority, f"{user}:pw"), "r")
+    bus.keys = RunKeys("r", GROUPS[kind])
+    return bus
+
+
+async def test_a_run_of_users_goes_on_over_tls_at_the_servers_that_take_over(
+    kind: str, servers: Servers, authority: Authority
+) -> None:
+    """Payloads, scripts, blocking reads, before and after."""
+    users = await connect_users(url_of(servers, authority))
+    for user in (acl.syncer("r"), acl.learner("r")):
+        await users.make(user, "pw")
+    assert users.away == set()
+    await users.close()
+    syncer = await bus_of(servers, authority, "syncer", kind)
+    learner = await bus_of(servers, authority, "learner", kind)
+    await everything(syncer, groups=GROUPS[kind])
+    lost = servers.primaries()[0]
+    servers.kill(lost)
+    await moved(servers, lost)
+    for bus in (syncer, learner):
+        await until_answered(lambda bus=bus: bus.write_report(samples.report(number=7)), 2 * AGAIN_S)  # type: ignore[misc]
+    for p in range(6):
+        await until_answered(lambda p=p: learner.offer(samples.header("l0", fragment=p)))  # type: ignore[misc]
+        key = learner.keys.delta_payload(p, "l0", "1" * 8, 0)
+        await learner.write_chunks(key, 0, [b"x" * 2**19] * 5, 60)
+        assert await syncer.read_chunks(key, 0, 10, block_s=5) == [b"x" * 2**19] * 5
+    heads = await syncer.read_heads(range(6))
+    assert [head.version for head in heads if head] == [1] * 6
+    for bus in (syncer, learner):
+        await bus.close()
+
+
+def invite(servers: Servers, authority: Authority, name: str) -> Invitation:
+    """As an operator does, with the client certificate left to whoever is invited."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
+    environment["DILOCO_REDIS_URL"] = url_of(servers, authority)
+    command = [sys.executable, "-m", "diloco", "invite", name, "--run", "r", "--at", servers.url]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "did not answer" not in done.stderr
+    return Invitation.read(done.stdout.split()[-1])
+
+
+async def test_who_was_invited_is_known_to_the_servers_that_take_over_and_once_revoked_to_none(
+    kind: str, servers: Servers, authority: Authority
+) -> None:
+    invitation = await asyncio.to_thread(invite, servers, authority, "anna")
+    own = {name: value for name, value in files(authority).items() if name != "ssl_ca_certs"}
+    url = f"{invitation.url}&{urlencode(own)}"
+    syncer = await connect(url_of(servers, authority), "r")
+    syncer.keys = RunKeys("r", GROUPS[kind])
+    learner = await connect(url, "r")
+    learner.keys = syncer.keys
+    for lost in servers.primaries():
+        servers.kill(lost)
+        await moved(servers, lost)
+        for p in range(6):
+            await until_answered(lambda p=p: learner.offer(samples.header("anna", fragment=p)), 2 * AGAIN_S)  # type: ignore[misc]
+        servers.start(lost)
+        servers.wait_until(lambda lost=lost: lost in servers.replicas())  # type: ignore[misc]
+    for bus in (learner, syncer):
+        await bus.close()
+    newcomer = await connect(url, "r")
+    await newcomer.close()
+    users = await connect_users(url_of(servers, authority))
+    (dead, *_) = servers.primaries()
+    servers.kill(dead)
+    await moved(servers, dead)
+    assert await users.take_away("invited-anna")
+    host, port = servers.nodes[dead].address
+    assert users.away == {f"{host}:{port}"}  # that one still knows it
+    await users.close()
+    with pytest.raises(UsageError, match="revoked the invitation of learner 'anna'"):
+        await connect(url, "r")
+
+
+async def test_what_does_not_fit_is_said_and_nobody_gets_the_password(
+    kind: str, servers: Servers, authority: Authority, tmp_path: Path
+) -> None:
+    other = make_authority(tmp_path / "theirs")
+    right = files(authority)
+    mistaken = {
+        "DILOCO_REDIS_CA": (servers.url, right | {"ssl_ca_certs": str(other.ca)}),
+        "DILOCO_REDIS_CERT": (servers.url, {"ssl_ca_certs": right["ssl_ca_certs"]}),
+        "rediss": (servers.url.replace("rediss", "redis"), {}),
+    }
+    for said, (url, options) in mistaken.items():
+        named = url.replace("://", f"://:{SECRET}@")
+        with pytest.raises((UsageError, BusUnavailable), match=said) as refused:
+            await connect(f"{named}?{urlencode(options)}" if options else named, "r")
+        assert SECRET not in str(refused.value)
+
+
+async def test_tls_to_servers_without_it_says_so(kind: str, authority: Authority) -> None:
+    with KINDS[kind](password=SECRET) as servers:
+        url = url_of(servers, authority).replace("redis", "rediss", 1)
+        with pytest.raises(DilocoError, match="no TLS is spoken there") as refused:
+            await connect(url, "r")
+        assert SECRET not in str(refused.value)

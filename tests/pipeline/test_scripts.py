@@ -1,0 +1,117 @@
+"""Scripts that a server loses: who puts them back, and what is said where nobody does. Needs Redis 7, for its users."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import structlog
+
+from diloco.pipeline.bus.redis import calls
+from diloco.pipeline.bus.redis.calls import Script, script
+from diloco.pipeline.bus.redis_streams import RedisBus
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import ScriptsMissing
+from diloco.pipeline.messages.run import SCRIPTS_FOUND, SCRIPTS_MISSING, Event
+from diloco.pipeline.view import trouble
+from diloco.pipeline.view.page.collector import Collector
+from diloco.pipeline.view.status import read_status
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.serving import service
+from diloco.workers.exchange import reaching
+from tests import samples
+from tests.pipeline.test_acl import Server, as_user, server  # noqa: F401  # a fixture
+from tests.pipeline.test_commit_cases import NONCE
+
+SAID = "start a syncer of this release"
+
+
+@pytest.fixture
+async def syncer(server: Server) -> AsyncIterator[RedisBus]:  # noqa: F811
+    bus = await server.bus("syncer")
+    yield bus
+    await bus.close()
+
+
+@pytest.mark.redis
+async def test_a_syncer_puts_back_scripts_that_no_call_of_its_own_misses(
+    server: Server,  # noqa: F811
+    syncer: RedisBus,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a restart another release's syncer was first, and has loaded all that both releases have in common."""
+    monkeypatch.setattr(service, "SCRIPTS_LOOK_S", 0.05)
+    text = "return 'of the release before'"
+    earlier, (own, _) = Script(text, calls._sha(text)), calls.scripts()
+    monkeypatch.setattr(calls, "scripts", lambda: (own, (earlier,)))
+    server.admin.script_flush()
+    for one in own:
+        if one != script("offer"):
+            server.admin.script_load(one.text)
+    assert await syncer.announce_syncer(NONCE, "s0", 60) == (NONCE,)
+    learner = await server.bus("learner-l0")
+    with pytest.raises(ScriptsMissing, match=SAID):
+        await learner.offer(samples.header("l0"))
+    keeping = asyncio.create_task(service._keep_scripts(syncer.ensure_scripts, Metrics()))
+    async with asyncio.timeout(10):
+        while not all(server.admin.script_exists(earlier.sha, script("offer").sha)):
+            await asyncio.sleep(0.02)
+    assert await learner.offer(samples.header("l0"))
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    await learner.close()
+
+
+@pytest.mark.redis
+async def test_a_learner_whose_release_has_no_syncer_waits_and_says_so_in_the_status_too(
+    server: Server,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has not joined meanwhile, so nobody waits for it. It goes on by itself once a syncer was there."""
+    server.admin.script_flush()
+    with structlog.testing.capture_logs() as said:
+        reached = asyncio.create_task(reaching.reach(as_user(server.url, "learner-l0"), server.run, "l0"))
+        viewer = await server.bus("viewer")
+        async with asyncio.timeout(10):
+            while not await viewer.read_events():
+                await asyncio.sleep(0.02)
+        assert not reached.done()
+        # A viewer's calls need some of the scripts, which both releases may well have.
+        for name in ("read_reports", "read_syncers"):
+            server.admin.script_load(script(name).text)
+        reader = Collector(viewer, LoopClock(), "page")._reader
+        for status in (await read_status(viewer, LoopClock()), (await reader.look()).status):
+            (warning,) = [one for one in status["warnings"] if "scripts" in one]
+            assert "the release of l0" in warning
+            assert "start a syncer of that release" in warning
+        syncer = await server.bus("syncer")
+        learner, scripts = await asyncio.wait_for(reached, 10)
+    assert {one["event"] for one in said} == {"scripts_missing", "scripts_found"}
+    assert all(SAID in one["error"] for one in said if one["event"] == "scripts_missing")
+    for status in (await read_status(viewer, LoopClock()), (await reader.look()).status):
+        assert not [one for one in status["warnings"] if "scripts" in one]
+    assert await learner.write_report(samples.report()) is None
+    server.admin.script_flush()  # while it trains
+    for _ in range(2):
+        with pytest.raises(ScriptsMissing):
+            await scripts.look()
+    await syncer.ensure_scripts()
+    await scripts.look()
+    assert [one.name for _, one in await viewer.read_events()] == [SCRIPTS_MISSING, SCRIPTS_FOUND] * 2
+    for bus in (learner, viewer, syncer):
+        await bus.close()
+
+
+def test_what_a_learner_said_of_its_scripts_holds_until_anything_else_befalls_it_or_an_hour_has_passed() -> None:
+    def event(name: str, who: str, unix_s: float) -> Event:
+        return Event(name=name, who=who, detail="", unix_s=unix_s)
+
+    found = trouble.scriptless([event(SCRIPTS_MISSING, who, 100.0) for who in ("l0", "l1", "l2")], 100.0)
+    assert trouble.without_scripts(found).count("l0, l1, l2") == 1
+    found = trouble.scriptless(
+        [event("learner_killed", "l1", 200.0), event(SCRIPTS_MISSING, "l2", 200.0)], 200.0, found
+    )
+    assert set(found) == {"l0", "l2"}
+    assert set(trouble.scriptless([], 3750.0, found)) == {"l2"}
+    assert trouble.without_scripts({}) == ""
+    many = [event(SCRIPTS_MISSING, f"l{i}", 0.0) for i in range(2 * trouble.MOST_SCRIPTLESS)]
+    assert len(trouble.scriptless(many, 0.0)) == trouble.MOST_SCRIPTLESS
