@@ -376,7 +376,34 @@ class SentinelServers(Servers):
         return True
 
 
-class ClusterServers(Servers):
+class Clustered(Servers):
+    """A cluster, of which the first servers share the slots."""
+
+    def _join(self, count: int, *lines: str) -> list[str]:
+        """Start so many servers, which know each other then; their ids. lines: of their configurations."""
+        ids = []
+        for number in range(count):
+            node, bus_port = self._add(f"redis-{number}"), BUS_PORT if self._network else free_port(LOOPBACK)
+            own = ("cluster-enabled yes", "cluster-config-file nodes.conf", f"cluster-port {bus_port}")
+            node.configure(*lines, *self._secrets(node), *own)
+            node.start()
+            self.wait_until(lambda node=node: node.ask("PING") == "PONG")  # type: ignore[misc]
+            ids.append(node.ask("CLUSTER", "MYID"))
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            if number:
+                self.nodes["redis-0"].ask("CLUSTER", "MEET", *node.address, bus_port)
+        everybody = list(self.nodes.values())
+        self.wait_until(lambda: all(len(one.ask("CLUSTER", "NODES").splitlines()) == count for one in everybody))
+        for number in range(self.shares):
+            first, last = number * SLOTS // self.shares, (number + 1) * SLOTS // self.shares
+            self.nodes[f"redis-{number}"].ask("CLUSTER", "ADDSLOTS", *range(first, last))
+        return ids
+
+    def _ok(self) -> bool:
+        return all("cluster_state:ok" in one.ask("CLUSTER", "INFO") for one in self.nodes.values())
+
+
+class ClusterServers(Clustered):
     """`redis-0` to `redis-2`, at first the primaries, and `redis-3` to `redis-5`, a replica of each in this order.
 
     Slots of a dead primary are served by its replica, and those of a pair that is dead by nobody.
@@ -410,35 +437,7 @@ class ClusterServers(Servers):
         return f"redis-{(number + 3) % 6}" in self.replicas()
 
     def _set_up(self) -> None:
-        ids = {}
-        for number in range(6):
-            name = f"redis-{number}"
-            node = self._add(name)
-            bus_port = free_port(LOOPBACK) if self._network is None else BUS_PORT
-            node.configure(
-                *SERVER,
-                *self._secrets(node),
-                "cluster-enabled yes",
-                "cluster-config-file nodes.conf",
-                f"cluster-node-timeout {DOWN_MS}",
-                f"cluster-port {bus_port}",
-            )
-            node.start()
-            self.wait_until(lambda node=node: node.ask("PING") == "PONG")  # type: ignore[misc]
-            ids[name] = node.ask("CLUSTER", "MYID")
-            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            if number:
-                self.nodes["redis-0"].ask("CLUSTER", "MEET", *node.address, bus_port)
-        everybody = list(self.nodes.values())
-        self.wait_until(lambda: all(len(one.ask("CLUSTER", "NODES").splitlines()) == 6 for one in everybody))
+        ids = self._join(6, *SERVER, f"cluster-node-timeout {DOWN_MS}")
         for number in range(3):
-            first, last = number * SLOTS // 3, (number + 1) * SLOTS // 3
-            self.nodes[f"redis-{number}"].ask("CLUSTER", "ADDSLOTS", *range(first, last))
-            self.nodes[f"redis-{number + 3}"].ask("CLUSTER", "REPLICATE", ids[f"redis-{number}"])
-        self.wait_until(
-            lambda: (
-                len(self.replicas()) == 3
-                and len(self.primaries()) == 3
-                and all("cluster_state:ok" in one.ask("CLUSTER", "INFO") for one in everybody)
-            )
-        )
+            self.nodes[f"redis-{number + 3}"].ask("CLUSTER", "REPLICATE", ids[number])
+        self.wait_until(lambda: len(self.replicas()) == 3 and len(self.primaries()) == 3 and self._ok())
