@@ -15,6 +15,12 @@ if ask cluster info | grep -q '^cluster_known_nodes:1[^0-9]*$'; then
 fi
 # shellcheck disable=SC2086
 set -- $SERVERS
+waited=0
 until ask cluster info | grep -q '^cluster_state:ok' && [ "$(ask cluster nodes | grep -c slave)" -ge $(($# / 2)) ]; do
   sleep 1
+  waited=$((waited + 1))
+  if [ $((waited % 30)) -eq 0 ]; then
+    echo "not whole after $waited s: $(ask cluster info | tr -d '\r' | grep -E '^cluster_(state|slots_ok|known_nodes):' | tr '\n' ' ')" >&2
+    echo "should its making have been interrupted, empty its volumes: docker compose down --volumes" >&2
+  fi
 done

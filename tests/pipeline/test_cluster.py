@@ -27,6 +27,7 @@ from diloco.pipeline.bus.redis.nodes import ClusterNodes
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, HeadMoved
 from diloco.pipeline.messages.tape import WindowChanged
+from diloco.studies.strikes.failing.servers import Node
 from tests import samples
 from tests.pipeline.test_bus_contract import SHARDS
 from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejected, stage
@@ -252,3 +253,22 @@ async def test_a_node_that_does_not_name_the_other_ones_host_means_its_own(error
     lanes.notice(error, told_by)
     assert nodes.of("key") == HostPort("10.0.0.1", 7001)
     await lanes.close()
+
+
+@pytest.mark.redis
+async def test_a_cluster_that_nobody_has_made_is_said_to_be_so(tmp_path: Path) -> None:
+    address = ("127.0.0.1", free_ports(1)[0])
+    node = Node("node", tmp_path / "node", [str(find_server()), str(tmp_path / "node" / "redis.conf")], address)
+    node.configure("cluster-enabled yes")
+    try:
+        node.start()
+        deadline = time.monotonic() + 20.0
+        while True:
+            with pytest.raises(BusUnavailable) as told:
+                await connect(f"redis://127.0.0.1:{address[1]}", "r")
+            if "serves no slot: it is not made yet (redis-cli --cluster create)" in str(told.value):
+                break
+            assert time.monotonic() < deadline, told.value
+            await asyncio.sleep(0.05)
+    finally:
+        node.kill()

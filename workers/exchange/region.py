@@ -69,7 +69,7 @@ class Fair:
 
 
 class Region:
-    """One learner's way to its globals, where it has a cache; a payload at a time on each lane. Exchange thread's."""
+    """One learner's way to its globals, where it has a cache: a payload at a time on each lane. The exchange's."""
 
     def __init__(self, cache: RegionCache, clock: Clock, nonce: str, offload: Offload, log: Any) -> None:
         """nonce: of its claims."""

@@ -168,6 +168,11 @@ class ClusterNodes(Nodes):
         if not views:
             raise translate(answers[0], self._place.where, self._place.user)
         ((view, _),) = views.most_common(1)
+        if not view:
+            raise BusUnavailable(
+                f"Redis: the cluster at {self._place.where} serves no slot: it is not made yet (redis-cli --cluster "
+                "create), or down"
+            )
         slots: list[HostPort | None] = [None] * cluster_slots.SLOTS
         for first, last, primary, _ in view:
             slots[first : last + 1] = [primary] * (last + 1 - first)
