@@ -55,19 +55,16 @@ async def pull(
     Raises:
         BadPayload: missing, incomplete (a replaced payload may have gone: read the head again) or corrupt.
     """
-    reader, limit = PayloadReader(elements, codec, chunk_bytes), _piece(chunk_bytes)
-    extend_s *= reader.expected > limit
+    wanted = Wanted(bus, key, elements, codec, chunk_bytes, extend_s)
+    reader = wanted.reader()
     while not reader.complete:
-        await _pull_piece(bus, key, reader, limit, extend_s)
+        await _feed(wanted, reader)
     return reader
 
 
-async def _pull_piece(bus: PayloadStore, key: str, reader: PayloadReader, limit: int, extend_s: float) -> None:
+async def _feed(wanted: "Wanted", reader: PayloadReader) -> None:
     """A call of its own, so that what came is let go of before more is asked for."""
-    chunks = await bus.read_chunks(key, reader.received, limit, extend_s=extend_s)
-    if not chunks:
-        raise BadPayload(f"{key} has {reader.received} of {reader.expected} chunks")
-    for chunk in chunks:
+    for chunk in await wanted.chunks(reader.received):
         reader.feed(chunk)
 
 
@@ -251,7 +248,7 @@ async def pull_shown(
     offload: Offload,
     extend_s: float = KEPT_S,
     held: Held | None = None,
-    fetch: "Fetch | None" = None,
+    fetch: Fetch | None = None,
 ) -> Float32:
     """The values (elements,) that learners train from at a head, in an array that nobody else has.
 
@@ -274,14 +271,12 @@ class _Source:
     sync: SyncSpec
     work: Offload
     extend_s: float = KEPT_S
-    fetch: "Fetch | None" = None
+    fetch: Fetch | None = None
 
     async def pull(self, key: str, codec: Codec) -> PayloadReader:
         """As `Source`."""
-        if self.fetch is not None:
-            wanted = Wanted(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
-            return await self.fetch(wanted, self.head)
-        return await pull(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
+        wanted = self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s
+        return await (pull(*wanted) if self.fetch is None else self.fetch(Wanted(*wanted), self.head))
 
     async def pull_state(self) -> OuterState:
         """As `Source`."""

@@ -32,7 +32,6 @@ OTHER_MEANING = {
     ("studies/bench/command.py", "fragments"): "of the measurement",
     ("studies/bench/command.py", "learners"): "of the measurement: those of one region",
     ("studies/bench/region/measuring.py", "learners"): "of the measurement: those of one region",
-    ("studies/bench/slow/line_runs.py", "eval_tokens"): "of the measurement",
     ("studies/bench/memory/checkpoints.py", "fragments"): "of the measurement",
 }
 """What has a setting's name and is something else, each with its reason."""

@@ -21,6 +21,8 @@ from diloco.pipeline.errors import (
 )
 
 _UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY|MOVED|ASK)\s")
+THERE = re.compile("equal or smaller than the target stream top item")
+"""How XADD refuses an id that is there, or was passed."""
 _FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
 _REMEDIES = {
     "OOM": "its memory is full: raise its maxmemory",

@@ -4,7 +4,6 @@ An owner's write is one script, which checks the lease and the head before it ch
 """
 
 import asyncio
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -28,14 +27,12 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.calls import BULK_S, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
+from diloco.pipeline.bus.redis.errors import THERE
 from diloco.pipeline.errors import BusUnavailable, NotPermitted
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
-
-_THERE = re.compile("equal or smaller than the target stream top item")
-"""How XADD refuses an id that is there, or was passed."""
 
 
 class RedisOffers(RedisConnection, Offers):
@@ -104,7 +101,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
             await self._redis.ensure_scripts()
             replies = await self._send(commands)
         for command, reply in zip(commands, replies, strict=True):
-            failed = isinstance(reply, Exception) and not _THERE.search(str(reply))
+            failed = isinstance(reply, Exception) and not THERE.search(str(reply))
             if command[0] == "EVALSHA" or failed:
                 self._redis.answer(reply, command[3] if command[0] == "EVALSHA" else command[1])
 

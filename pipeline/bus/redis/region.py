@@ -20,7 +20,7 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.bulk import Argument, Reply, drop, drop_all, exchange, pack
 from diloco.pipeline.bus.redis.calls import to_ms
-from diloco.pipeline.bus.redis.errors import ERRORS, translate
+from diloco.pipeline.bus.redis.errors import ERRORS, THERE, translate
 from diloco.pipeline.bus.region import ENTRY_S, FADING_S, LEASE_S, LEAST_CALL_S, RegionCache
 from diloco.pipeline.bus.tls import check_files
 from diloco.pipeline.errors import RegionAway, UsageError
@@ -30,7 +30,6 @@ SMALL_BYTES = 64 * 1024
 """Of what is answered to commands that fetch no payload."""
 ENTRY_BYTES = 256
 """What a stream's entry has around its chunk on the wire, at most."""
-_THERE = re.compile("equal or smaller than the target stream top item")
 _OURS = {"DILOCO_REDIS_CERT and DILOCO_REDIS_KEY": "?ssl_certfile=FILE&ssl_keyfile=FILE in the URL"}
 _OURS |= {"DILOCO_REDIS_CA to the file": "?ssl_ca_certs=FILE in the URL, the file"}
 _OURS |= {"DILOCO_REDIS_URL": "DILOCO_REGION_REDIS_URL"}
@@ -125,7 +124,7 @@ class RedisRegionCache(RegionCache):
                     raise
                 finally:
                     await self._pool.release(connection)
-            reply.errors = [error for error in reply.errors if not (there and _THERE.search(error))]
+            reply.errors = [error for error in reply.errors if not (there and THERE.search(error))]
             reply.strings()
             return reply
         except ERRORS as error:

@@ -31,6 +31,8 @@ from diloco.studies.strikes.proxy import Door
 RUN = "bench-region"
 LOOK_S = 0.01
 JOIN_S = 180.0
+INTERVAL = 16
+"""Inner steps between two deltas of a fragment."""
 AWAY_S = 8.0
 """For so long a cache that was killed is away."""
 LATE = 0.6
@@ -49,7 +51,6 @@ class Case:
     model: str = "small"
     learners: int = 4
     fragments: int = 4
-    interval: int = 16
     global_codec: str = "fp32"
     line_bytes_s: float = 8e6
     seconds: float = 40.0
@@ -67,9 +68,9 @@ class Place:
         self._case, self._folder, self._main, self._cache = case, folder, main, cache
         kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
         path = os.pathsep.join(filter(None, (str(ROOT), kept.get("PYTHONPATH"))))
-        self._environ = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DILOCO_REDIS_URL": line}
+        self.environ = {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "DILOCO_REDIS_URL": line}
         if cache is not None:
-            self._environ["DILOCO_REGION_REDIS_URL"] = cache.tcp_url or ""
+            self.environ["DILOCO_REGION_REDIS_URL"] = cache.tcp_url or ""
         self.learners: dict[str, Process] = {}
 
     def start(self, name: str) -> None:
@@ -77,11 +78,11 @@ class Place:
         case = self._case
         given = {
             **{"--run": RUN, "--learner-id": name, "--model": case.model, "--device": "cpu", "--threads": 1},
-            **{"--fragments": case.fragments, "--sync-interval": case.interval, "--global-codec": case.global_codec},
+            **{"--fragments": case.fragments, "--sync-interval": INTERVAL, "--global-codec": case.global_codec},
             **{"--tokens": 10**12, "--batch": 1, "--seq-len": 64, "--pace": case.pace_s, "--log-level": "debug"},
         }
         words = [str(word) for pair in given.items() for word in pair]
-        self.learners[name] = Process(name, ["-m", "diloco", "learner", *words], self._folder, self._environ, False)
+        self.learners[name] = Process(name, ["-m", "diloco", "learner", *words], self._folder, self.environ, False)
 
     def reports(self) -> Reports:
         """Of all incarnations so far, by learner and incarnation."""
@@ -164,7 +165,7 @@ def _place(case: Case) -> Iterator[tuple[Place, Door, EmbeddedRedis, EmbeddedRed
         cache = stack.enter_context(EmbeddedRedis(port=0, dies_with_us=True)) if case.cached else None
         url, door = stack.enter_context(one_line(main.socket_path, case.line_bytes_s))
         place = Place(case, folder, main, url, cache)
-        environ = {**place._environ, "DILOCO_REDIS_URL": main.url}
+        environ = {**place.environ, "DILOCO_REDIS_URL": main.url}
         serving = ["-m", "diloco", "syncer", "--run", RUN, "--http-port", "0", "--log-level", "warning"]
         syncer = Process("syncer", serving, folder, environ, False)
         stack.callback(syncer.end)

@@ -49,32 +49,26 @@ JOINING_RATE = 1.0
 """Of the lines while a run joins, at least."""
 
 
+MODEL = "small"
+PACE_S = 0.2
+"""Of a step at least."""
+BATCH, SEQ_LEN = 1, 64
+EVAL_TOKENS = 16_384
+PARAMS = SIZES[MODEL].parameters()
+ROUND_S = INTERVAL * PACE_S
+"""As planned."""
+STEP_TOKENS = BATCH * SEQ_LEN
+"""Of one learner."""
+
+
 @dataclass(frozen=True, slots=True)
-class Trained:
-    """What all cells have in common."""
+class Times:
+    """Of each run."""
 
-    model: str = "small"
-    pace_s: float = 0.2
-    batch: int = 1
-    seq_len: int = 64
-    settle_s: float = 10.0
-    for_s: float = 40.0
-    eval_tokens: int = 16_384
-
-    @property
-    def params(self) -> int:
-        """Of the model."""
-        return SIZES[self.model].parameters()
-
-    @property
-    def round_s(self) -> float:
-        """As planned."""
-        return INTERVAL * self.pace_s
-
-    @property
-    def step_tokens(self) -> int:
-        """Of one learner."""
-        return self.batch * self.seq_len
+    settle_s: float
+    """On the cell's lines, before it is measured."""
+    for_s: float
+    """Measured."""
 
 
 def need_lines() -> None:
@@ -102,7 +96,7 @@ def namespaces(parties: Sequence[str]) -> Iterator[dict[str, str]]:
     with ExitStack() as stack:
         for name in made.values():
             subprocess.run([IP, "netns", "add", name], check=True)
-            stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
+            stack.callback(subprocess.run, [IP, "netns", "del", name], check=False)
         yield made
 
 
@@ -121,8 +115,8 @@ class Watched:
 class Run:
     """One cell's processes, within a `with` block."""
 
-    def __init__(self, cell: Cell, trained: Trained, folder: Path) -> None:
-        self._cell, self._trained, self._folder = cell, trained, folder
+    def __init__(self, cell: Cell, times: Times, folder: Path) -> None:
+        self._cell, self._times, self._folder = cell, times, folder
         self._stack = ExitStack()
         self.run = f"lines-{secrets.token_hex(4)}"
         self.parties: dict[str, Process] = {}
@@ -151,7 +145,7 @@ class Run:
             environ |= {
                 "DILOCO_REDIS_URL": f"redis://:{password}@{HOST}:{server.port}",
                 "DILOCO_FIRST_INTERVAL": "0",
-                "DILOCO_EVAL_EVERY": f"{self._trained.round_s}",
+                "DILOCO_EVAL_EVERY": f"{ROUND_S}",
                 "DILOCO_EVAL_TOKENS": "1024",
             }
 
@@ -184,25 +178,25 @@ class Run:
         self._stack.close()
 
     def _learning(self) -> list[str]:
-        trained, cell = self._trained, self._cell
-        steps = LEARNERS * (trained.settle_s + 2 * trained.for_s) / trained.pace_s
+        times, cell = self._times, self._cell
+        steps = LEARNERS * (times.settle_s + 2 * times.for_s) / PACE_S
         given = {
             "run": self.run,
-            "model": trained.model,
-            "batch": trained.batch,
-            "seq-len": trained.seq_len,
-            "pace": f"{trained.pace_s}s",
+            "model": MODEL,
+            "batch": BATCH,
+            "seq-len": SEQ_LEN,
+            "pace": f"{PACE_S}s",
             "threads": 1,
             "codec": cell.codec,
             "global-codec": cell.global_codec,
-            "tokens": round(steps * trained.step_tokens),
+            "tokens": round(steps * STEP_TOKENS),
         }
         return [text for name, value in given.items() for text in (f"--{name}", str(value))]
 
     def shape(self, least_rate: float = 0.0) -> dict[str, float]:
         """From now on lines are the cell's, but for their rate if it is less; what they carry, bytes a second."""
-        cell, trained = self._cell, self._trained
-        rates = line_rates(replace(cell, rate=max(cell.rate, least_rate)), trained.params, trained.round_s)
+        cell = self._cell
+        rates = line_rates(replace(cell, rate=max(cell.rate, least_rate)), PARAMS, ROUND_S)
         rest = (cell.latency_ms / 2000, cell.jitter_ms / 1000, cell.loss)
         self.lines.say(dumps({"shape": {name: packets.Shape(rate, *rest) for name, rate in rates.items()}}))
         return rates
@@ -236,13 +230,13 @@ class Run:
         return (self._folder / f"{name}.log").read_text(errors="replace")
 
 
-def measure(cell: Cell, trained: Trained) -> dict[str, Any]:
+def measure(cell: Cell, times: Times) -> dict[str, Any]:
     """A row of the table of results."""
-    size = SIZES[trained.model]
+    size = SIZES[MODEL]
     shape = size.width, size.layers
-    predicted = forecast(cell, trained.params, trained.pace_s, trained.step_tokens, *shape)
-    with TemporaryDirectory(prefix="diloco_lines_") as folder, Run(cell, trained, Path(folder)) as run:
-        found = asyncio.run(_measured(run, cell, trained))
+    predicted = forecast(cell, PARAMS, PACE_S, STEP_TOKENS, *shape)
+    with TemporaryDirectory(prefix="diloco_lines_") as folder, Run(cell, times, Path(folder)) as run:
+        found = asyncio.run(_measured(run, cell, times))
     return row(cell, predicted, found)
 
 
@@ -275,21 +269,21 @@ async def _watch(bus: Bus, for_s: float, watched: Watched) -> None:
     watched.ages_s += last.values()
 
 
-async def _measured(run: Run, cell: Cell, trained: Trained) -> dict[str, Any]:
+async def _measured(run: Run, cell: Cell, times: Times) -> dict[str, Any]:
     watched = Watched()
     async with open_bus(run.url, run.run) as bus:
         await _begun(run, bus)
         rates = run.shape()
-        await _watch(bus, trained.settle_s, watched)
+        await _watch(bus, times.settle_s, watched)
         began, before, carried, used = time.monotonic(), await read_status(bus, LoopClock()), run.counts(), run.cpu_s()
-        await _watch(bus, trained.for_s, watched)
+        await _watch(bus, times.for_s, watched)
         ended, after, used_after = time.monotonic(), await read_status(bus, LoopClock()), run.cpu_s()
         carried_after = run.counts()
         run.kill()
         calls = run.calls_s(began)
         spec = await read_run(bus)
         assert spec is not None  # noqa: S101  # it has begun
-        settings = EvaluatorProcess(eval_tokens=trained.eval_tokens)
+        settings = EvaluatorProcess(eval_tokens=EVAL_TOKENS)
         loss = await Evaluating(spec, built_in(spec, settings), 0.0).measure(bus)
     took_s = ended - began
     cpu = {name: round((used_after[name] - used[name]) / took_s, 3) for name in used}
@@ -297,7 +291,7 @@ async def _measured(run: Run, cell: Cell, trained: Trained) -> dict[str, Any]:
         name: {way: carried_after[name][way]["carried_bytes"] - carried[name][way]["carried_bytes"] for way in line}
         for name, line in carried.items()
     }
-    return _figures(before, after, took_s, trained) | {
+    return _figures(before, after, took_s) | {
         "bytes_a_token": _bytes_a_token(before, after, bytes_),
         **{f"busy_{name}": round(max(both.values()) / took_s / rates[name], 3) for name, both in bytes_.items()},
         **{
@@ -332,7 +326,7 @@ def _bytes_a_token(before: Status, after: Status, carried: Mapping[str, Mapping[
     return round(sum(sum(carried[name].values()) for name in carried if name.startswith("learner")) / max(1, tokens), 1)
 
 
-def _figures(before: Status, after: Status, took_s: float, trained: Trained) -> dict[str, Any]:
+def _figures(before: Status, after: Status, took_s: float) -> dict[str, Any]:
     """What the status says of the time between two looks."""
     first, last = _tokens(before), _tokens(after)
     did = {name: last[name] - first[name] for name in first}
@@ -343,7 +337,7 @@ def _figures(before: Status, after: Status, took_s: float, trained: Trained) -> 
     refused = sum(after["refused"].values()) - sum(before["refused"].values())
     return {
         "seconds": round(took_s, 1),
-        "utilisation": round(mean(made) * trained.pace_s / took_s, 3),
+        "utilisation": round(mean(made) * PACE_S / took_s, 3),
         "merged_share": round(did["merged"] / decided, 3) if decided else None,
         "steps_a_merge": round(mean(made) * FRAGMENTS / versions, 1) if versions else None,
         "interval": round(mean(one["interval"] for one in after["fragments"]), 1),

@@ -97,7 +97,7 @@ def main(
             console.print(f"{left} cells are left: call it again", highlight=False)
             break
         console.print(f"{time.strftime('%H:%M:%S')} {cell.name}", highlight=False)
-        rows.append(runs.measure(cell, runs.Trained(settle_s=settle_s, for_s=for_s)))
+        rows.append(runs.measure(cell, runs.Times(settle_s, for_s)))
         done.add(cell.name)
         write(csv_file, rows)
     shown = ((_named(row), *(_short(row.get(name, "")) for name in SHOWN)) for row in rows)

@@ -9,21 +9,20 @@ import numpy as np
 import numpy.typing as npt
 from rich.console import Console
 
-from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.settings import CHUNK_BYTES
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.studies.bench.machine import need_memory
-from diloco.studies.strikes.failing.servers import LOOPBACK, SERVER, SLOTS, Node, Servers
+from diloco.studies.strikes.failing.servers import SERVER, Clustered, Node
 
 TTL_S = 600.0
 AT_ONCE = 4
 """Fragments on their way at a time."""
 
 
-class Primaries(Servers):
+class Primaries(Clustered):
     """A cluster without replicas."""
 
     def __init__(self, count: int) -> None:
@@ -36,20 +35,8 @@ class Primaries(Servers):
         return "redis://{}:{}".format(*next(iter(self.nodes.values())).address)
 
     def _set_up(self) -> None:
-        for number in range(self.shares):
-            node, bus_port = self._add(f"redis-{number}"), free_port(LOOPBACK)
-            more = ("cluster-enabled yes", "cluster-config-file nodes.conf", f"cluster-port {bus_port}")
-            node.configure(*(line for line in SERVER if not line.startswith("appendonly")), *more)
-            node.start()
-            self.wait_until(lambda node=node: node.ask("PING") == "PONG")  # type: ignore[misc]
-            first, last = number * SLOTS // self.shares, (number + 1) * SLOTS // self.shares
-            node.ask("CLUSTER", "ADDSLOTS", *range(first, last))
-            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            if number:
-                self.nodes["redis-0"].ask("CLUSTER", "MEET", *node.address, bus_port)
-        everybody = list(self.nodes.values())
-        self.wait_until(lambda: all("cluster_state:ok" in one.ask("CLUSTER", "INFO") for one in everybody))
-        self.wait_until(lambda: all(len(one.ask("CLUSTER", "NODES").splitlines()) == self.shares for one in everybody))
+        self._join(self.shares, *(line for line in SERVER if not line.startswith("appendonly")))
+        self.wait_until(self._ok)
 
 
 @dataclass(frozen=True, slots=True)

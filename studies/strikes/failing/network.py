@@ -19,9 +19,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from diloco.pipeline.errors import UsageError
@@ -54,13 +54,14 @@ class Network:
     """A switch with the machines at it; leaving the block takes all away."""
 
     def __init__(self) -> None:
+        self._ends = ExitStack()
         self._holders: list[subprocess.Popen[bytes]] = []
         self._hosts: dict[str, Host] = {}
         self._switch = self._prefix = ""
         self._far: set[str] = set()
 
     def __enter__(self) -> Self:
-        try:
+        with self._ends:
             self._switch = self._hold()
             for bridge in (NEAR, FAR):
                 self._at_switch("ip", "link", "add", bridge, "type", "bridge")
@@ -73,15 +74,11 @@ class Network:
             _run("ip", "addr", "add", f"{self._prefix}.1/24", "dev", gateway)
             _run("ip", "link", "set", gateway, "up")
             self._plug("gateway", NEAR)
-        except BaseException:
-            self._end()
-            raise
+            self._ends = self._ends.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
 
     def add(self, name: str) -> Host:
         """A machine of this name, at the switch."""
@@ -137,6 +134,7 @@ class Network:
             start_new_session=True,
         )
         self._holders.append(holder)
+        self._ends.callback(_end, holder)
         path = Path(f"/proc/{holder.pid}/ns/net")
         ours, deadline = Path("/proc/self/ns/net").readlink(), time.monotonic() + START_S
         while holder.poll() is None and time.monotonic() < deadline:
@@ -149,12 +147,12 @@ class Network:
             "before the command"
         )
 
-    def _end(self) -> None:
-        for holder in self._holders:
-            holder.kill()
-            holder.wait()
-            if holder.stderr is not None:
-                holder.stderr.close()
+
+def _end(holder: subprocess.Popen[bytes]) -> None:
+    holder.kill()
+    holder.wait()
+    if holder.stderr is not None:
+        holder.stderr.close()
 
 
 def enter(namespace: str) -> None:

@@ -26,9 +26,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self
 
+from diloco.pipeline.bus.cluster_slots import SLOTS
 from diloco.pipeline.bus.embedded import KEEPS_FREED, PREFIX, find_server, free_port, remove_left_over
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process import lifecycle
@@ -48,7 +48,6 @@ MAX_LAG_S = 1
 START_S = 20.0
 ASK_S = 2.0
 POLL_S = 0.05
-SLOTS = 16384
 SERVER = (
     "daemonize no",
     "protected-mode no",
@@ -187,7 +186,7 @@ class Servers:
         self._network, self._binary, self._password, self._tls = network, binary, password, tuple(tls)
         self._scheme = "rediss" if self._tls else "redis"
         self._folder = Path()
-        self._lock = -1
+        self._lock, self._ends = -1, contextlib.ExitStack()
         self.nodes: dict[str, Node] = {}
 
     @property
@@ -240,17 +239,14 @@ class Servers:
         self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         self._lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        try:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._end)
             self._set_up()
-        except BaseException:
-            self._end()
-            raise
+            self._ends = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end()
+    def __exit__(self, *_: object) -> None:
+        self._ends.close()
 
     def _end(self) -> None:
         for node in self.nodes.values():
@@ -277,7 +273,7 @@ class Servers:
         return found
 
     def wait_until(self, holds: Callable[[], bool], limit_s: float = START_S) -> float:
-        """Until it holds, while no server that should run has ended; how many seconds that took.
+        """Until it holds; how many seconds that took.
 
         Raises:
             DilocoError: it did not come to hold; the servers' last lines.
@@ -380,7 +376,34 @@ class SentinelServers(Servers):
         return True
 
 
-class ClusterServers(Servers):
+class Clustered(Servers):
+    """A cluster, of which the first servers share the slots."""
+
+    def _join(self, count: int, *lines: str) -> list[str]:
+        """Start so many servers, which know each other then; their ids. lines: of their configurations."""
+        ids = []
+        for number in range(count):
+            node, bus_port = self._add(f"redis-{number}"), BUS_PORT if self._network else free_port(LOOPBACK)
+            own = ("cluster-enabled yes", "cluster-config-file nodes.conf", f"cluster-port {bus_port}")
+            node.configure(*lines, *self._secrets(node), *own)
+            node.start()
+            self.wait_until(lambda node=node: node.ask("PING") == "PONG")  # type: ignore[misc]
+            ids.append(node.ask("CLUSTER", "MYID"))
+            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            if number:
+                self.nodes["redis-0"].ask("CLUSTER", "MEET", *node.address, bus_port)
+        everybody = list(self.nodes.values())
+        self.wait_until(lambda: all(len(one.ask("CLUSTER", "NODES").splitlines()) == count for one in everybody))
+        for number in range(self.shares):
+            first, last = number * SLOTS // self.shares, (number + 1) * SLOTS // self.shares
+            self.nodes[f"redis-{number}"].ask("CLUSTER", "ADDSLOTS", *range(first, last))
+        return ids
+
+    def _ok(self) -> bool:
+        return all("cluster_state:ok" in one.ask("CLUSTER", "INFO") for one in self.nodes.values())
+
+
+class ClusterServers(Clustered):
     """`redis-0` to `redis-2`, at first the primaries, and `redis-3` to `redis-5`, a replica of each in this order.
 
     Slots of a dead primary are served by its replica, and those of a pair that is dead by nobody.
@@ -414,35 +437,7 @@ class ClusterServers(Servers):
         return f"redis-{(number + 3) % 6}" in self.replicas()
 
     def _set_up(self) -> None:
-        ids = {}
-        for number in range(6):
-            name = f"redis-{number}"
-            node = self._add(name)
-            bus_port = free_port(LOOPBACK) if self._network is None else BUS_PORT
-            node.configure(
-                *SERVER,
-                *self._secrets(node),
-                "cluster-enabled yes",
-                "cluster-config-file nodes.conf",
-                f"cluster-node-timeout {DOWN_MS}",
-                f"cluster-port {bus_port}",
-            )
-            node.start()
-            self.wait_until(lambda node=node: node.ask("PING") == "PONG")  # type: ignore[misc]
-            ids[name] = node.ask("CLUSTER", "MYID")
-            node.ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-            if number:
-                self.nodes["redis-0"].ask("CLUSTER", "MEET", *node.address, bus_port)
-        everybody = list(self.nodes.values())
-        self.wait_until(lambda: all(len(one.ask("CLUSTER", "NODES").splitlines()) == 6 for one in everybody))
+        ids = self._join(6, *SERVER, f"cluster-node-timeout {DOWN_MS}")
         for number in range(3):
-            first, last = number * SLOTS // 3, (number + 1) * SLOTS // 3
-            self.nodes[f"redis-{number}"].ask("CLUSTER", "ADDSLOTS", *range(first, last))
-            self.nodes[f"redis-{number + 3}"].ask("CLUSTER", "REPLICATE", ids[f"redis-{number}"])
-        self.wait_until(
-            lambda: (
-                len(self.replicas()) == 3
-                and len(self.primaries()) == 3
-                and all("cluster_state:ok" in one.ask("CLUSTER", "INFO") for one in everybody)
-            )
-        )
+            self.nodes[f"redis-{number + 3}"].ask("CLUSTER", "REPLICATE", ids[number])
+        self.wait_until(lambda: len(self.replicas()) == 3 and len(self.primaries()) == 3 and self._ok())
