@@ -133,7 +133,7 @@ BROKEN: dict[str, list[Callable[[], list[str]]]] = {
     ],
     "no process grows without bound": [
         lambda: broken(lives=(lived(MB=lambda at: 100 + at / 10),)),
-        lambda: broken(lives=(lived(descriptors=lambda at: 20 + at / 30),)),
+        lambda: broken(lives=(lived(descriptors=lambda at: 20 + at / 15),)),
         lambda: broken(lives=(lived(), lived(threads=lambda at: 9 * (1 + (at > 500))))),
     ],
     "nobody ends but by a strike or in order": [lambda: broken(endings=(Ending("learner-0", "ended with status 1"),))],
