@@ -15,10 +15,13 @@ from redis import Redis
 
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server, free_port
+from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START
+from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.bus.redis.connecting import connect_calls
+from diloco.pipeline.bus.redis.nodes import SentinelNodes
 from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
@@ -264,6 +267,50 @@ async def test_behind_one_name_a_replica_is_left_for_the_next_primary(redis_bina
         assert server.url
         bus = await connect(server.url, "r")
         await check_left(bus)
+
+
+def told(port: int, flags: str = "master", epoch: int = 1) -> list[bytes]:
+    """A sentinel's answer."""
+    fields = {"ip": "127.0.0.1", "port": str(port), "flags": flags, "config-epoch": str(epoch)}
+    return [part.encode() for pair in fields.items() for part in pair]
+
+
+DOWN = told(1, "s_down,o_down,master")
+
+
+@pytest.mark.parametrize(
+    ("answers", "primary"),
+    [
+        ((told(2), told(2), told(1)), 2),
+        ((told(2), told(2), told(3, epoch=999_999)), 2),
+        ((told(2), told(2), DOWN), 2),
+        ((told(2), told(2), "OK"), 2),
+        ((told(2), told(2), []), 2),
+        ((told(2), told(2), [b"flags"]), 2),
+        ((told(2), told(2), 7), 2),
+        ((told(2), told(2), OSError("away")), 2),
+        ((told(2), OSError("away"), OSError("away")), 2),
+        ((DOWN, DOWN, told(3, epoch=999_999)), "has no primary now"),
+        ((told(2), told(3, epoch=999_999), OSError("away")), "name several primaries, and none by most"),
+        (("OK", "OK", []), "is no sentinel"),
+    ],
+)
+async def test_what_most_sentinels_say_that_answer_counts(
+    answers: tuple[Any, ...], primary: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever one of several says: that a late vote has chosen its own server, or what no sentinel says."""
+    nodes = SentinelNodes(parse("redis+sentinel://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3/diloco"))
+
+    async def ask(_: SentinelNodes, what: str) -> list[Any]:
+        return list(answers)
+
+    monkeypatch.setattr(SentinelNodes, "_ask", ask)
+    if isinstance(primary, int):
+        await nodes.look()
+        assert nodes.all() == [HostPort("127.0.0.1", primary)]
+    else:
+        with pytest.raises((BusUnavailable, UsageError), match=primary):
+            await nodes.look()
 
 
 class Moving:

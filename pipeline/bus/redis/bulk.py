@@ -26,18 +26,18 @@ _LEAST_ROOM = 64 * 2**10
 def pack(arguments: Sequence[Argument]) -> list[Part]:
     """A command as it travels, in pieces."""
     pieces: list[Part] = []
-    text = b"*%d\r\n" % len(arguments)
+    text = bytearray(b"*%d\r\n" % len(arguments))  # of many arguments, which are not to be copied with each
     for argument in arguments:
         if isinstance(argument, ChunkParts):
-            pieces += [text + b"$%d\r\n" % argument.nbytes + argument.head, argument.data]
-            text = argument.tail + b"\r\n"
+            pieces += [bytes(text + b"$%d\r\n" % argument.nbytes + argument.head), argument.data]
+            text = bytearray(argument.tail + b"\r\n")
         elif isinstance(argument, memoryview):
-            pieces += [text + b"$%d\r\n" % argument.nbytes, argument]
-            text = b"\r\n"
+            pieces += [bytes(text + b"$%d\r\n" % argument.nbytes), argument]
+            text = bytearray(b"\r\n")
         else:
             value = argument if isinstance(argument, bytes) else str(argument).encode()
             text += b"$%d\r\n%b\r\n" % (len(value), value)
-    return [*pieces, text]
+    return [*pieces, bytes(text)]
 
 
 async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[Any]:

@@ -78,9 +78,11 @@ def translate(error: BaseException, where: str, user: str = "") -> DilocoError:
         return scripts_missing(where)
     if (full := _FULL.search(text)) or isinstance(error, rx.OutOfMemoryError):
         return BusFull(f"Redis at {where} refuses writes, {_REMEDIES[full[2] if full else 'OOM']} ({text})")
+    if isinstance(error, rx.AskError):
+        return BusUnavailable(f"Redis at {where}: slot {text.replace(' ', ' is moving to ', 1)}; it goes on by itself")
     if "WRONGTYPE" in text:
         return BadMessage(f"Redis at {where}: {text}")
-    down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError, rx.AskError)
+    down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError)
     if isinstance(error, rx.ResponseError) and not isinstance(error, down) and not _UNAVAILABLE.search(text):
         return BusError(f"Redis at {where}: {text}")
     hint = next((hint for sign, hint in _NOT_THERE if sign in text), "")

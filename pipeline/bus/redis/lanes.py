@@ -166,15 +166,22 @@ class Lanes:
 
     async def _follow(self) -> None:
         """Look for the nodes from time to time, and at once where a call found that something is wrong with one."""
+        failing = ""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._look.wait()
             self._look.clear()
             before = set(self.nodes.all())
-            # What was known stays if nobody answers, or who does talks nonsense.
-            with suppress(DilocoError, LookupError, ValueError, TypeError, AttributeError):
+            try:
                 await self.nodes.look()
+            except (DilocoError, LookupError, ValueError, TypeError, AttributeError) as error:
+                # What was known stays if nobody answers, or who does talks nonsense.
+                before_it, failing = failing, str(error) or type(error).__name__
+                if failing != before_it:
+                    self._log.warning("primary_not_told", error=failing)
+            else:
+                failing = ""
             now = set(self.nodes.all())
             if now != before:
                 gone, came = before - now, now - before

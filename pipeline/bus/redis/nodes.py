@@ -7,8 +7,8 @@ word, or which was demoted while it answers, is left as soon as another one has 
 
 import asyncio
 from collections import Counter
-from collections.abc import Coroutine, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool
@@ -19,6 +19,8 @@ from diloco.pipeline.bus.redis.address import Place
 from diloco.pipeline.bus.redis.bulk import drop
 from diloco.pipeline.bus.redis.errors import translate
 from diloco.pipeline.errors import BusUnavailable, UsageError
+
+T = TypeVar("T")
 
 LOOK_S = 2.0
 """Between two looks at who is primary."""
@@ -67,7 +69,7 @@ class Nodes:
 
 
 class SentinelNodes(Nodes):
-    """A primary, as most sentinels say."""
+    """A primary, as most sentinels say that answer: one of several alone sends nobody elsewhere."""
 
     moves = True
 
@@ -85,30 +87,24 @@ class SentinelNodes(Nodes):
         return self._primary
 
     async def look(self) -> None:
-        answers = await self._ask("MASTER")
-        known = [_fields(answer) for answer in answers if not isinstance(answer, BaseException)]
-        # Of two that differ the later one has gone through a vote that the earlier one has not heard of yet.
-        up = [one for one in known if not {"s_down", "o_down"} & set(one["flags"].split(","))]
-        if up:
-            newest = max(up, key=lambda one: int(one["config-epoch"]))
-            self._primary = HostPort(newest["ip"], int(newest["port"]))
-        elif known:
+        told, errors = _read(await self._ask("MASTER"), _primary_of)
+        if not told:
+            raise self._nobody(errors)
+        ((named, votes),) = Counter(told).most_common(1)
+        if 2 * votes <= len(told):
+            raise BusUnavailable(
+                f"Redis: the sentinels of {self._place.where} name several primaries, and none by most"
+            )
+        if named is None:
             raise BusUnavailable(
                 f"Redis: the sentinels say that {self._place.service!r} has no primary now: it is down, and no replica "
                 "has been promoted yet"
             )
-        else:
-            raise self._nobody([answer for answer in answers if isinstance(answer, BaseException)])
+        self._primary = named
 
     async def replicas(self) -> list[HostPort]:
-        answers = await self._ask("REPLICAS")
-        found = [
-            HostPort(one["ip"], int(one["port"]))
-            for answer in answers
-            if not isinstance(answer, BaseException)
-            for one in map(_fields, answer)
-        ]
-        return list(dict.fromkeys(found))
+        told, _ = _read(await self._ask("REPLICAS"), lambda answer: [_address_of(_fields(one)) for one in answer])
+        return list(dict.fromkeys(one for found in told for one in found))
 
     async def _ask(self, what: str) -> list[Any]:
         """Answers of as many sentinels as most of them are, or in the time of all that do answer; errors among them."""
@@ -212,6 +208,30 @@ def _down(nodes: bytes) -> Iterator[HostPort]:
         host, _, port = address.partition("@")[0].rpartition(":")
         if host and "noaddr" not in flags and {"fail", "fail?"} & set(flags.split(",")):
             yield HostPort(host, int(port))
+
+
+def _read(answers: Iterable[Any], reading: Callable[[Any], T]) -> tuple[list[T], list[BaseException]]:
+    """What sentinels say, each for itself, and the errors; one that talks nonsense is none."""
+    told, errors = list[T](), list[BaseException]()
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            errors.append(answer)
+            continue
+        try:
+            told.append(reading(answer))
+        except (LookupError, ValueError, TypeError, AttributeError):
+            errors.append(rx.ResponseError("unknown command: it answers as no sentinel does"))
+    return told, errors
+
+
+def _primary_of(answer: Any) -> HostPort | None:
+    """Of a sentinel's answer; None: it takes it for dead."""
+    fields = _fields(answer)
+    return None if {"s_down", "o_down"} & set(fields["flags"].split(",")) else _address_of(fields)
+
+
+def _address_of(fields: Mapping[str, str]) -> HostPort:
+    return HostPort(fields["ip"], int(fields["port"]))
 
 
 def _fields(flat: list[bytes]) -> Mapping[str, str]:
