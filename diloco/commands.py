@@ -219,6 +219,10 @@ def acl(
     region: Annotated[
         bool, typer.Option("--region", help="For the Redis of a region (DILOCO_REGION_REDIS_URL): its one user")
     ] = False,
+    failover: Annotated[
+        bool,
+        typer.Option("--failover", help="Also the users `replica`, `sentinel` and `setup` of servers that take over"),
+    ] = False,
 ) -> None:
     """Print an ACL file for Redis 7: a user for each party, with no more rights than it needs.
 
@@ -226,7 +230,7 @@ def acl(
     for learners of any name, whom nothing keeps from each other's deltas; `learner-NAME` publishes as NAME only.
     """
     maker = importlib.import_module("diloco.acl")
-    typer.echo(maker.template() if template else maker.make(run, learner or [], passwords, region), nl=False)
+    typer.echo(maker.template() if template else maker.make(run, learner or [], passwords, region, failover), nl=False)
 
 
 COLDEST, HOTTEST = 1e-3, 1e3

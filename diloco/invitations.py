@@ -163,7 +163,7 @@ def _address(url: str, at: str | None, user: str, password: str) -> str:
     if service and not there.path.strip("/"):
         raise UsageError(f"--at names no service: give {there.scheme}://HOST,HOST,HOST/SERVICE")
     if at is None and any(host in _HERE for host, _ in hosts):
-        here = f"{ours.scheme}://{ours.netloc.rpartition('@')[2]}"
+        here = f"{ours.scheme}://{ours.netloc.rpartition('@')[2]}{ours.path if service else ''}"
         raise UsageError(
             f"{hosts[0].host} is this machine alone: say how the learner reaches it, with --at rediss://HOST:PORT, or, "
             f"for one on this machine, --at {here}"

@@ -97,7 +97,7 @@ def server(nodes: Iterable[Server], checkpoints: bool = False) -> Iterator[Findi
     nodes = list(nodes)
     for look in (of_server.version, of_server.role, of_server.eviction, of_server.disk):
         yield from dict.fromkeys(map(look, nodes))
-    yield from dict.fromkeys(of_server.replicas(node) for node in nodes if node.replicas)
+    yield from dict.fromkeys(of_server.replicas(node) for node in nodes if node.replicas or node.cut_off)
     yield from dict.fromkeys(of_server.persistence(node, checkpoints) for node in nodes)
 
 

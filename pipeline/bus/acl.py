@@ -171,6 +171,19 @@ def region(run: str = "*") -> User:
     return User("region", _rules((commands, _Patterns(run).of_run("region:*"))))
 
 
+def servers() -> list[User]:
+    """Users of servers that take over from each other: replicas, sentinels, and who sets up. They reach no key."""
+    watches = (
+        "allchannels -@all +ping +info +role +multi +exec +slaveof +subscribe +publish +config|rewrite "
+        "+client|setname +client|kill +script|kill"
+    )
+    return [
+        User("replica", "resetchannels -@all +ping +psync +replconf"),
+        User("sentinel", watches),
+        User("setup", "resetchannels -@all +ping +info +command +cluster"),
+    ]
+
+
 def users(run: str = "*", learners: Iterable[str] = ()) -> list[User]:
     """All users of a run: one for learners of any name, and one for each named learner."""
     return [

@@ -88,6 +88,8 @@ class BusInfo:
     """Those that hold keys: a cluster's primaries."""
     warnings: tuple[str, ...] = field(default=())
     """E.g. an eviction policy that may drop keys."""
+    takes_writes: bool = True
+    """Some node does; False: none has a replica that is in touch with it, as it was told to have."""
     received_bytes: int = 0
     """From all its clients since it was started, those of other runs too."""
     sent_bytes: int = 0

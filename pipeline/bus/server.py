@@ -58,6 +58,8 @@ class Server:
     """Those that follow it."""
     waits: bool = False
     """It refuses writes while no replica is in touch with it, as min-replicas-to-write says or a cluster's rules do."""
+    cut_off: bool = False
+    """None is in touch with it, so it refuses writes."""
     save: str | None = None
     """When it takes snapshots, "" for never; None: not told."""
     protected: bool | None = None
@@ -79,6 +81,7 @@ class Server:
             follows=info.get("role") == "slave",
             replicas=int(info.get("connected_slaves", 0)),
             waits="min_slaves_good_slaves" in info or bool(info.get("cluster_enabled")),
+            cut_off=info.get("min_slaves_good_slaves") == 0,
             save=config.get("save"),
             protected=None if mode is None else mode == "yes",
         )
@@ -168,7 +171,13 @@ def role(server: Server) -> Finding:
 
 
 def replicas(server: Server) -> Finding:
-    """Whether it stops where it is cut off from its replicas, of which one may be primary by then."""
+    """Whether it stops where it is cut off from its replicas, of which one may be primary by then; or has stopped."""
+    if server.cut_off:
+        return error(
+            "replicas",
+            "Redis refuses all writes: no replica is in touch with it (min-replicas-to-write)",
+            "start its replicas, and see that they may follow it (masteruser, masterauth, their log)",
+        )
     if server.replicas and not server.waits:
         return warning(
             "replicas",

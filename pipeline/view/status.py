@@ -301,6 +301,7 @@ def build_status(
     syncers: Mapping[str, str] | None = None,
     holders: Sequence[str | None] = (),
     scriptless: Iterable[str] = (),
+    takes_writes: bool = True,
 ) -> Status:
     """The status from its parts.
 
@@ -317,14 +318,20 @@ def build_status(
     warnings = list(bus_warnings)
     gone = trouble.gone(spec, state, heads, tokens)
     warnings += [gone] if gone else []
-    awaited = trouble.awaited(spec, state, syncers, live)
+    awaited = trouble.awaited(spec, state, syncers, live, takes_writes)
     at_odds = {learner for head in present for learner in head.window.at_odds}
     left_out = at_odds if spec is not None and spec.sync.leave_out else set()
     counted = {seen.report.learner for seen in reports if _is_live(seen, live_s)} - left_out
-    if quorum > len(counted) and (state is None or state.phase is Phase.RUNNING):
+    if takes_writes and quorum > len(counted) and (state is None or state.phase is Phase.RUNNING):
         beside = f", without {live - len(counted)} at odds" if len(counted) < live else ""
         warnings.insert(0, f"quorum {quorum} > {len(counted)} live{beside}")
-    if syncers is not None and not syncers and present and (state is None or state.phase is not Phase.FINISHED):
+    if (
+        takes_writes
+        and syncers is not None
+        and not syncers
+        and present
+        and (state is None or state.phase is not Phase.FINISHED)
+    ):
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
     warnings += [state.problem] if state is not None and state.problem else []
     warnings += [one] if (one := trouble.without_scripts(scriptless)) else []
@@ -483,5 +490,6 @@ async def read_status_of(
         syncers,
         holders,
         scriptless,
+        info.takes_writes,
     )
     return status, heads, state

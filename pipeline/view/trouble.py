@@ -62,8 +62,15 @@ def without_scripts(learners: Iterable[str]) -> str:
     )
 
 
-def awaited(spec: Spec | None, state: RunState | None, syncers: Mapping[str, str] | None, live: int) -> str:
-    """What a run waits for that has not begun, or that nobody is at work on; "" of any other."""
+def awaited(
+    spec: Spec | None, state: RunState | None, syncers: Mapping[str, str] | None, live: int, takes_writes: bool = True
+) -> str:
+    """What a run waits for that has not begun, or that nobody is at work on; "" of any other.
+
+    takes_writes: whether the bus does; while it does not, nobody can say that it is here.
+    """
+    if not takes_writes and (state is None or state.phase is not Phase.FINISHED):
+        return f"{AWAITED} Redis, which refuses all writes"
     if state is None:
         return f"{AWAITED} the first learner" if spec is None else f"{AWAITED} a syncer; a learner is here"
     abandoned = state.phase is Phase.RUNNING and syncers is not None and not syncers and not live

@@ -152,3 +152,10 @@ async def test_a_server_takes_the_file_and_knows_its_users(started: tuple[int, d
         await learner.acquire_lease(0, "aa" * 8, 1)
     await learner.close()
     await syncer.close()
+
+
+def test_the_users_of_servers_that_take_over_are_those_of_the_compose_files(tmp_path: Path) -> None:
+    shipped = (ROOT / "deploy" / "failover.acl").read_text().splitlines()[1:]
+    assert shipped == [user.line(f"{{{variable(user.name)}}}") for user in acl.servers()]
+    made = make("run", [], tmp_path / "secrets.env", failover=True)
+    assert [line.split()[1] for line in made.splitlines()][-3:] == ["replica", "sentinel", "setup"]

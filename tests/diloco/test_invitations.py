@@ -189,6 +189,7 @@ def test_who_may_make_no_users_is_told_who_may(guests: str, capsys: pytest.Captu
     ("url", "at", "told"),
     [
         ("redis://127.0.0.1:6379", None, "this machine alone"),
+        ("redis+sentinel://127.0.0.1/main", None, "--at redis+sentinel://127.0.0.1/main"),
         ("unix:///tmp/r.sock", None, "--at is needed"),
         ("redis://h", "h:6380", "give rediss://HOST:PORT"),
         ("redis://h", "rediss://h:a", "give rediss://HOST:PORT"),

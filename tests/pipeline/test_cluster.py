@@ -266,7 +266,7 @@ async def test_a_cluster_that_nobody_has_made_is_said_to_be_so(tmp_path: Path) -
         while True:
             with pytest.raises(BusUnavailable) as told:
                 await connect(f"redis://127.0.0.1:{address[1]}", "r")
-            if "serves no slot: it is not made yet (redis-cli --cluster create)" in str(told.value):
+            if "serves no slot: it is not made yet" in str(told.value):
                 break
             assert time.monotonic() < deadline, told.value
             await asyncio.sleep(0.05)

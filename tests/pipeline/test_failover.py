@@ -24,7 +24,9 @@ from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
 from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
+from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
+from diloco.pipeline.view.status import read_status
 from diloco.studies.strikes.failing.servers import DOWN_MS, SERVER, ClusterServers, Node, SentinelServers, Servers
 from tests import samples
 from tests.pipeline.test_cluster import everything
@@ -173,8 +175,15 @@ async def test_a_primary_without_replicas_refuses_writes_and_says_so(sentinels: 
         except (BusError, pytest.fail.Exception):
             assert time.monotonic() < deadline
             await asyncio.sleep(0.2)
+    info = await bus.info()
+    assert not info.takes_writes
+    assert any("refuses all writes: no replica is in touch with it" in one for one in info.warnings)
+    status = await read_status(bus, LoopClock())
+    assert (status["phase"], status["reason"]) == ("waiting", "waiting for Redis, which refuses all writes")
+    assert not any("no syncer is here" in warning or "quorum" in warning for warning in status["warnings"])
     sentinels.start("redis-1" if primary != "redis-1" else "redis-0")
     await until_answered(lambda: bus.acquire_lease(0, A, 60))
+    assert (await bus.info()).takes_writes
     await bus.close()
 
 

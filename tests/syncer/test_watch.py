@@ -95,13 +95,16 @@ def test_an_upload_that_has_stopped_is_given_up_once_a_merge_needs_it_and_its_le
         window.offer(offer, 0.0)
     heard = {here: 1.0, gone: 2.0}
     nobody, quiet = frozenset[str](), 2.0 + LIVENESS_S
-    assert watch.given_up(window, heard.__getitem__, quiet, nobody) == ([], None), "a grace needs no upload"
+    assert watch.given_up(window, heard.__getitem__, quiet, nobody, nobody) == ([], None), "a grace needs no upload"
     window.decide(0.0, Conditions(2, frozenset({"l0", "l1"}), 2, 0.0, 30.0))
     assert window.state is State.UPLOADING
-    assert watch.given_up(window, heard.__getitem__, quiet - 0.1, nobody) == ([], quiet)
-    ((offer, refused),), again = watch.given_up(window, heard.__getitem__, quiet, nobody)
+    assert watch.given_up(window, heard.__getitem__, quiet - 0.1, nobody, nobody) == ([], quiet)
+    ((offer, refused),), again = watch.given_up(window, heard.__getitem__, quiet, nobody, nobody)
     assert (offer, refused.reason, again) == (gone, RefusalReason.UPLOAD_TIMEOUT, None)
     assert refused.lost_tokens == gone.header.tokens
-    stopped, _ = watch.given_up(window, heard.__getitem__, quiet, frozenset({"l0"}))
+    doubted = frozenset({"l0"})
+    stopped, _ = watch.given_up(window, heard.__getitem__, quiet, doubted, nobody)
     assert [offer for offer, _ in stopped] == [here, gone]
+    stopped, _ = watch.given_up(window, heard.__getitem__, quiet, doubted, frozenset({here.entry_id, gone.entry_id}))
+    assert [offer for offer, _ in stopped] == [gone], "what still comes of a doubted one stays"
     assert window.member_offers() == (here, gone), "it decides, and changes nothing"

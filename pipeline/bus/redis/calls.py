@@ -94,7 +94,8 @@ class RedisCalls:
         nodes = [reply for reply in told.values() if not isinstance(reply, DilocoError)]
         limits = [int(node.get("maxmemory", 0)) for node in nodes]
         limited = [(int(node["used_memory"]), limit) for node, limit in zip(nodes, limits, strict=True) if limit]
-        warnings = {warning for node in nodes for warning in server.warnings(server.Server.of(node))}
+        servers = list(map(server.Server.of, nodes))
+        warnings = {warning for one in servers for warning in server.warnings(one)}
         warnings |= {str(reply) for reply in told.values() if isinstance(reply, DilocoError)}
         return BusInfo(
             server_id="+".join(sorted(str(node["run_id"]) for node in nodes)),
@@ -104,6 +105,7 @@ class RedisCalls:
             cluster=self.nodes.cluster,
             nodes=len(told),
             warnings=tuple(sorted(warnings)),
+            takes_writes=not all(one.cut_off for one in servers),
             received_bytes=sum(int(node.get("total_net_input_bytes", 0)) for node in nodes),
             sent_bytes=sum(int(node.get("total_net_output_bytes", 0)) for node in nodes),
             node=max(limited, key=lambda one: one[0] / one[1], default=None),

@@ -166,8 +166,8 @@ class ClusterNodes(Nodes):
         ((view, _),) = views.most_common(1)
         if not view:
             raise BusUnavailable(
-                f"Redis: the cluster at {self._place.where} serves no slot: it is not made yet (redis-cli --cluster "
-                "create), or down"
+                f"Redis: the cluster at {self._place.where} serves no slot: it is not made yet (CLUSTER "
+                "ADDSLOTS; redis-cli makes one of several servers), or down"
             )
         slots: list[HostPort | None] = [None] * cluster_slots.SLOTS
         for first, last, primary, _ in view:
