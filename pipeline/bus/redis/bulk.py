@@ -122,7 +122,8 @@ async def exchange(
 
     Raises:
         ConnectionError: the connection was lost.
-        InvalidResponse: what came is none, or more than `most_bytes` or `most_values`. The connection is of no use then.
+        InvalidResponse: what came is none, or more than `most_bytes` or `most_values`. The connection is of no use
+            then.
     """
     if connection._writer is None:
         raise rx.ConnectionError("connection lost before the command was sent")
