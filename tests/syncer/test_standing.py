@@ -9,7 +9,6 @@ import pytest
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.pipeline.payload import quantize
 from diloco.syncer.standing import (
-    AT_ODDS,
     LATELY,
     LEAST,
     RUN,
