@@ -84,7 +84,9 @@ LEAST_FOR_MEDIAN = 3
 def clip_factors(norms: Sequence[float], multiple: float) -> tuple[float, ...]:
     """f_m (M,), at most 1: none is longer than so many times the median of all; ours.
 
-    The lower median of an even number: more than half would have to be long to move it beyond the others' longest.
+    The lower median of an even number: more than half would have to be long to move it beyond the others' longest, and
+    half of them to be short to move it below the others' shortest. No rule on norms alone resists both halves: of
+    (1, 1, x, x) it cannot tell who is honest.
 
     Args:
         norms: of the whole deltas of a fragment, as they are merged.

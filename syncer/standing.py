@@ -4,9 +4,10 @@ Learners of one run pull the same way: the cosine of a delta with the mean of th
 alone tells little. A learner's *standing* is its cosines, each as a share of the window's usual one, smoothed. Near 0,
 or below, it is *at odds*: it sends noise, or pulls against the others.
 
-Nobody is judged by fewer than `LEAST` deltas of one window, and a minority alone is ever at odds: the usual cosine is
-the lower median, and a learner's own is at least what half of the others have with it. So whoever is outnumbered
-cannot make the others look as if they were the ones.
+Nobody is judged by fewer than `LEAST` deltas of one window, nor by those of half of the learners that were seen
+`LATELY`: a few could meet one of the others alone. And a minority alone is ever at odds: the usual cosine is the lower
+median, and a learner's own is at least what half of the others have with it. So whoever is outnumbered cannot make the
+others look as if they were the ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ RUN = 256
 """Elements of one stretch of them."""
 LEAST_USUAL = 0.05
 """A window whose usual cosine is below this tells of nobody: all pull their own way."""
+LATELY = 32
+"""Windows: a learner in none of so many has left, or cannot follow, and does not count among those who judge."""
 FALLS, RISES = 1 / 8, 1 / 32
 """Weights of a new share in the standing. It falls faster than it rises: who disagrees in every third window is at odds
 too, and who was at odds has to agree for a while."""
@@ -114,14 +117,20 @@ class Standings:
     def __init__(self) -> None:
         self._standings: dict[str, float] = {}
         self._low: set[str] = set()
+        self._windows = 0
+        self._seen: dict[str, int] = {}
+        """By learner the last window that it was in, of the last `LATELY`."""
 
     def observe(self, found: Mapping[str, float | None]) -> None:
-        """One window's `agreements` by learner."""
-        known = {learner: cosine for learner, cosine in found.items() if cosine is not None}
-        if len(known) < LEAST or (usual := median_low(known.values())) < LEAST_USUAL:
+        """One window's `agreements` by learner. Zeros agree with nobody, where others do."""
+        self._windows += 1
+        self._seen |= dict.fromkeys(found, self._windows)
+        self._seen = {learner: last for learner, last in self._seen.items() if last > self._windows - LATELY}
+        known = [cosine for cosine in found.values() if cosine is not None]
+        if len(known) < LEAST or 2 * len(known) <= len(self._seen) or (usual := median_low(known)) < LEAST_USUAL:
             return
-        for learner, cosine in known.items():
-            before, share = self._standings.pop(learner, 1.0), min(1.0, max(-1.0, cosine / usual))
+        for learner, cosine in found.items():
+            before, share = self._standings.pop(learner, 1.0), min(1.0, max(-1.0, (cosine or 0.0) / usual))
             now = before + (FALLS if share < before else RISES) * (share - before)
             self._standings[learner] = now
             if now < AT_ODDS:
@@ -137,6 +146,7 @@ class Standings:
         """What they will be once one more window is observed."""
         later = Standings()
         later._standings, later._low = self._standings.copy(), self._low.copy()
+        later._windows, later._seen = self._windows, self._seen.copy()
         later.observe(found)
         return later
 
@@ -146,6 +156,9 @@ class Standings:
 
     @property
     def at_odds(self) -> frozenset[str]:
-        """Learners at odds with the others: fewer than half of all that are known, those of the lowest standing."""
-        most = (len(self._standings) - 1) // 2
-        return frozenset(sorted(self._low, key=self.of)[: max(0, most)])
+        """Learners at odds with the others: fewer than half of those seen lately, those of the lowest standing.
+
+        Whoever was at odds and has stayed away since still is: it is not merged once for coming back.
+        """
+        here = sorted(self._low & self._seen.keys(), key=self.of)
+        return frozenset(here[: max(0, (len(self._seen) - 1) // 2)]) | (self._low - self._seen.keys())

@@ -88,15 +88,19 @@ class Wanted:
         """With nothing in it."""
         return PayloadReader(self.elements, self.codec, self.chunk_bytes)
 
-    async def chunks(self, first: int) -> Sequence[bytes | memoryview]:
+    async def chunks(self, first: int, most: int | None = None) -> Sequence[bytes | memoryview]:
         """Some of them, from the first one on.
+
+        Args:
+            first: its index.
+            most: so many; None: `limit`.
 
         Raises:
             BadPayload: there are none.
         """
         count = chunk_count(self.elements, self.codec, self.chunk_bytes)
         extend_s = self.extend_s * (count > self.limit)
-        if not (chunks := await self.bus.read_chunks(self.key, first, self.limit, extend_s=extend_s)):
+        if not (chunks := await self.bus.read_chunks(self.key, first, most or self.limit, extend_s=extend_s)):
             raise BadPayload(f"{self.key} has {first} of {count} chunks")
         return chunks
 

@@ -47,6 +47,14 @@ async def test_what_was_written_is_read_from_any_chunk_on(cache):
     assert await read(cache, "x", 5) == await read(cache, "y") == []
 
 
+async def test_as_many_as_are_asked_for_are_read(cache):
+    """Nothing of a whole answer is beyond its bound of values."""
+    for first in range(0, 300, 100):
+        await cache.write("x", first, [b"%d" % index for index in range(first, first + 100)], 1.0)
+    for limit in (1, 2, 64, 300, 400):
+        assert await read(cache, "x", 0, limit) == [b"%d" % index for index in range(min(limit, 300))]
+
+
 async def test_a_chunk_that_is_there_stays(cache):
     """Two may bring the same payload, after a claim that lapsed."""
     await cache.write("x", 0, CHUNKS[:3], 1.0)
@@ -166,8 +174,16 @@ async def pour(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
     """Strings without an end."""
     await reader.read(1000)
     while True:
-        writer.write(b"*1000000\r\n" + b"$1000\r\n%b\r\n" % bytes(1000) * 64)
+        writer.write(b"*10\r\n" + b"$10000\r\n%b\r\n" % bytes(10_000) * 10)
         await writer.drain()
+
+
+async def crumble(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Strings of nothing, in arrays of arrays: few bytes, and many values."""
+    await reader.read(1000)
+    writer.write(b"*2\r\n*8\r\n" + b"$0\r\n\r\n" * 8 + b"*9000\r\n" + b"$0\r\n\r\n" * 9000)
+    await writer.drain()
+    await reader.read(1000)
 
 
 async def drone(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -198,6 +214,7 @@ async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     [
         (announce, "a string of 10000000000"),
         (pour, "not a reply: more than"),
+        (crumble, "an array of 9000, with more values than were asked for"),
         (drone, "not a reply: more than"),
         (silent, "no answer in 0.5 s"),
         (hang_up, "connection lost"),

@@ -234,6 +234,34 @@ def test_none_is_longer_than_so_many_times_the_lower_median(
     assert algorithm.clip_factors(norms, multiple) == pytest.approx(expected)
 
 
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(0.5, 2.0), min_size=2, max_size=8),
+    st.lists(st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e3, 1e30]), min_size=1, max_size=8),
+    st.floats(1.0, 5.0),
+)
+def test_a_minority_neither_shrinks_the_others_nor_counts_for_more_and_half_shrinks_alone(
+    honest: list[float], others: list[float], multiple: float
+) -> None:
+    """Whatever the lengths of a minority; and of half, where it has none shorter than the others' shortest."""
+    others = others[: len(honest)]
+    if len(honest) + len(others) < algorithm.LEAST_FOR_MEDIAN:
+        return
+    norms = [*honest, *others]
+    clipped = [factor * norm for factor, norm in zip(algorithm.clip_factors(norms, multiple), norms, strict=True)]
+    longest, shortest = multiple * max(honest), multiple * min(honest)
+    if any(norm > 0 for norm in others) or len(others) < len(honest):
+        assert max(clipped) <= longest * (1 + 1e-12)
+    if len(others) < len(honest) or min(others) >= min(honest):
+        for norm, now in zip(honest, clipped, strict=False):
+            assert now >= min(norm, shortest) * (1 - 1e-12)
+
+
+def test_half_of_a_window_with_tiny_deltas_makes_the_others_as_tiny() -> None:
+    """What the bound cannot do: who has half of a window decides how far it goes."""
+    assert algorithm.clip_factors([1.0, 1.1, 1e-20, 1e-20], 2.0) == pytest.approx((2e-20, 2e-20 / 1.1, 1.0, 1.0))
+
+
 @settings(deadline=None, max_examples=20)
 @given(layouts(), st.sampled_from(["fp32", "bf16", "int8"]), st.integers(0, 2**32))
 def test_a_rebased_delta_is_the_algorithms(layout: FragmentLayout, wire: str, seed: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.pipeline.payload import quantize
 from diloco.syncer.standing import (
-    AT_ODDS,
+    LATELY,
     LEAST,
     RUN,
     SAMPLE,
@@ -211,8 +211,70 @@ def test_a_sample_tells_what_all_of_a_delta_tells() -> None:
 
 def test_what_is_remembered_is_bounded() -> None:
     standings = Standings()
-    for number in range(MAX_LEARNERS + 50):
-        standings.observe({"a": 0.5, "b": 0.5, f"n{number}": -0.5})
+    told = {f"n{number}": 0.5 if number % 3 else -0.5 for number in range(MAX_LEARNERS + 50)}
+    standings.observe(told)
     assert standings.of("n0") == 1.0
-    assert standings.of(f"n{MAX_LEARNERS + 49}") < 1.0
-    assert standings.of("a") > AT_ODDS
+    last = max(number for number in range(len(told)) if not number % 3)
+    assert standings.of(f"n{last}") < 1.0
+    for number in range(LATELY):
+        standings.observe({f"m{number}": 0.5})
+    assert len(standings._seen) == LATELY
+
+
+def test_zeros_are_at_odds_as_noise_is_where_others_agree() -> None:
+    standings, chance, taken = Standings(), np.random.default_rng(0), 0
+    while "l4" not in standings.at_odds:
+        standings.observe(found([*window(chance, 4), np.zeros(ELEMENTS)]))
+        taken += 1
+        assert taken <= 40
+    assert taken == 23
+    assert standings.at_odds == {"l4"}
+
+
+def test_zeros_tell_nothing_where_all_send_them_or_nobody_agrees() -> None:
+    """A fragment that is frozen for all; and one in which all pull their own way."""
+    standings, chance = Standings(), np.random.default_rng(0)
+    for _ in range(60):
+        standings.observe(found([np.zeros(ELEMENTS)] * 5))
+        standings.observe(found([*window(chance, 0, *["random"] * 4), np.zeros(ELEMENTS)]))
+    assert {standings.of(name) for name in names(5)} == {1.0}
+
+
+def test_two_of_seven_cannot_frame_one_whom_they_meet_alone() -> None:
+    """Every other window has the two and one of the honest, whom they pull against."""
+    standings, chance = Standings(), np.random.default_rng(0)
+    for _ in range(60):
+        standings.observe(found(window(chance, 7)))
+        a, b, victim = window(chance, 0, "flipped", "flipped", "honest")
+        met = agreements(gram([a, a + 0.01 * b, -a + 0.01 * victim], None))
+        assert met[2] is not None
+        assert met[2] < -0.5, "alone they would frame it"
+        standings.observe(dict(zip(("l5", "l6", "l0"), met, strict=True)))
+        assert not standings.at_odds
+    assert standings.of("l0") > 0.5
+
+
+def test_the_three_that_are_left_judge_once_the_others_were_not_seen_for_a_while() -> None:
+    standings, chance = Standings(), np.random.default_rng(0)
+    standings.observe(found(window(chance, 8)))
+    assert (taken := windows_until(standings, 2, "flipped")) is not None
+    assert LATELY <= taken < LATELY + 10
+
+
+def test_names_that_have_left_do_not_raise_how_many_may_be_at_odds() -> None:
+    standings, chance = Standings(), np.random.default_rng(0)
+    for n in range(20):
+        standings.observe({f"old{n}-{i}": 0.5 for i in range(3)})
+    for n in range(LATELY + 60):
+        told = dict.fromkeys(names(4), 0.5) | {f"l{n % 4}": -0.5}  # each window has another one that three are against
+        standings.observe(told if chance.random() < 0.5 else dict(reversed(told.items())))
+        if n >= LATELY:
+            assert len(standings.at_odds) <= 1
+
+
+def test_who_was_at_odds_and_stays_away_is_so_when_it_comes_back() -> None:
+    standings, chance = Standings(), np.random.default_rng(0)
+    assert windows_until(standings, 4, "flipped") is not None
+    for _ in range(LATELY + 5):
+        standings.observe(found(window(chance, 4)))
+    assert standings.at_odds == {"l4"}

@@ -12,7 +12,9 @@ import structlog
 from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.bus.redis.region import RedisRegionCache
 from diloco.pipeline.bus.region import LEASE_S, LEAST_CALL_S
+from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.payload import Chunk, Update
 from diloco.pipeline.payload.codec import Payload, as_bytes, decode, whole_chunk
@@ -23,6 +25,7 @@ from diloco.pipeline.transfer import payloads
 from diloco.pipeline.transfer.payloads import Wanted, push
 from diloco.workers.exchange.region import BACKOFF, LEAST_WAIT_S, Fair, Region, _One
 from tests.samples import IDLE
+from tests.serving import serving
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
 
 ELEMENTS, CHUNK_BYTES = 40_000, 8192
@@ -160,31 +163,114 @@ def test_who_is_there_and_brings_nothing_is_waited_for_no_longer_than_is_fair(mo
     run_virtual(scenario())
 
 
-def test_neighbours_that_only_say_so_are_waited_for_a_few_times(monkeypatch):
-    """A cache may always name another one that brings it."""
+@pytest.mark.parametrize("each_s", [0.0, 0.7, 5.0])
+@pytest.mark.parametrize("measured", [False, True])
+def test_neighbours_that_only_say_so_are_waited_for_no_longer_than_one(monkeypatch, each_s, measured):
+    """A cache may always name another one that brings it, at once or each after a while."""
 
     async def scenario() -> None:
         place = Place(monkeypatch)
         await place.publish()
         learner, names = place.learner(), iter(range(10**6))
+        if measured:
+            learner._fair.observe(wire_bytes(), 2.0)
         cache: Any = learner._cache
 
         async def claim(name: str, nonce: str) -> str:
             await asyncio.sleep(0)
-            return f"{next(names)}"
+            return f"{place.clock.now() // each_s if each_s else next(names)}"
 
         cache.claim = claim
         began = place.clock.now()
         await all_of([place.fetch(learner)])
-        assert place.clock.now() - began < 2 * LEAST_WAIT_S + wire_bytes() / RATE
+        due = (4.0 if measured else LEAST_WAIT_S) + wire_bytes() / RATE
+        assert due - 0.05 < place.clock.now() - began < due + 0.3
+        assert learner.pulled == wire_bytes()
+        assert learner.state == "used"
 
     run_virtual(scenario())
 
 
+def test_a_cache_that_brings_it_chunk_by_chunk_is_followed_no_longer_than_is_fair(monkeypatch):
+    """Each of them is right, and comes just in time: so the learner that has the claim pulls the rest itself."""
+
+    async def scenario() -> None:
+        place = Place(monkeypatch)
+        await place.publish()
+        await lies(place, THETA)
+        learner = place.learner()
+        cache: Any = learner._cache
+        read = cache.read
+
+        async def drips(name: str, first: int, limit: int, *given: Any) -> Any:
+            await asyncio.sleep(0.9)
+            return await read(name, first, 1, *given) if first or claimed else []
+
+        claimed, claim = False, cache.claim
+
+        async def claims(name: str, nonce: str) -> str:
+            nonlocal claimed
+            claimed = True
+            return await claim(name, nonce)
+
+        cache.read, cache.claim = drips, claims
+        began = place.clock.now()
+        await all_of([place.fetch(learner)])
+        assert 0 < learner.shared < wire_bytes() / 4
+        assert place.clock.now() - began < LEAST_WAIT_S + 0.9 + wire_bytes() / RATE
+
+    run_virtual(scenario())
+
+
+def test_on_a_thin_line_newcomers_find_out_what_is_fair_by_a_chunk_each(monkeypatch):
+    """They had pulled nothing before. The pull takes longer than they wait unmeasured, and they go on sharing it."""
+    monkeypatch.setattr("tests.workers.test_region_pulls.RATE", 20_000.0)
+
+    async def scenario() -> None:
+        place = Place(monkeypatch)
+        await place.publish()
+        four = [place.learner(name) for name in "abcd"]
+        await all_of([place.fetch(one) for one in four])
+        chunk = wire_bytes() / CHUNKS
+        assert wire_bytes() / RATE > 2 * LEAST_WAIT_S
+        assert wire_bytes() < place.line.carried < wire_bytes() + 3.1 * chunk
+        await all_of([place.fetch(one) for one in four])
+        assert place.line.carried < wire_bytes() + 3.1 * chunk
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize("measured_s", [0.0, 0.1, 3.0])
+async def test_a_cache_that_never_answers_costs_a_newcomer_what_is_fair(monkeypatch, measured_s):
+    """A server that takes what is said and is silent; no line was measured, or a fast one, or a slow one."""
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    monkeypatch.setattr(f"{Region.__module__}.LEAST_WAIT_S", 0.4)
+    monkeypatch.setattr(f"{Region.__module__}.LEAST_CALL_S", 0.2)
+    place = Place(monkeypatch, piece_chunks=CHUNKS)
+    await place.publish()
+    async with serving(silent) as port:
+        cache, clock = RedisRegionCache(f"redis://127.0.0.1:{port}", "run"), LoopClock()
+        region = Region(cache, clock, "a", inline, structlog.get_logger())
+        if measured_s:
+            region._fair.observe(10 * wire_bytes(), measured_s)
+        began = clock.now()
+        with capture_logs() as said:
+            await all_of([place.fetch(region)])
+        due = {0.0: 0.4, 0.1: 0.2, 3.0: 0.6}[measured_s] + wire_bytes() / RATE
+        assert due - 0.05 < clock.now() - began < due + 0.3
+        assert [one["event"] for one in said] == ["region_unavailable"]
+        await region.close()
+
+
 def test_how_long_is_fair():
     fair = Fair()
-    assert fair.wait_s(1_000_000) == 8.0  # a line that was not measured yet
+    assert fair.wait_s(10**9) == fair.call_s(10**9) == LEAST_WAIT_S  # no line was measured yet
+    assert not fair.measured
     fair.observe(1000, 0.001)
+    assert fair.measured
     assert fair.wait_s(1000) == LEAST_WAIT_S > LEASE_S
     assert fair.call_s(1000) == LEAST_CALL_S
     assert fair.wait_s(10_000_000) == 20.0

@@ -5,6 +5,8 @@
     nothing, and nobody's claim  claim it; pull the rest from the run's Redis, and keep each piece for the others
     nothing, another's claim     wait for more, for as long as is fair; then pull the rest, for this learner alone
 
+What is fair is known by pulls over the line. Who has made none pulls one chunk once it has waited long enough.
+
 A claim lapses soon, so the next one goes on where a dead one was. The cache is never trusted: the head, which every
 learner reads from the run's Redis, has a SHA-256 of each payload. Sizes are the spec's. What has not this sum is
 refused, said, and pulled straight. xxh3 digests would be no defence here: a neighbour can make others that fit.
@@ -35,12 +37,8 @@ LEAST_BYTES = 16 * 1024
 """A smaller payload goes straight: calls take longer than its bytes."""
 LOOK_S = 0.25
 """Time between two looks whether who brings a payload is still there."""
-UNMEASURED_BYTES_RATE = 250_000.0
-"""What a line is taken to carry before a pull over it was measured."""
 LEAST_WAIT_S = 2.0
-"""For a neighbour's pull at least: a dead one's claim lapses in less."""
-MOST_HOLDERS = 3
-"""One after the other that are waited for: neighbours may die, and nobody says truly that one has."""
+"""For neighbours' pulls at least: a dead one's claim lapses in less. All that is waited while no line was measured."""
 BACKOFF = Backoff(1.0, 15.0)
 """Waits before a cache that failed is tried again."""
 
@@ -58,14 +56,20 @@ class Fair:
         self._bytes.observe(nbytes)
         self._took_s.observe(took_s)
 
+    @property
+    def measured(self) -> bool:
+        """Something came over the line."""
+        return bool(self._bytes.value)
+
     def wait_s(self, nbytes: int) -> float:
         """For so many bytes: the two would share the line, so each of them would have half of it."""
         return max(LEAST_WAIT_S, self.call_s(nbytes))
 
     def call_s(self, nbytes: int) -> float:
         """For a call of the cache that carries so many."""
-        each_s = (self._took_s.value or 0.0) / self._bytes.value if self._bytes.value else 1 / UNMEASURED_BYTES_RATE
-        return max(LEAST_CALL_S, 2 * nbytes * each_s)
+        if not self._bytes.value:
+            return LEAST_WAIT_S
+        return max(LEAST_CALL_S, 2 * nbytes * (self._took_s.value or 0.0) / self._bytes.value)
 
 
 class Region:
@@ -86,9 +90,9 @@ class Region:
 
     async def fetch(self, wanted: Wanted, head: Head) -> PayloadReader:
         """As `payloads.Fetch`."""
-        due, size = head.sums.get(wanted.key), payload_bytes(wanted.elements, wanted.codec)
-        one, reader, lost = _One(wanted, head, self._fair.wait_s(size)), wanted.reader(), None
-        if due is None or size < LEAST_BYTES or self._clock.now() < self._again_s:
+        due = head.sums.get(wanted.key)
+        one, reader, lost = _One(wanted, head, self._clock.now()), wanted.reader(), None
+        if due is None or one.size < LEAST_BYTES or self._clock.now() < self._again_s:
             return await self._straight(one, reader)
         try:
             try:
@@ -122,20 +126,21 @@ class Region:
             RegionAway: the cache does not work.
             BadPayload, BusError: as `payloads.pull`; or of what the cache gave.
         """
-        until, holders = self._clock.now() + one.wait_s, set[str]()
-        while not reader.complete and (left_s := until - self._clock.now()) > 0:
-            if await self._read(one, reader):
-                continue
-            holder = await self._cache.claim(one.name, self._nonce)
-            if holder == self._nonce:
-                await self._bring(one, reader)
-                return
-            if holder not in holders and len(holders) < MOST_HOLDERS:  # it goes on where another one has died
-                holders.add(holder)
-                until = self._clock.now() + one.wait_s
-            await self._read(one, reader, min(LOOK_S, left_s))
-        if not reader.complete:
-            self._log.debug("region_not_waited_for", fragment=one.head.fragment, chunks=reader.received)
+        while not reader.complete:
+            if (left_s := self._left_s(one)) <= 0:
+                if self._fair.measured:
+                    self._log.debug("region_not_waited_for", fragment=one.head.fragment, chunks=reader.received)
+                    return
+                await self._pull(one, reader, 1)
+            elif not await self._read(one, reader):
+                if await self._cache.claim(one.name, self._nonce) == self._nonce:
+                    await self._bring(one, reader)
+                    return
+                await self._read(one, reader, min(LOOK_S, left_s))
+
+    def _left_s(self, one: "_One") -> float:
+        """Time for what others bring of a payload, whoever they are and however many."""
+        return one.began_s + self._fair.wait_s(one.size) - self._clock.now()
 
     async def _read(self, one: "_One", reader: PayloadReader, block_s: float = 0.0) -> bool:
         """Take what the cache has next, if it has anything."""
@@ -150,7 +155,7 @@ class Region:
 
     async def _bring(self, one: "_One", reader: PayloadReader) -> None:
         """Pull what is lacking, for all."""
-        while not reader.complete and await self._read(one, reader):
+        while not reader.complete and self._left_s(one) > 0 and await self._read(one, reader):
             pass  # who had the claim before has brought it by now, or some of it
         if reader.complete:
             return
@@ -181,10 +186,11 @@ class Region:
             await self._pull(one, reader)
         return reader
 
-    async def _pull(self, one: "_One", reader: PayloadReader) -> Chunks:
+    async def _pull(self, one: "_One", reader: PayloadReader, most: int | None = None) -> Chunks:
+        """most: chunks; None: as many as are in flight at a time."""
         began = self._clock.now()
         try:
-            chunks = await one.wanted.chunks(reader.received)
+            chunks = await one.wanted.chunks(reader.received, most)
         except BadPayload:  # the run's Redis does not have it any more: nothing of the region's is wrong
             one.shared = False
             raise
@@ -215,10 +221,15 @@ class _One:
 
     wanted: Wanted
     head: Head
-    wait_s: float
-    """For one neighbour."""
+    began_s: float
+    """When it was first asked for."""
     shared: bool = False
     """Some of it came from the cache, and may be why it is wrong."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return payload_bytes(self.wanted.elements, self.wanted.codec)
 
     @property
     def name(self) -> str:

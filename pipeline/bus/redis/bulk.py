@@ -112,19 +112,24 @@ async def _receive(connection: AbstractConnection, command: bytes) -> list[memor
 
 
 async def exchange(
-    connection: AbstractConnection, commands: Sequence[Part], replies: int = 1, most_bytes: int = 2**62
+    connection: AbstractConnection,
+    commands: Sequence[Part],
+    replies: int = 1,
+    most_bytes: int = 2**62,
+    most_values: int = 2**62,
 ) -> "Reply":
     """Send packed commands, and take their replies as they lie in memory.
 
     Raises:
         ConnectionError: the connection was lost.
-        InvalidResponse: what came is none, or more than `most_bytes`. The connection is of no use then.
+        InvalidResponse: what came is none, or more than `most_bytes` or `most_values`. The connection is of no use
+            then.
     """
     if connection._writer is None:
         raise rx.ConnectionError("connection lost before the command was sent")
     transport: Any = connection._writer.transport  # the library has no other way to it
     usual = transport.get_protocol()
-    reply = Reply(usual, most_bytes=most_bytes, replies=replies)
+    reply = Reply(usual, most_bytes=most_bytes, replies=replies, most_values=most_values)
     transport.pause_reading()
     transport.set_protocol(reply)
     transport.resume_reading()
@@ -143,7 +148,12 @@ class Reply(asyncio.BufferedProtocol):
     """One reply as it comes in."""
 
     def __init__(
-        self, usual: asyncio.BaseProtocol, room_bytes: int = ROOM_BYTES, most_bytes: int = 2**62, replies: int = 1
+        self,
+        usual: asyncio.BaseProtocol,
+        room_bytes: int = ROOM_BYTES,
+        most_bytes: int = 2**62,
+        replies: int = 1,
+        most_values: int = 2**62,
     ) -> None:
         """As the reply of so many commands, one after another.
 
@@ -152,6 +162,7 @@ class Reply(asyncio.BufferedProtocol):
             room_bytes: of its buffer at first.
             most_bytes: more is no reply to what was asked.
             replies: errors among them are told by `errors`.
+            most_values: members of arrays, in all; each takes time and memory, however short it is.
         """
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = False
@@ -160,6 +171,8 @@ class Reply(asyncio.BufferedProtocol):
         self._filled = self._at = self._needed = 0
         self._due, self._most = replies, most_bytes
         """Values not yet seen; bytes that they may have."""
+        self._members = most_values
+        """That arrays may still announce."""
         self._strings: list[tuple[int, int]] = []
         self.errors: list[str] = []
 
@@ -215,7 +228,11 @@ class Reply(asyncio.BufferedProtocol):
         while self._due and (line := self._line()) is not None:
             kind, text, after = line
             if kind == b"*":
-                self._due += max(0, int(text)) - 1
+                members = max(0, int(text))
+                if members > self._members:
+                    raise ValueError(f"an array of {members}, with more values than were asked for")
+                self._members -= members
+                self._due += members - 1
             elif kind == b"$":
                 size = int(text)
                 stop = after + max(0, size) + (2 if size >= 0 else 0)

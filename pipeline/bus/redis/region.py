@@ -28,6 +28,10 @@ from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES
 
 SMALL_BYTES = 64 * 1024
 """Of what is answered to commands that fetch no payload."""
+SMALL_VALUES = 1024
+"""Members of arrays in such an answer: names that may go are no more."""
+ENTRY_VALUES = 5
+"""Members of arrays that each entry of a stream adds to an answer: itself, id and fields, a field and its value."""
 ENTRY_BYTES = 256
 """What a stream's entry has around its chunk on the wire, at most."""
 _OURS = {"DILOCO_REDIS_CERT and DILOCO_REDIS_KEY": "?ssl_certfile=FILE&ssl_keyfile=FILE in the URL"}
@@ -70,7 +74,7 @@ class RedisRegionCache(RegionCache):
         block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
         command = ("XREAD", "COUNT", limit, *block, "STREAMS", self._keys.region_payload(name), f"{first}-0")
         most = limit * (chunk_bytes + CHUNK_EXTRA_BYTES + ENTRY_BYTES) + SMALL_BYTES
-        reply = await self._call([command], within_s + block_s, most)
+        reply = await self._call([command], within_s + block_s, most, ENTRY_VALUES * limit + 8)
         return reply.strings()[3::3][:limit]  # key, and of each entry id, field, value
 
     async def claim(self, name: str, nonce: str) -> str:
@@ -111,14 +115,19 @@ class RedisRegionCache(RegionCache):
         await drop_all(self._pool)
 
     async def _call(
-        self, commands: Sequence[Sequence[Any]], within_s: float, most_bytes: int = SMALL_BYTES, there: bool = False
+        self,
+        commands: Sequence[Sequence[Any]],
+        within_s: float,
+        most_bytes: int = SMALL_BYTES,
+        most_values: int = SMALL_VALUES,
+        there: bool = False,
     ) -> Reply:
         """Their replies, none of which is an error; there: but for what says that an entry is there."""
         try:
             async with asyncio.timeout(within_s):
                 connection = await self._pool.get_connection()  # type: ignore[no-untyped-call]
                 try:
-                    reply = await _exchange(connection, commands, most_bytes)
+                    reply = await _exchange(connection, commands, most_bytes, most_values)
                 except BaseException:
                     await drop(connection)  # the rest of the replies may still come
                     raise
@@ -155,7 +164,7 @@ class RedisRegionCache(RegionCache):
         if not commands:
             return
         try:
-            errors = (await _exchange(connection, commands, SMALL_BYTES)).errors
+            errors = (await _exchange(connection, commands)).errors
         except BaseException:
             await drop(connection)  # or its next user would be nobody, and would read these replies
             raise
@@ -164,6 +173,11 @@ class RedisRegionCache(RegionCache):
             raise (rx.AuthenticationError if wrong else rx.ResponseError)(errors[0].removeprefix("WRONGPASS "))
 
 
-async def _exchange(connection: AbstractConnection, commands: Sequence[Sequence[Any]], most_bytes: int) -> Reply:
+async def _exchange(
+    connection: AbstractConnection,
+    commands: Sequence[Sequence[Any]],
+    most_bytes: int = SMALL_BYTES,
+    most_values: int = SMALL_VALUES,
+) -> Reply:
     packed = [part for command in commands for part in pack(command)]
-    return await exchange(connection, packed, len(commands), most_bytes)
+    return await exchange(connection, packed, len(commands), most_bytes, most_values)

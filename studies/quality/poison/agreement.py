@@ -28,7 +28,7 @@ def agreement_of(commits: Sequence[Committed]) -> dict[str, Any]:
         found = {c.learner: c.cosine for c in one.contributions if c.cosine is not None}
         if found:
             usual.append((one.version, median_low(found.values())))
-            standings.observe(found)
+            standings.observe({c.learner: c.cosine for c in one.contributions})
             lowest |= {who: min(lowest.get(who, 1.0), standings.of(who)) for who in found}
         if found and usual[-1][1] > 0:
             for learner, cosine in found.items():
