@@ -325,23 +325,18 @@ def build_status(
     if takes_writes and quorum > len(counted) and (state is None or state.phase is Phase.RUNNING):
         beside = f", without {live - len(counted)} at odds" if len(counted) < live else ""
         warnings.insert(0, f"quorum {quorum} > {len(counted)} live{beside}")
-    if (
-        takes_writes
-        and syncers is not None
-        and not syncers
-        and present
-        and (state is None or state.phase is not Phase.FINISHED)
-    ):
+    goes_on = state is None or state.phase is not Phase.FINISHED
+    if goes_on and takes_writes and syncers is not None and not syncers and present:
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
     warnings += [state.problem] if state is not None and state.problem else []
     warnings += [one] if (one := trouble.without_scripts(scriptless)) else []
     doubted = sorted({learner for head in present for learner in head.window.doubted} - left_out)
-    if at_odds and (state is None or state.phase is not Phase.FINISHED):
+    if at_odds and goes_on:
         done = "left out of merges" if left_out else "merged all the same (leave_out = true leaves them out)"
         warnings.append(
             f"at odds, their deltas disagree with all others' again and again: {', '.join(sorted(at_odds))}; {done}"
         )
-    if doubted and (state is None or state.phase is not Phase.FINISHED):
+    if doubted and goes_on:
         warnings.append(f"not waited for, since their last deltas were refused or too slow: {', '.join(doubted)}")
     room = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):

@@ -177,9 +177,10 @@ class Lanes:
                 await self.nodes.look()
             except (DilocoError, LookupError, ValueError, TypeError, AttributeError) as error:
                 # What was known stays if nobody answers, or who does talks nonsense.
-                before_it, failing = failing, str(error) or type(error).__name__
-                if failing != before_it:
-                    self._log.warning("primary_not_told", error=failing)
+                said = str(error) or type(error).__name__
+                if said != failing:
+                    self._log.warning("primary_not_told", error=said)
+                failing = said
             else:
                 failing = ""
             now = set(self.nodes.all())
