@@ -37,8 +37,9 @@ LEAST_BYTES = 16 * 1024
 """A smaller payload goes straight: calls take longer than its bytes."""
 LOOK_S = 0.25
 """Time between two looks whether who brings a payload is still there."""
-LEAST_WAIT_S = 2.0
-"""For neighbours' pulls at least: a dead one's claim lapses in less. All that is waited while no line was measured."""
+LEAST_WAIT_S = 2 * LEASE_S
+"""For neighbours' pulls at least: with it, and twice a pull of one's own, there is time for a dead one's claim to lapse
+and for the next one's pull. All that is waited while no line was measured."""
 BACKOFF = Backoff(1.0, 15.0)
 """Waits before a cache that failed is tried again."""
 

@@ -82,7 +82,9 @@ class Place:
             **{"--tokens": 10**12, "--batch": 1, "--seq-len": 64, "--pace": case.pace_s, "--log-level": "debug"},
         }
         words = [str(word) for pair in given.items() for word in pair]
-        self.learners[name] = Process(name, ["-m", "diloco", "learner", *words], self._folder, self.environ, False)
+        words += ["--state-dir", str(self._folder / f"state-{name}")]  # else one that is back has a peer's moments
+        environ = self.environ | {"DILOCO_STATE_EVERY": "2"}
+        self.learners[name] = Process(name, ["-m", "diloco", "learner", *words], self._folder, environ, False)
 
     def reports(self) -> Reports:
         """Of all incarnations so far, by learner and incarnation."""
