@@ -5,8 +5,8 @@ Public names load when they are asked for, since the syncer has no torch.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # that of typing, which takes longer to import than all else here
 if TYPE_CHECKING:
     from diloco.pipeline import errors
     from diloco.pipeline.settings import SyncSettings
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["Evaluator", "Learner", "SyncSettings", "errors"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name == "errors":
         return import_module("diloco.pipeline.errors")
     if name == "SyncSettings":

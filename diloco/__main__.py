@@ -1,10 +1,22 @@
-"""`python -m diloco`: the command line, and how the launcher starts its children with its own interpreter."""
+"""`python -m diloco`, which is how the launcher starts its children, and `diloco`: the command line."""
 
 import sys
 
-from diloco.cli import main
-from diloco.pipeline.process.lifecycle import die_with_launcher
+from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS, end_at_once
+
+
+def main() -> int:
+    """Run the command that the arguments name; the exit status."""
+    end_at_once()  # until the command is imported
+    from diloco import cli
+    from diloco.pipeline.process.lifecycle import die_with_launcher
+
+    die_with_launcher()
+    try:
+        return cli.main()
+    except KeyboardInterrupt:
+        return INTERRUPTED_STATUS
+
 
 if __name__ == "__main__":
-    die_with_launcher()
     sys.exit(main())

@@ -9,7 +9,8 @@ import typer
 from safetensors import SafetensorError
 
 from diloco.extras import load_extra
-from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.errors import DilocoError, exit_status
+from diloco.pipeline.process.interrupts import raise_again
 
 
 class Entry(NamedTuple):
@@ -132,16 +133,16 @@ def _listed() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2 for a usage error, 1 for any other failure."""
+    """Run a command; returns the exit status: 2 for what a person has to mend, 1 for any other failure."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if given and given[0] in COMMANDS:
-            load_command(given[0])(args=given[1:], prog_name=f"diloco {given[0]}")
-        else:
-            _list()(args=given, prog_name="diloco")
+        name = given[0] if given and given[0] in COMMANDS else ""
+        command = load_command(name) if name else _list()
+        raise_again()
+        command(args=given[1:] if name else given, prog_name=f"diloco {name}".rstrip())
     except DilocoError as error:
         sys.stderr.write(f"error: {error}\n")
-        return 2 if isinstance(error, UsageError) else 1
+        return exit_status(error)
     except (OSError, SafetensorError) as error:  # a full disk, a damaged file: the system's words say what
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1

@@ -13,6 +13,7 @@ import structlog
 import typer
 
 from diloco.extras import load_extra
+from diloco.option_checks import check_data, check_evaluator, check_model_name
 from diloco.options import SettingsCommand, WatchProcess, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import logs
@@ -41,6 +42,8 @@ def learner(settings: LearnerProcess) -> None:
 
     What is not told otherwise (model, data, sync interval ...) follows the run; the first learner of a new run sets it.
     """
+    check_model_name(settings.model)
+    check_data(settings.data)
     _join(settings, "learner")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: idle threads must not spin
     raise typer.Exit(load_extra("diloco.workers.trainer.trainer", "learner").train(settings))
@@ -65,6 +68,7 @@ def syncer(settings: SyncerProcess) -> None:
 @takes(EvaluatorProcess)
 def evaluator(settings: EvaluatorProcess) -> None:
     """Measure the held-out loss of a run's global parameters as they change."""
+    check_evaluator(settings)
     _join(settings, "evaluator")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     raise typer.Exit(load_extra("diloco.workers.trainer.evaluator", "evaluator").evaluate_run(settings))

@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
@@ -28,10 +28,14 @@ from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.users import RedisUsers, connect_users
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import USERS_FROM
-from diloco.pipeline.errors import DilocoError, NotPermitted, UsageError
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import DilocoError, NotPermitted, PeerError, UsageError
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.wire import PartyId, party_name
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
+from diloco.pipeline.units import counted
+from diloco.pipeline.view.status import read_status
 
 PREFIX = "diloco1."
 VARIABLE = "DILOCO_INVITATION"
@@ -138,11 +142,32 @@ async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, l
                 f"note: {', '.join(sorted(users.away))} did not answer and does not know the learner: once it is back, "
                 f"`diloco revoke {name}`, and invite anew"
             )
-    with suppress(NotPermitted):
-        async with open_bus(url, run) as bus:
-            if await bus.read_spec() is None:
-                notes.append(f"note: there is no run {run!r} on this Redis yet: --run says which one it is for")
+    if note := await _run_now(url, run):
+        notes.append(f"note: {note}")
     return word, notes
+
+
+async def _run_now(url: str, run: str) -> str:
+    """What whoever is invited will find; "": a run that is under way."""
+    try:
+        async with open_bus(url, run) as bus:
+            status = await read_status(bus, LoopClock())
+    except NotPermitted as error:
+        return (
+            f"who invites may not look into run {run!r}, so neither may its syncer, if its users were made for another "
+            f"run: {error.remedy}"
+        )
+    except PeerError as error:
+        return f"run {run!r} cannot be read: {error}"
+    if status["phase"] == Phase.FINISHED:
+        return f"run {run!r} is finished: `diloco runs extend {run} --tokens NUMBER` has it go on"
+    if status["phase"] != "waiting":
+        return ""
+    syncers, learners = len(status["syncers"]), sum(one["live"] for one in status["learners"])
+    if not (status["fragments"] or syncers or status["learners"]):
+        return f"there is no run {run!r} on this Redis yet: --run says which one it is for"
+    there = f"{counted(syncers, 'syncer')} and {counted(learners, 'learner')} there"
+    return f"run {run!r} has not begun, with {there}: {status['reason']}"
 
 
 def _address(url: str, at: str | None, user: str, password: str) -> str:
@@ -204,19 +229,22 @@ def revoke(
 
 async def _revoke(url: str, name: str) -> None:
     async with _users(url) as users:
-        if not await users.take_away(f"{acl.INVITED}-{name}"):
-            raise UsageError(f"nobody was invited as {name!r} on this Redis, or the invitation was taken back before")
-        kept = await users.keep()
+        there, kept = await users.take_away(f"{acl.INVITED}-{name}"), await users.keep()
+        if not there and kept != "failed":
+            raise UsageError(
+                f"nobody is invited as {name!r} on this Redis, or not any more"
+                + (", which its ACL file says by now too" if kept == "kept" else "")
+            )
         but = []
         if users.away:
             but.append(
-                f"{', '.join(sorted(users.away))} did not answer, and may still know it: once that is back, there: "
-                f"redis-cli ACL DELUSER {acl.INVITED}-{name}"
+                f"{', '.join(sorted(users.away))} did not answer, and may still know it: once that is back, "
+                f"`diloco revoke {name}` again"
             )
         if kept == "failed":
             but.append(
-                "this Redis cannot write its ACL file, which still has the learner: started again, it lets it in. Mend "
-                "that, then: redis-cli ACL SAVE"
+                "this Redis cannot write its ACL file, which still has the learner: started again, it lets it in. Let "
+                f"it write there, then `diloco revoke {name}` again"
             )
         if but:
             raise DilocoError(f"{name!r} is cut off, but {'; and '.join(but)}")

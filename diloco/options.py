@@ -34,7 +34,6 @@ from diloco.pipeline.settings import (
     SyncSettings,
     TrainerSettings,
     allowed,
-    check_outer,
     defaults,
     expert,
     flag_of,
@@ -44,7 +43,6 @@ from diloco.pipeline.settings import (
 from diloco.pipeline.site import Site
 from diloco.pipeline.sources import ENV_PREFIX, check_variables, given_outside
 from diloco.pipeline.units import parse_count, parse_duration, parse_rate, parse_span, written
-from diloco.workers.trainer.models.hf_config import read_hf
 from diloco.workers.trainer.models.sizes import SIZES
 
 S = TypeVar("S", bound=Settings)
@@ -249,65 +247,6 @@ def unused_by_baseline(settings: RunProcess, used: Collection[str] = ()) -> list
     usual, told = defaults(kind), settings.model_fields_set - set(used)
     strange = [name for name in NOT_OF_BASELINE if name in told and getattr(settings, name) != usual[name]]
     return [way_to_set(kind, name) for name in strange]
-
-
-def check(settings: RunProcess) -> None:
-    """Settings that only make sense together.
-
-    Raises:
-        UsageError: naming them.
-    """
-    if (model := read_hf(settings.model)) is not None:
-        from diloco.workers.trainer.data.tokenized import check_model  # brings transformers and torch
-
-        check_model(model, settings.data, settings.seq_len)
-    if settings.method == "data-parallel":
-        if unused := unused_by_baseline(settings, used={"devices"}):
-            needs, them = ("needs", "it") if len(unused) == 1 else ("need", "them")
-            ways = "; ".join(unused)
-            raise UsageError(f"{ways} {needs} another --method: the data-parallel baseline has no use for {them}")
-    elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
-        remedies = ["more --learners"]
-        remedies += ["a smaller --quorum"] if settings.resume is None else []  # of a resumed run it stays
-        remedies += [] if isinstance(settings, ChaosProcess) else ["--redis-port so that others can join"]
-        raise UsageError(
-            f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
-            f"cannot join; give {' or '.join(remedies)}"
-        )
-    if settings.method != "data-parallel":
-        check_outer(settings)
-    if settings.data != "stdlib" and not _is_there(settings.data):
-        whose = "" if settings.resume is None else " (the resumed run's, unless you say where it is now: --data)"
-        raise UsageError(f"data={settings.data!r}: no such file or folder here{whose}")
-    if settings.http_port and settings.http_port + settings.syncers - 1 > 65535:
-        raise UsageError(f"http_port={settings.http_port}: each syncer takes one more port, and 65535 is the last")
-    if settings.redis_url is not None and settings.redis_port is not None:
-        raise UsageError("--redis-port is for the embedded Redis, and --redis-url names another one: leave one out")
-
-
-def _is_there(data: str) -> bool:
-    """Whether there is such a text on this machine, or it is a data set of a hub."""
-    if Path(data.partition(",column=")[0]).exists():
-        return True
-    from diloco.workers.trainer.data.sources import DATA_SET  # brings numpy, and what reads texts
-
-    return data.startswith(DATA_SET)
-
-
-def check_demo(settings: DemoProcess) -> None:
-    """Settings of `diloco demo`.
-
-    Raises:
-        UsageError: naming those that do not go together.
-    """
-    if settings.method == "data-parallel":
-        raise UsageError("`diloco demo` needs another --method: the data-parallel baseline stops when a process dies")
-    if settings.learners < 2:
-        raise UsageError("`diloco demo` needs --learners 2 or more: it shows that the others go on")
-    if settings.kill_learner >= settings.learners:
-        raise UsageError(f"kill_learner={settings.kill_learner}: there are learners 0 to {settings.learners - 1}")
-    if settings.restart_at <= settings.kill_at:
-        raise UsageError(f"restart_at={settings.restart_at} must come after kill_at={settings.kill_at}")
 
 
 PANELS: dict[type[Settings], str] = {

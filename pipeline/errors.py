@@ -9,7 +9,22 @@ from typing import Any, Self
 
 
 class DilocoError(Exception):
-    """Base of all errors raised on purpose by this project."""
+    """Base of all errors raised on purpose by this project: what was found, what to do about it, what others said."""
+
+    def __init__(self, found: str = "", remedy: str = "", said: str = "") -> None:
+        """said: by a server or a library, in its own words, which come last."""
+        super().__init__(found)
+        self.found, self.remedy, self.said = found, remedy, said
+
+    @property
+    def told(self) -> str:
+        """All but the remedy."""
+        return f"{self.found} ({self.said})" if self.said else self.found
+
+    def __str__(self) -> str:
+        if not self.remedy:
+            return self.told
+        return f"{self.found}; {self.remedy}" + (f" ({self.said})" if self.said else "")
 
 
 class UsageError(DilocoError):
@@ -55,7 +70,7 @@ class LearnerReplaced(IdTaken):
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, int], dict[str, Any]]:
         """An exception is made again from its arguments; this one has two."""
-        return type(self), (str(self), self.generation), vars(self)
+        return type(self), (self.found, self.generation), vars(self)
 
 
 class RankGone(DilocoError):
@@ -92,6 +107,15 @@ class HeadMoved(BusError):
 
 class PayloadIncomplete(BusError):
     """A commit was refused because a staged payload does not have all of its chunks: stage it again."""
+
+
+REFUSED_STATUS = 2
+"""Exit status of a process that was refused what only a person can mend."""
+
+
+def exit_status(error: DilocoError) -> int:
+    """Of a process that ends by it: to start it again helps only where nobody has to mend anything before."""
+    return REFUSED_STATUS if isinstance(error, (UsageError, SpecMismatch)) else 1
 
 
 def outage_event(error: BaseException) -> str:

@@ -112,7 +112,9 @@ class ServerSettings(Settings):
     """How a Redis is reached."""
 
     redis_url: SecretStr | None = Field(
-        None, description="Redis to use: redis://, rediss:// or unix://. Secrets belong in DILOCO_REDIS_URL"
+        None,
+        description="Redis to use: redis://HOST:6379, of a cluster any nodes; rediss:// with TLS; "
+        "redis+sentinel://HOST,HOST,HOST/SERVICE; unix:///PATH. One with a password belongs in DILOCO_REDIS_URL",
     )
     redis_ca: Path | None = expert(None, description="For rediss://: file of the authority that issued its certificate")
     redis_cert: Path | None = expert(None, description="For rediss://: client certificate, if the server wants one")
@@ -416,9 +418,10 @@ def allowed(kind: type[Settings], name: str) -> str:
     info = kind.model_fields[name]
     if get_origin(info.annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(info.annotation)))
-    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+    words = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
+    words["min_length"] = "at least {} characters"
     return ", ".join(
-        f"{text} {written(bound) if isinstance(bound := getattr(rule, attr), float) else bound}"
+        text.format(written(bound) if isinstance(bound := getattr(rule, attr), float) else bound)
         for rule in info.metadata
         for attr, text in words.items()
         if getattr(rule, attr, None) is not None
@@ -477,6 +480,6 @@ def _complaints(kind: type[Settings], error: ValidationError, flags: Collection[
         if kind.from_environment:
             ways.append(f"{ENV_PREFIX}{name.upper()}")
         ways.append("the settings file")
-        what = problem["msg"].removeprefix("Value error, ")
+        what = "too short" if "too_short" in problem["type"] else problem["msg"].removeprefix("Value error, ")
         lines.append(f"{name}={shown}: {what}{hint}; set it with {' or '.join(ways)}")
     return lines

@@ -13,6 +13,8 @@ from diloco.pipeline.units import Amount, BitRate, Span, written
 
 LEAST_PARAMS, MOST_PARAMS = 1e4, 1e13
 """Of a model that a plan is for."""
+LEAST_LINK = 1e3
+"""Of a link, bit/s: less is a number whose unit was left out."""
 MOST_IN_LAYERS = 1.1
 """Of a model's parameters, as people round them."""
 _LAYERS = ((125e6, 12), (1e9, 24), (10e9, 48), (100e9, 108))
@@ -37,7 +39,9 @@ class Site(Settings):
     step_time: Span = Field(5.0, gt=0, description="Compute time of an inner step. Assumed")
     link: BitRate = Field(
         100e9,
-        description="Bandwidth of a learner's link to the syncers, each way. Assumed; the paper has 2-5 Gbit/s too",
+        ge=LEAST_LINK,
+        description="Bandwidth of a learner's link to the syncers, each way, in bits: 5Gbps, 800Mbit/s. Assumed; the "
+        "paper has 2-5 Gbit/s too",
     )
     latency: Span = Field(0.05, description="One way of a control message. Assumed")
     merge_rate: Amount = Field(

@@ -1,5 +1,6 @@
 """Numbers as people write them: '2.5M', '200ms', '0.5y', '5Gbps'. Anything else is left for the validator to refuse."""
 
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
@@ -76,8 +77,15 @@ def parse_span(value: Any) -> Any:
 
 
 def parse_rate(value: Any) -> Any:
-    """'5Gbps', '800Mbit/s' or a number of bits per second."""
-    return scaled(value, "([kmgt]?)(?:bps|bit/s)?", _BITS)
+    """'5Gbps', '800Mbit/s' or a number of bits per second.
+
+    Raises:
+        ValueError: it is text, and none of these.
+    """
+    read = scaled(value, "([kmgt]?)(?:bps|bit/s)?", _BITS)
+    if isinstance(read, str) and not re.fullmatch(r"\s*[+-]?[0-9.]+\s*|nan|[+-]?inf", read, re.IGNORECASE):
+        raise ValueError("not a rate in bits, such as 5Gbps or 800Mbit/s")
+    return read
 
 
 def written(amount: float, suffixes: str = "TBMk") -> str:
@@ -91,6 +99,11 @@ def written(amount: float, suffixes: str = "TBMk") -> str:
 def as_bytes(amount: float) -> str:
     """Bytes for people: '250MB'."""
     return written(float(f"{amount:.3g}"), "TGMk") + "B"
+
+
+def as_maxmemory(amount: float) -> str:
+    """At least so many bytes, as Redis reads them: '2500mb', of 2^20 each."""
+    return f"{math.ceil(amount / 2**20)}mb"
 
 
 def as_rate(bytes_per_s: float) -> str:

@@ -1,11 +1,12 @@
 """What the facts say: for each a finding, with the figure, and what to do where it is not as it should be. Pure."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.pipeline.bus import server as of_server
-from diloco.pipeline.bus.acl import INVITED
+from diloco.pipeline.bus.acl import INVITED, acl_command
 from diloco.pipeline.bus.server import Address, Server
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.needs import GLOBALS, LINK_SHARE, Needs, Pace, needs_of, pace_of, round_trip_s
@@ -96,9 +97,20 @@ def server(nodes: Iterable[Server], checkpoints: bool = False) -> Iterator[Findi
     """What it is and how it is set, each node of it. checkpoints: a syncer here keeps some."""
     nodes = list(nodes)
     for look in (of_server.version, of_server.role, of_server.eviction, of_server.disk):
-        yield from dict.fromkeys(map(look, nodes))
-    yield from dict.fromkeys(of_server.replicas(node) for node in nodes if node.replicas or node.cut_off)
-    yield from dict.fromkeys(of_server.persistence(node, checkpoints) for node in nodes)
+        yield from _of_each(nodes, look)
+    yield from _of_each([one for one in nodes if one.replicas or one.cut_off or one.cluster], of_server.replicas)
+    yield from _of_each([one for one in nodes if one.cluster], of_server.coverage)
+    yield from _of_each(nodes, partial(of_server.persistence, checkpoints=checkpoints))
+
+
+def _of_each(nodes: Iterable[Server], look: Callable[[Server], Finding]) -> Iterator[Finding]:
+    """What there is to say of nodes, once; of several it is said which it is about, unless it is all of them."""
+    about: dict[Finding, list[str]] = {}
+    for node in nodes:
+        about.setdefault(look(node), []).append(node.at)
+    for finding, at in about.items():
+        said = finding.found if len(about) == 1 and len(at) != 1 else f"{', '.join(at)}: {finding.found}"
+        yield finding._replace(found=said if any(at) else finding.found)
 
 
 def fills(nodes: Iterable[Server], run: Run | None) -> Iterator[Finding]:
@@ -106,7 +118,7 @@ def fills(nodes: Iterable[Server], run: Run | None) -> Iterator[Finding]:
     nodes = list(nodes)
     learners = 0 if run is None else max(run.sync.quorum, run.learners if run.live is None else run.live)
     a_round = 0.0 if run is None else round_bytes(run.params, learners, run.sync.codec) / len(nodes)
-    yield from dict.fromkeys(of_server.fill(one.used_bytes, one.maxmemory_bytes, a_round) for one in nodes)
+    yield from _of_each(nodes, lambda one: of_server.fill(one.used_bytes, one.maxmemory_bytes, a_round))
 
 
 def memory(nodes: Iterable[Server], run: Run) -> Finding:
@@ -115,7 +127,7 @@ def memory(nodes: Iterable[Server], run: Run) -> Finding:
     limits = [node.maxmemory_bytes for node in nodes]
     limit = sum(limits) if all(limits) else 0
     machines = 0 if len(nodes) > 1 else nodes[0].machine_bytes  # nodes may share one
-    return of_server.room(limit, run.params, run.sync, run.learners, machines)
+    return of_server.room(limit, run.params, run.sync, run.learners, machines, len(nodes))
 
 
 def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
@@ -158,18 +170,31 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
         )
 
 
-def rights(address: Address, lacks: dict[str, str], party: str | None = None) -> Finding:
-    """Which party this user may be. party: that it is to be here; None: whatever it is named for."""
+def rights(
+    address: Address, lacks: dict[str, str], run: str, learner: str | None = None, party: str | None = None
+) -> Finding:
+    """Which party this user may be.
+
+    Args:
+        address: how it came.
+        lacks: by party.
+        run: that it was tried in.
+        learner: the name that was asked for; None: that of the user.
+        party: that it is to be here; None: whatever it is named for.
+    """
     who = f"user {address.user}" if address.user not in ("", DEFAULT_USER) else "the default user"
     may = [party for party in PARTIES if not lacks[party]]
     named = next((of for name, of in NAMED.items() if address.user.partition("-")[0] == name), None)
     meant = party or named
     if not may or (meant is not None and meant not in may):
         missing = lacks[meant or "learner"]
+        what = f"{meant or 'party'} of run {run!r}{f' as {learner!r}' if learner and meant == 'learner' else ''}"
         remedy = (
-            "make its user anew with `diloco acl`, under the run's and the learner's own name (--run, --learner-id)"
+            "a user is one party's, in one run: name the run that it was made for (--run), and a learner by its own "
+            "name (--learner-id); or make users for this run, and start Redis with them: "
+            f"{acl_command(run, address.user)}"
         )
-        return error("rights", f"{who} cannot be a {meant or 'party of the run'}: {missing}", remedy)
+        return error("rights", f"{who} cannot be a {what}: {missing}", remedy)
     if meant is None and may == ["viewer"]:
         return warning("rights", f"{who} may look at runs only", "set another user in DILOCO_REDIS_URL to take part")
     return ok("rights", f"{who} may be: {', '.join(may)}")
@@ -201,7 +226,7 @@ def link(line: Link) -> Iterator[Finding]:
     else:
         yield ok("distance", found)
     if line.problem:
-        yield warning("line", f"no payload could be tried: {line.problem}", "mend what it says, and look again")
+        yield warning("line", f"no payload could be tried: {line.problem}", line.remedy or "look again, once it may be")
     elif line.up_bytes_per_s is None or line.down_bytes_per_s is None:
         yield ok("line", "no payload was tried: this user may write none")
     else:

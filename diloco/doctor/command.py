@@ -59,15 +59,11 @@ class Report:
         return int(any(finding.level == "error" for finding in self.findings))
 
 
-def split(failure: Exception, remedy: str) -> tuple[str, str]:
-    """An error's text as what was found and what to do, which stands behind its last semicolon."""
-    found, sign, what = str(failure).rpartition("; ")
-    return (found, what) if sign else (str(failure), remedy)
+REACH = "start it, or name another one by --redis-url or DILOCO_REDIS_URL; its port must be open to this machine"
 
 
 def _refused(failure: DilocoError) -> Finding:
-    remedy = "start it, or name another one by --redis-url or DILOCO_REDIS_URL; its port must be open to this machine"
-    return error("Redis", *split(failure, remedy))
+    return error("Redis", failure.told.removeprefix("Redis "), failure.remedy or REACH)
 
 
 async def look(
@@ -103,7 +99,8 @@ async def look(
             nodes = await examination.nodes()
             report.add(*checks.server(nodes, checkpoints), *checks.transport(address, nodes))
             lacks = await examination.lacks(bus.keys, name)
-            report.add(checks.rights(address, lacks, None if party == "all" else party))
+            as_party = None if party == "all" else party
+            report.add(checks.rights(address, lacks, settings.run, settings.learner_id, as_party))
             run = await _there(bus, report, run, step_s)
             report.add(*checks.fills(nodes, run))
             writes = not (lacks["learner"] and lacks["syncer"])
@@ -131,7 +128,8 @@ async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | 
     except UsageError:  # a user without rights, which was said
         return planned
     except PeerError as failure:
-        report.add(error("run", *split(failure, "use the release that the run was begun with")))
+        remedy = failure.remedy or "use the release that the run was begun with"
+        report.add(error("run", failure.told, remedy))
         return planned
     if found is not None and planned is not None:
         why = f"{found.name} is under way there, and is what is looked at: --params, --model and --learners are not"

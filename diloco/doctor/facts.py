@@ -48,6 +48,8 @@ class Link:
     """Of that payload."""
     problem: str = ""
     """Why no payload was written; "": if none was, this user is not to write any."""
+    remedy: str = ""
+    """What to do about that."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import numpy as np
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.examining import RedisExamination
-from diloco.pipeline.bus.server import Server
+from diloco.pipeline.bus.server import Server, to_maxmemory
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
@@ -209,7 +209,10 @@ async def look_at_line(
     if not writes:
         return Link(round_trip_s), ahead_s
     if most < FIRST_BYTES:
-        return Link(round_trip_s, problem=f"only {as_bytes(max(0, room or 0))} of its maxmemory are free"), ahead_s
+        full = min((one for one in nodes if one.maxmemory_bytes), key=lambda one: one.maxmemory_bytes - one.used_bytes)
+        found = f"only {as_bytes(max(0, room or 0))} of its maxmemory are free{f' at {full.at}' if full.at else ''}"
+        remedy = to_maxmemory(full.used_bytes + FIRST_BYTES / SHARE_OF_FREE)
+        return Link(round_trip_s, problem=found, remedy=remedy), ahead_s
     size, up, down = FIRST_BYTES, None, None
     try:
         while True:
@@ -224,7 +227,7 @@ async def look_at_line(
                 break
             size *= 4
     except (BusError, UsageError) as error:
-        return Link(round_trip_s, problem=str(error)), ahead_s
+        return Link(round_trip_s, problem=error.told, remedy=error.remedy), ahead_s
     return Link(round_trip_s, up, down, size), ahead_s
 
 

@@ -9,7 +9,8 @@ import typer
 
 from diloco.launcher import run
 from diloco.launcher.report import Kill, Origin, Outcome
-from diloco.options import CHOSEN_BY_LAUNCHER, OF_ONE_LEARNER, DemoProcess, check_demo, takes
+from diloco.option_checks import check_demo
+from diloco.options import CHOSEN_BY_LAUNCHER, OF_ONE_LEARNER, DemoProcess, takes
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.view.status import LearnerStatus, Status, present
 

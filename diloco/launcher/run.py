@@ -27,12 +27,12 @@ from diloco.launcher.folder import Folder, choose, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
 from diloco.launcher.page import left_in
 from diloco.launcher.report import Origin, Outcome
+from diloco.option_checks import check
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
     OF_DEMO,
     OF_ONE_LEARNER,
     RunProcess,
-    check,
     method_notes,
     reached_at,
     takes,

@@ -5,11 +5,19 @@ cluster slot. Keys of the whole run share ``{run}``. Groups: ``g = p mod G``; G 
 G is the number of fragments. The number n of group g (`cluster_slots.numbers`) has slots lie evenly; 0 if G = 1.
 """
 
+import re
 from dataclasses import dataclass
 
 from diloco.pipeline.bus.cluster_slots import numbers
 
 PREFIX = "diloco:"
+_RUN = re.compile(rf"{PREFIX}\{{([A-Za-z0-9._-]{{1,64}})(?::[0-9]+)?\}}:")
+
+
+def run_of(key: bytes | str | None) -> str:
+    """The run that a key belongs to; "" of any other key."""
+    name = key.decode(errors="replace") if isinstance(key, bytes) else key or ""
+    return found[1] if (found := _RUN.match(name)) else ""
 
 
 @dataclass(frozen=True, slots=True)

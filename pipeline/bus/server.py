@@ -11,7 +11,7 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.redis_memory import redis_bytes, redis_holds, round_bytes
-from diloco.pipeline.units import as_bytes
+from diloco.pipeline.units import as_bytes, as_maxmemory
 
 OLDEST = (6, 2)
 """Version from which on a server has what scripts and streams need."""
@@ -64,12 +64,18 @@ class Server:
     """When it takes snapshots, "" for never; None: not told."""
     protected: bool | None = None
     """Protected mode; None: not told."""
+    at: str = ""
+    """Its address, where there are several."""
+    cluster: bool = False
+    """It is a node of one."""
+    full_coverage: bool | None = None
+    """It serves nothing while any slot of its cluster is without a node; None: not told."""
 
     @classmethod
-    def of(cls, info: Mapping[str, Any], config: Mapping[str, str] | None = None) -> Self:
+    def of(cls, info: Mapping[str, Any], config: Mapping[str, str] | None = None, at: str = "") -> Self:
         """Of a node's INFO, as a client library reads it."""
         config = config or {}
-        mode = config.get("protected-mode")
+        mode, coverage = config.get("protected-mode"), config.get("cluster-require-full-coverage")
         return cls(
             version=str(info["redis_version"]),
             used_bytes=int(info.get("used_memory", 0)),
@@ -84,6 +90,9 @@ class Server:
             cut_off=info.get("min_slaves_good_slaves") == 0,
             save=config.get("save"),
             protected=None if mode is None else mode == "yes",
+            at=at,
+            cluster=bool(info.get("cluster_enabled")),
+            full_coverage=None if coverage is None else coverage == "yes",
         )
 
 
@@ -111,6 +120,12 @@ def eviction(server: Server) -> Finding:
     )
 
 
+def to_maxmemory(amount: float, each: str = "") -> str:
+    """What to do where a node has less. each: of which nodes, if of several."""
+    wanted = as_maxmemory(amount)
+    return f"raise maxmemory to {wanted}{each}: CONFIG SET maxmemory {wanted}, and the same in its configuration"
+
+
 def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding:
     """How full a node is: the one rule, by which log, status, page, alert and doctor go.
 
@@ -125,7 +140,8 @@ def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding
         return warning(
             "Redis fill",
             f"Redis should have {as_bytes(least)} free, and uses {used_bytes / maxmemory_bytes:.0%} of its maxmemory",
-            "raise it; deltas are refused where it is full",
+            f"{to_maxmemory(max(used_bytes + a_round, used_bytes / (1 - MOST_FREE)) + 1)}; deltas are refused where it "
+            "is full",
         )
     return ok("Redis fill", f"{as_bytes(used_bytes)} in use")
 
@@ -185,7 +201,30 @@ def replicas(server: Server) -> Finding:
             "another one has become primary",
             "set min-replicas-to-write 1 and min-replicas-max-lag 10, or less, on all of them",
         )
+    if server.cluster and not server.replicas:
+        return warning(
+            "replicas",
+            "this primary has no replica: should its machine be lost, its fragments stand still until it is back",
+            "give it one: start a server with cluster-enabled yes, then, with redis-cli of Redis: redis-cli --cluster "
+            f"add-node NEW_HOST:PORT {server.at} --cluster-slave",
+        )
     return ok("replicas", str(server.replicas) if server.replicas else "none")
+
+
+def coverage(server: Server) -> Finding:
+    """Whether one primary that is lost stops all others of its cluster."""
+    if server.full_coverage:
+        return warning(
+            "coverage",
+            "cluster-require-full-coverage is yes: while any primary is away, all of the cluster serves nothing",
+            "on each node: CONFIG SET cluster-require-full-coverage no, and the same in its configuration",
+        )
+    return ok(
+        "coverage",
+        "a primary that is away stops its own fragments alone"
+        if server.full_coverage is False
+        else "not told (cluster-require-full-coverage is to be no)",
+    )
 
 
 def warnings(server: Server) -> Iterator[str]:
@@ -193,7 +232,9 @@ def warnings(server: Server) -> Iterator[str]:
     yield from (str(found) for found in (eviction(server), disk(server), replicas(server)) if found.level != "ok")
 
 
-def room(maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 0, machine_bytes: int = 0) -> Finding:
+def room(
+    maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 0, machine_bytes: int = 0, nodes: int = 1
+) -> Finding:
     """Whether its memory can hold a run, by what `diloco plan` says for as many learners.
 
     Args:
@@ -202,6 +243,7 @@ def room(maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 
         sync: the run's.
         learners: that are expected; no fewer than `LEAST_LEARNERS`, or a quorum, are reckoned with.
         machine_bytes: memory of the servers' machines, which counts where there is no limit; 0: not known.
+        nodes: that hold keys.
     """
     learners = max(LEAST_LEARNERS, sync.quorum, learners)
     needed = redis_bytes(elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval)
@@ -211,6 +253,8 @@ def room(maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 
     if not maxmemory_bytes and machine_bytes:
         has += f", on a machine of {as_bytes(machine_bytes)}"
     if 0 < limit < needed:
-        remedy = "raise it" if maxmemory_bytes else "give it a machine with more memory"
+        each = f" on each of the {nodes} nodes" if nodes > 1 else ""
+        larger = f"give it a machine with more memory than {as_bytes(needed)}"
+        remedy = to_maxmemory(needed / nodes, each) if maxmemory_bytes else larger
         return error("Redis memory", f"{has}; {needs}", remedy)
     return ok("Redis memory", f"{has}; {needs}")

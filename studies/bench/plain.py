@@ -36,7 +36,7 @@ def connected(url: str) -> socket.socket:
         words = ("AUTH", *((where.username,) if where.username else ()), unquote(where.password))
         link.sendall(packed(*words))
         if not (answer := link.recv(256)).startswith(b"+OK"):
-            raise UsageError(f"Redis refused this user: {answer.decode(errors='replace').strip()}")
+            raise UsageError("Redis refuses the login", said=answer.decode(errors="replace").strip())
     return link
 
 

@@ -21,13 +21,13 @@ from diloco.launcher.finish import tell_page
 from diloco.launcher.folder import Folder, choose
 from diloco.launcher.launch import places_of
 from diloco.launcher.report import build
+from diloco.option_checks import check
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
     NOT_OF_CHAOS,
     OF_DEMO,
     OF_ONE_LEARNER,
     ChaosProcess,
-    check,
     takes,
     unused_by_baseline,
     with_preset,

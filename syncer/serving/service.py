@@ -16,7 +16,7 @@ import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.clock import LoopClock, fast_loop
-from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
+from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError, exit_status
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
@@ -148,16 +148,34 @@ async def _until(stop: asyncio.Event, work: Any) -> Any:
         await cancel([task, stopped])
 
 
+async def _reach(url: str, run: str) -> Bus:
+    """The run's bus, where this user may read the run: nobody else begins to serve it, or its page.
+
+    Raises:
+        NotPermitted: it may not.
+        BusUnavailable: there is no answer.
+    """
+    from diloco.pipeline.bus.redis_streams import connect
+
+    bus = await connect(url, run)
+    try:
+        await bus.read_spec()
+    except BaseException:
+        await bus.close()
+        raise
+    return bus
+
+
 async def serve(settings: SyncerProcess) -> int:
     """Run a syncer against a real Redis until the run is finished or a signal comes; the exit status."""
-    from diloco.pipeline.bus.redis_streams import connect
     from diloco.syncer.serving.http import start_http
 
     url = settings.bus_url()
     if url is None:
         raise UsageError("no Redis URL: set DILOCO_REDIS_URL or --redis-url, e.g. redis://localhost:6379")
     stop, metrics = stop_event(), Metrics(settings.run)
-    bus = await _until(stop, retry(partial(connect, url, settings.run), EVERY_SECOND.waits(), BusUnavailable, warn))
+    reach = partial(_reach, url, settings.run)
+    bus = await _until(stop, retry(reach, EVERY_SECOND.waits(), BusUnavailable, warn))
     if bus is None:
         return AGAIN_STATUS
     service = SyncerService(bus, LoopClock(), settings, metrics)
@@ -199,4 +217,4 @@ def main(settings: SyncerProcess) -> int:
             return runner.run(serve(settings))
     except DilocoError as error:
         structlog.get_logger().error("syncer_failed", error=str(error))
-        return 1
+        return exit_status(error)

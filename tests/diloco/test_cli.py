@@ -10,7 +10,8 @@ from typer.main import get_command
 
 from diloco import cli, commands
 from diloco.launcher.folder import choose
-from diloco.options import RunProcess, check
+from diloco.option_checks import check
+from diloco.options import RunProcess
 from diloco.pipeline.errors import BusUnavailable, SpecMismatch, UsageError
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode

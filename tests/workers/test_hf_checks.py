@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from diloco.cli import main
-from diloco.options import RunProcess, check
+from diloco.option_checks import check
+from diloco.options import RunProcess
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, SyncSettings, load
@@ -93,7 +94,8 @@ def test_the_launcher_says_at_once_that_transformers_is_missing(monkeypatch: pyt
 def test_the_launcher_of_a_built_in_model_loads_neither_transformers_nor_torch() -> None:
     """Nor what reads texts: only a model of transformers is looked at."""
     code = (
-        "import sys; from diloco.options import RunProcess, check; check(RunProcess()); "
+        "import sys; from diloco.option_checks import check; from diloco.options import RunProcess; "
+        "check(RunProcess()); "
         "print(*{'torch', 'transformers', 'diloco.workers.trainer.data'} & set(sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"\n"

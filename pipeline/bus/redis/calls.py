@@ -117,7 +117,7 @@ class RedisCalls:
 
     def call(self, lane: Lane, limit_s: float, key: bytes | str | None = None) -> AbstractAsyncContextManager[Any]:
         """A client of the node that has a key, for the time of one call; errors leave it translated."""
-        return self._lanes.call(lane, limit_s, self._lanes.node_of(key))
+        return self._lanes.call(lane, limit_s, self._lanes.node_of(key), key)
 
     async def everywhere(
         self, *command: Any, at: Collection[HostPort | None] | None = None
@@ -156,7 +156,7 @@ class RedisCalls:
         cluster_slots.one_slot(keys)
         command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
         node = self._lanes.node_of(keys[0])
-        async with self._lanes.call("control", CONTROL_S, node) as client:
+        async with self._lanes.call("control", CONTROL_S, node, keys[0]) as client:
             try:
                 reply = await bulk.ask(client, command)
             except rx.NoScriptError:
@@ -207,7 +207,7 @@ class RedisCalls:
         return list(reply[1:])
 
     def _error(self, error: BaseException, key: bytes | str | None) -> DilocoError:
-        return self._lanes.translate(error, self._lanes.node_of(key))
+        return self._lanes.translate(error, self._lanes.node_of(key), key)
 
     def notice(self, replies: Iterable[Any], key: bytes | str | None) -> None:
         """See what errors among replies say of who is primary."""

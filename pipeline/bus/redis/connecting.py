@@ -13,7 +13,7 @@ from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.address import CONNECT_S, Place, is_tls, parse
 from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import RedisCalls
-from diloco.pipeline.bus.redis.errors import ERRORS, NO_TLS, translate
+from diloco.pipeline.bus.redis.errors import ERRORS, NAME_REDIS, NO_TLS, translate
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, SentinelNodes
 from diloco.pipeline.bus.tls import check_files
 from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, UsageError
@@ -36,7 +36,8 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
     try:
         nodes = await _nodes(place)
     except DilocoError as error:
-        raise type(error)(f"{error}{hint}") from None
+        found, remedy = (error.found, f"{error.remedy}{hint}") if error.remedy else (f"{error.found}{hint}", "")
+        raise type(error)(found, remedy, error.said) from None
     calls = RedisCalls(place, nodes)
     try:
         with suppress(ScriptsMissing):  # the spec, say, can be read without
@@ -56,11 +57,13 @@ async def _nodes(place: Place) -> Nodes:
             raise await _hinted(error, place.where, place, place.hosts) from None
         (primary,) = sentinels.all()
         if await _is_cluster(place, primary):
-            raise UsageError(f"Redis at {primary} is a node of a cluster, which has no sentinels: name it by redis://")
+            raise UsageError(
+                f"Redis at {primary} is a node of a cluster, which has no sentinels", "name it by redis://"
+            )
         return sentinels
     if not place.hosts:
         if await _is_cluster(place, None):
-            raise UsageError(f"Redis at {place.where} is a cluster: reach it by redis:// or rediss://, not by unix://")
+            raise UsageError(f"Redis at {place.where} is a cluster", "name it by redis:// or rediss://, not by unix://")
         return Nodes(None)
     failed: DilocoError | None = None
     for host in place.hosts:
@@ -75,8 +78,8 @@ async def _nodes(place: Place) -> Nodes:
             return found
         if len(place.hosts) > 1:
             raise UsageError(
-                f"Redis at {host} is no cluster: name one host; of a primary with replicas the sentinels "
-                "(redis+sentinel://host,host,host/service)"
+                f"Redis at {host} is no cluster, and several hosts are named",
+                "name one of them; of a primary with replicas the sentinels (redis+sentinel://host,host,host/service)",
             )
         return Nodes(host)
     assert failed is not None  # noqa: S101  # there is a host
@@ -105,11 +108,11 @@ async def _is_cluster(place: Place, address: HostPort | None) -> bool:
     finally:
         await drop_all(probe.connection_pool)
     if "redis_version" not in info:
-        raise UsageError(f"what answers at {where} is no Redis")
+        raise UsageError(f"what answers at {where} is no Redis", "name its host and port in DILOCO_REDIS_URL")
     if "sentinel" in (info.get("redis_mode"), info.get("server_mode")):
-        raise UsageError(f"what answers at {where} is a sentinel: name it by redis+sentinel://{where}/SERVICE")
+        raise UsageError(f"what answers at {where} is a sentinel", f"name it by redis+sentinel://{where}/SERVICE")
     if (found := server.version(server.Server.of(info))).level == "error":
-        raise UsageError(f"Redis at {where} is {found}")
+        raise UsageError(f"Redis at {where} is {found.found}", found.remedy)
     return bool(info.get("cluster_enabled"))
 
 
@@ -118,10 +121,10 @@ async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[
     tls, kind = is_tls(place.options), "+sentinel" if place.service else ""
     unavailable = isinstance(error, BusUnavailable)
     if unavailable and tls and any(await asyncio.gather(*map(_answers_in_the_clear, asked))):
-        return UsageError(f"Redis at {where}: {NO_TLS}{kind}://")
+        return UsageError(f"Redis at {where}: {NO_TLS}", f"{NAME_REDIS}{kind}://")
     if unavailable and re.search("closed by server|reset by peer", str(error)):
         wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else f"TLS (rediss{kind}://)"
-        return BusUnavailable(f"{error}; perhaps it wants {wants}")
+        return BusUnavailable(error.found, f"perhaps it wants {wants}", error.said)
     return error
 
 

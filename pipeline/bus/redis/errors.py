@@ -6,6 +6,7 @@ from typing import Any
 import redis.exceptions as rx
 
 from diloco.pipeline.bus import acl, stored_values
+from diloco.pipeline.bus.keys import run_of
 from diloco.pipeline.errors import (
     BadMessage,
     BusError,
@@ -20,106 +21,167 @@ from diloco.pipeline.errors import (
     UsageError,
 )
 
-_UNAVAILABLE = re.compile(r"(^|[-\s])(READONLY|LOADING|CLUSTERDOWN|TRYAGAIN|MASTERDOWN|UNBLOCKED|BUSY|MOVED|ASK)\s")
+_CODE = re.compile(r"(?:^|[-\s])([A-Z]{3,}) ")
+"""Of an error that redis-py has not read: of a script, or of our own reader."""
 THERE = re.compile("equal or smaller than the target stream top item")
 """How XADD refuses an id that is there, or was passed."""
-_FULL = re.compile(r"(^|[-\s])(OOM|MISCONF|NOREPLICAS)\s")
-_REMEDIES = {
-    "OOM": "its memory is full: raise its maxmemory",
-    "MISCONF": "it cannot write to its disk: free space where it keeps its data",
-    "NOREPLICAS": "too few replicas answer: start them, or lower its min-replicas-to-write",
+_FULL = {
+    "OOM": ("its memory is full", "raise its maxmemory"),
+    "MISCONF": ("it cannot write to its disk", "free space where it keeps its data"),
+    "NOREPLICAS": ("too few replicas answer", "start them, or lower its min-replicas-to-write"),
 }
-"""What to do where writes are refused. Nothing else is needed: whoever was refused goes on trying."""
+"""Why writes are refused, and what to do. Nothing else is needed: whoever was refused goes on trying."""
+_AWAY = {
+    "READONLY": "is a replica now, which takes no writes",
+    "LOADING": "is reading its data from its disk",
+    "CLUSTERDOWN": "is of a cluster that is down",
+    "TRYAGAIN": "is moving a slot",
+    "MASTERDOWN": "is a replica that has lost its primary",
+    "UNBLOCKED": "has broken a call off",
+    "BUSY": "is held up by a script",
+    "MOVED": "has given a slot to another node",
+    "ASK": "is moving a slot",
+}
+"""What a server says of itself that may serve again, or another one in its place."""
+_KINDS = {
+    rx.NoPermissionError: "NOPERM",
+    rx.OutOfMemoryError: "OOM",
+    rx.ReadOnlyError: "READONLY",
+    rx.BusyLoadingError: "LOADING",
+    rx.ClusterDownError: "CLUSTERDOWN",
+    rx.TryAgainError: "TRYAGAIN",
+    rx.MasterDownError: "MASTERDOWN",
+    rx.AskError: "ASK",
+    rx.MovedError: "MOVED",
+}
+"""Errors of which redis-py has taken the code away."""
 _FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
-NO_TLS = "no TLS is spoken there; name its TLS port, or use redis"
+_COMMAND = re.compile(r"run the '([^']+)' command")
+NO_TLS = "no TLS is spoken there"
+NAME_REDIS = "name its TLS port, or use redis"
 _TLS = (
     (
         re.compile("CERTIFICATE_REQUIRED|certificate required"),
-        "it asks for a client certificate; set DILOCO_REDIS_CERT and DILOCO_REDIS_KEY",
+        "it asks for a client certificate",
+        "set DILOCO_REDIS_CERT and DILOCO_REDIS_KEY",
     ),
     (
         re.compile("CERTIFICATE_VERIFY_FAILED"),
-        "its certificate is not to be trusted; set DILOCO_REDIS_CA to the file of the authority that issued it",
+        "its certificate is not to be trusted",
+        "set DILOCO_REDIS_CA to the file of the authority that issued it",
     ),
     (
         re.compile("WRONG_VERSION_NUMBER|RECORD_LAYER_FAILURE|PACKET_LENGTH_TOO_LONG"),
-        f"{NO_TLS}://",
+        NO_TLS,
+        f"{NAME_REDIS}://",
     ),
 )
-"""What OpenSSL says, and what to do."""
+"""What OpenSSL says, what it means, and what to do."""
 
 
 _NOT_THERE = (
-    (
-        "connecting to",
-        "; nobody answers there: has a Redis been started, and is DILOCO_REDIS_URL its address?",
-    ),
-    ("Protocol error", "; what answers there is no Redis: does DILOCO_REDIS_URL have the right port?"),
+    ("connecting to", "nobody answers there", "has a Redis been started, and is DILOCO_REDIS_URL its address?"),
+    ("Protocol error", "what answers there is no Redis", "does DILOCO_REDIS_URL have the right port?"),
 )
-"""What redis-py says, and what to look at: nothing of it was ever there, or it is away for now."""
+"""What redis-py says, what it means, and what to look at: nothing of it was ever there, or it is away for now."""
 
 
-def translate(error: BaseException, where: str, user: str = "") -> DilocoError:
+def translate(error: BaseException, where: str, user: str = "", key: bytes | str | None = None) -> DilocoError:
     """An error of redis-py, of a socket or of a time limit as one of ours; never shows credentials.
 
-    user: as whom it was asked.
+    Args:
+        error: as it came.
+        where: the server was asked.
+        user: as whom it was asked.
+        key: of what was asked for.
     """
     if isinstance(error.__cause__, rx.AuthenticationError):
         error = error.__cause__  # redis-py wraps what happens while it connects
     text = str(error)
-    if isinstance(error, rx.NoPermissionError) or _FORBIDDEN.search(text):
-        return NotPermitted(f"Redis at {where} does not permit this user that: {text}; {_may(user)}")
-    if isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
-        return UsageError(f"Redis at {where} refused this user: {text.rstrip('.')}; {_log_in(text, user)}")
-    for sign, hint in _TLS:
+    code = _code(error, text)
+    if code == "NOPERM" or _FORBIDDEN.search(text):
+        return _not_permitted(text, where, user, key)
+    if code in ("NOAUTH", "WRONGPASS") or isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
+        return _not_let_in(text, where, user)
+    for sign, found, remedy in _TLS:
         if sign.search(text):
-            return UsageError(f"Redis at {where}: {text}: {hint}")
+            return UsageError(f"Redis at {where}: {found}", remedy, text)
     if isinstance(error, rx.NoScriptError):
         return scripts_missing(where)
-    if (full := _FULL.search(text)) or isinstance(error, rx.OutOfMemoryError):
-        return BusFull(f"Redis at {where} refuses writes, {_REMEDIES[full[2] if full else 'OOM']} ({text})")
-    if isinstance(error, rx.AskError):
-        return BusUnavailable(f"Redis at {where}: slot {text.replace(' ', ' is moving to ', 1)}; it goes on by itself")
+    if code in _FULL:
+        found, remedy = _FULL[code]
+        return BusFull(f"Redis at {where} refuses writes: {found}", remedy, text)
+    if code in _AWAY:
+        return BusUnavailable(f"Redis at {where} {_AWAY[code]}", "it goes on by itself" if code == "ASK" else "", text)
     if "WRONGTYPE" in text:
-        return BadMessage(f"Redis at {where}: {text}")
-    down = (rx.ReadOnlyError, rx.ClusterError, rx.MasterDownError)
-    if isinstance(error, rx.ResponseError) and not isinstance(error, down) and not _UNAVAILABLE.search(text):
-        return BusError(f"Redis at {where}: {text}")
-    hint = next((hint for sign, hint in _NOT_THERE if sign in text), "")
-    return BusUnavailable(f"Redis at {where}: {text.rstrip('.') or type(error).__name__}{hint}")
+        return BadMessage(f"Redis at {where} has another kind of value there", said=text)
+    if isinstance(error, rx.ResponseError) and not isinstance(error, rx.ClusterError):
+        return BusError(f"Redis at {where} refuses what it was asked", said=text)
+    found, remedy = next((told for sign, *told in _NOT_THERE if sign in text), ("it does not answer", ""))
+    return BusUnavailable(f"Redis at {where}: {found}", remedy, text.rstrip(".") or type(error).__name__)
+
+
+def _code(error: BaseException, text: str) -> str:
+    """The first word of an error as Redis sends it."""
+    known = next((code for kind, code in _KINDS.items() if isinstance(error, kind)), "")
+    told = {"NOPERM", "NOAUTH", "WRONGPASS", *_FULL, *_AWAY}
+    return known or next((code for code in _CODE.findall(text) if code in told), "")
 
 
 def scripts_missing(where: str) -> ScriptsMissing:
     """What a party is told that may not load the scripts that it calls."""
     return ScriptsMissing(
-        f"Redis at {where} does not have all scripts of this release, and this user may not load them: start a syncer "
-        "of this release (`diloco --version` here says which), or replace one by it; then it goes on by itself"
+        f"Redis at {where} does not have all scripts of this release, and this user may not load them",
+        "start a syncer of this release (`diloco --version` here says which), or replace one by it; then it goes on by "
+        "itself",
     )
 
 
-def _may(user: str) -> str:
+def _not_permitted(text: str, where: str, user: str, key: bytes | str | None) -> NotPermitted:
+    """A user that may not do something: who, what, in which run, and what makes one that may."""
+    who = f"user {user!r}" if user else "the user of this connection"
+    run, command = run_of(key), _COMMAND.search(text)
+    what = f"send {command[1].replace('|', ' ').upper()}" if command else "do that"
+    at = key.decode(errors="replace") if isinstance(key, bytes) else key
+    found = f"Redis at {where} does not let {who} {what}" + (f" in run {run!r} (key {at})" if run else "")
+    return NotPermitted(found, _may(user, run), text)
+
+
+def _may(user: str, run: str) -> str:
     """What to do where a user may not do something."""
     if learner := acl.invited_learner(user):
         return (
             f"the invitation is for learner {learner!r} of one run, and for nothing else: leave out --learner-id and "
             "--run (learner_id= and run= of a Learner)"
         )
+    if not user:
+        return "name this party's user in DILOCO_REDIS_URL: redis://USER:PASSWORD@HOST:PORT (`diloco acl` makes users)"
+    named = " (a learner's own goes with its --learner-id; runs and invitations are the operator's)"
+    if not run:
+        return f"name this party's own user in DILOCO_REDIS_URL{named}; `diloco acl` makes users"
     return (
-        "set a user for this party in DILOCO_REDIS_URL (a learner's own user goes with its --learner-id; runs and "
-        "invitations are the operator's; `diloco acl` makes users)"
+        f"a user is one party's, in one run: name this party's own in DILOCO_REDIS_URL{named}, and by --run the run "
+        f"that it was made for; or make users for this run, and start Redis with them: {acl.acl_command(run, user)}"
     )
 
 
-def _log_in(text: str, user: str) -> str:
-    """What to do where a user is not let in."""
-    if "without any password configured" in text:
-        return "leave user and password out of DILOCO_REDIS_URL"
+def _not_let_in(text: str, where: str, user: str) -> UsageError:
+    """A login that is refused, or was not tried."""
+    if "without any password configured" in text or "no password is set" in text:
+        return UsageError(f"Redis at {where} has no passwords", "leave user and password out of DILOCO_REDIS_URL", text)
     if learner := acl.invited_learner(user):
-        return (
+        return UsageError(
+            f"Redis at {where} refuses the login of user {user!r}",
             f"whoever runs it may have revoked the invitation of learner {learner!r}: ask for a new one (`diloco "
-            f"invite {learner}`)"
+            f"invite {learner}`)",
+            text.rstrip("."),
         )
-    return "set user and password in DILOCO_REDIS_URL, or ask whoever runs it"
+    if "required" in text:
+        found = "asks for a login"
+    else:
+        found = f"refuses the login{f' of user {user!r}' if user else ''}: name or password is wrong"
+    remedy = "set user and password in DILOCO_REDIS_URL, or ask whoever runs it"
+    return UsageError(f"Redis at {where} {found}", remedy, text.rstrip("."))
 
 
 ERRORS = (rx.RedisError, OSError, TimeoutError)

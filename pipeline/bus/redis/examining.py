@@ -9,13 +9,14 @@ import ipaddress
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool, Redis
 
+from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.redis.address import is_tls, parse
 from diloco.pipeline.bus.redis.bulk import drop_all
@@ -24,7 +25,7 @@ from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.server import Address, Server
 from diloco.pipeline.errors import DilocoError
 
-CONFIG = ("save", "protected-mode")
+CONFIG, COVERAGE = ("save", "protected-mode"), "cluster-require-full-coverage"
 """What INFO does not have. Many services forbid CONFIG."""
 NOWHERE = "0-0"
 """An id that no entry of a stream can have."""
@@ -99,8 +100,13 @@ class RedisExamination:
     async def nodes(self) -> list[Server]:
         """What each node that holds keys says of itself."""
         told = await self._calls.everywhere("INFO")
-        config = {} if self._calls.nodes.cluster else await self._config()
-        return [Server.of(node, config) for node in told.values() if not isinstance(node, DilocoError)]
+        cluster, found = self._calls.nodes.cluster, list[Server]()
+        for address, node in told.items():
+            if not isinstance(node, DilocoError):
+                names = (*CONFIG, COVERAGE) if cluster else CONFIG
+                config = await self._config(address, names)
+                found.append(Server.of(node, config, str(address) if cluster else ""))
+        return found
 
     async def user(self) -> str:
         """Who this connection is to the server; "": that may not be asked, and was not said."""
@@ -111,11 +117,12 @@ class RedisExamination:
                 named = re.search(r"User (\S+) has no permissions", str(error))
                 return named[1] if named else ""
 
-    async def _config(self) -> dict[str, str]:
+    async def _config(self, address: HostPort | None, names: Iterable[str]) -> dict[str, str]:
         found: dict[str, str] = {}
-        for name in CONFIG:
-            (reply,) = await self._calls.pipeline("control", CONTROL_S, [("CONFIG", "GET", name)])
-            if isinstance(reply, Exception):
+        for name in names:
+            try:
+                reply = (await self._calls.everywhere("CONFIG", "GET", name, at=[address]))[address]
+            except DilocoError:  # it may be forbidden
                 return {}
             flat = list(reply.items()) if isinstance(reply, dict) else list(zip(reply[::2], reply[1::2], strict=True))
             found |= {_text(key): _text(value) for key, value in flat}
@@ -147,7 +154,8 @@ class RedisExamination:
             try:
                 await client.execute_command(*probe)
             except rx.NoPermissionError as error:
-                return f"{probe[0]} {'' if probe[0].startswith('SCRIPT') else _key_of(probe)}: {error}"
+                on = "" if probe[0].startswith("SCRIPT") else f" on {_key_of(probe)}"
+                return f"it may not send {probe[0]}{on} ({error})"
             except rx.ResponseError:
                 return ""  # it would have been permitted
         return ""

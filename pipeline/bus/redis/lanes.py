@@ -87,9 +87,11 @@ class Lanes:
         """How errors name a node."""
         return str(address) if self.nodes.moves and address else self.place.where
 
-    def translate(self, error: BaseException, address: HostPort | None) -> DilocoError:
-        """A node's error as one of ours."""
-        return error if isinstance(error, DilocoError) else translate(error, self.where(address), self.place.user)
+    def translate(self, error: BaseException, address: HostPort | None, key: bytes | str | None = None) -> DilocoError:
+        """A node's error as one of ours. key: of what was asked for."""
+        if isinstance(error, DilocoError):
+            return error
+        return translate(error, self.where(address), self.place.user, key)
 
     def node_of(self, key: bytes | str | None) -> HostPort | None:
         """Who has a key; of no key: any node.
@@ -104,8 +106,10 @@ class Lanes:
             raise
 
     @asynccontextmanager
-    async def call(self, lane: Lane, limit_s: float, address: HostPort | None) -> AsyncIterator[Any]:
-        """A client of the lane for the time of one call; errors leave it translated."""
+    async def call(
+        self, lane: Lane, limit_s: float, address: HostPort | None, key: bytes | str | None = None
+    ) -> AsyncIterator[Any]:
+        """A client of the lane for the time of one call; errors leave it translated. key: of what is asked for."""
         if self._closed:
             raise BusUnavailable("the bus is closed")
         if (way := self._ways.get((lane, address))) is None:
@@ -130,7 +134,7 @@ class Lanes:
             self.notice(error, address)
             if isinstance(error, TimeoutError):
                 raise BusUnavailable(f"Redis at {where}: no answer in {limit_s:g} s") from None
-            raise self.translate(error, address) from error
+            raise self.translate(error, address, key) from error
         except RuntimeError as error:
             if not _CLOSED.search(str(error)):
                 raise

@@ -83,7 +83,7 @@ class SentinelNodes(Nodes):
 
     def of(self, key: bytes | str | None) -> HostPort | None:
         if self._primary is None:
-            raise BusUnavailable(f"Redis: no primary of {self._place.where} is known yet")
+            raise BusUnavailable(f"no primary of Redis at {self._place.where} is known yet")
         return self._primary
 
     async def look(self) -> None:
@@ -93,12 +93,12 @@ class SentinelNodes(Nodes):
         ((named, votes),) = Counter(told).most_common(1)
         if 2 * votes <= len(told):
             raise BusUnavailable(
-                f"Redis: the sentinels of {self._place.where} name several primaries, and none by most"
+                f"the sentinels of Redis at {self._place.where} name several primaries, and none by most"
             )
         if named is None:
             raise BusUnavailable(
-                f"Redis: the sentinels say that {self._place.service!r} has no primary now: it is down, and no replica "
-                "has been promoted yet"
+                f"the sentinels of Redis say that {self._place.service!r} has no primary now: it is down, and no "
+                "replica has been promoted yet"
             )
         self._primary = named
 
@@ -117,21 +117,25 @@ class SentinelNodes(Nodes):
         place, said = self._place, list(errors)
         replies = [error for error in said if isinstance(error, (rx.ResponseError, rx.AuthenticationError))]
         if any("No such master" in str(error) for error in replies):
-            return UsageError(f"the sentinels of {place.where} know no service {place.service!r}: see their `monitor`")
+            return UsageError(
+                f"the sentinels of {place.where} know no service {place.service!r}",
+                "name the one that stands in their configuration after `sentinel monitor`",
+            )
         if any("unknown command" in str(error).lower() for error in replies):
             return UsageError(
-                f"what answers at {', '.join(map(str, place.hosts))} is no sentinel (their usual port is 26379): a "
-                "server is named by redis://"
+                f"what answers at {', '.join(map(str, place.hosts))} is no sentinel (their usual port is 26379)",
+                "a server is named by redis://",
             )
         if replies:
             return UsageError(
-                f"the sentinels of {place.where} refuse this user: {replies[0]}; their own login is "
-                "?sentinel_username=...&sentinel_password=... in DILOCO_REDIS_URL"
+                f"the sentinels of {place.where} refuse this user",
+                "their own login is ?sentinel_username=...&sentinel_password=... in DILOCO_REDIS_URL",
+                str(replies[0]),
             )
         translated = translate(said[0], place.where)
         if isinstance(translated, UsageError):
             return translated
-        return BusUnavailable(f"Redis: no sentinel of {place.where} answers: {translated}")
+        return BusUnavailable(f"no sentinel of {place.where} answers", translated.remedy, translated.said)
 
 
 class ClusterNodes(Nodes):
@@ -154,7 +158,7 @@ class ClusterNodes(Nodes):
             return self._primaries[0]
         slot = cluster_slots.slot(key)
         if (address := self._slots[slot]) is None:
-            raise BusUnavailable(f"Redis: no node of the cluster at {self._place.where} has slot {slot} now")
+            raise BusUnavailable(f"no node of the cluster at {self._place.where} has slot {slot} now")
         return address
 
     async def look(self) -> None:
@@ -166,8 +170,8 @@ class ClusterNodes(Nodes):
         ((view, _),) = views.most_common(1)
         if not view:
             raise BusUnavailable(
-                f"Redis: the cluster at {self._place.where} serves no slot: it is not made yet (CLUSTER "
-                "ADDSLOTS; redis-cli makes one of several servers), or down"
+                f"the cluster of Redis at {self._place.where} serves no slot: it is not made yet, or down",
+                "make it: `redis-cli --cluster create HOST:PORT ...` with redis-cli of Redis, or CLUSTER ADDSLOTS",
             )
         slots: list[HostPort | None] = [None] * cluster_slots.SLOTS
         for first, last, primary, _ in view:

@@ -23,7 +23,7 @@ from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.errors import ERRORS, THERE, translate
 from diloco.pipeline.bus.region import ENTRY_S, FADING_S, LEASE_S, LEAST_CALL_S, RegionCache
 from diloco.pipeline.bus.tls import check_files
-from diloco.pipeline.errors import RegionAway, UsageError
+from diloco.pipeline.errors import NotPermitted, RegionAway, UsageError
 from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES
 
 SMALL_BYTES = 64 * 1024
@@ -145,11 +145,12 @@ class RedisRegionCache(RegionCache):
             raise RegionAway(self._told(rx.ConnectionError(str(error)))) from error
 
     def _told(self, error: BaseException) -> str:
-        said = str(translate(error, self._place.where, self._place.user))
+        told = translate(error, self._place.where, self._place.user)
+        if isinstance(told, NotPermitted):
+            told.remedy = "DILOCO_REDIS_URL is to name its user and password (`diloco acl --region` makes one)"
+        said = str(told)
         for ours, theirs in _OURS.items():
             said = said.replace(ours, theirs)
-        if re.search("NOPERM|NOAUTH", said):
-            said += "; DILOCO_REGION_REDIS_URL is to name its user and password (`diloco acl --region` makes one)"
         return f"the region's {said}"
 
     async def _log_in(self, connection: AbstractConnection) -> None:

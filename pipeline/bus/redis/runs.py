@@ -1,16 +1,13 @@
 """The runs of a Redis server or cluster: what each takes there, and freeing one. For operators."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import redis.exceptions as rx
 
-from diloco.pipeline.bus.keys import PREFIX
+from diloco.pipeline.bus.keys import PREFIX, run_of
 from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.connecting import connect_calls
-
-_RUN = re.compile(rf"{PREFIX}\{{([A-Za-z0-9._-]{{1,64}})(?::[0-9]+)?\}}:".encode())
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +39,8 @@ class RedisRuns:
             asked = (("MEMORY USAGE", key) for key in keys)
             sizes = await self._calls.many(asked, but_for=rx.NoPermissionError)
             for key, size in zip(keys, sizes, strict=True):
-                if (name := _RUN.match(key)) and size is not None:
-                    run, before = name[1].decode(), found.get(name[1].decode(), Taken())
+                if (run := run_of(key)) and size is not None:
+                    before = found.get(run, Taken())
                     if isinstance(size, rx.NoPermissionError):
                         found[run] = Taken(before.keys + 1, before.bytes, permitted=False)
                     else:

@@ -283,5 +283,7 @@ async def collect(collector: Collector) -> None:
     """Run it until cancelled; should it fail by a mistake of ours, the page stands still, and nothing else is hurt."""
     try:
         await collector.run()
-    except (DilocoError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except DilocoError as error:  # refused: its words say all
+        structlog.get_logger().error("page_stopped", error=str(error))
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         structlog.get_logger().error("page_stopped", error=f"{type(error).__name__}: {error}", exc_info=error)

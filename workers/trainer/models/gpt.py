@@ -9,8 +9,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.models.sizes import SIZES, Size, size_table
+from diloco.workers.trainer.models.sizes import SIZES, Size, check_size
 
 
 def build(name: str, seed: int, vocab_size: int = 256) -> "GPT":
@@ -19,8 +18,7 @@ def build(name: str, seed: int, vocab_size: int = 256) -> "GPT":
     Raises:
         UsageError: unknown name.
     """
-    if name not in SIZES:
-        raise UsageError(f"model={name!r}: no such size; choose one of {size_table(vocab_size)}")
+    check_size(name)
     return GPT(SIZES[name], vocab_size, seed)
 
 

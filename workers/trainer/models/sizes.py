@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.sources import NEAR, nearest
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -37,6 +40,19 @@ SIZES: dict[str, Size] = {
     "1b": Size(layers=20, width=2048, heads=16, hidden=5376),
 }
 """In the order of their numbers of parameters. A name that is a number counts them with a vocabulary of bytes."""
+
+
+def check_size(name: str) -> None:
+    """Whether a setting names one of them.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if name in SIZES:
+        return
+    near = nearest(name, SIZES, NEAR)
+    meant = f" (is {near!r} meant?)" if near else ""
+    raise UsageError(f"model={name!r}: no such size{meant}", f"choose one of {size_table()}, or hf:FOLDER")
 
 
 def size_table(vocab_size: int = 256) -> str:

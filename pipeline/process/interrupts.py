@@ -1,0 +1,27 @@
+"""Ctrl-C while a command is imported, which is most of its first second: nothing is begun then, so the process ends.
+
+An exception would come up as an import's traceback, or be taken by a library for a part of itself that is missing.
+"""
+
+import os
+import signal
+from types import FrameType
+
+INTERRUPTED_STATUS = 130
+"""As shells have it, of a process that Ctrl-C has ended."""
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os._exit(INTERRUPTED_STATUS)
+
+
+def end_at_once() -> None:
+    """From now on Ctrl-C ends this process without a word; where it is ignored, as by `nohup`, it stays so."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def raise_again() -> None:
+    """From now on it interrupts the main thread as usual, if it was as above."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
