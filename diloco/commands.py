@@ -13,7 +13,7 @@ import structlog
 import typer
 
 from diloco.extras import load_extra
-from diloco.option_checks import check_data, check_evaluator, check_model_name
+from diloco.launcher.option_checks import check_data, check_evaluator, check_model_name
 from diloco.options import SettingsCommand, WatchProcess, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import logs

@@ -20,7 +20,7 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.examining import address_of, examine, takes_without_certificate
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
-from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
+from diloco.pipeline.errors import BusError, DilocoError, PeerError, RegionAway, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.process import logs
@@ -113,6 +113,18 @@ async def look(
     finally:
         await examination.close()
     return run, line
+
+
+async def look_at_region(settings: DoctorSettings, to_run_s: float | None) -> Finding:
+    """What there is to say of the region's Redis that is named."""
+    assert settings.region_redis_url is not None  # noqa: S101  # who calls has looked
+    try:
+        took_s = await measure.look_at_region(settings.region_redis_url.get_secret_value(), settings.run)
+    except (UsageError, RegionAway) as failure:
+        found = failure.told.removeprefix("the region's Redis ")
+        start = "start it, or unset DILOCO_REGION_REDIS_URL: learners pull straight from the run's Redis then"
+        return error("region's Redis", found, failure.remedy or start)
+    return checks.region(took_s, to_run_s)
 
 
 def _learner_of(user: str) -> str:
@@ -235,6 +247,8 @@ def command(
         status.update("looking at Redis")
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             run, line = runner.run(_in_time(look(settings, report, run, step_s, party, kept), report, run))
+            if settings.region_redis_url is not None and party != "syncer":
+                report.add(runner.run(look_at_region(settings, None if line is None else line.round_trip_s)))
     report.add(*of_machine(settings, machine, folders, run, party))
     if settings.redis_url is None:
         report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))

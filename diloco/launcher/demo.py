@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import typer
 
 from diloco.launcher import run
+from diloco.launcher.option_checks import check_demo
 from diloco.launcher.report import Kill, Origin, Outcome
-from diloco.option_checks import check_demo
 from diloco.options import CHOSEN_BY_LAUNCHER, OF_ONE_LEARNER, DemoProcess, takes
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.view.status import LearnerStatus, Status, present

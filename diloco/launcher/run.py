@@ -25,9 +25,9 @@ from diloco.launcher.display import Screen
 from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder, choose, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
+from diloco.launcher.option_checks import check
 from diloco.launcher.page import left_in
 from diloco.launcher.report import Origin, Outcome
-from diloco.option_checks import check
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
     OF_DEMO,

@@ -20,8 +20,8 @@ from diloco.extras import need_extras
 from diloco.launcher.finish import tell_page
 from diloco.launcher.folder import Folder, choose
 from diloco.launcher.launch import places_of
+from diloco.launcher.option_checks import check
 from diloco.launcher.report import build
-from diloco.option_checks import check
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
     NOT_OF_CHAOS,

@@ -10,9 +10,9 @@ from typer.main import get_command
 
 from diloco import cli, commands
 from diloco.launcher.folder import choose
-from diloco.option_checks import check
+from diloco.launcher.option_checks import check
 from diloco.options import RunProcess
-from diloco.pipeline.errors import BusUnavailable, SpecMismatch, UsageError
+from diloco.pipeline.errors import BusUnavailable, NotPermitted, SpecMismatch, UsageError
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import LearnerProcess, SyncerProcess, is_expert
@@ -196,20 +196,23 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it():
 
 
 @pytest.mark.parametrize(
-    ("error", "shown"),
+    ("error", "shown", "status"),
     [
-        (SpecMismatch("fragments: here 8, the run has 4"), "fragments: here 8, the run has 4"),
-        (BusUnavailable("no route"), "no route"),
-        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device"),
-        (PermissionError(13, "Permission denied", "x"), "PermissionError: [Errno 13] Permission denied: 'x'"),
+        (SpecMismatch("fragments: here 8, the run has 4"), "fragments: here 8, the run has 4", 2),
+        (NotPermitted("no", "ask", "NOPERM"), "no; ask (NOPERM)", 2),
+        (BusUnavailable("no route"), "no route", 1),
+        (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device", 1),
+        (PermissionError(13, "Permission denied", "x"), "PermissionError: [Errno 13] Permission denied: 'x'", 1),
     ],
 )
-def test_a_failure_is_one_message_without_a_traceback(error, shown, monkeypatch, capsys):
+def test_a_failure_is_one_message_without_a_traceback(error, shown, status, monkeypatch, capsys):
+    """What a person has to mend before another try helps is 2."""
+
     def fail(settings):
         raise error
 
     monkeypatch.setattr(commands, "load_extra", lambda module, command: SimpleNamespace(train=fail))
-    assert cli.main(["learner", "--redis-url", URL]) == 1
+    assert cli.main(["learner", "--redis-url", URL]) == status
     assert capsys.readouterr().err == f"error: {shown}\n"
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -165,10 +166,11 @@ def test_a_user_is_judged_by_what_this_machine_is_to_be() -> None:
     """Whatever it is named for: a viewer cannot be a learner."""
     viewer = {"syncer": "XADD", "learner": "XADD", "evaluator": "XADD", "viewer": ""}
     address = Address("h:6379", False, True, True, "viewer")
-    assert checks.rights(address, viewer).level == "ok"
-    assert checks.rights(address, viewer, "viewer").level == "ok"
-    found = checks.rights(address, viewer, "learner")
-    assert (found.level, "cannot be a learner" in found.found) == ("error", True)
+    assert checks.rights(address, viewer, "run").level == "ok"
+    assert checks.rights(address, viewer, "run", party="viewer").level == "ok"
+    found = checks.rights(address, viewer, "run", party="learner")
+    assert (found.level, "cannot be a learner of run 'run': XADD" in found.found) == ("error", True)
+    assert "diloco acl --run run --passwords FILE > users.acl" in found.remedy
 
 
 @pytest.mark.redis
@@ -225,7 +227,11 @@ def test_a_memory_too_small_for_the_model_is_an_error_and_a_smaller_model_is_non
     assert status == 1
     assert found.level == "error"
     assert "maxmemory 1.07GB" in found.found
-    assert found.remedy == "raise it"
+    mb = int(re.search(r"CONFIG SET maxmemory ([0-9]+)mb", found.remedy)[1])
+    with config(client, maxmemory=mb * 2**20):
+        assert "Redis memory" not in bad(look("--redis-url", healthy.url, "--params", "1B", "--as", "learner")[1])
+    with config(client, maxmemory=(mb - 1) * 2**20):
+        assert "Redis memory" in bad(look("--redis-url", healthy.url, "--params", "1B", "--as", "learner")[1])
 
 
 @pytest.mark.redis
@@ -282,7 +288,7 @@ def test_a_wrong_password_is_named_without_showing_it(look: Look, redis_binary: 
         assert bad(look("--redis-url", url.format(PASSWORD))[1]) == {}
     found = bad(findings)["Redis"]
     assert status == 1
-    assert "refused this user" in found.found
+    assert "refuses the login: name or password is wrong" in found.found
     assert "hunter2" not in str(findings)
     assert found.remedy.startswith("set user and password in DILOCO_REDIS_URL")
 
@@ -341,7 +347,7 @@ def test_who_shows_a_client_certificate_is_not_nobody() -> None:
     nodes = [Server.of(INFO)]
     (_, access) = checks.transport(shown, nodes)
     assert access == checks.ok("access", "10.0.0.1:6379 takes this client certificate for the login of learner-anna")
-    assert checks.rights(shown, dict.fromkeys(checks.PARTIES, "")).found.startswith("user learner-anna may be")
+    assert checks.rights(shown, dict.fromkeys(checks.PARTIES, ""), "run").found.startswith("user learner-anna may be")
     (_, access) = checks.transport(shown._replace(user="default"), nodes)
     assert access.level == "ok"
     assert "takes nobody without a client certificate, and lets all who have one do everything" in access.found
@@ -771,7 +777,7 @@ def test_a_run_shows_it(healthy: EmbeddedRedis, client: Any, tmp_path: Path) -> 
     assert done.returncode == 1
     shown = " ".join(done.stdout.split())
     assert shown.count("warning: Redis has maxmemory 4.19MB; this model needs at least") == 1
-    assert "raise it" in shown
+    assert "CONFIG SET maxmemory" in shown
 
 
 @pytest.mark.redis

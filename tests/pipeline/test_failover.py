@@ -221,7 +221,7 @@ async def test_each_way_in_which_sentinels_do_not_help_is_said(kept: SentinelSer
     assert "no sentinel of diloco of sentinels 127.0.0.1:1,127.0.0.1:2 answers" in await said(nobody, BusUnavailable)
     assert "is no sentinel" in await said(f"redis+sentinel://me:secret@127.0.0.1:{server}/diloco", UsageError)
     assert "is a sentinel" in await said(f"redis://127.0.0.1:{sentinel}", UsageError)
-    assert "refused this user" in await said(url, UsageError)
+    assert "refuses the login of user 'me'" in await said(url, UsageError)
     assert "sentinel_username" in await said(url + "?sentinel_password=secret", UsageError)
 
 

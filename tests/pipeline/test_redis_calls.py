@@ -108,6 +108,40 @@ def test_each_error_of_the_server_has_one_name_here(error: Exception, kind: type
     assert type(translate(error, "host:1")) is kind
 
 
+@pytest.mark.parametrize(
+    ("said", "kind", "ours"),
+    [
+        ("NOAUTH Authentication required.", UsageError, "asks for a login; set user and password in DILOCO_REDIS_URL"),
+        (
+            "WRONGPASS invalid username-password pair",
+            UsageError,
+            "refuses the login of user 'syncer': name or",
+        ),
+        ("OOM command not allowed when used memory > 'maxmemory'.", BusFull, "its memory is full; raise its maxmemory"),
+        ("MISCONF Redis is configured to save RDB snapshots", BusFull, "it cannot write to its disk; free space"),
+        ("NOPERM No permissions to access a key", NotPermitted, "does not let user 'syncer' do that in run 'r' (key "),
+        (
+            "NOPERM this user has no permissions to run the 'script|load' command",
+            NotPermitted,
+            "send SCRIPT LOAD in",
+        ),
+        ("READONLY You can't write against a read only replica.", BusUnavailable, "is a replica now"),
+        ("LOADING Redis is loading the dataset in memory", BusUnavailable, "is reading its data"),
+    ],
+)
+def test_our_words_come_first_and_the_servers_last_in_brackets(said: str, kind: type[DilocoError], ours: str) -> None:
+    """Whether redis-py has read the error or our own reader has, which knows no kinds."""
+    code, _, text = said.partition(" ")
+    read = {"NOPERM": rx.NoPermissionError, "OOM": rx.OutOfMemoryError, "READONLY": rx.ReadOnlyError}
+    read |= {"LOADING": rx.BusyLoadingError, "NOAUTH": rx.AuthenticationError, "WRONGPASS": rx.AuthenticationError}
+    for error in (rx.ResponseError(said), *([read[code](text)] if code in read else [])):
+        told = translate(error, "host:1", "syncer", b"diloco:{r:0}:head:0")
+        assert type(told) is kind
+        assert str(told).startswith("Redis at host:1 ")
+        assert ours in str(told)
+        assert str(told).endswith(f"({error})".replace(".)", ")")) or str(told).endswith(f"({error})")
+
+
 def test_tls_verifies_the_certificate_and_the_name_unless_told_otherwise() -> None:
     place = parse("rediss://user:secret@example.org:7000")
     connection = ConnectionPool(**place.at(place.hosts[0])).make_connection()

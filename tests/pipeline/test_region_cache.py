@@ -257,7 +257,7 @@ async def test_a_wrong_password_is_told_without_it(redis_binary):
     with EmbeddedRedis(binary=redis_binary, password="right" * 3) as server:
         path = server.url.removeprefix("unix://")
         cache = RedisRegionCache(f"unix://:{'wrong' * 3}@{path}", "run")
-        with pytest.raises(RegionAway, match=r"refused this user.*DILOCO_REGION_REDIS_URL") as error:
+        with pytest.raises(RegionAway, match=r"refuses the login.*DILOCO_REGION_REDIS_URL") as error:
             await cache.claim("x", A)
         assert "wrongwrong" not in str(error.value)
         await cache.close()

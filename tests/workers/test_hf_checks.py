@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diloco.cli import main
-from diloco.option_checks import check
+from diloco.launcher.option_checks import check
 from diloco.options import RunProcess
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
@@ -94,7 +94,7 @@ def test_the_launcher_says_at_once_that_transformers_is_missing(monkeypatch: pyt
 def test_the_launcher_of_a_built_in_model_loads_neither_transformers_nor_torch() -> None:
     """Nor what reads texts: only a model of transformers is looked at."""
     code = (
-        "import sys; from diloco.option_checks import check; from diloco.options import RunProcess; "
+        "import sys; from diloco.launcher.option_checks import check; from diloco.options import RunProcess; "
         "check(RunProcess()); "
         "print(*{'torch', 'transformers', 'diloco.workers.trainer.data'} & set(sys.modules))"
     )

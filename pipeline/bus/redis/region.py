@@ -139,19 +139,21 @@ class RedisRegionCache(RegionCache):
         except ERRORS as error:
             if isinstance(error, TimeoutError) and not str(error):
                 error = TimeoutError(f"no answer in {within_s:.3g} s")
-            raise RegionAway(self._told(error)) from error
+            raise self._told(error) from error
         except (RuntimeError, ValueError, TypeError) as error:
             # An event loop's way to refuse a connection that was reset; or an option of the URL that does not exist.
-            raise RegionAway(self._told(rx.ConnectionError(str(error)))) from error
+            raise self._told(rx.ConnectionError(str(error))) from error
 
-    def _told(self, error: BaseException) -> str:
+    def _told(self, error: BaseException) -> RegionAway:
         told = translate(error, self._place.where, self._place.user)
         if isinstance(told, NotPermitted):
-            told.remedy = "DILOCO_REDIS_URL is to name its user and password (`diloco acl --region` makes one)"
-        said = str(told)
+            run = self._keys.run
+            told.found += f" in run {run!r}"
+            told.remedy = f"name its user in DILOCO_REDIS_URL (`diloco acl --region --run {run}` makes it for this run)"
+        remedy = told.remedy
         for ours, theirs in _OURS.items():
-            said = said.replace(ours, theirs)
-        return f"the region's {said}"
+            remedy = remedy.replace(ours, theirs)
+        return RegionAway(f"the region's {told.found}", remedy, told.said)
 
     async def _log_in(self, connection: AbstractConnection) -> None:
         """The library does this itself otherwise, and takes an answer of any size."""

@@ -1,0 +1,195 @@
+"""What the user has to mend: refused at once, by name, with what mends it and status 2; nothing is left."""
+
+import asyncio
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from diloco.cli import main
+from diloco.pipeline.bus import acl
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS
+from tests import samples
+from tests.pipeline.test_acl import as_user, rules_of
+
+REFUSED = 2
+NOWHERE = ["--redis-url", "redis://127.0.0.1:1"]
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.upper().startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def of_another_run(redis_server: str) -> Iterator[tuple[str, str]]:
+    """URL of a Redis whose users were made for another run, and a run's name."""
+    admin: Any = redis_py.Redis.from_url(redis_server, protocol=2, decode_responses=True)
+    if int(admin.info()["redis_version"].split(".")[0]) < 7:
+        pytest.skip("ACL selectors need Redis 7")
+    users = acl.users(f"other-{secrets.token_hex(3)}", ["anna"])
+    for user in users:
+        admin.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
+    yield redis_server, f"mine-{secrets.token_hex(3)}"
+    admin.execute_command("ACL", "DELUSER", *(user.name for user in users))
+    admin.close()
+
+
+def party(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command as a process, with all that it says as its stdout."""
+    command = [sys.executable, "-m", "diloco", *arguments]
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.run(command, env=os.environ | environ, check=False, timeout=60, **output)
+
+
+# --- names that nothing has -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "--model", "huge"], ["model='huge'", "large (100.5M)", "hf:FOLDER"]),
+        (["run", "--model", "larg"], ["is 'large' meant?"]),
+        (["demo", "--model", "huge"], ["model='huge'", "large (100.5M)"]),
+        (["learner", "--model", "huge", *NOWHERE], ["model='huge'", "large (100.5M)"]),
+        (["learner", "--data", "nosuch", *NOWHERE], ["data='nosuch'", "no such file"]),
+        (["evaluator", "--model", "huge", *NOWHERE], ["model='huge'", "hf:FOLDER"]),
+        (["evaluator", "--data", "nosuch", *NOWHERE], ["data='nosuch'", "no such file"]),
+    ],
+    ids=lambda value: " ".join(value[:3]),
+)
+def test_a_name_that_nothing_has_is_refused_before_anything_is_begun(
+    arguments: list[str], told: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Also where no Redis is there to be asked. No folder is left."""
+    assert main(arguments) == REFUSED
+    said = capsys.readouterr().err
+    assert [part for part in told if part not in said] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_token_that_is_too_short_is_told_the_least_length(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DILOCO_HTTP_TOKEN", "hunter2")
+    assert main(["syncer", *NOWHERE]) == REFUSED
+    said = capsys.readouterr().err
+    assert said.startswith("error: http_token=***: too short (allowed: at least 8 characters); set it with DILOCO_HTTP")
+    assert "hunter2" not in said
+
+
+@pytest.mark.parametrize("given", ["fast", "5 Gbyte/s"])
+def test_a_rate_without_a_rates_unit_is_told_what_one_looks_like(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--link", given]) == REFUSED
+    assert "5Gbps or 800Mbit/s" in capsys.readouterr().err
+
+
+def test_a_link_of_a_few_bits_is_a_unit_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--link", "5"]) == REFUSED
+    assert "at least 1k" in capsys.readouterr().err
+
+
+# --- rights ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    ("user", "arguments"),
+    [
+        ("syncer", ["syncer", "--http-port", "0"]),
+        ("learner-anna", ["learner", "--learner-id", "anna"]),
+        ("evaluator", ["evaluator"]),
+        ("viewer", ["status"]),
+        ("operator", ["finish"]),
+    ],
+)
+def test_a_user_of_another_run_is_told_who_it_is_in_which_run_and_what_makes_its_users(
+    user: str, arguments: list[str], of_another_run: tuple[str, str]
+) -> None:
+    """In one message, without a traceback; a syncer does not begin to serve its page."""
+    url, run = of_another_run
+    done = party(*arguments, "--run", run, DILOCO_REDIS_URL=as_user(url, user))
+    assert done.returncode == REFUSED, done.stdout
+    named = " --learner anna" if user == "learner-anna" else ""
+    made = f"diloco acl --run {run}{named} --passwords FILE > users.acl"
+    for part in (f"user '{user}'", f"run '{run}'", f"diloco:{{{run}}}:", made):
+        assert part in done.stdout
+    assert "Traceback" not in done.stdout
+    assert "page_stopped" not in done.stdout
+    assert "http_listening" not in done.stdout
+    assert "pw-" not in done.stdout
+    assert len(done.stdout.strip().splitlines()) == 1, done.stdout
+
+
+@pytest.mark.redis
+def test_a_wrong_password_is_status_2(of_another_run: tuple[str, str]) -> None:
+    url, run = of_another_run
+    for arguments in (["syncer", "--http-port", "0"], ["status"]):
+        done = party(*arguments, "--run", run, DILOCO_REDIS_URL=as_user(url, "syncer").replace("pw-", "wrong-"))
+        assert done.returncode == REFUSED, done.stdout
+        assert "refuses the login of user 'syncer'" in done.stdout
+        assert "Traceback" not in done.stdout
+
+
+@pytest.mark.redis
+def test_who_was_told_otherwise_than_the_run_ends_with_2(redis_server: str) -> None:
+    """Another budget than the run's: to start it again would change nothing."""
+    run = f"r-{secrets.token_hex(3)}"
+
+    async def begin() -> None:
+        async with open_bus(redis_server, run) as bus:
+            await bus.propose_spec(encode(samples.spec()))
+
+    asyncio.run(begin())
+    for arguments in (["syncer", "--http-port", "0"], ["learner", "--model", "nano"]):
+        done = party(*arguments, "--run", run, "--tokens", "12345", DILOCO_REDIS_URL=redis_server)
+        assert done.returncode == REFUSED, done.stdout
+        assert "tokens: here 12345, the run has" in done.stdout
+    client: Any = redis_py.Redis.from_url(redis_server, protocol=2)
+    client.delete(*client.keys(f"diloco:{{{run}*"))
+    client.close()
+
+
+# --- Ctrl-C ---------------------------------------------------------------------------------------------
+
+INTERRUPTED = """
+import os, signal, sys
+class Interrupt:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["diloco", *{arguments!r}]
+from diloco.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "pydantic", "numpy._core", "diloco.doctor.checks", "redis"])
+def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(module: str) -> None:
+    """Whatever is being imported: a library may take an exception there for a part of itself that is missing."""
+    code = INTERRUPTED.format(module=module, arguments=["doctor", "--json"])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED_STATUS, "", "")
+
+
+def test_ctrl_c_is_left_ignored_where_it_was() -> None:
+    """As `nohup` and shells do for what they start in the background."""
+    code = INTERRUPTED.format(module="typer", arguments=["--version"])
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + code
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.startswith("diloco ")
