@@ -20,6 +20,8 @@ from diloco.pipeline.bus.redis.nodes import Nodes
 from diloco.pipeline.bus.redis.users import RedisUsers
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError
+from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.payload.codec import encode
 from diloco.studies.strikes.failing.servers import Node
 from tests import samples
 from tests.backdoor import RedisBackdoor
@@ -108,6 +110,61 @@ def test_nobody_is_invited_twice_under_one_name(guests: str, capsys: pytest.Capt
     assert "there is no run 'nosuch' on this Redis yet" in capsys.readouterr().err
     assert main(["invite", name, "--redis-url", guests, "--at", "redis://h"]) == 2
     assert f"`diloco revoke {name}` first" in capsys.readouterr().err
+
+
+@pytest.mark.redis
+def test_an_invitation_says_what_its_run_waits_for(
+    guests: str, redis_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A syncer that is here alone; then a first learner; a run that is under way needs no word; a finished one does."""
+    run = f"r-{secrets.token_hex(3)}"
+
+    def told(name: str) -> str:
+        assert main(["invite", f"{name}-{run}", "--redis-url", guests, "--at", "rediss://h", "--run", run]) == 0
+        said = capsys.readouterr().err.splitlines()
+        return next((line for line in said if f"run {run!r}" in line), "")
+
+    async def make(step: int) -> None:
+        async with open_bus(redis_server, run) as bus:
+            if step == 0:
+                await bus.announce_syncer("0" * 16, "syncer-a", 60)
+            elif step == 1:
+                await bus.propose_spec(encode(samples.spec()))
+            else:
+                await bus.write_state(samples.run_state(phase=Phase.RUNNING if step == 2 else Phase.FINISHED))
+
+    asyncio.run(make(0))
+    assert told("a").startswith(f"note: run '{run}' has not begun, with 1 syncer and 0 learners there: waiting for")
+    asyncio.run(make(1))
+    assert told("b").startswith(f"note: run '{run}' has not begun, with 1 syncer and 0 learners there: ")
+    asyncio.run(make(2))
+    assert told("c") == ""
+    asyncio.run(make(3))
+    assert f"run '{run}' is finished: `diloco runs extend {run} --tokens NUMBER`" in told("d")
+    admin: Any = redis_py.Redis.from_url(redis_server, protocol=2)
+    admin.delete(*admin.keys(f"diloco:{{{run}*"))
+    admin.close()
+
+
+@pytest.mark.redis
+def test_who_invites_to_a_run_that_its_own_user_was_not_made_for_is_told(
+    redis_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As an operator of `diloco acl` without the run's name: the run's syncer would be refused."""
+    admin: Any = redis_py.Redis.from_url(redis_server, protocol=2)
+    if int(admin.info()["redis_version"].split(".")[0]) < 7:
+        pytest.skip("ACL selectors need Redis 7")
+    user, name = acl.operator("another-run"), f"ida-{secrets.token_hex(3)}"
+    admin.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
+    try:
+        url = as_user(redis_server, user.name)
+        assert main(["invite", name, "--redis-url", url, "--at", "redis://h", "--run", "my-run"]) == 0
+    finally:
+        admin.execute_command("ACL", "DELUSER", user.name, f"{acl.INVITED}-{name}")
+        admin.close()
+    said = capsys.readouterr().err
+    assert "may not look into run 'my-run'" in said
+    assert "diloco acl --run my-run --passwords FILE > users.acl" in said
 
 
 @pytest.mark.redis

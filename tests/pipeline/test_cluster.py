@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import re
 import subprocess
 import time
@@ -15,6 +16,7 @@ import redis as redis_py
 import redis.exceptions as rx
 from redis.crc import key_slot
 
+from diloco.cli import main
 from diloco.pipeline.bus import cluster_slots
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.embedded import find_server, free_port
@@ -272,3 +274,48 @@ async def test_a_cluster_that_nobody_has_made_is_said_to_be_so(tmp_path: Path) -
             await asyncio.sleep(0.05)
     finally:
         node.kill()
+
+
+@pytest.mark.redis
+def test_the_doctor_names_the_node_that_a_line_is_about_and_what_one_lost_node_would_stop(
+    cluster: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Primaries without a replica, a cluster that serves nothing without one of them, a policy of one node alone."""
+
+    def look() -> dict[str, list[dict[str, str]]]:
+        main(["doctor", "--json", "--redis-url", cluster[0]])
+        found: dict[str, list[dict[str, str]]] = {}
+        for one in json.loads(capsys.readouterr().out):
+            found.setdefault(one["about"], []).append(one)
+        return found
+
+    addresses = [url.removeprefix("redis://") for url in cluster]
+    clients: list[Any] = [redis_py.Redis.from_url(url, protocol=2) for url in cluster]
+    for client in clients[:2]:
+        client.config_set("cluster-require-full-coverage", "no")
+    clients[1].config_set("maxmemory", 2**30)
+    clients[1].config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        found = look()
+        for client in clients:
+            client.config_set("cluster-require-full-coverage", "no")
+        covered = look()["coverage"]
+    finally:
+        clients[1].config_set("maxmemory", 0)
+        clients[1].config_set("maxmemory-policy", "noeviction")
+        for client in clients:
+            client.close()
+    assert {one["level"] for one in found["replicas"]} == {"warning"}
+    assert {one["found"].partition(": ")[0] for one in found["replicas"]} == set(addresses)
+    for one in found["replicas"]:
+        assert f"add-node NEW_HOST:PORT {one['found'].partition(': ')[0]}" in one["remedy"]
+        f"add-node NEW_HOST:PORT {one['found'].partition(': ')[0]}" in one["remedy"] for one in found["replicas"]
+    )
+    (wrong,) = [one for one in found["coverage"] if one["level"] == "warning"]
+    assert wrong["found"].startswith(f"{addresses[2]}: cluster-require-full-coverage is yes")
+    assert "CONFIG SET cluster-require-full-coverage no" in wrong["remedy"]
+    (evicts,) = [one for one in found["eviction"] if one["level"] == "warning"]
+    assert evicts["found"].startswith(f"{addresses[1]}: maxmemory-policy is allkeys-lru")
+    assert [one["level"] for one in covered] == ["ok"]
+    assert "127.0.0.1" not in covered[0]["found"], "of all nodes alike it is said once"
+    assert len(found["Redis version"]) == 1
