@@ -97,6 +97,7 @@ async def look(
         name = settings.learner_id or _learner_of(address.user)
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
+            report.add(*map(_refused, examination.away))
             report.add(*checks.server(nodes, checkpoints), *checks.transport(address, nodes))
             lacks = await examination.lacks(bus.keys, name)
             as_party = None if party == "all" else party

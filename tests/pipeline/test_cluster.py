@@ -309,8 +309,6 @@ def test_the_doctor_names_the_node_that_a_line_is_about_and_what_one_lost_node_w
     assert {one["found"].partition(": ")[0] for one in found["replicas"]} == set(addresses)
     for one in found["replicas"]:
         assert f"add-node NEW_HOST:PORT {one['found'].partition(': ')[0]}" in one["remedy"]
-        f"add-node NEW_HOST:PORT {one['found'].partition(': ')[0]}" in one["remedy"] for one in found["replicas"]
-    )
     (wrong,) = [one for one in found["coverage"] if one["level"] == "warning"]
     assert wrong["found"].startswith(f"{addresses[2]}: cluster-require-full-coverage is yes")
     assert "CONFIG SET cluster-require-full-coverage no" in wrong["remedy"]

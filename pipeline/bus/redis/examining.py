@@ -96,11 +96,14 @@ class RedisExamination:
 
     def __init__(self, calls: RedisCalls) -> None:
         self._calls = calls
+        self.away: list[DilocoError] = []
+        """Of nodes that hold keys and did not answer when they were asked about themselves."""
 
     async def nodes(self) -> list[Server]:
         """What each node that holds keys says of itself."""
         told = await self._calls.everywhere("INFO")
         cluster, found = self._calls.nodes.cluster, list[Server]()
+        self.away = [node for node in told.values() if isinstance(node, DilocoError)]
         for address, node in told.items():
             if not isinstance(node, DilocoError):
                 names = (*CONFIG, COVERAGE) if cluster else CONFIG
