@@ -234,6 +234,10 @@ def acl(
     for learners of any name, whom nothing keeps from each other's deltas; `learner-NAME` publishes as NAME only.
     """
     maker = importlib.import_module("diloco.acl")
+    if run == "run" and not template:
+        typer.echo(
+            "note: users of the run 'run': name another one by --run NAME, all of this Redis by --run '*'", err=True
+        )
     typer.echo(maker.template() if template else maker.make(run, learner or [], passwords, region, failover), nl=False)
 
 

@@ -67,7 +67,8 @@ class RedisSettings(Settings):
 
 def reached_at(settings: RedisSettings) -> str:
     """How others reach it, for people: its password is theirs to fill in."""
-    secret = "" if settings.redis_password is None else ":PASSWORD@"
+    users = isinstance(settings, RedisProcess) and settings.redis_users is not None
+    secret = "USER:PASSWORD@" if users else "" if settings.redis_password is None else ":PASSWORD@"
     everywhere = settings.redis_bind in ("0.0.0.0", "::", "*")  # noqa: S104  # asked for, not listened on here
     where = "<this machine>" if everywhere else settings.redis_bind
     where = f"[{where}]" if ":" in where else where
@@ -78,6 +79,9 @@ class RedisProcess(RedisSettings):
     """`diloco redis`."""
 
     redis_port: int = Field(6379, ge=1, le=65535, description="Port on which it listens")
+    redis_users: Path | None = Field(
+        None, description="File of its users, made by `diloco acl`, in place of a password; invitations are kept there"
+    )
 
 
 class WatchProcess(BusSettings, HttpSettings):
@@ -205,7 +209,7 @@ NOT_OF_CHAOS = frozenset(
 )
 """Fields of `RunProcess` that `diloco chaos` sets itself or has no use for."""
 
-ALL_FIELDS = PARTIES | frozenset({**ChaosProcess.model_fields, **DemoProcess.model_fields})
+ALL_FIELDS = PARTIES | frozenset({**ChaosProcess.model_fields, **DemoProcess.model_fields, **RedisProcess.model_fields})
 """What a settings file may hold: it can serve all parties of a run."""
 
 

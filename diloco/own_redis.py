@@ -16,7 +16,11 @@ LOOK_S = 1.0
 async def _serve(settings: RedisProcess) -> None:
     stop = lifecycle.stop_event()
     with EmbeddedRedis(
-        port=settings.redis_port, host=settings.redis_bind, password=settings.secret(), dies_with_us=True
+        port=settings.redis_port,
+        host=settings.redis_bind,
+        password=settings.secret(),
+        dies_with_us=True,
+        users=settings.redis_users,
     ) as server:
         typer.echo(f"until Ctrl-C all parties reach it with: export DILOCO_REDIS_URL={reached_at(settings)}")
         while not stop.is_set():
@@ -32,6 +36,6 @@ def command(settings: RedisProcess) -> None:
     It keeps nothing on disk. What it loses when it is started again, syncers and learners that are there put back;
     a run that has lost these too goes on from its checkpoint.
 
-    Example: diloco redis --redis-bind 192.168.1.10
+    Examples: diloco redis --redis-bind 192.168.1.10; diloco redis --redis-bind 192.168.1.10 --redis-users users.acl
     """
     asyncio.run(_serve(settings))

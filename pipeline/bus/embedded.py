@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -72,6 +73,22 @@ def remove_left_over() -> None:
                 os.close(descriptor)
 
 
+def _check_users(file: Path, password: str | None) -> None:
+    """Whether a server can have this file of users.
+
+    Raises:
+        UsageError: it cannot be read, or lets in who has not logged in; or there is a password beside it.
+    """
+    if password is not None:
+        raise UsageError("a password and a file of users: the file has all passwords, so leave the other one out")
+    try:
+        lines = file.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the users' file {file} cannot be read: {error}") from error
+    if not any(re.match(r"user default .*-@all", line) for line in lines):
+        raise UsageError(f"{file} does not keep out who has not logged in: make it by `diloco acl`")
+
+
 class EmbeddedRedis:
     """A Redis server that lives as long as the `with` block.
 
@@ -83,6 +100,7 @@ class EmbeddedRedis:
         binary: the server to start, instead of the one found.
         dies_with_us: on Linux, the server is killed when this process is; start it from the main thread then.
         fsync: when the append-only file is written to disk: always before an answer, or every second.
+        users: a file of Redis users (`diloco acl`), in place of a password; Redis writes to it who is invited.
     """
 
     def __init__(
@@ -94,14 +112,17 @@ class EmbeddedRedis:
         binary: Path | None = None,
         dies_with_us: bool = False,
         fsync: Literal["always", "everysec"] = "everysec",
+        users: Path | None = None,
     ) -> None:
-        if port is not None and not password and host not in ("127.0.0.1", "::1", "localhost"):
+        if users is not None:
+            _check_users(users, password)
+        elif port is not None and not password and host not in ("127.0.0.1", "::1", "localhost"):
             raise UsageError(f"Redis would listen on {host} without a password: give one, or keep to 127.0.0.1")
         self._binary = binary
         self._dies_with_us = dies_with_us
         self._appendonly, self._fsync = appendonly, fsync
         self._host = host
-        self._password = password
+        self._password, self._users = password, users
         self.port = free_port(host) if port == 0 else port
         self._folder: Path | None = None
         self._server: Path | None = None
@@ -164,6 +185,8 @@ class EmbeddedRedis:
         ]
         if self.port is not None:
             lines.append(f"bind {self._host}")
+        if self._users is not None:  # who has not logged in may do nothing, which Redis takes for unprotected
+            lines += [f'aclfile "{self._users.absolute()}"', "protected-mode no"]
         if self._password:
             escaped = self._password.replace("\\", "\\\\").replace('"', '\\"')
             lines.append(f'requirepass "{escaped}"')

@@ -12,7 +12,7 @@ import redis as redis_py
 
 from diloco import cli
 from diloco.options import RedisProcess, reached_at
-from diloco.pipeline.bus.embedded import free_port
+from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,6 +55,32 @@ def test_it_listens_to_others_only_with_a_password(
     monkeypatch.delenv("DILOCO_REDIS_PASSWORD", raising=False)
     assert cli.main(["redis", "--redis-bind", "0.0.0.0"]) == 2  # noqa: S104
     assert "without a password" in capsys.readouterr().err
+
+
+@pytest.mark.redis
+def test_a_file_of_users_is_taken_in_place_of_a_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever has not logged in may do nothing, also from elsewhere; one that lets everybody in is refused."""
+    monkeypatch.setenv("REDIS_VIEWER_PASSWORD", "letters-and-digits")
+    assert cli.main(["acl", "--run", "my-run", "--passwords", str(tmp_path / "secrets.env")]) == 0
+    users = tmp_path / "users.acl"
+    users.write_text(capsys.readouterr().out)
+    with EmbeddedRedis(port=0, users=users) as server:
+        viewer = redis_py.Redis(port=server.port, username="viewer", password="letters-and-digits")  # noqa: S106
+        if int(viewer.info()["redis_version"].split(".")[0]) < 7:
+            pytest.skip("ACL selectors need Redis 7")
+        assert viewer.get("diloco:{my-run}:spec") is None
+        viewer.close()
+        nobody = redis_py.Redis(port=server.port)
+        with pytest.raises(redis_py.exceptions.NoPermissionError):
+            nobody.get("diloco:{my-run}:spec")
+        nobody.close()
+    users.write_text("user anna on nopass ~* +@all\n")
+    assert cli.main(["redis", "--redis-users", str(users)]) == 2
+    assert "make it by `diloco acl`" in capsys.readouterr().err
+    assert cli.main(["redis", "--redis-users", str(tmp_path / "nosuch")]) == 2
+    assert "cannot be read" in capsys.readouterr().err
 
 
 def test_an_address_of_all_is_nobodys() -> None:
