@@ -28,8 +28,12 @@ from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.users import RedisUsers, connect_users
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import USERS_FROM
-from diloco.pipeline.errors import DilocoError, NotPermitted, UsageError
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import BusError, DilocoError, NotPermitted, UsageError
+from diloco.pipeline.messages.run import Event
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import PartyId, party_name
+from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
 
@@ -204,8 +208,11 @@ def revoke(
 
 async def _revoke(url: str, name: str) -> None:
     async with _users(url) as users:
+        run = await users.run_of(f"{acl.INVITED}-{name}")
         if not await users.take_away(f"{acl.INVITED}-{name}"):
             raise UsageError(f"nobody was invited as {name!r} on this Redis, or the invitation was taken back before")
+        if run is not None:
+            await _say_revoked(url, run, name)
         kept = await users.keep()
         but = []
         if users.away:
@@ -220,6 +227,15 @@ async def _revoke(url: str, name: str) -> None:
             )
         if but:
             raise DilocoError(f"{name!r} is cut off, but {'; and '.join(but)}")
+
+
+async def _say_revoked(url: str, run: str, name: str) -> None:
+    """Tell who watches the run that nobody misses the learner, if there is such a run yet."""
+    with suppress(NotPermitted, BusError):
+        async with open_bus(url, run) as bus:
+            if (data := await bus.read_spec()) is not None:
+                bus.use_spec(decode(Spec, data))
+                await bus.add_event(Event(name="learner_revoked", who=name, detail="", unix_s=LoopClock().unix()))
 
 
 # --- join ---------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from diloco.pipeline.bus.redis.nodes import Nodes
 from diloco.pipeline.bus.redis.users import RedisUsers
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError
+from diloco.pipeline.payload.codec import encode
 from diloco.studies.strikes.failing.servers import Node
 from tests import samples
 from tests.backdoor import RedisBackdoor
@@ -139,6 +140,27 @@ def test_of_two_invitations_under_one_name_at_a_time_each_lets_in_and_one_revoca
         with pytest.raises((redis_py.exceptions.AuthenticationError, redis_py.exceptions.ConnectionError)):
             one.ping()
         one.close()
+
+
+@pytest.mark.redis
+def test_the_run_hears_whose_invitation_was_taken_back(
+    guests: str, redis_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its page would else call a dead learner what was cut off on purpose. A run that has not begun hears nothing."""
+    run, begun, waits = f"r-{secrets.token_hex(3)}", f"ida-{secrets.token_hex(3)}", f"jo-{secrets.token_hex(3)}"
+    invited(guests, capsys, waits, "--run", run)
+    assert main(["revoke", waits, "--redis-url", guests]) == 0
+    invited(guests, capsys, begun, "--run", run)
+
+    async def hears() -> list[tuple[str, str]]:
+        async with open_bus(redis_server, run) as bus:
+            assert await bus.read_events() == []
+            await bus.propose_spec(encode(samples.spec()))
+            assert await asyncio.to_thread(main, ["revoke", begun, "--redis-url", guests]) == 0
+            return [(event.name, event.who) for _, event in await bus.read_events()]
+
+    assert asyncio.run(hears()) == [("learner_revoked", begun)]
+    RedisBackdoor(run, redis_server).free_memory()
 
 
 @pytest.mark.redis
