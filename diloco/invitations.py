@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit, urlunsplit
@@ -29,9 +29,11 @@ from diloco.pipeline.bus.redis.users import RedisUsers, connect_users
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import USERS_FROM
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import DilocoError, NotPermitted, PeerError, UsageError
-from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.errors import BusError, DilocoError, NotPermitted, PeerError, UsageError
+from diloco.pipeline.messages.run import Event, Phase
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import PartyId, party_name
+from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
 from diloco.pipeline.units import counted
@@ -229,7 +231,12 @@ def revoke(
 
 async def _revoke(url: str, name: str) -> None:
     async with _users(url) as users:
-        there, kept = await users.take_away(f"{acl.INVITED}-{name}"), await users.keep()
+        user = f"{acl.INVITED}-{name}"
+        run = await users.run_of(user)
+        there = await users.take_away(user)
+        if there and run is not None:
+            await _say_revoked(url, run, name)
+        kept = await users.keep()
         if not there and kept != "failed":
             raise UsageError(
                 f"nobody is invited as {name!r} on this Redis, or not any more"
@@ -248,6 +255,15 @@ async def _revoke(url: str, name: str) -> None:
             )
         if but:
             raise DilocoError(f"{name!r} is cut off, but {'; and '.join(but)}")
+
+
+async def _say_revoked(url: str, run: str, name: str) -> None:
+    """Tell who watches the run that nobody misses the learner, if there is such a run yet."""
+    with suppress(NotPermitted, BusError):
+        async with open_bus(url, run) as bus:
+            if (data := await bus.read_spec()) is not None:
+                bus.use_spec(decode(Spec, data))
+                await bus.add_event(Event(name="learner_revoked", who=name, detail="", unix_s=LoopClock().unix()))
 
 
 # --- join ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from pathlib import Path
 import typer
 
 from diloco.launcher.locate import locate
-from diloco.launcher.page import served
+from diloco.launcher.page import served, way_to
 from diloco.options import WatchProcess
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import UsageError
@@ -16,7 +16,7 @@ from diloco.tracking.follow import follow
 
 async def _serve(settings: WatchProcess, url: str, run: str) -> None:
     stop = lifecycle.stop_event()
-    async with open_bus(url, run) as bus, served(bus, settings, typer.echo, url):
+    async with open_bus(url, run) as bus, served(bus, settings, typer.echo, way_to(url)):
         typer.echo(f"watching run {run!r} until Ctrl-C; the run does not notice")
         await stop.wait()
 

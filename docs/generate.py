@@ -157,7 +157,14 @@ def _default(kind: type[Settings], name: str) -> str:
 def _metrics() -> str:
     head = ("| metric | kind | labels | meaning |", "|---|---|---|---|")
     lines = [
-        *("# Metrics", "", "You look up what a syncer tells Prometheus at `/metrics`.", GENERATED, ""),
+        *(
+            "# Metrics",
+            "",
+            "You look up what a syncer tells Prometheus at `/metrics`. A page that `diloco run` or",
+            "`diloco watch --web` serves has the figures of the run there.",
+            GENERATED,
+            "",
+        ),
         *("All have the label `run` besides. A histogram has `_bucket`, `_count` and `_sum` behind its name.",),
         *("Alerts and a board: [monitor a run](../howto/monitoring.md).", "", "## Of one syncer", ""),
         *("Counters start at 0 with the process; heads and the tape hold what outlives it.", "", *head),

@@ -25,12 +25,17 @@ class _Labelled(CollectorRegistry):
             yield family
 
 
+def registry_of(run: str) -> CollectorRegistry:
+    """Whose samples all have a label for the run; "": they have none."""
+    return _Labelled({"run": run}) if run else CollectorRegistry()
+
+
 class Metrics:
     """Counters start at 0 with the process; heads and the tape hold what outlives it."""
 
     def __init__(self, run: str = "") -> None:
         """run: the label of all samples; "": they have none."""
-        self.registry = registry = _Labelled({"run": run}) if run else CollectorRegistry()
+        self.registry = registry = registry_of(run)
         self.merges = Counter("diloco_merges", "Merges committed", ["fragment"], registry=registry)
         self.contributions = Counter("diloco_contributions", "Contributions merged", registry=registry)
         self.refusals = Counter("diloco_refusals", "Deltas refused", ["reason"], registry=registry)

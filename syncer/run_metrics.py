@@ -1,7 +1,8 @@
-"""Figures of the whole run for `/metrics`: only the lead has them, so that a sum over syncers counts them once.
+"""Figures of the whole run for `/metrics`: of all syncers the lead alone has them, so that a sum counts them once.
 
 They are what the page's collector read last (`pipeline.view.reading`): a scrape reads nothing from Redis. Names begin
-with `diloco_run_`, `diloco_learner_`, `diloco_fragment_` or `diloco_redis_`; all others are of one syncer.
+with `diloco_run_`, `diloco_learner_`, `diloco_fragment_` or `diloco_redis_`; all others are of one syncer. What serves
+a page beside a run has them too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -248,7 +249,7 @@ class RunMetrics(Collector):
         return [one.family() for one in FIGURES]
 
     def collect(self) -> Iterable[Metric]:
-        """Of a syncer that leads and has read the run lately; else nothing."""
+        """Of one that leads and has read the run lately; else nothing."""
         look, now_s = self._reading.look, self._clock.unix()
         if look is None or not self._leads() or now_s - look.now_s > FRESH_S:
             return

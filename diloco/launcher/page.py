@@ -2,9 +2,13 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+import shutil
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.clock import LoopClock
@@ -12,6 +16,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.page.collector import Collector, collect
 from diloco.pipeline.view.page.files import one_file
+from diloco.pipeline.view.page.joining import Started, Way
 from diloco.pipeline.view.page.model import Model
 from diloco.pipeline.view.status import Status, read_status
 
@@ -25,20 +30,22 @@ LAST_LOOK_S = 5.0
 
 
 @asynccontextmanager
-async def served(
-    bus: Bus, settings: HttpSettings, tell: Callable[[str], None], redis_url: str
-) -> AsyncIterator[Collector]:
-    """Serve the page of the bus's run while the block goes on, and take a last look at its end.
+async def served(bus: Bus, settings: HttpSettings, tell: Callable[[str], None], way: Way) -> AsyncIterator[Collector]:
+    """Serve the page and `/metrics` of the bus's run while the block goes on, and take a last look at its end.
 
-    redis_url: how others reach the bus, for the page to say.
+    way: how others reach the bus, for the page to say.
 
     Raises:
         UsageError: the address cannot be listened on.
     """
+    from diloco.syncer.metrics import registry_of
+    from diloco.syncer.run_metrics import RunMetrics
     from diloco.syncer.serving.http import start_http
 
     clock = LoopClock()
-    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S, redis_url=redis_url)
+    collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S, way=way)
+    registry = registry_of(bus.keys.run)
+    registry.register(RunMetrics(collector.reading, clock, lambda: True))
 
     async def status() -> Status:
         return await read_status(bus, clock)
@@ -48,7 +55,7 @@ async def served(
 
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
-    http = await start_http(status, ready, None, host, port, token, collector.follow)
+    http = await start_http(status, ready, registry, host, port, token, collector.follow)
     asks = ", which asks for DILOCO_HTTP_TOKEN" if token else ""
     tell(f"page http://{_reached(host, http.addresses[0][1])}/{asks}")
     collecting = asyncio.create_task(collect(collector))
@@ -63,6 +70,17 @@ async def served(
         await http.cleanup()
 
 
+def way_to(url: str, own: Mapping[str, Started] | None = None) -> Way:
+    """How a shell on this machine starts a party of the run at this URL; `own` as in `Way`."""
+    program = Path(sys.argv[0]).resolve()
+    if program.name != "diloco":
+        started = f"{quote(sys.executable)} -m diloco"
+    else:
+        found = shutil.which("diloco")
+        started = "diloco" if found and Path(found).resolve() == program else quote(str(program))
+    return replace(Way.of(url), program=started, own=own or {})
+
+
 def _reached(host: str, port: int) -> str:
     """Where a browser on this machine finds it."""
     if host in ("0.0.0.0", "::", "*", ""):  # noqa: S104  # asked for, not listened on here
@@ -72,13 +90,13 @@ def _reached(host: str, port: int) -> str:
 
 @asynccontextmanager
 async def left_in(
-    folder: Path, bus: Bus, settings: HttpSettings, tell: Callable[[str], None], redis_url: str
+    folder: Path, bus: Bus, settings: HttpSettings, tell: Callable[[str], None], way: Way
 ) -> AsyncIterator[None]:
     """As `served`, on a free port; what it showed last is left in a folder."""
     apart = settings.model_copy(update={"http_port": 0})  # the other one is the syncer's
     model = None
     try:
-        async with served(bus, apart, tell, redis_url) as collector:
+        async with served(bus, apart, tell, way) as collector:
             model = collector.model
             yield
     finally:

@@ -26,7 +26,7 @@ from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder, choose, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
 from diloco.launcher.option_checks import check
-from diloco.launcher.page import left_in
+from diloco.launcher.page import left_in, way_to
 from diloco.launcher.report import Origin, Outcome
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
@@ -51,6 +51,7 @@ from diloco.pipeline.process import lifecycle, logs
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.units import count
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
+from diloco.pipeline.view.page.joining import Started
 from diloco.pipeline.view.status import LearnerStatus, Status, read_status
 from diloco.tape import read_archive
 
@@ -89,6 +90,8 @@ class Launcher:
         self._settings, self._folder, self._url = settings, folder, url
         self._bus, self._children, self._screen = bus, children, screen
         self._others = others
+        self.own: dict[str, Started] = {}
+        """By learner: how it was started, for whoever starts it again."""
         self._clock = LoopClock()
         self._progress: list[tuple[float, int]] = []
         self._drained_from_s: float | None = None
@@ -107,7 +110,7 @@ class Launcher:
 
     def start(self) -> None:
         """Start all processes."""
-        config = ["--config", str(self._folder.settings)]
+        config = ["--config", str(self._folder.settings.resolve())]
         secrets = {}
         if self._settings.http_token is not None:
             secrets["DILOCO_HTTP_TOKEN"] = self._settings.http_token.get_secret_value()
@@ -126,9 +129,11 @@ class Launcher:
         threads = threads_for(sum(place.ranks for place in places), self._settings.threads)
         for number, place in enumerate(places):
             name = f"learner-{number}"
-            own = ["--learner-id", name, "--threads", str(threads), "--state-dir", str(self._folder.learners / name)]
+            own = [*config, "--learner-id", name, "--threads", str(threads), "--device", place.device]
+            own += ["--state-dir", str(self._folder.learners.resolve() / name)]
             environ = environment(threads, self._url_of(name)) | place.environ
-            self._children.start(name, ["learner", *config, *own, "--device", place.device], environ)
+            self._children.start(name, ["learner", *own], environ)
+            self.own[name] = Started(tuple(own), place.environ)
         if line := told(places):
             self._screen.note(line)
         evaluator = ["evaluator", *config, "--threads", "1"]
@@ -419,7 +424,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             if settings.redis_port is not None:
                 where = reached_at(settings)
                 screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
-            async with left_in(folder.path, bus, settings, screen.note, where):
+            async with left_in(folder.path, bus, settings, screen.note, way_to(where, launcher.own)):
                 await launcher.watch(stop)
                 wall_s = time.monotonic() - began
                 await launcher.wind_down()

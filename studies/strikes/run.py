@@ -23,7 +23,7 @@ from typing import Literal
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder
 from diloco.launcher.launch import Children, environment, places_of, threads_for
-from diloco.launcher.page import left_in
+from diloco.launcher.page import left_in, way_to
 from diloco.launcher.report import Outcome
 from diloco.options import ChaosProcess
 from diloco.pipeline.bus.embedded import EmbeddedRedis
@@ -197,7 +197,7 @@ async def run(
                 settings.lose_tail,
                 place.topology,
             )
-            async with left_in(folder.path, bus, settings, screen.note, place.url):
+            async with left_in(folder.path, bus, settings, screen.note, way_to(place.url, launcher.own)):
                 launcher.start()
                 stop = asyncio.Event()
                 watching = asyncio.create_task(launcher.watch(stop))

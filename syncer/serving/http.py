@@ -230,7 +230,7 @@ def _most_connections() -> int:
 async def start_http(
     status: Callable[[], Awaitable[Mapping[str, Any]]],
     ready: Callable[[], tuple[bool, str]],
-    registry: CollectorRegistry | None,
+    registry: CollectorRegistry,
     host: str,
     port: int,
     token: str | None = None,
@@ -244,7 +244,7 @@ async def start_http(
     Args:
         status: for /status.
         ready: for /readyz.
-        registry: for /metrics; None: there is none.
+        registry: for /metrics.
         host: address.
         port: 0 takes a free one.
         token: what is asked for.
@@ -275,12 +275,14 @@ async def start_http(
         return web.Response(status=code, text=dumps(body, indent=1) + "\n", content_type="application/json")
 
     async def metrics() -> web.Response:
-        found = b"" if registry is None else generate_latest(registry)
-        return web.Response(body=found, headers={"Content-Type": CONTENT_TYPE_LATEST})
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    pages: dict[str, Answer] = {"/healthz": healthz, "/readyz": readyz, "/status": show_status}
-    if registry is not None:
-        pages["/metrics"] = metrics
+    pages: dict[str, Answer] = {
+        "/healthz": healthz,
+        "/readyz": readyz,
+        "/status": show_status,
+        "/metrics": metrics,
+    }
     known = [*pages, *(("/",) if streams else ())]
 
     async def answer(request: web.BaseRequest) -> web.StreamResponse:

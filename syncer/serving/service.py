@@ -23,6 +23,7 @@ from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.view.page.collector import Collector, collect
+from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.status import Status, read_status
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.intake import Offload
@@ -179,7 +180,7 @@ async def serve(settings: SyncerProcess) -> int:
     if bus is None:
         return AGAIN_STATUS
     service = SyncerService(bus, LoopClock(), settings, metrics)
-    collector = Collector(bus, service.clock, service.nonce, settings.liveness_s, redis_url=url)
+    collector = Collector(bus, service.clock, service.nonce, settings.liveness_s, way=Way.of(url))
     metrics.registry.register(RunMetrics(collector.reading, service.clock, service.leads))
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()

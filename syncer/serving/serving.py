@@ -6,6 +6,7 @@ fragments with other syncers. The owner of fragment 0 is the lead, who moves the
 
 import asyncio
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import structlog
 
 from diloco.pipeline.bus.server import fill_of_run
 from diloco.pipeline.errors import BusError
-from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.run import Phase, RunState, SeenReport
 from diloco.pipeline.pacing import merge_share, outer_room, slow_merges
 from diloco.pipeline.settings import SyncerProcess
 from diloco.syncer.checkpoints.keeping import Checkpoints
@@ -31,6 +32,7 @@ from diloco.syncer.serving.start import BusWarnings
 from diloco.syncer.watch import WATCH_S
 
 BUS_LOOK_S = 5.0
+SILENT = "killed, cut off from Redis, or its machine stands still; merges do not wait for it"
 TAPE_KEPT_S = 600.0
 """How much of the tape stays on the bus where nobody archives it."""
 
@@ -198,11 +200,12 @@ class Serving:
 
     async def _keep_watch(self) -> None:
         """Read who is there and how far the run is, and have owners act on it; move the run while this syncer leads."""
-        warnings = _Warnings()
+        warnings, presence = _Warnings(), _Presence()
         while not self.closing.done():
             await self._look()
             slow = None if self._watch.draining else self._slow_merges(warnings.slow_from)
             warnings.tell(self._watch.quorum_warning, slow)
+            presence.tell(self._watch.live(), self._watch.reports)
             await asyncio.sleep(WATCH_S)
 
     async def _look(self) -> None:
@@ -280,6 +283,29 @@ class _Warnings:
         elif self._slow and not slow:
             self._log.info("merges_in_time")
         self._quorum, self._slow = quorum, slow is not None
+
+
+class _Presence:
+    """Which learners are there: logged as they come, fall silent and leave."""
+
+    def __init__(self) -> None:
+        self._here: dict[tuple[str, str], SeenReport] = {}
+        self._log = structlog.get_logger()
+
+    def tell(self, live: Sequence[SeenReport], reports: Sequence[SeenReport]) -> None:
+        """Who is live now, and what all are last known to have said."""
+        here = {(one.report.learner, one.report.incarnation): one for one in live}
+        last = {(one.report.learner, one.report.incarnation): one for one in reports}
+        for learner, incarnation in sorted(here.keys() - self._here.keys()):
+            self._log.info("learner_live", learner=learner, incarnation=incarnation)
+        for who in sorted(self._here.keys() - here.keys()):
+            seen = last.get(who, self._here[who])
+            told = {"learner": who[0], "incarnation": who[1], "step": seen.report.step}
+            if seen.report.left:
+                self._log.info("learner_left", **told)
+            else:
+                self._log.warning("learner_silent", **told, silent_s=round(seen.age_s, 1), detail=SILENT)
+        self._here = here
 
 
 async def cancel(tasks: list[asyncio.Task[Any]]) -> None:

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from prometheus_client import CollectorRegistry
+
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock
 from diloco.pipeline.view.page.collector import Collector
@@ -23,7 +25,9 @@ async def page_of(collector: Any, token: str | None = None, port: int = 0) -> As
     async def status() -> dict[str, Any]:
         return {}
 
-    runner = await start_http(status, lambda: (True, ""), None, "127.0.0.1", port, token, collector.follow)
+    runner = await start_http(
+        status, lambda: (True, ""), CollectorRegistry(), "127.0.0.1", port, token, collector.follow
+    )
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}/"
     finally:

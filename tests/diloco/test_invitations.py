@@ -199,6 +199,27 @@ def test_of_two_invitations_under_one_name_at_a_time_each_lets_in_and_one_revoca
 
 
 @pytest.mark.redis
+def test_the_run_hears_whose_invitation_was_taken_back(
+    guests: str, redis_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its page would else call a dead learner what was cut off on purpose. A run that has not begun hears nothing."""
+    run, begun, waits = f"r-{secrets.token_hex(3)}", f"ida-{secrets.token_hex(3)}", f"jo-{secrets.token_hex(3)}"
+    invited(guests, capsys, waits, "--run", run)
+    assert main(["revoke", waits, "--redis-url", guests]) == 0
+    invited(guests, capsys, begun, "--run", run)
+
+    async def hears() -> list[tuple[str, str]]:
+        async with open_bus(redis_server, run) as bus:
+            assert await bus.read_events() == []
+            await bus.propose_spec(encode(samples.spec()))
+            assert await asyncio.to_thread(main, ["revoke", begun, "--redis-url", guests]) == 0
+            return [(event.name, event.who) for _, event in await bus.read_events()]
+
+    assert asyncio.run(hears()) == [("learner_revoked", begun)]
+    RedisBackdoor(run, redis_server).free_memory()
+
+
+@pytest.mark.redis
 def test_an_invited_learner_is_told_what_its_invitation_is_for_and_that_it_may_have_been_revoked(
     guests: str, redis_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,7 +112,8 @@ def test_a_page_beside_any_run(redis_server: str) -> None:
         assert lines[1] == "event: snapshot\n"
         said = json.loads(lines[2].removeprefix("data: "))["sentence"]
         assert said["text"] == "The run has not begun: no learner has joined, no syncer is here either."
-        assert said["command"] == f"diloco learner --run beside --redis-url {redis_server}"
+        assert said["command"] == f"{sys.executable} -m diloco learner --run beside --redis-url {redis_server}"
+        assert 'diloco_run_phase{phase="finished",run="beside"} 0.0\n' in lines_of(address, "/metrics", 1000)
         process.send_signal(signal.SIGINT)
         assert process.wait(LIMIT_S) == 0
     finally:

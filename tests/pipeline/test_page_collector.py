@@ -416,6 +416,22 @@ def test_what_is_kept_is_bounded() -> None:
     assert told["losses"][-1][1] == 3 * MOST_LOSSES - 1
 
 
+def test_a_learner_whose_invitation_is_taken_back_is_revoked_until_it_is_invited_again() -> None:
+    """Not dead: nobody is to start it again."""
+    model = PageModel("run")
+
+    def after(name: str, age_s: float) -> str:
+        event = Event(name=name, who="anna", detail="", unix_s=1990.0)
+        model.see(look(reports=[samples.seen("l0"), samples.seen("anna", age_s=age_s)], events=[event]))
+        return str(model._next["learners"]["anna"]["state"])
+
+    assert after("learner_joined", 0.1) == "live"
+    assert after("learner_revoked", 60.0) == "revoked"
+    assert "anna" not in model._next["sentence"]["text"]
+    assert after("learner_joined", 0.1) == "live"
+    assert after("learner_joined", 60.0) == "dead"
+
+
 def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:
     """A report of years, records and events of the next century and of the last one."""
     model, now_s = PageModel("run"), 2_000_000_000.0

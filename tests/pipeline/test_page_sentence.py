@@ -8,7 +8,7 @@ import pytest
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.view.page.joining import Way
+from diloco.pipeline.view.page.joining import Started, Way
 from diloco.pipeline.view.page.sentence import REMEDIES, Beside, Verdict, patience_s, verdict
 from diloco.pipeline.view.status import Status, build_status
 from tests import samples
@@ -219,6 +219,26 @@ def test_a_run_that_goes_on_without_a_learner() -> None:
     assert asked(said) == ("Start it again:", "diloco learner --run my-run --learner-id l2")
     said = verdict(status([*seen, samples.seen("l4", age_s=12.0)]), Beside())
     assert asked(said) == ("Start them again, each under its name:", "diloco learner --run my-run --learner-id l2")
+
+
+def test_a_learner_that_was_cut_off_on_purpose_is_not_missed() -> None:
+    """Nobody is told to start again whose invitation was taken back."""
+    seen = [*TWO, samples.seen("l2", age_s=12.0)]
+    assert verdict(status(seen), Beside(revoked={"l2"}))["level"] == "well"
+    seen = [samples.seen("l2", age_s=12.0), samples.seen("l3", age_s=50.0)]
+    assert "l2" not in verdict(status(seen), Beside(revoked={"l2"}))["text"]
+
+
+def test_who_is_started_again_is_started_as_it_was() -> None:
+    """With its settings, state and device, by the program that is there."""
+    options = ("--config", "/runs/a run/settings.toml", "--learner-id", "l2", "--threads", "1")
+    own = {"l2": Started(options, {"CUDA_VISIBLE_DEVICES": "3"})}
+    way = Way("redis://h:1", program="/opt/diloco", own=own)
+    said = verdict(status([*TWO, samples.seen("l2", age_s=12.0)]), Beside(way=way))
+    assert said["command"] == (
+        "CUDA_VISIBLE_DEVICES=3 /opt/diloco learner --run my-run --redis-url redis://h:1 "
+        "--config '/runs/a run/settings.toml' --learner-id l2 --threads 1"
+    )
 
 
 def test_a_run_that_is_well() -> None:

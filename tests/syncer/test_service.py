@@ -61,6 +61,29 @@ def test_a_run_ends_by_itself_and_every_token_is_accounted_for() -> None:
     run_virtual(main())
 
 
+def test_the_log_tells_who_is_there_falls_silent_and_leaves() -> None:
+    """Whoever reads the syncer's log finds a killed learner in it, apart from one that has left."""
+
+    async def main() -> list[tuple[str, str]]:
+        world = VirtualRun(sync_spec(sync_interval=16, tokens=12_000))
+        with capture_logs() as lines:
+            world.start_syncer()
+            learners = [VirtualLearner(f"l{i}", world, incarnation=f"{i:016x}") for i in range(2)]
+            for learner in learners:
+                learner.start()
+            await world.until_version(3)
+            await learners[1].kill()
+            await world.finish(learners[0])
+        of_syncer = [line for line in lines if (line["event"] in told and "step" in line) or line["event"] == told[0]]
+        return [(line["event"], line["learner"]) for line in of_syncer]
+
+    told = ("learner_live", "learner_silent", "learner_left")
+    found = run_virtual(main())
+    assert sorted(found[:2]) == [("learner_live", "l0"), ("learner_live", "l1")]
+    assert found[2] == ("learner_silent", "l1")
+    assert found[3:] == [("learner_left", "l0")]
+
+
 @pytest.mark.parametrize("global_codec", get_args(GlobalCodec))
 @pytest.mark.parametrize(("codec", "quorum", "learners"), [("bf16", 1, 4), ("int8", 4, 4), ("fp32", 6, 6)])
 def test_a_redis_is_refused_that_has_less_than_the_plan_says(

@@ -337,7 +337,7 @@ async def test_a_server_whose_memory_is_full_stops_no_learner_and_says_what_to_d
         assert full
         assert all("raise its maxmemory" in line["error"] for line in full)
         status = await read_status(run.bus, run.clock)
-        assert any("maxmemory; raise it" in warning for warning in status["warnings"])
+        assert any("raise maxmemory to" in warning for warning in status["warnings"])
         client.config_set("maxmemory", 0)
         await run.until_risen()
 

@@ -45,6 +45,12 @@ class RedisUsers:
         rules = re.findall(r"\([^)]*\)|\S+", user.rules)
         await self._everywhere("ACL SETUSER", user.name, "on", f"#{digest}", *rules)
 
+    async def run_of(self, name: str) -> str | None:
+        """The one run that a user's rules are for; None: there is no such user, or its rules are for others too."""
+        found = await self._everywhere("ACL GETUSER", name)
+        runs = set(re.findall(r"~diloco:\{([^}:*]+)", str(found)))
+        return runs.pop() if len(runs) == 1 else None
+
     async def take_away(self, name: str) -> bool:
         """Delete a user, and end its connections; False: there was none."""
         return any(await self._everywhere("ACL DELUSER", name))

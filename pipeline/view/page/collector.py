@@ -23,6 +23,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view import trouble
+from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.reading import Reading
 from diloco.pipeline.view.status import Status, read_status_of, redis_fill
@@ -59,7 +60,7 @@ class Collector:
         epoch: str,
         live_s: float | None = None,
         idle_s: float = UNWATCHED_S,
-        redis_url: str = "",
+        way: Way | None = None,
     ) -> None:
         """Make one that has read nothing yet.
 
@@ -69,11 +70,11 @@ class Collector:
             epoch: letters and digits that no other collector has: numbers of updates are its own.
             live_s: a learner not heard from for this long is not live; None: what the run's syncers go by.
             idle_s: time between two looks while nobody follows.
-            redis_url: how the bus is reached: the page says how others can join, without its secrets.
+            way: to the run's Redis: the page says how others can join.
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
         self._reader = RunReader(bus, clock, live_s)
-        self._new_model = partial(PageModel, bus.keys.run, redis_url)
+        self._new_model = partial(PageModel, bus.keys.run, way or Way())
         self.model, self.reading = self._new_model(), Reading()
         self._updates: deque[Update] = deque()
         self._bytes = self._number = 0

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlsplit
 
 from diloco.pipeline.bus.hosts import SENTINEL_SCHEMES, SENTINELS_LOGIN, HostPort, Hosts
@@ -10,6 +10,16 @@ from diloco.pipeline.bus.tls import OPTIONS
 
 ANYWHERE = ("", "0.0.0.0", "::", "*", "<this machine>")  # noqa: S104  # named, not listened on
 HERE = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """How a learner was started on this machine."""
+
+    options: tuple[str, ...]
+    """Its name too."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """Variables of its own, none a secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +32,10 @@ class Way:
     """Variables that a party needs; None: the URL is no secret, and may be a flag."""
     where: str = ""
     """From where it goes, if not from everywhere; and what is to be filled in."""
+    program: str = "diloco"
+    """As a shell there finds it."""
+    own: Mapping[str, "Started"] = field(default_factory=dict)
+    """By learner: how it was started."""
 
     @classmethod
     def of(cls, url: str) -> "Way":
@@ -54,10 +68,14 @@ class Way:
         environ = ({"DILOCO_REDIS_URL": shown} if secret else {}) | files
         return cls(shown, environ if secret or files else None, where + fill + (", and your FILE" if files else ""))
 
-    def command(self, party: str, run: str) -> str:
-        """The one that starts a party."""
-        told = [f"{name}={shlex.quote(value)}" for name, value in (self.environ or {}).items()]
-        words = [*told, "diloco", party, "--run", run]
-        if self.url and "DILOCO_REDIS_URL" not in (self.environ or {}):
+    def command(self, party: str, run: str, again: str = "") -> str:
+        """The one that starts a party; `again`: the learner of this name."""
+        started = self.own.get(again, Started(("--learner-id", again)))
+        environ = {**(self.environ or {}), **(started.environ if again else {})}
+        told = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
+        words = [*told, self.program, party, "--run", run]
+        if self.url and "DILOCO_REDIS_URL" not in environ:
             words += ["--redis-url", shlex.quote(self.url)]
+        if again:
+            words.append(shlex.join(started.options))
         return " ".join(words)

@@ -35,10 +35,13 @@ NAMES = {
     "learner_killed": "killed",
     "learner_died": "died",
     "learner_broken": "has lost a rank",
+    "learner_revoked": "is revoked",
     "syncer_died": "died",
     "evaluator_died": "died",
 }
 """Events that are marked, and how."""
+ENDS = ("learner_killed", "learner_died", "learner_revoked")
+"""Those after which a learner falls silent: that it does is no news."""
 
 Model = dict[str, Any]
 
@@ -72,9 +75,9 @@ class Look:
 class PageModel:
     """One run, as the page shows it."""
 
-    def __init__(self, run: str, redis_url: str = "") -> None:
-        """redis_url: how this server reaches the run's Redis; its secrets are not kept."""
-        self._run, self._way = run, Way.of(redis_url)
+    def __init__(self, run: str, way: Way | None = None) -> None:
+        """way: to the run's Redis."""
+        self._run, self._way = run, way or Way()
         self._times: tuple[Timeline, Timeline] | None = None
         """The last minutes, and the whole run."""
         self._shown, self._lives = Shown(MOST_LANES), dict[str, LearnerLife]()
@@ -89,6 +92,7 @@ class PageModel:
         self._origin_s: float | None = None
         """When the run began: 0:00 of all times that the page shows."""
         self._ended_s: dict[str, float] = {}
+        self._revoked: set[str] = set()
         self._status: Status | None = None
         self._over = False
         self._notes: list[str] = []
@@ -121,8 +125,12 @@ class PageModel:
         for event in look.events:
             if event.name in NAMES:
                 self._mark(min(event.unix_s, now_s), NAMES[event.name], event.who, event.detail)
-                if event.name in ("learner_killed", "learner_died") and len(self._ended_s) < MOST_LANES:
+                if event.name in ENDS and len(self._ended_s) < MOST_LANES:
                     self._ended_s[event.who] = now_s
+                if event.name == "learner_revoked" and len(self._revoked) < MOST_LANES:
+                    self._revoked.add(event.who)
+                elif event.name == "learner_joined":
+                    self._revoked.discard(event.who)  # it was invited again
         self._take_losses(look.evaluations, now_s)
         learners = self._draw_learners(status, now_s)
         for fragment in status["fragments"]:
@@ -135,7 +143,9 @@ class PageModel:
         self._status = status
         full = info.fullest[0] / info.fullest[1] if info is not None and look.nearly_full else None
         unmerged_s = 0.0 if self._still_s is None else now_s - self._still_s
-        beside = Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way)
+        beside = Beside(
+            unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way, revoked=self._revoked
+        )
         self._next = self._head(verdict(status, beside), now_s) | {
             "totals": _totals(status, info),
             "learners": learners,
@@ -206,7 +216,10 @@ class PageModel:
             if silent and self._ended_s.get(name, -math.inf) < heard_s:  # nobody has told that it ended
                 self._ended_s[name] = now_s
                 self._mark(heard_s, "went silent", name, "")
-            rows[name] = _learner(learner, does, behind, lives[name], now_s)
+            row = _learner(learner, does, behind, lives[name], now_s)
+            if row["state"] == "dead" and name in self._revoked:
+                row["state"] = "revoked"
+            rows[name] = row
         return rows
 
     def _mark(self, at_s: float, what: str, who: str, detail: str) -> None:

@@ -3,9 +3,8 @@
 What stands further up is worse, or makes what is below it moot: the first that holds is said.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from shlex import quote
 from statistics import median
 from typing import TypedDict
 
@@ -64,6 +63,8 @@ class Beside:
     """Used of Redis' memory, where it is nearly full."""
     way: Way = field(default_factory=Way)
     """To the run's Redis."""
+    revoked: Set[str] = frozenset()
+    """Learners whose invitations were taken back: nobody misses them."""
 
 
 def patience_s(status: Status) -> float:
@@ -91,7 +92,8 @@ def verdict(status: Status | None, beside: Beside) -> Verdict:
 
 
 def _of_run(status: Status, beside: Beside) -> Verdict:
-    learners, phase = present(status["learners"]), status["phase"]
+    learners = [one for one in present(status["learners"]) if one["live"] or one["id"] not in beside.revoked]
+    phase = status["phase"]
     live = [one for one in learners if one["live"]]
     if phase == Phase.FINISHED:
         return _finished(status)
@@ -207,8 +209,7 @@ def _merging(
         text = f"The run goes on without {silent}, and nobody waits: {at}{merged}{rest}."
         gone = [one["id"] for one in learners if not (one["live"] or one["left"])]
         what = "Start it again" if len(gone) == 1 else "Start them again, each under its name"
-        do, command = _start(status, beside, what=what)
-        return said("note", text, do, f"{command} --learner-id {quote(gone[0])}")
+        return said("note", text, *_start(status, beside, what=what, again=gone[0]))
     return said("well", f"The run is well: {at}{merged}{rest}.")
 
 
@@ -224,9 +225,11 @@ def _bad(text: str, do: str, command: str = "") -> Verdict:
     return said("bad", text, do, command)
 
 
-def _start(status: Status, beside: Beside, party: str = "learner", what: str = "Start one") -> tuple[str, str]:
+def _start(
+    status: Status, beside: Beside, party: str = "learner", what: str = "Start one", again: str = ""
+) -> tuple[str, str]:
     """What to do, and the command that does it."""
-    return f"{what}{beside.way.where}:", beside.way.command(party, status["run"])
+    return f"{what}{beside.way.where}:", beside.way.command(party, status["run"], again)
 
 
 def _is(count: int) -> str:
