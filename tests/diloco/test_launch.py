@@ -20,12 +20,11 @@ from diloco.launcher.display import render
 from diloco.launcher.folder import Folder, choose, plain, to_toml
 from diloco.launcher.launch import Children, environment, threads_for
 from diloco.launcher.locate import locate, without_secrets
+from diloco.launcher.option_checks import check, check_demo
 from diloco.options import (
     ChaosProcess,
     DemoProcess,
     RunProcess,
-    check,
-    check_demo,
     method_notes,
     with_preset,
 )
