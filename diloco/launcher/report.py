@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.launcher.display import merged_share, trained
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
+from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport, Phase
 from diloco.pipeline.messages.tape import Rejected, TapeRecord
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.ledger import (
@@ -309,9 +309,10 @@ def summary_so_far(status: Status) -> str:
     blocked = max((one["blocked_s"] / one["wall_s"] for one in learners if one.get("wall_s")), default=0.0)
     evaluation, gone = status["evaluation"], status["tokens_lost"]
     loss = f"{evaluation['loss']:.4f}" if evaluation else "-"
+    why = "" if status["phase"] in (Phase.RUNNING, Phase.FINISHED) else f" ({status['reason']})"
     account = {"tokens": status["tokens"], "merged_tokens": status["merged_tokens"], "tokens_lost": gone}
     lines = [
-        f"{status['phase']}: run {status['run']!r}, {_learners(learners, None)}, {trained(status)} in "
+        f"{status['phase']}{why}: run {status['run']!r}, {_learners(learners, None)}, {trained(status)} in "
         f"{duration(status['elapsed_s'])}, {counted(status['outer_steps'], 'outer step')}",
         f"global validation loss {loss} nats per token",
         f"tokens: {ledger_line(account)}",

@@ -154,8 +154,8 @@ class Status(TypedDict):
     refused: dict[str, int]
     """Deltas refused, by reason."""
     elapsed_s: float
-    """The run's time: from its first parameters, with which training begins, to now; of a run that ends or has ended,
-    to the last word of a learner that has trained in it. Report, page and display mean the same by it."""
+    """The run's time: since its first parameters were there; of one that ends or has ended, to the last word of a
+    learner that has trained in it. Report, page and display mean the same by it."""
     learners: list[LearnerStatus]
     syncers: list[SyncerStatus]
     fragments: list[FragmentStatus]

@@ -312,6 +312,8 @@ def test_time_stops_with_a_finished_run():
     finished = samples.run_state(phase=Phase.FINISHED)
     reports = [samples.seen("a", 100.0), samples.seen("b", 103.0)]
     assert build(state=finished, reports=reports, now_unix_s=1150.0)["elapsed_s"] == 50.0
+    closing = samples.run_state(phase=Phase.CLOSING)
+    assert build(state=closing, reports=reports, now_unix_s=1150.0)["elapsed_s"] == 50.0, "it never goes back"
     looked_in = samples.seen("c", 1.0, step=0, tokens=0, left=True)
     assert build(state=finished, reports=[*reports, looked_in], now_unix_s=1150.0)["elapsed_s"] == 50.0
 
