@@ -117,10 +117,10 @@ class Failovers:
         await asyncio.sleep(self._chance.between(*SERVES_S, "serves", fault.id))
         old.full = True
         await asyncio.sleep(self._chance.between(*REFUSES_S, "refuses", fault.id))
-        for link in there:
-            if link.beside:
-                link.bus.move(self._store)
-                link.beside = False
-                link.break_calls()
-        self._oracle.heal()
+        come = [link for link in there if link.beside]
+        for link in come:
+            link.bus.move(self._store)
+            link.beside = False
+            link.break_calls()
+        self._oracle.heal(come)
         self._split = False

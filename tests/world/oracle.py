@@ -92,7 +92,7 @@ class Oracle:
         self._tape: list[TapeRecord] = []
         """All that was ever written to it, as archives have it: on both servers, where there were two."""
         self._ever_drained = self._finished = self._lost_its_end = False
-        self._rewound_s = -REPORTED_S
+        self._rewound_s = self._healed_s = -REPORTED_S
         self._rewinds = 0
         self._closing: list[set[str]] = []
         """What was pending in each fragment when the run was first said to be closing."""
@@ -225,9 +225,11 @@ class Oracle:
         }
         self._side_store = store
 
-    def heal(self) -> None:
-        """Nobody is with the server that was replaced any more."""
-        self._side = None
+    def heal(self, come: Sequence[Link]) -> None:
+        """Nobody is with the server that was replaced any more; who was is here now."""
+        self._side, self._healed_s = None, self._now()
+        for link in come:
+            self._windows.came(link)
 
     def _turn(self) -> None:
         """Judge by the other history."""
@@ -269,8 +271,7 @@ class Oracle:
             self._check_report(header)
             told = self._intervals.get((p, header.base_version, header.base_digest), {0})
             given = header, len(self.fragments), self._spec.sync
-            late = self._together[int(header.learner.rpartition("-")[2]) % len(self._together)]
-            wrong = [reference.wrongly_due(*given, one, late) for one in sorted(told)]
+            wrong = [reference.wrongly_due(*given, one, self._is_set(header.learner)) for one in sorted(told)]
             if all(wrong) and not self._ever_drained:
                 self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)
@@ -294,8 +295,17 @@ class Oracle:
             self._refusals.renewed(p, before)
             too_stale = header.base_version < self.fragments[p].version - 1  # neither can be merged any more
             outdone = self.fragments[p].is_outdone(header)
-            if not (too_stale or outdone or self._is_uploaded(header)) and self._now() - self._rewound_s > REPORTED_S:
+            whole = self._is_uploaded(header) or (self._is_set(header.learner) and self._is_torn())
+            if not (too_stale or outdone or whole) and self._now() - self._rewound_s > REPORTED_S:
                 self.broken("a delta stays until what renews it is whole", f"fragment {p}: {before} by {header}")
+
+    def _is_set(self, learner: str) -> bool:
+        """It is of several ranks."""
+        return self._together[int(learner.rpartition("-")[2]) % len(self._together)]
+
+    def _is_torn(self) -> bool:
+        """Ranks of one learner may be with two servers, or were a moment ago: each server has taken what it got."""
+        return self._side is not None or self._now() - self._healed_s <= REPORTED_S
 
     def _check_report(self, header: DeltaHeader) -> None:
         table = self._store.values.get(self._keys.learners)

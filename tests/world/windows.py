@@ -108,6 +108,10 @@ class Windows:
         if not self._merged.get((link, p), True):
             del self._merged[link, p]  # it may not have heard of its merge
 
+    def came(self, link: Link) -> None:
+        """An owner that was with another server is here from now on: whatever it does, it does not know this one."""
+        self._began |= {(link, p): self._now() for p in range(len(self._in))}
+
     def shown(self, link: Link, p: int, window: WindowView, state: Surviving) -> str | None:
         """A window's state was written; returns what was wrong."""
         doubted, left_out = frozenset(window.doubted), self._left_out[p]
