@@ -129,7 +129,12 @@ ReportFolder = Annotated[
     ),
 ]
 Html = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write the run's page to this file, and print its address")
+    Path | None,
+    typer.Option(
+        "--html",
+        metavar="FILE",
+        help="Write the run's page to this file, or into this folder as report.html, and print its address",
+    ),
 ]
 Web = Annotated[bool, typer.Option("--web", help="As a page for browsers")]
 WATCH_S = 2
@@ -169,7 +174,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text
 
 @takes(BusSettings)
 def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False, watch: Every = None) -> None:
-    """Show a live run, or the report of a finished one."""
+    """Show a live run and the address of its page, or the report of a finished one."""
     logs.configure(settings.log_level)
     importlib.import_module("diloco.status").show(settings, folder, as_json, watch)
 
@@ -180,6 +185,8 @@ status.cls = _Watching  # type: ignore[attr-defined]  # instead of that of `take
 @takes(WatchProcess)
 def watch(settings: WatchProcess, folder: Folder = None, web: Web = False, to: To = None, into: Into = None) -> None:
     """Serve the page of any run on this machine, until Ctrl-C: whoever may read its Redis can watch it so.
+
+    It says when the run is finished, and the page stays.
 
     Learners and syncers do not notice. `diloco run` and `diloco syncer` serve the same page by themselves.
 
@@ -193,7 +200,13 @@ def watch(settings: WatchProcess, folder: Folder = None, web: Web = False, to: T
 
 @takes(BusSettings)
 def report(settings: BusSettings, folder: ReportFolder = None, html: Html = None) -> None:
-    """Print the report of a finished run. With --html, write its page: one file, which needs no server."""
+    """Print the report of a run, finished or not. With --html, write its page: one file, which needs no server.
+
+    The run is that of DIR, else of the Redis that is named, else the newest in runs/. Of a run that is live, or on a
+    Redis that is named, all comes from its Redis.
+
+    Example: diloco report --redis-url redis://HOST:6379 --run my-run
+    """
     logs.configure(settings.log_level)
     importlib.import_module("diloco.report").show(settings, folder, html)
 

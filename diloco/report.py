@@ -1,45 +1,92 @@
-"""`diloco report`: a finished run's summary, or its page as one file.
+"""`diloco report`: a run's summary, or its page as one file.
 
-The page is that of the run's last moment, where `diloco run` watched it. Of a run that it did not start there is the
-tape, in a folder of --tape-dir.
+Of a run that is live, or that a Redis is named for, its Redis tells all. Of one that is over its output folder has the
+report and the page of its last moment; and of one that `diloco run` did not start, there is the tape, in a folder of
+--tape-dir.
 """
 
+import asyncio
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from diloco.launcher.locate import REPORT_FILE, is_live, locate
-from diloco.launcher.page import MODEL_FILE, write_page
-from diloco.launcher.report import summary
-from diloco.pipeline.errors import UsageError
+from diloco.launcher.locate import REPORT_FILE, Place, is_live, locate
+from diloco.launcher.page import MODEL_FILE, way_to, write_page
+from diloco.launcher.report import summary, summary_so_far
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
-from diloco.pipeline.messages.run import Evaluation, Event
+from diloco.pipeline.messages.run import Evaluation, Event, Phase
 from diloco.pipeline.settings import BusSettings
+from diloco.pipeline.view.page.collector import MOST_READ, RunReader
 from diloco.pipeline.view.page.from_tape import model_of_tape
-from diloco.pipeline.view.page.model import Model
+from diloco.pipeline.view.page.model import Model, PageModel
+from diloco.pipeline.view.status import Status
+from diloco.status import check_there
 from diloco.syncer.checkpoints.loading import NoCheckpoint, load_checkpoint
 from diloco.tape import archive_of, read_archive
 
 
 def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
-    """Print the summary of a finished run, or write its page.
+    """Print the summary of a run, or write its page: of the folder, else as `locate` finds it.
 
     Raises:
-        UsageError: there is no such run, it goes on, or it has left nothing to show.
+        UsageError: there is no such run, or it has left nothing to show.
+        DilocoError: its report is still being written.
+        BusError: its Redis cannot be read.
     """
-    if folder is None:
-        folder = locate(settings.model_copy(update={"redis_url": None}), None).folder
-    assert folder is not None  # noqa: S101  # without a Redis URL it is one
-    if is_live(folder):
-        raise UsageError(f"the run in {folder} goes on: `diloco run` has printed the address of its page")
+    if folder is None or is_live(folder):
+        place = locate(settings, folder)
+        if place.redis_url is not None:
+            _tell(*asyncio.run(_look(place.redis_url, place.run, known=place.folder is not None)), place, html)
+            return
+        folder = place.folder
+        assert folder is not None  # noqa: S101  # without a Redis URL it is one
+        if place.closing:
+            raise DilocoError(f"the run in {folder} has ended: {folder / REPORT_FILE} is being written, ask again soon")
+        if is_live(folder):
+            raise UsageError(f"the run in {folder} goes on without a Redis: diloco status {folder}")
     if html is not None:
         typer.echo(write_page(model_of(folder), html))
     elif (folder / REPORT_FILE).is_file():
         typer.echo(summary(read_object(folder / REPORT_FILE)))
     else:
         raise UsageError(f"{folder} has no {REPORT_FILE}; a page can be made of a tape: --html FILE")
+
+
+async def _look(url: str, run: str, known: bool) -> tuple[Model, Status]:
+    """The page's model of a run, and its status, from its Redis; known: a launcher is at work on it.
+
+    Raises:
+        DilocoError: nothing on this Redis is of that run.
+        BusError: it cannot be read.
+    """
+    async with open_bus(url, run) as bus:
+        reader, model = RunReader(bus, LoopClock(), None), PageModel(run, way_to(url))
+        while True:
+            look = await reader.look()
+            model.see(look)
+            if max(map(len, (look.records, look.events, look.evaluations))) < MOST_READ:  # else there may be more
+                break
+    check_there(look.status, known or bool(look.shares))
+    model.patch()
+    return model.snapshot(), look.status
+
+
+def _tell(model: Model, status: Status, place: Place, html: Path | None) -> None:
+    if html is None:
+        typer.echo(summary_so_far(status))
+        if place.page:
+            typer.echo(f"page       {place.page}")
+        return
+    if status["phase"] != Phase.FINISHED:
+        now = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        model |= {"notes": [f"This page stands still: it shows the run as it was at {now}.", *model["notes"]]}
+    typer.echo(write_page(model, html))
 
 
 def model_of(folder: Path) -> Model:

@@ -2,16 +2,20 @@
 
 import asyncio
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from diloco.launcher.baseline import baseline_status
 from diloco.launcher.display import render
-from diloco.launcher.locate import REPORT_FILE, locate
+from diloco.launcher.locate import REPORT_FILE, Place, locate
+from diloco.launcher.page import PAGE_FILE
 from diloco.launcher.report import summary
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
@@ -23,6 +27,55 @@ from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status import Status, read_status
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What there is of a run: its status, or its report, or neither while that is being written."""
+
+    place: Place
+    status: Status | None = None
+    report: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def closing(self) -> bool:
+        """Whether the report is still to come."""
+        return self.status is None and not self.report
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to come."""
+        return bool(self.report) or (self.status is not None and self.status["phase"] == Phase.FINISHED)
+
+    def page(self) -> str | None:
+        """Address of its page."""
+        kept = None if self.place.folder is None else self.place.folder / PAGE_FILE
+        return kept.resolve().as_uri() if self.report and kept is not None and kept.is_file() else self.place.page
+
+    def as_json(self) -> str:
+        """One line, with the page's address where it is known."""
+        if self.closing:
+            return dumps({"run": self.place.run, "phase": Phase.CLOSING, "report": str(self._report_file())})
+        page = {"page": self.place.page} if self.place.page else {}
+        return dumps(self.report or {**(self.status or {}), **page})
+
+    def as_text(self) -> Iterator[RenderableType]:
+        """For people."""
+        if self.closing:
+            yield Text(
+                f"run {self.place.run!r} in {self.place.folder} has ended and is closing: its report will be "
+                f"{self._report_file()}"
+            )
+        elif self.status is not None:
+            yield render(self.status)
+        else:
+            yield Text(summary(self.report))
+        if page := self.page():
+            yield Text(f"page       {page}")
+
+    def _report_file(self) -> Path:
+        assert self.place.folder is not None  # noqa: S101  # only a folder says that it closes
+        return self.place.folder / REPORT_FILE
+
+
 async def _read(url: str, run: str, known: bool) -> Status:
     """The status of a run; `known`: a launcher is at work on it, whatever is on the bus so far.
 
@@ -32,24 +85,41 @@ async def _read(url: str, run: str, known: bool) -> Status:
     async with open_bus(url, run) as bus:
         there = known or await bus.read_spec() is not None
         status = await read_status(bus, LoopClock())
-    if not (there or status["syncers"] or status["learners"] or status["phase"] != "waiting"):
-        raise DilocoError(f"no run {run!r} on this Redis: is it --run?")
+    check_there(status, there)
     return status
 
 
-def _find(settings: BusSettings, folder: Path | None) -> tuple[Status | None, dict[str, Any]]:
-    """The status of a run, and {}; of a finished one None, and its report.
+def check_there(status: Status, agreed: bool) -> None:
+    """Refuse the status of a run that is not there; agreed: it has a spec.
+
+    Raises:
+        DilocoError: nothing on this Redis is of that run.
+    """
+    if not (agreed or status["syncers"] or status["learners"] or status["phase"] != "waiting"):
+        raise DilocoError(f"no run {status['run']!r} on this Redis: is it --run?")
+
+
+def _find(settings: BusSettings, folder: Path | None) -> _Found:
+    """What there is of a run.
 
     Raises:
         DilocoError: as `show`.
     """
     place = locate(settings, folder)
     if place.redis_url is not None:
-        return asyncio.run(_read(place.redis_url, place.run, known=place.folder is not None)), {}
+        try:
+            return _Found(place, asyncio.run(_read(place.redis_url, place.run, known=place.folder is not None)))
+        except BusError:
+            if place.folder is None:
+                raise
+            again = locate(settings, place.folder)  # its Redis goes with it: that is no outage
+            if again.redis_url is not None:
+                raise
+            place = again
     assert place.folder is not None  # noqa: S101  # a place without a Redis URL has a folder
     if (place.folder / REPORT_FILE).is_file():
-        return None, read_object(place.folder / REPORT_FILE)
-    return baseline_status(place.folder), {}
+        return _Found(place, report=read_object(place.folder / REPORT_FILE))
+    return _Found(place) if place.closing else _Found(place, baseline_status(place.folder))
 
 
 def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: float | None = None) -> None:
@@ -67,22 +137,21 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: flo
     console = Console()
     found = _find(settings, folder)
     if every_s is None:
-        _put(console, *found, as_json)
+        _put(console, found, as_json)
         return
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     try:
         if live is not None:
             live.start()
         while True:
-            status, report = found
-            if live is not None and status is not None:
-                live.update(render(status), refresh=True)
+            if live is not None and found.status is not None:
+                live.update(Group(*found.as_text()), refresh=True)
             else:
-                _put(console, status, report, as_json)
-            if status is None or status["phase"] == Phase.FINISHED:
+                _put(console, found, as_json)
+            if found.over:
                 return
             time.sleep(every_s)
-            found = _again(settings, folder, every_s)
+            found = _again(settings, found.place.folder or folder, every_s)
     except KeyboardInterrupt:
         pass  # whoever looks has seen enough
     finally:
@@ -90,7 +159,7 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: flo
             live.stop()
 
 
-def _again(settings: BusSettings, folder: Path | None, every_s: float) -> tuple[Status | None, dict[str, Any]]:
+def _again(settings: BusSettings, folder: Path | None, every_s: float) -> _Found:
     """As `_find`, once Redis can be reached again."""
     while True:
         try:
@@ -100,10 +169,9 @@ def _again(settings: BusSettings, folder: Path | None, every_s: float) -> tuple[
         time.sleep(every_s)
 
 
-def _put(console: Console, status: Status | None, report: dict[str, Any], as_json: bool) -> None:
+def _put(console: Console, found: _Found, as_json: bool) -> None:
     if as_json:
-        typer.echo(dumps(report if status is None else status))
-    elif status is None:
-        typer.echo(summary(report))
-    else:
-        console.print(render(status))
+        typer.echo(found.as_json())
+        return
+    for part in found.as_text():
+        console.print(part, soft_wrap=isinstance(part, Text))

@@ -1,11 +1,12 @@
 """`diloco watch`: the page of any run, or its curves elsewhere, by whoever may read its Redis."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 
 import typer
 
-from diloco.launcher.locate import locate
+from diloco.launcher.locate import Place, is_live, locate
 from diloco.launcher.page import served, way_to
 from diloco.options import WatchProcess
 from diloco.pipeline.bus.redis_streams import open_bus
@@ -13,12 +14,33 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import lifecycle
 from diloco.tracking.follow import follow
 
+LOOK_S = 1.0
+"""Time between two looks whether the run is over."""
 
-async def _serve(settings: WatchProcess, url: str, run: str) -> None:
-    stop = lifecycle.stop_event()
-    async with open_bus(url, run) as bus, served(bus, settings, typer.echo, way_to(url)):
-        typer.echo(f"watching run {run!r} until Ctrl-C; the run does not notice")
-        await stop.wait()
+
+async def _serve(settings: WatchProcess, place: Place) -> None:
+    """Serve the page until a signal, also beyond the run's end: whoever looks at it sees how that was.
+
+    Raises:
+        UsageError: the run has ended otherwise; as `locate` says it.
+    """
+    stop, said, url = lifecycle.stop_event(), False, place.redis_url
+    assert url is not None  # noqa: S101  # there is something to watch
+    async with open_bus(url, place.run) as bus, served(bus, settings, typer.echo, way_to(url)) as (collector, _):
+        typer.echo(f"watching run {place.run!r} until Ctrl-C; the run does not notice")
+        while not stop.is_set():
+            over = collector.model.over
+            if over and not said:
+                report = f"; its report: diloco report {place.folder}" if place.folder is not None else ""
+                typer.echo(f"run {place.run!r} is finished: its page stays here until Ctrl-C{report}")
+            elif not over and place.folder is not None and not is_live(place.folder):
+                locate(settings, place.folder)
+                typer.echo(f"run {place.run!r} is over, its last moments were not seen: diloco report {place.folder}")
+                return
+            said = over  # it may be extended, and end again
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await stop.wait()
 
 
 def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None, into: Path | None) -> None:
@@ -40,4 +62,4 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
     if to is not None:
         follow(place.redis_url, place.run, to, into)
         return
-    asyncio.run(_serve(settings, place.redis_url, place.run))
+    asyncio.run(_serve(settings, place))

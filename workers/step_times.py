@@ -24,7 +24,10 @@ class StepTimes:
         self._times: deque[float] = deque(maxlen=STEPS_KEPT)
         self._median = 0.0, -MEDIAN_S
         """Of step times, and when it was taken."""
-        self._step_s, self._tokens_per_s = Ema(DECAY), Ema(DECAY)
+        self._step_s = Ema(DECAY)
+        self._rates = self._weights = 0.0
+        """Tokens per second of the steps, each weighing `DECAY` of the next, and the sum of these weights."""
+        self._steps = 0
         self.blocked_s = 0.0
         """Time inside the library's own calls: not what its other thread costs beside it."""
         self._began = self._returned = 0.0
@@ -41,7 +44,11 @@ class StepTimes:
 
     def returned(self, entered: float, now: float, tokens: int) -> None:
         """So is what the library does after it."""
-        self._tokens_per_s.observe(tokens / max(now - self._returned, 1e-9))
+        self._steps += 1
+        if self._steps == 2:  # the first one warms caches and compiles: it says nothing of the others
+            self._rates = self._weights = 0.0
+        self._rates = DECAY * self._rates + tokens / max(now - self._returned, 1e-9)
+        self._weights = DECAY * self._weights + 1
         self.blocked_s += now - entered
         self._returned = now
 
@@ -56,7 +63,7 @@ class StepTimes:
             times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
             self._median = median(times) if times else 0.0, now
         return {
-            "tokens_per_s": self._tokens_per_s.value or 0.0,
+            "tokens_per_s": self._rates / self._weights if self._weights else 0.0,
             "step_s": self.step_s,
             "step_s_median": self._median[0],
             "blocked_s": self.blocked_s,

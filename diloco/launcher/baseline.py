@@ -193,6 +193,7 @@ def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped:
         run=settings.run,
         stopped=stopped,
         wall_s=started + result["wall_s"] - began_unix_s,
+        elapsed_s=result["wall_s"],
         outer_steps=0,
         started_unix_s=started,
         ledger_inputs=LedgerInputs(reports=tuple(reports)),

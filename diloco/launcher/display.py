@@ -22,7 +22,7 @@ from rich.text import Text
 
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.shares import MergedShare
-from diloco.pipeline.view.status import LearnerStatus, OuterStep, Status, TokensLost, present
+from diloco.pipeline.view.status import LearnerStatus, OuterStep, Status, TokensLost, present, speed
 
 PLAIN_EVERY_S = 10.0
 MOST_ROWS = 16
@@ -42,20 +42,27 @@ def compact_versions(versions: list[int]) -> str:
 
 
 def merged_share(shares: MergedShare) -> str:
-    """'82% (3% pending, 84% in the last 5:00)': of the trained tokens; '-' before the first."""
+    """'82% (3% pending, 84% in the last 5:00)': of the trained tokens; '-' before the first; nothing twice."""
     if shares["since_start"] is None or shares["pending"] is None:
         return "-"
     more = [f"{shares['pending']:.0%} pending"] if shares["pending"] >= 0.005 else []
-    if shares["recent"] is not None:
+    if shares["recent"] is not None and not shares.get("recent_is_all"):  # a report of an earlier build lacks it
         more.append(f"{shares['recent']:.0%} in the last {duration(shares['recent_s'])}")
     return f"{shares['since_start']:.0%}" + (f" ({', '.join(more)})" if more else "")
 
 
 def time_left(status: Status) -> float | None:
     """Seconds to the budget at the live learners' present speed; None if nobody trains."""
-    speed = sum(learner["tokens_per_s"] for learner in status["learners"] if learner["live"])
+    at = speed(status["learners"])
     left = max(0, status["budget_tokens"] - status["tokens"])
-    return left / speed if speed > 0 else None
+    return left / at if at > 0 else None
+
+
+def trained(status: Status) -> str:
+    """'1.2M of 2.5M tokens'; before the run is agreed on, its budget is not known."""
+    if not status["budget_tokens"]:
+        return f"{count(status['tokens'])} tokens, budget not known yet" if status["tokens"] else "no tokens yet"
+    return f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens"
 
 
 def _loss(value: float | None) -> str:
@@ -203,8 +210,7 @@ class _Progress:
     def __init__(self, status: Status) -> None:
         self._bar = ProgressBar(total=1.0, completed=min(1.0, status["progress"]))
         self._figures = Text(
-            f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens, "
-            f"{duration(status['elapsed_s'])} gone, {duration(time_left(status))} left"
+            f"{trained(status)}, {duration(status['elapsed_s'])} gone, {duration(time_left(status))} left"
         )
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -238,13 +244,13 @@ def render(status: Status) -> RenderableType:
 
 def plain_line(status: Status) -> str:
     """The whole run on one line."""
-    live = [learner for learner in status["learners"] if learner["live"]]
+    live = [learner for learner in present(status["learners"]) if learner["live"]]
     losses = [learner["loss"] for learner in live if learner["loss"] is not None]
     evaluation = status["evaluation"]
     parts = [
         f"{status['phase']} {100 * min(1.0, status['progress']):.0f}%",
-        f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens",
-        f"{counted(len(live), 'learner')} live at {count(sum(learner['tokens_per_s'] for learner in live))} tokens/s",
+        trained(status),
+        f"{counted(len(live), 'learner')} live at {count(speed(status['learners']))} tokens/s",
         f"loss {_loss(sum(losses) / len(losses) if losses else None)}",
         f"global validation loss {_loss(evaluation['loss'] if evaluation else None)}",
         f"outer steps {status['outer_steps']}",

@@ -1,7 +1,7 @@
 """A run's output folder: made, guarded against overwriting, and what the launcher leaves in it.
 
 settings.toml     what the run was started with (no secrets); every child reads it
-run.json          while it is live: where its Redis is, and the pids
+run.json          while it is live: where its Redis and its page are, and the pids
 logs/<name>.log   one per process; launcher.log: what its terminal or pipe, once gone, did not get
 checkpoints/      syncer/checkpoints/manifest.py
 tape/             the event tape's archive
@@ -13,6 +13,7 @@ report.json  loss.png  sample.txt   at the end
 import os
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from diloco.pipeline.agreement import agree
 from diloco.pipeline.bus.tls import OPTIONS
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import is_address
+from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.methods import RunMethod, meant_by
 from diloco.pipeline.settings import (
@@ -143,15 +145,27 @@ class Folder:
         """Write the file that the children read."""
         self.settings.write_text(to_toml(settings), "utf-8")
 
-    def write_run(self, url: str | None, settings: RunProcess, pids: dict[str, int]) -> None:
-        """Say where the live run is."""
+    def write_run(self, url: str | None, settings: RunProcess, pids: dict[str, int], page: str | None = None) -> None:
+        """Say where the live run is.
+
+        page: its address; a token is no part of it, and never in this file.
+        """
         fields = {
             "redis_url": None if url is None else without_secrets(url),
             "run": settings.run,
             "method": settings.method,
             "budget_tokens": settings.tokens,
+            "page": page,
             "pids": {"launcher": os.getpid(), **pids},
         }
+        self._put_run(fields)
+
+    def say_closing(self) -> None:
+        """Whoever finds no Redis from here on is told that the report is being written."""
+        with suppress(OSError, UsageError):  # moved or deleted by somebody: nobody looks here then
+            self._put_run(read_object(self.path / RUN_FILE) | {"closing": True, "page": None})
+
+    def _put_run(self, fields: dict[str, Any]) -> None:
         temporary = self.path / f".{RUN_FILE}"
         temporary.write_text(dumps(fields, indent=1) + "\n")
         temporary.replace(self.path / RUN_FILE)

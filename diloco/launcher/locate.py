@@ -15,7 +15,7 @@ from diloco.pipeline.settings import BusSettings, ServerSettings
 
 RUNS = Path("runs")
 RUN_FILE = "run.json"
-"""Written by the launcher while a run is live: Redis URL without secrets, run name, pids."""
+"""Written by the launcher while a run is live: Redis URL without secrets, run name, address of its page, pids."""
 REPORT_FILE = "report.json"
 
 
@@ -26,6 +26,10 @@ class Place:
     run: str
     redis_url: str | None
     folder: Path | None
+    page: str | None = None
+    """Address of the page that `diloco run` serves; it has no token in it."""
+    closing: bool = False
+    """All of it has ended, and its report is being written."""
 
     def __str__(self) -> str:
         return str(self.folder) if self.folder is not None else f"run {self.run!r}"
@@ -55,6 +59,8 @@ class RunFile(BaseModel):
     run: str = "run"
     method: RunMethod | None = None
     budget_tokens: int = 0
+    page: str | None = None
+    closing: bool = False
     pids: dict[str, PositiveInt]
 
     @classmethod
@@ -92,7 +98,7 @@ def server_url(settings: ServerSettings) -> str:
 
 
 def locate(settings: BusSettings, folder: Path | None) -> Place:
-    """The run that a command is about: the folder, else the Redis URL, else the newest folder in runs/.
+    """The run that a command is about: the folder, else the Redis URL, else the newest folder in runs/ (of --run).
 
     Raises:
         UsageError: there is none, or it ended without a report.
@@ -101,8 +107,14 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         if (url := settings.bus_url()) is not None:
             return Place(settings.run, url, None)
         candidates = [file.parent for name in (RUN_FILE, REPORT_FILE) for file in RUNS.glob(f"*/{name}")]
+        of_run = ""
+        if "run" in settings.model_fields_set:
+            candidates = [one for one in candidates if _name_in(one) == settings.run]
+            of_run = f" {settings.run!r}"
         if not candidates:
-            raise UsageError(f"no run in ./{RUNS}: name its output folder, or give --redis-url (or DILOCO_REDIS_URL)")
+            raise UsageError(
+                f"no run{of_run} in ./{RUNS}: name its output folder, or give --redis-url (or DILOCO_REDIS_URL)"
+            )
         folder = max(candidates, key=lambda found: found.stat().st_mtime)
     if (folder / REPORT_FILE).is_file():
         return Place(settings.run, None, folder)
@@ -114,9 +126,17 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         if any((folder / "checkpoints").glob("**/latest")):
             ended += f". To go on from its last checkpoint: diloco run --resume {folder}"
         raise UsageError(ended)
+    if live.closing:
+        return Place(live.run, None, folder, closing=True)
     url = live.redis_url
     if url is not None and "***" in url:
         if (named := settings.bus_url()) is None:
             raise UsageError(f"the Redis of {folder} ({url}) has a password: set DILOCO_REDIS_URL")
         url = named
-    return Place(live.run, url, folder)
+    return Place(live.run, url, folder, live.page)
+
+
+def _name_in(folder: Path) -> str | None:
+    """The run's name, as its output folder has it."""
+    file = next(folder / name for name in (RUN_FILE, REPORT_FILE) if (folder / name).is_file())
+    return read_object(file).get("run")

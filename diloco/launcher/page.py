@@ -12,6 +12,7 @@ from shlex import quote
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.page.collector import Collector, collect
@@ -30,8 +31,12 @@ LAST_LOOK_S = 5.0
 
 
 @asynccontextmanager
-async def served(bus: Bus, settings: HttpSettings, tell: Callable[[str], None], way: Way) -> AsyncIterator[Collector]:
+async def served(
+    bus: Bus, settings: HttpSettings, tell: Callable[[str], None], way: Way
+) -> AsyncIterator[tuple[Collector, str]]:
     """Serve the page and `/metrics` of the bus's run while the block goes on, and take a last look at its end.
+
+    Yields what reads the run, and the page's address.
 
     way: how others reach the bus, for the page to say.
 
@@ -57,10 +62,11 @@ async def served(bus: Bus, settings: HttpSettings, tell: Callable[[str], None], 
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
     http = await start_http(status, ready, registry, host, port, token, collector.follow)
     asks = ", which asks for DILOCO_HTTP_TOKEN" if token else ""
-    tell(f"page http://{_reached(host, http.addresses[0][1])}/{asks}")
+    address = f"http://{_reached(host, http.addresses[0][1])}/"
+    tell(f"page {address}{asks}")
     collecting = asyncio.create_task(collect(collector))
     try:
-        yield collector
+        yield collector, address
     finally:
         collecting.cancel()
         await asyncio.gather(collecting, return_exceptions=True)
@@ -91,21 +97,29 @@ def _reached(host: str, port: int) -> str:
 @asynccontextmanager
 async def left_in(
     folder: Path, bus: Bus, settings: HttpSettings, tell: Callable[[str], None], way: Way
-) -> AsyncIterator[None]:
-    """As `served`, on a free port; what it showed last is left in a folder."""
+) -> AsyncIterator[str]:
+    """As `served`, on a free port; what it showed last is left in a folder. Yields the page's address."""
     apart = settings.model_copy(update={"http_port": 0})  # the other one is the syncer's
     model = None
     try:
-        async with served(bus, apart, tell, way) as collector:
+        async with served(bus, apart, tell, way) as (collector, address):
             model = collector.model
-            yield
+            yield address
     finally:
         if model is not None:
             (folder / MODEL_FILE).write_text(dumps(model.snapshot()) + "\n")
 
 
 def write_page(model: Model, file: Path) -> str:
-    """Write the page of a run that is over; its address."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(one_file(model, f"diloco: {model['run']}"), "utf-8")
+    """Write a run's page as one file, in a folder as `PAGE_FILE`; its address.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    file = file / PAGE_FILE if file.is_dir() else file
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(one_file(model, f"diloco: {model['run']}"), "utf-8")
+    except OSError as error:
+        raise UsageError(f"{file} cannot be written: {error.strerror or error}") from error
     return file.resolve().as_uri()

@@ -2,13 +2,13 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from diloco.launcher.display import merged_share
+from diloco.launcher.display import merged_share, trained
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
+from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport, Phase
 from diloco.pipeline.messages.tape import Rejected, TapeRecord
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.ledger import (
@@ -24,6 +24,7 @@ from diloco.pipeline.view.ledger import (
 )
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.shares import RECENT_S, MergedShare, shares
+from diloco.pipeline.view.status import Status, present
 
 Report = dict[str, Any]
 
@@ -68,7 +69,9 @@ class Outcome:
     stopped: bool
     """The user ended it before its budget."""
     wall_s: float
-    """From the first process's start until the run was finished."""
+    """From the first process's start until the run was finished: their starts are a cost of a method."""
+    elapsed_s: float
+    """The run's time, as `Status.elapsed_s`."""
     outer_steps: int
     started_unix_s: float
     """Of the first step."""
@@ -232,6 +235,7 @@ def build(outcome: Outcome) -> Report:
         "tokens_lost": sums.lost,
         "token_elements": sums.elements,
         "wall_s": outcome.wall_s,
+        "elapsed_s": outcome.elapsed_s,
         "outer_steps": outcome.outer_steps,
         "learners": learner_rows(outcome.ledger_inputs.reports),
         "evaluations": [
@@ -287,7 +291,7 @@ def ledger_line(report: Report) -> str:
     return f"{report['tokens']} trained = " + " + ".join(shown)
 
 
-def _learners(rows: Sequence[dict[str, Any]], started: int | None) -> str:
+def _learners(rows: Sequence[Mapping[str, Any]], started: int | None) -> str:
     """'4 learners', '2 learners of 2 ranks', '3 learners of 1 to 2 ranks', '3 learners (2 started here, 1 joined)'.
 
     started: by the launcher; None: not known.
@@ -299,6 +303,25 @@ def _learners(rows: Sequence[dict[str, Any]], started: int | None) -> str:
     return f"{counted(len(rows), 'learner')}{ranks}{whence}"
 
 
+def summary_so_far(status: Status) -> str:
+    """The same lines of a run of which only its Redis tells."""
+    learners = present(status["learners"])
+    blocked = max((one["blocked_s"] / one["wall_s"] for one in learners if one.get("wall_s")), default=0.0)
+    evaluation, gone = status["evaluation"], status["tokens_lost"]
+    loss = f"{evaluation['loss']:.4f}" if evaluation else "-"
+    why = "" if status["phase"] in (Phase.RUNNING, Phase.FINISHED) else f" ({status['reason']})"
+    account = {"tokens": status["tokens"], "merged_tokens": status["merged_tokens"], "tokens_lost": gone}
+    lines = [
+        f"{status['phase']}{why}: run {status['run']!r}, {_learners(learners, None)}, {trained(status)} in "
+        f"{duration(status['elapsed_s'])}, {counted(status['outer_steps'], 'outer step')}",
+        f"global validation loss {loss} nats per token",
+        f"tokens: {ledger_line(account)}",
+        f"merged share {merged_share(status['merged_share'])}",
+        f"training blocked for at most {blocked:.2%} of the time",
+    ]
+    return "\n".join(lines + [f"warning: {warning}" for warning in status["warnings"]])
+
+
 def summary(report: Report) -> str:
     """A few lines for people."""
     loss = report["global_val_loss"]
@@ -306,7 +329,7 @@ def summary(report: Report) -> str:
     learners = _learners(report["learners"], report.get("settings", {}).get("learners"))
     lines = [
         f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {learners}, "
-        f"{count(report['tokens'])} tokens in {duration(report['wall_s'])}, "
+        f"{count(report['tokens'])} tokens in {duration(report.get('elapsed_s', report['wall_s']))}, "
         f"{counted(report['outer_steps'], 'outer step')}",
         f"global validation loss {'-' if loss is None else f'{loss:.4f}'} nats per token",
         f"tokens: {ledger_line(report)}",

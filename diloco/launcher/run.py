@@ -90,6 +90,7 @@ class Launcher:
         self._settings, self._folder, self._url = settings, folder, url
         self._bus, self._children, self._screen = bus, children, screen
         self._others = others
+        self._page: str | None = None
         self.own: dict[str, Started] = {}
         """By learner: how it was started, for whoever starts it again."""
         self._clock = LoopClock()
@@ -145,7 +146,12 @@ class Launcher:
         return self._url
 
     def _note_place(self) -> None:
-        self._folder.write_run(self._url, self._settings, self._others | self._children.pids())
+        self._folder.write_run(self._url, self._settings, self._others | self._children.pids(), self._page)
+
+    def say_page(self, address: str) -> None:
+        """Leave the page's address where it is found later on."""
+        self._page = address
+        self._note_place()
 
     # --- watch ------------------------------------------------------------------------------------
 
@@ -339,6 +345,7 @@ class Launcher:
             run=self._settings.run,
             stopped=self.stopped,
             wall_s=wall_s,
+            elapsed_s=status["elapsed_s"],
             outer_steps=status["outer_steps"],
             started_unix_s=state.started_unix_s,
             layout=layout,
@@ -410,6 +417,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
             info = await bus.info()
             folder.make(settings, url)  # nothing is refused any more
+            stack.callback(folder.say_closing)  # before its Redis is gone
             began = time.monotonic()
             screen = stack.enter_context(Screen())
             children = stack.enter_context(Children(folder.logs))
@@ -424,7 +432,8 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             if settings.redis_port is not None:
                 where = reached_at(settings)
                 screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
-            async with left_in(folder.path, bus, settings, screen.note, way_to(where, launcher.own)):
+            async with left_in(folder.path, bus, settings, screen.note, way_to(where, launcher.own)) as page:
+                launcher.say_page(page)
                 await launcher.watch(stop)
                 wall_s = time.monotonic() - began
                 await launcher.wind_down()

@@ -21,6 +21,8 @@ RECENT_S = 300.0
 LEAST_S = 30.0
 """Nothing is said of a shorter time: merges come in lumps."""
 MOST_SAMPLES = 64
+NEARLY_NONE = 0.1
+"""Of the tokens: if no more than this share was trained before, the last minutes are the whole run."""
 
 Sample = tuple[float, int, int]
 """(Unix time, trained tokens, merged tokens) of the whole run."""
@@ -49,10 +51,15 @@ def recent_share(samples: Sequence[Sample], now: Sample) -> tuple[float | None, 
 
     In a younger run it is since the first sample. None: nothing was trained, or the time is too short to tell.
     """
-    sound = _sound(samples, now)
-    before = next((one for one in reversed(sound) if now[0] - one[0] >= RECENT_S), sound[0] if sound else now)
+    before = _before(samples, now)
     span_s, trained, merged = (at - was for was, at in zip(before, now, strict=True))
     return min(1.0, merged / trained) if trained and span_s >= LEAST_S else None, span_s
+
+
+def _before(samples: Sequence[Sample], now: Sample) -> Sample:
+    """The sample that the recent share counts from."""
+    sound = _sound(samples, now)
+    return next((one for one in reversed(sound) if now[0] - one[0] >= RECENT_S), sound[0] if sound else now)
 
 
 class MergedShare(TypedDict):
@@ -63,6 +70,8 @@ class MergedShare(TypedDict):
     recent: float | None
     recent_s: float
     """Seconds that the recent one is about."""
+    recent_is_all: bool
+    """They are all of the run, or nearly: it says what `since_start` says already."""
 
 
 def shares(samples: Sequence[Sample], now: Sample, pending: int = 0) -> MergedShare:
@@ -80,4 +89,5 @@ def shares(samples: Sequence[Sample], now: Sample, pending: int = 0) -> MergedSh
         "pending": pending / trained if trained else None,
         "recent": recent,
         "recent_s": recent_s,
+        "recent_is_all": _before(samples, now)[1] <= NEARLY_NONE * trained,
     }

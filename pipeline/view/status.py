@@ -154,6 +154,8 @@ class Status(TypedDict):
     refused: dict[str, int]
     """Deltas refused, by reason."""
     elapsed_s: float
+    """The run's time: since its first parameters were there; of one that ends or has ended, to the last word of a
+    learner that has trained in it. Report, page and display mean the same by it."""
     learners: list[LearnerStatus]
     syncers: list[SyncerStatus]
     fragments: list[FragmentStatus]
@@ -202,6 +204,11 @@ def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
         if before is None or learner["age_s"] < before["age_s"]:
             newest[learner["id"]] = learner
     return [newest[name] for name in sorted(newest, key=lambda name: (len(name), name))]
+
+
+def speed(learners: list[LearnerStatus]) -> float:
+    """Tokens per second of all that are live; of one that came back, only the life it has now."""
+    return sum(one["tokens_per_s"] for one in present(learners) if one["live"])
 
 
 def _fragment(head: Head, sync: SyncSpec | None, layout: Layout | None, now_unix_s: float) -> FragmentStatus:
@@ -268,11 +275,11 @@ def _tokens(
 
 
 def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s: float) -> float:
-    """Since the start of the run; of a finished one, up to the last word of a learner that has trained in it."""
+    """The run's time, as `Status.elapsed_s` defines it."""
     if state is None:
         return 0.0
     trained = (seen.age_s for seen in reports if seen.report.step)
-    silent_s = min(trained, default=0.0) if state.phase is Phase.FINISHED else 0.0
+    silent_s = 0.0 if state.phase is Phase.RUNNING else min(trained, default=0.0)
     return max(0.0, now_unix_s - silent_s - state.started_unix_s)
 
 

@@ -164,6 +164,7 @@ async def run(
     with ExitStack() as stack:
         place = _place(settings, parties, rules, stack)
         folder.make(settings, place.url)
+        stack.callback(folder.say_closing)
         folder.logs.mkdir(parents=True, exist_ok=True)
         spawner = Spawner(environment(threads, None), folder.logs / "spawner.log", settings.data)
         stack.enter_context(spawner)
@@ -197,7 +198,8 @@ async def run(
                 settings.lose_tail,
                 place.topology,
             )
-            async with left_in(folder.path, bus, settings, screen.note, way_to(place.url, launcher.own)):
+            async with left_in(folder.path, bus, settings, screen.note, way_to(place.url, launcher.own)) as page:
+                launcher.say_page(page)
                 launcher.start()
                 stop = asyncio.Event()
                 watching = asyncio.create_task(launcher.watch(stop))

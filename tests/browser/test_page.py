@@ -72,6 +72,19 @@ async def test_a_kill_is_seen_as_a_gap_in_the_lane(page: Tab) -> None:
     await end(first, second)
 
 
+async def test_a_rate_needs_half_of_its_span(page: Tab) -> None:
+    """One merge in the first half second is no 120 a minute; a counter that begins anew is no rate either."""
+    world, learners = await under_way(1)
+    async with page_of(collector_of(world)) as address:
+        await page.open(address)
+        rates = "import('/page/charts.js').then((it) => it.rate({sums}, 0.5, 4))"
+        growing = await page.value(rates.replace("{sums}", "[0, 5, 5, 6, 6, 7, 8, 9, 10, 11]"))
+        assert growing == [None, None, None, None, 3, 3.5 / 1.25, 8 / 3, 9 / 3.5, 2.5, 1.5]
+        anew = await page.value(rates.replace("{sums}", "[null, null, 90, 91, 92, 93, 94, 3, 4]"))
+        assert anew == [None, None, None, None, None, None, 2, None, None]
+    await end(*learners)
+
+
 async def test_a_wrong_token_shows_nothing(page: Tab) -> None:
     """No name, no number, no lane; the right one, typed, shows the run. One in the address goes out of it."""
     world, party = await under_way(1)

@@ -171,6 +171,22 @@ def test_a_run_without_anything_yet_can_be_shown():
     assert "global validation loss -" in plain_line(empty)
 
 
+def test_before_a_run_is_agreed_on_nothing_is_of_a_budget_of_0():
+    empty = status(phase="waiting", tokens=0, budget_tokens=0, progress=0.0, learners=[], fragments=[], evaluation=None)
+    for text in (plain_line(empty), text_of(empty, 200)):
+        assert "no tokens yet" in text
+        assert "0 of 0" not in text
+    assert "1000 tokens, budget not known yet" in plain_line(status(tokens=1000, budget_tokens=0))
+
+
+def test_a_learner_that_came_back_is_one_learner():
+    """It is back within the liveness time: the life before still looks live, and does not count beside the new one."""
+    before = learner("learner-1", age_s=3.0)
+    back = status(learners=[learner("learner-0"), before, learner("learner-1", incarnation="f" * 8, tokens_per_s=4000)])
+    assert "2 learners live at 9000 tokens/s" in plain_line(back)
+    assert time_left(back) == pytest.approx(880_000 / 9000)
+
+
 def test_names_are_shown_as_they_are_even_if_they_look_like_markup():
     assert "[red]x" in text_of(status(run="[red]x"))
 
@@ -188,6 +204,9 @@ def test_the_merged_share_is_shown_with_what_is_pending_and_that_of_the_last_min
     assert "93% (5% pending, 97% in the last 5:05)" in text_of(status(), 200)
     young = {"since_start": 0.0, "pending": 0.98, "recent": None, "recent_s": 9.0}
     assert merged_share(young) == "0% (98% pending)"
+    whole = {"since_start": 0.85, "pending": 0.0, "recent": 0.85, "recent_s": 54.0, "recent_is_all": True}
+    assert merged_share(whole) == "85%", "it is not said twice"
+    assert merged_share(whole | {"recent_is_all": False}) == "85% (85% in the last 0:54)"
     assert merged_share({"since_start": None, "pending": None, "recent": None, "recent_s": 0.0}) == "-"
 
 

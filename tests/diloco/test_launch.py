@@ -28,7 +28,7 @@ from diloco.options import (
     method_notes,
     with_preset,
 )
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.methods import METHODS, PAPER
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
@@ -375,6 +375,56 @@ def test_without_a_folder_the_redis_url_counts_and_then_the_newest_run():
     write_run(Path("runs/b"), run="b")
     os.utime("runs/a", (0, 0))
     assert locate(BusSettings(), None).run == "b"
+    assert locate(BusSettings(run="a"), None).run == "a", "a name that was given counts"
+    with pytest.raises(UsageError, match="no run 'c' in"):
+        locate(BusSettings(run="c"), None)
+
+
+def test_the_page_of_a_run_is_found_where_its_terminal_is_closed(tmp_path, capsys):
+    """run.json has the address, which has no token; nothing is left of it once the run is over."""
+    folder = Folder(tmp_path)
+    told = RunProcess(http_token="hunter4-hunter4")  # noqa: S106  # made up
+    folder.write_run("unix:///tmp/x", told, {}, "http://127.0.0.1:5/")
+    assert locate(BusSettings(), tmp_path).page == "http://127.0.0.1:5/"
+    assert "hunter4" not in (tmp_path / "run.json").read_text()
+    folder.say_closing()
+    place = locate(BusSettings(), tmp_path)
+    assert (place.redis_url, place.page, place.closing) == (None, None, True)
+
+
+def test_a_run_that_closes_has_no_outage(tmp_path, capsys):
+    """Its own Redis is gone, and the report not there yet: status says so, and where it will be."""
+    folder = Folder(tmp_path)
+    folder.write_run(f"unix://{tmp_path}/none.sock", RunProcess(), {})
+    assert cli.main(["status", str(tmp_path)]) == 1
+    assert "Redis" in capsys.readouterr().err
+    folder.say_closing()
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert f"is closing: its report will be {tmp_path / 'report.json'}" in capsys.readouterr().out
+    assert cli.main(["status", "--json", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["phase"], found["report"]) == ("closing", str(tmp_path / "report.json"))
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert "is being written, ask again soon" in capsys.readouterr().err
+
+
+@pytest.mark.redis
+def test_a_redis_that_goes_while_status_asks_goes_with_its_run(tmp_path, redis_server, capsys, monkeypatch):
+    """Status has found a live run; what it meets then is the end of it."""
+    folder = Folder(tmp_path)
+    folder.write_run(redis_server, RunProcess(), {}, "http://127.0.0.1:5/")
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "page       http://127.0.0.1:5/"
+    assert cli.main(["status", "--json", str(tmp_path)]) == 0
+    assert json.loads(capsys.readouterr().out)["page"] == "http://127.0.0.1:5/"
+
+    async def closes(*_: Any, **__: Any) -> None:
+        folder.say_closing()
+        raise BusUnavailable("gone")
+
+    monkeypatch.setattr("diloco.status._read", closes)
+    assert cli.main(["status", str(tmp_path)]) == 0
+    assert "is closing" in capsys.readouterr().out
 
 
 def test_a_run_whose_launcher_is_gone_is_called_so(tmp_path):

@@ -1,5 +1,6 @@
 """`diloco watch --web` and `diloco report`: the page beside a run, and of one that is over."""
 
+import asyncio
 import json
 import os
 import re
@@ -15,9 +16,13 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
+from diloco.launcher.folder import Folder
 from diloco.launcher.page import MODEL_FILE, PAGE_FILE
+from diloco.options import RunProcess
+from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.page.collector import Collector
@@ -86,6 +91,96 @@ def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path, capsys: pytest
     assert main(["report", str(tmp_path)]) == 2
     assert "has no report.json" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
+
+
+def test_a_page_for_a_folder_is_put_into_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the name that `diloco run` gives it; where nothing can be written, the error names it."""
+    tape(tmp_path / "its")
+    assert main(["report", str(tmp_path / "its"), "--html", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (tmp_path / PAGE_FILE).as_uri()
+    assert model_in(tmp_path / PAGE_FILE)["run"] == "its"
+    assert main(["report", str(tmp_path / "its"), "--html", str(tmp_path / PAGE_FILE / "x.html")]) == 2
+    assert f"{tmp_path / PAGE_FILE / 'x.html'} cannot be written" in capsys.readouterr().err
+
+
+@pytest.mark.redis
+def test_a_report_is_of_the_run_on_the_redis_that_is_named(
+    tmp_path: Path, redis_server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By flag or variable, live or finished, as text and as a page; not of what lies in ./runs."""
+    monkeypatch.chdir(tmp_path)
+    name = f"reported-{tmp_path.name}"
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    (tmp_path / "runs" / "x" / "report.json").write_text("{}")
+    ask = ["report", "--redis-url", redis_server, "--run", name]
+    assert main(ask) == 1
+    assert f"no run '{name}' on this Redis" in capsys.readouterr().err
+
+    async def put(phase: Phase) -> None:
+        async with open_bus(redis_server, name) as bus:
+            await bus.propose_spec(encode(samples.spec()))
+            await bus.write_report(samples.report("anna", tokens=1500))
+            await bus.write_state(samples.run_state(phase=phase, started_unix_s=time.time() - 30))
+
+    asyncio.run(put(Phase.RUNNING))
+    assert main(ask) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("waiting (")
+    assert f"): run '{name}', 1 learner, 1500 of 10.0k tokens in 0:30" in lines[0]
+    assert lines[2].startswith("tokens: 1500 trained = 0 merged + ")
+    assert main([*ask, "--html", str(tmp_path / "now.html")]) == 0
+    told = model_in(tmp_path / "now.html")
+    assert list(told["learners"]) == ["anna"]  # type: ignore[call-overload]
+    assert told["notes"][0].startswith("This page stands still")  # type: ignore[index]
+    capsys.readouterr()
+    asyncio.run(put(Phase.FINISHED))
+    monkeypatch.setenv("DILOCO_REDIS_URL", redis_server)
+    monkeypatch.setenv("DILOCO_RUN", name)
+    assert main(["report"]) == 0
+    assert capsys.readouterr().out.startswith(f"finished: run '{name}'")
+    backdoor = RedisBackdoor(name, redis_server)
+    backdoor.free_memory()
+    backdoor.client.close()
+
+
+@pytest.mark.redis
+def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_binary: object) -> None:
+    """It says that the run is finished, and goes on showing it; Ctrl-C ends it well."""
+    with EmbeddedRedis() as server:
+
+        async def finish() -> None:
+            async with open_bus(server.url, "gone") as bus:
+                await bus.propose_spec(encode(samples.spec()))
+                await bus.write_report(samples.report("anna", left=True))
+                await bus.write_state(samples.run_state(phase=Phase.FINISHED, started_unix_s=time.time() - 10))
+
+        asyncio.run(finish())
+        Folder(tmp_path).write_run(server.url, RunProcess(run="gone"), {})
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "diloco", "watch", "--web", "--http-port", "0", str(tmp_path)],
+            env=environ | {"PYTHONUNBUFFERED": "1", "DILOCO_HTTP_TOKEN": "correct-horse"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert process.stdout is not None
+            address = process.stdout.readline().split()[1].rstrip(",")
+            lines = iter(process.stdout.readline, "")
+            over = next(line for line in lines if "finished" in line)
+            assert over == (
+                f"run 'gone' is finished: its page stays here until Ctrl-C; its report: diloco report {tmp_path}\n"
+            )
+            server.kill()
+            time.sleep(4.5)  # longer than `sentence.AWAY_S`, and a look
+            said = json.loads(lines_of(address, "/page/events", 3)[2].removeprefix("data: "))["sentence"]
+            assert said["level"] == "over"
+            assert said["text"].startswith("The run is finished")
+            process.send_signal(signal.SIGINT)
+            assert process.wait(LIMIT_S) == 0
+        finally:
+            process.kill()
+            process.communicate()
 
 
 def test_watch_says_how_it_can_watch(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,7 @@ def outcome(**changes: Any) -> Outcome:
         "run": "run",
         "stopped": False,
         "wall_s": 12.5,
+        "elapsed_s": 10.5,
         "outer_steps": 4,
         "started_unix_s": 1000.0,
         "layout": LAYOUT,
@@ -165,6 +166,7 @@ def test_the_merged_share_is_of_the_whole_run_and_of_its_last_five_minutes():
         "pending": 0.0,
         "recent": pytest.approx(60 / 100),
         "recent_s": 300.0,
+        "recent_is_all": False,
     }
     assert "merged share 89% (60% in the last 5:00)" in summary(built)
     resumed = build(outcome(origin=Origin("old/checkpoint-50", 50, 45)))

@@ -38,6 +38,17 @@ def test_the_recent_share_is_of_the_last_five_minutes_only():
     assert RECENT_S <= found["recent_s"] < RECENT_S + SAMPLE_S
 
 
+def test_a_share_that_is_of_all_of_the_run_is_known_to_say_nothing_new():
+    """In a run's first five minutes; a resumed one has more behind it, and an older one too."""
+    points = steadily(600)
+    young = shares(noted(points[: 4 * 200]), points[4 * 200])
+    assert young["recent"] is not None
+    assert young["recent_is_all"]
+    assert not shares(noted(points), points[-1])["recent_is_all"]
+    resumed = [(at, trained + 50_000, merged + 20_000) for at, trained, merged in points]
+    assert not shares(noted(resumed[: 4 * 200]), resumed[4 * 200])["recent_is_all"]
+
+
 def test_what_is_pending_does_not_spoil_the_recent_share():
     """There is as much of it at the end as at the beginning: it shows in the share since the start, by its name."""
     points = steadily(600, share=0.9, pending=6000)
@@ -49,7 +60,8 @@ def test_what_is_pending_does_not_spoil_the_recent_share():
 
 def test_nothing_is_said_of_a_run_that_has_just_begun():
     """Merges come in lumps: the first seconds tell nothing, and no tokens are no share."""
-    assert shares((), (1000.0, 0, 0)) == {"since_start": None, "pending": None, "recent": None, "recent_s": 0.0}
+    nothing = {"since_start": None, "pending": None, "recent": None, "recent_s": 0.0, "recent_is_all": True}
+    assert shares((), (1000.0, 0, 0)) == nothing
     samples = noted([(1000.0, 0, 0)])
     assert recent_share(samples, (1000.0 + LEAST_S - 1, 500, 100))[0] is None
     assert recent_share(samples, (1000.0 + LEAST_S, 500, 100)) == (0.2, LEAST_S)

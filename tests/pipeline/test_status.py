@@ -161,7 +161,7 @@ def test_the_merged_share_is_of_all_that_was_trained_and_pending_stands_beside_i
     heads = [samples.head(0, merged_tokens=2000), samples.head(1, merged_tokens=2000)]
     state = samples.run_state(samples=((910.0, 3000, 1500),))
     found = build(state=state, reports=[samples.seen(tokens=4000, overwritten=800_000)], heads=heads)["merged_share"]
-    assert found == {"since_start": 0.5, "pending": 0.25, "recent": 0.5, "recent_s": 100.0}
+    assert found == {"since_start": 0.5, "pending": 0.25, "recent": 0.5, "recent_s": 100.0, "recent_is_all": False}
 
 
 def test_the_recent_share_of_a_finished_run_is_of_its_last_minutes():
@@ -174,6 +174,7 @@ def test_the_recent_share_of_a_finished_run_is_of_its_last_minutes():
         "pending": 0.0,
         "recent": 1.0,
         "recent_s": 500.0,
+        "recent_is_all": False,
     }
 
 
@@ -311,6 +312,8 @@ def test_time_stops_with_a_finished_run():
     finished = samples.run_state(phase=Phase.FINISHED)
     reports = [samples.seen("a", 100.0), samples.seen("b", 103.0)]
     assert build(state=finished, reports=reports, now_unix_s=1150.0)["elapsed_s"] == 50.0
+    closing = samples.run_state(phase=Phase.CLOSING)
+    assert build(state=closing, reports=reports, now_unix_s=1150.0)["elapsed_s"] == 50.0, "it never goes back"
     looked_in = samples.seen("c", 1.0, step=0, tokens=0, left=True)
     assert build(state=finished, reports=[*reports, looked_in], now_unix_s=1150.0)["elapsed_s"] == 50.0
 

@@ -41,6 +41,7 @@ def facts(evidence: Evidence) -> Facts:
         run="run",
         stopped=True,
         wall_s=4.0,
+        elapsed_s=4.0,
         outer_steps=2,
         started_unix_s=10.0,
         layout=evidence.layout,

@@ -1,5 +1,7 @@
 """Step times that one thread writes and another one reads."""
 
+import pytest
+
 from diloco.workers.step_times import StepTimes
 
 
@@ -9,3 +11,27 @@ def test_a_report_that_was_begun_before_training_is_a_report():
     times.training_begins(10.0)
     assert times.reported(9.99, last=False)["wall_s"] == 0.0
     assert times.reported(12.5, last=False)["wall_s"] == 2.5
+
+
+def rate_after(took_s: list[float]) -> float:
+    """Tokens per second that are reported after steps of 100 tokens that took so long."""
+    times, now = StepTimes(), 50.0
+    times.training_begins(now)
+    for one in took_s:
+        now += one
+        times.entered(now)
+        times.returned(now, now, 100)
+    return float(times.reported(now, last=False)["tokens_per_s"])
+
+
+def test_the_rate_of_who_comes_back_is_right_from_its_second_step_on():
+    """The first step warms caches and compiles: it is told while there is no other, and says nothing later."""
+    assert rate_after([]) == 0.0
+    assert rate_after([5.0]) == pytest.approx(20.0)
+    assert rate_after([5.0, 0.1]) == pytest.approx(1000.0)
+    assert rate_after([5.0, 0.2, 0.1, 0.1]) == pytest.approx(1000 * (0.5 * 0.81 + 0.9 + 1) / (0.81 + 0.9 + 1))
+
+
+def test_a_pause_is_no_lasting_dip():
+    """A process that was stopped for a while is at its speed again, but for the one step."""
+    assert rate_after([0.1] * 30 + [20.0] + [0.1] * 5) > 900

@@ -18,7 +18,7 @@ from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, WindowLife, draw_record
 from diloco.pipeline.view.page.sentence import Beside, Verdict, said, verdict
 from diloco.pipeline.view.page.timeline import Timeline
-from diloco.pipeline.view.status import LearnerStatus, Status, present
+from diloco.pipeline.view.status import LearnerStatus, Status, present, speed
 
 FINE_S, COARSE_S = 0.5, 0.25
 """Length of a bucket of the last minutes, always; of the whole run, at first."""
@@ -94,7 +94,8 @@ class PageModel:
         self._ended_s: dict[str, float] = {}
         self._revoked: set[str] = set()
         self._status: Status | None = None
-        self._over = False
+        self.over = False
+        """The run was finished at the last look."""
         self._notes: list[str] = []
         self._now: Model = {}
         """As the last patch left it."""
@@ -108,9 +109,9 @@ class PageModel:
         """Take a look."""
         now_s, status = look.now_s, look.status
         over = status["phase"] == Phase.FINISHED
-        if over and self._over and not (look.records or look.events or look.evaluations):
+        if over and self.over and not (look.records or look.events or look.evaluations):
             return  # what is over stands still
-        self._over = over
+        self.over = over
         if self._times is None:
             self._begin(look)
         assert self._times is not None  # noqa: S101  # since it has begun
@@ -157,7 +158,9 @@ class PageModel:
         }
 
     def away(self, now_s: float, since_s: float, error: str) -> None:
-        """The bus could not be read."""
+        """The bus could not be read; of a run that is over that is no news."""
+        if self.over:
+            return
         beside = Beside(away_s=max(0.0, now_s - since_s), away=error)
         self._next = self._next | self._head(verdict(self._status, beside), now_s)
 
@@ -342,13 +345,12 @@ def _fragments(status: Status, now_s: float) -> Model:
 
 def _sums(status: Status) -> dict[str, float | None]:
     """What is drawn by time."""
-    live = [one["tokens_per_s"] for one in status["learners"] if one["live"]]
     return {
         "tokens": status["tokens"],
         "merged": status["merged_tokens"],
         **status["tokens_lost"],  # type: ignore[dict-item]  # they are numbers by name
         "merges": status["outer_steps"],
-        "speed": sum(live),
+        "speed": speed(status["learners"]),
     }
 
 

@@ -35,15 +35,19 @@ function carried(times, name, from, to) {
   return found;
 }
 
-/** @param {(number | null)[]} sums @param {number[]} at seconds @param {number} over seconds
- * @returns {(number | null)[]} by how much a sum grew in a second */
-function rate(sums, at, over) {
-  let back = 0;
+/** @param {(number | null)[]} sums at buckets one after the other @param {number} step seconds of a bucket
+ * @param {number} over seconds
+ * @returns {(number | null)[]} by how much a sum grew in a second: none where half the time is not known yet, since one
+ * merge in a second is no sixty a minute; none either where a counter began anew */
+export function rate(sums, step, over) {
+  const most = Math.max(1, Math.floor(over / step));
+  const least = Math.ceil(most / 2);
   return sums.map((sum, n) => {
-    while (at[n] - at[back] > over) back += 1;
-    const before = sums[back];
-    if (sum === null || before === null || n === back) return null;
-    return Math.max(0, sum - before) / (at[n] - at[back]);
+    for (let back = Math.min(most, n); back >= least; back--) {
+      const before = sums[n - back];
+      if (sum !== null && before !== null) return sum < before ? null : (sum - before) / (back * step);
+    }
+    return null;
   });
 }
 
@@ -81,9 +85,12 @@ export class Charts {
     this.fate(at, of);
     this.loss(model, span);
     const over = Math.max(20, 4 * times.step);
-    const merges = rate(of("merges"), at, Math.max(over, 30)).map((one) => one === null ? null : one * 60);
+    // What is left of the span is looked at too: a line that enters it there has no beginning.
+    const rates = (/** @type {string} */ name, /** @type {number} */ within) =>
+      rate(carried(times, name, 0, to), times.step, within).slice(from);
+    const merges = rates("merges", Math.max(over, 30)).map((one) => one === null ? null : one * 60);
     this.lines("rate", at, [["merges a minute", "merging", merges]], (one) => one.toFixed(one < 10 ? 1 : 0));
-    const traffic = ["received", "sent"].map((name) => rate(of(name), at, over));
+    const traffic = ["received", "sent"].map((name) => rates(name, over));
     this.lines("bytes", at, [["in", "uploading", traffic[0]], ["out", "publishing", traffic[1], [6, 4]]], sized);
     this.lines("redis", at, [["used", "adopting", of("redis")]], sized);
   }

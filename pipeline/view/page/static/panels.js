@@ -55,12 +55,12 @@ function facts(model) {
   if (!totals) return [];
   const live = [...model.learners.values()].filter((row) => row.state === "live" || row.state === "silent");
   const speed = live.reduce((sum, row) => sum + row.tokens_per_s, 0);
-  const recent = totals.merged_share.recent;
+  const { recent, recent_is_all: all } = totals.merged_share;
   const redis = totals.redis;
   const refused = Object.entries(totals.refused).map(([reason, times]) => `${times} ${reason}`).join(", ");
   return [
     ["trained", counted(totals.tokens) + (totals.budget_tokens ? ` of ${counted(totals.budget_tokens)}` : "")],
-    ["merged", percent(totals.merged_share.since_start) + (recent == null ? "" : `, lately ${percent(recent)}`)],
+    ["merged", percent(totals.merged_share.since_start) + (recent == null || all ? "" : `, lately ${percent(recent)}`)],
     ["learners live", `${live.length} of ${totals.learners}`],
     ["tokens/s", counted(speed)],
     ["merges", String(totals.outer_steps)],
