@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diloco.pipeline.payload.buffers import LEAST_BYTES, ROOM, Buffers
+from diloco.pipeline.payload.buffers import IDLE_S, LEAST_BYTES, ROOM, Buffers
 
 SIZE = 4 * LEAST_BYTES
 
@@ -127,3 +127,20 @@ def test_what_is_let_go_of_is_no_longer_resident():
         kept.append(np.ones(LEAST_BYTES // 8, np.uint8))  # the allocator's: it cannot give back what lies below
         del taken
     assert resident() - before < 1.5 * 25 * LEAST_BYTES
+
+
+def test_what_nobody_took_for_a_minute_goes_back_to_the_kernel():
+    """A syncer that served all fragments for a while is not as large for ever. What goes round stays."""
+    at_s = 0.0
+    buffers = Buffers(lambda: at_s)
+    many = [buffers.empty(SIZE) for _ in range(8)]
+    del many
+    assert buffers.free_bytes == 8 * SIZE
+    goes_round = address(buffers.empty(SIZE))
+    for _ in range(20):
+        at_s += IDLE_S / 10
+        assert address(buffers.empty(SIZE)) == goes_round
+    assert buffers.free_bytes == SIZE
+    at_s += 2 * IDLE_S  # nobody came at all
+    buffers.empty(SIZE)
+    assert buffers.free_bytes == SIZE
