@@ -5,7 +5,7 @@ from pathlib import Path
 from diloco.options import ChaosProcess, DemoProcess, RunProcess, unused_by_baseline
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import EvaluatorProcess, check_outer
-from diloco.workers.trainer.models.hf_config import MODEL, HfModel, read_hf
+from diloco.workers.trainer.models.hf_config import HfModel, read_hf
 from diloco.workers.trainer.models.sizes import check_size
 
 
@@ -80,13 +80,8 @@ def check_evaluator(settings: EvaluatorProcess) -> None:
     Raises:
         UsageError: naming what is not there.
     """
-    if settings.model is not None:
-        if not settings.model.startswith(MODEL):
-            raise UsageError(
-                f"model={settings.model!r}: the run's spec names its model",
-                "give hf:FOLDER of it, or leave --model out",
-            )
-        read_hf(settings.model)
+    if settings.model is not None:  # a file of settings for all parties of a run may name a size: the spec has it too
+        check_model_name(settings.model)
     if settings.data is not None:
         check_data(settings.data)
 

@@ -13,10 +13,12 @@ import pytest
 import redis as redis_py
 
 from diloco.cli import main
+from diloco.launcher.option_checks import check_evaluator
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS
+from diloco.pipeline.settings import EvaluatorProcess, load
 from tests import samples
 from tests.pipeline.test_acl import as_user, rules_of
 
@@ -54,6 +56,11 @@ def party(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 # --- names that nothing has -----------------------------------------------------------------------------
+
+
+def test_one_file_of_settings_does_for_all_parties_of_a_run() -> None:
+    """`diloco run` gives its own to the evaluator too, a model's size and all."""
+    check_evaluator(load(EvaluatorProcess, {"model": "small"}))
 
 
 @pytest.mark.parametrize(
