@@ -399,9 +399,12 @@ class World:
         """As SIGTERM, and another one in its place after a while."""
         self.happened(fault.kind, fault.id)
         party.leave()
+        life = self._lives[party.unit]
         await asyncio.sleep(fault.lasts_s)
         deadline = self.clock.now() + ENDS_S
         while self._is_alive(party.unit) and not self._calm and self.clock.now() < deadline:  # in its own time
+            if self._lives[party.unit] != life:
+                return  # it has joined again meanwhile
             await asyncio.sleep(0.05)
         if not self._calm and not self._is_alive(party.unit):
             self._start(party.unit)
