@@ -159,7 +159,8 @@ class Oracle:
 
     def heard(self, learner: str, base: Base) -> None:
         """A learner has adopted something; whatever the values are."""
-        self._windows.joined(learner)
+        for windows in (self._windows, self._side["_windows"]) if self._side else (self._windows,):
+            windows.joined(learner)  # it may be with either server
         self._pulls.adopted(learner, base)
 
     def check_adopted(self, learner: str, base: Base, values: npt.NDArray[Any]) -> None:
@@ -218,12 +219,19 @@ class Oracle:
         self._side = {
             "fragments": self.snapshot(),
             "_refusals": self._refusals.copy(),
-            "_windows": self._make_windows(),
+            "_windows": self._windows_beside(),
             "_closing": list(self._closing),
             "_finished": self._finished,
             "_rewound_s": self._rewound_s,
         }
         self._side_store = store
+
+    def _windows_beside(self) -> Windows:
+        """Those of the other history: nothing is known of them but who may be waited for."""
+        windows = self._make_windows()
+        for learner in self._windows.learners:
+            windows.joined(learner)
+        return windows
 
     def heal(self, come: Sequence[Link]) -> None:
         """Nobody is with the server that was replaced any more; who was is here now."""

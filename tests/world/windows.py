@@ -42,7 +42,8 @@ class Windows:
         self._grace_s = [0.0] * fragments
         """The slack cannot be more than all compute time that hides a sync: tau steps, more where H is stretched."""
         self._acts_s = STEPS_S + CALLS * latency_s
-        self._learners: set[str] = set()
+        self.learners: set[str] = set()
+        """That a window may wait for."""
         self._in: list[set[str]] = [set() for _ in range(fragments)]
         """Of whom something that can be merged is on the stream."""
         self._doubted: list[frozenset[str]] = [frozenset()] * fragments
@@ -59,7 +60,7 @@ class Windows:
 
     def joined(self, learner: str) -> None:
         """A window may wait for this one."""
-        self._learners.add(learner)
+        self.learners.add(learner)
         self._all_at = [
             at if learner in there | doubted else None
             for at, there, doubted in zip(self._all_at, self._in, self._doubted, strict=True)
@@ -85,7 +86,7 @@ class Windows:
             self._quorum_at[p] = self._all_at[p] = None
             return
         self._quorum_at[p] = now if quorum is None else quorum
-        everybody = there >= self._learners - self._doubted[p]
+        everybody = there >= self.learners - self._doubted[p]
         before = self._all_at[p]
         self._all_at[p] = None if not everybody else now if before is None else before
 
