@@ -227,7 +227,9 @@ def acl(
     learner: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A learner with a user of its own; give it once for each")
     ] = None,
-    run: Annotated[str, typer.Option(envvar="DILOCO_RUN", help="Name of the run, or '*' for every run")] = "run",
+    run: Annotated[
+        str, typer.Option(envvar="DILOCO_RUN", help="Name of the run, or '*' for every run (default: run)")
+    ] = "",
     passwords: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Lines REDIS_<USER>_PASSWORD=...; what is missing is made up and added"),
@@ -247,11 +249,13 @@ def acl(
     for learners of any name, whom nothing keeps from each other's deltas; `learner-NAME` publishes as NAME only.
     """
     maker = importlib.import_module("diloco.acl")
-    if run == "run" and not template:
+    if not (run or template):
         typer.echo(
             "note: users of the run 'run': name another one by --run NAME, all of this Redis by --run '*'", err=True
         )
-    typer.echo(maker.template() if template else maker.make(run, learner or [], passwords, region, failover), nl=False)
+    typer.echo(
+        maker.template() if template else maker.make(run or "run", learner or [], passwords, region, failover), nl=False
+    )
 
 
 COLDEST, HOTTEST = 1e-3, 1e3

@@ -159,7 +159,7 @@ async def _run_now(url: str, run: str) -> str:
             f"who invites may not look into run {run!r}, so neither may its syncer, if its users were made for another "
             f"run: {error.remedy}"
         )
-    except PeerError as error:
+    except (PeerError, BusError) as error:
         return f"run {run!r} cannot be read: {error}"
     if status["phase"] == Phase.FINISHED:
         return f"run {run!r} is finished: `diloco runs extend {run} --tokens NUMBER` has it go on"
@@ -169,7 +169,8 @@ async def _run_now(url: str, run: str) -> str:
     if not (status["fragments"] or syncers or status["learners"]):
         return f"there is no run {run!r} on this Redis yet: --run says which one it is for"
     there = f"{counted(syncers, 'syncer')} and {counted(learners, 'learner')} there"
-    return f"run {run!r} has not begun, with {there}: {status['reason']}"
+    waits = "waits" if status["fragments"] or status["tokens"] else "has not begun"
+    return f"run {run!r} {waits}, with {there}: {status['reason']}"
 
 
 def _address(url: str, at: str | None, user: str, password: str) -> str:
@@ -234,9 +235,9 @@ async def _revoke(url: str, name: str) -> None:
         user = f"{acl.INVITED}-{name}"
         run = await users.run_of(user)
         there = await users.take_away(user)
+        kept = await users.keep()
         if there and run is not None:
             await _say_revoked(url, run, name)
-        kept = await users.keep()
         if not there and kept != "failed":
             raise UsageError(
                 f"nobody is invited as {name!r} on this Redis, or not any more"
@@ -258,8 +259,8 @@ async def _revoke(url: str, name: str) -> None:
 
 
 async def _say_revoked(url: str, run: str, name: str) -> None:
-    """Tell who watches the run that nobody misses the learner, if there is such a run yet."""
-    with suppress(NotPermitted, BusError):
+    """Tell who watches the run that nobody misses the learner, if there is such a run that can be told."""
+    with suppress(DilocoError):
         async with open_bus(url, run) as bus:
             if (data := await bus.read_spec()) is not None:
                 bus.use_spec(decode(Spec, data))

@@ -144,7 +144,7 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: flo
         if live is not None:
             live.start()
         while True:
-            if live is not None and found.status is not None:
+            if live is not None and (found.status is not None or not found.over):
                 live.update(Group(*found.as_text()), refresh=True)
             else:
                 _put(console, found, as_json)

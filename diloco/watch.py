@@ -26,6 +26,8 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
     """
     stop, said, url = lifecycle.stop_event(), False, place.redis_url
     assert url is not None  # noqa: S101  # there is something to watch
+    async with open_bus(url, place.run) as bus:
+        await bus.read_spec()  # who may not is told so, and not by a page that stays empty
     async with open_bus(url, place.run) as bus, served(bus, settings, typer.echo, way_to(url)) as (collector, _):
         typer.echo(f"watching run {place.run!r} until Ctrl-C; the run does not notice")
         while not stop.is_set():

@@ -418,8 +418,10 @@ def allowed(kind: type[Settings], name: str) -> str:
     info = kind.model_fields[name]
     if get_origin(info.annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(info.annotation)))
-    words = {"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"}
-    words["min_length"] = "at least {} characters"
+    words = {
+        **{"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"},
+        "min_length": "at least {} characters",
+    }
     return ", ".join(
         text.format(written(bound) if isinstance(bound := getattr(rule, attr), float) else bound)
         for rule in info.metadata

@@ -25,7 +25,7 @@ class StepTimes:
         self._median = 0.0, -MEDIAN_S
         """Of step times, and when it was taken."""
         self._step_s = Ema(DECAY)
-        self._rates = self._weights = 0.0
+        self._rates = 0.0, 0.0
         """Tokens per second of the steps, each weighing `DECAY` of the next, and the sum of these weights."""
         self._steps = 0
         self.blocked_s = 0.0
@@ -45,10 +45,8 @@ class StepTimes:
     def returned(self, entered: float, now: float, tokens: int) -> None:
         """So is what the library does after it."""
         self._steps += 1
-        if self._steps == 2:  # the first one warms caches and compiles: it says nothing of the others
-            self._rates = self._weights = 0.0
-        self._rates = DECAY * self._rates + tokens / max(now - self._returned, 1e-9)
-        self._weights = DECAY * self._weights + 1
+        rates, weights = (0.0, 0.0) if self._steps == 2 else self._rates  # the first one warms caches and compiles
+        self._rates = DECAY * rates + tokens / max(now - self._returned, 1e-9), DECAY * weights + 1
         self.blocked_s += now - entered
         self._returned = now
 
@@ -62,8 +60,9 @@ class StepTimes:
         if last or not self._median[0] or now - self._median[1] >= MEDIAN_S:
             times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
             self._median = median(times) if times else 0.0, now
+        rates, weights = self._rates  # at one go: the training thread writes meanwhile
         return {
-            "tokens_per_s": self._rates / self._weights if self._weights else 0.0,
+            "tokens_per_s": rates / weights if weights else 0.0,
             "step_s": self.step_s,
             "step_s_median": self._median[0],
             "blocked_s": self.blocked_s,

@@ -100,7 +100,7 @@ def server(nodes: Iterable[Server], checkpoints: bool = False) -> Iterator[Findi
     nodes = list(nodes)
     for look in (of_server.version, of_server.role, of_server.eviction, of_server.disk):
         yield from _of_each(nodes, look)
-    yield from _of_each([one for one in nodes if one.replicas or one.cut_off or one.cluster], of_server.replicas)
+    yield from _of_each([one for one in nodes if one.replicas or one.cut_off or one.cluster], of_server.replaced)
     yield from _of_each([one for one in nodes if one.cluster], of_server.coverage)
     yield from _of_each(nodes, partial(of_server.persistence, checkpoints=checkpoints))
 

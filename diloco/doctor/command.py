@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import re
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Annotated, Any, Literal
@@ -122,7 +123,7 @@ async def look_at_region(settings: DoctorSettings, to_run_s: float | None) -> Fi
     try:
         took_s = await measure.look_at_region(settings.region_redis_url.get_secret_value(), settings.run)
     except (UsageError, RegionAway) as failure:
-        found = failure.told.removeprefix("the region's Redis ")
+        found = re.sub(r"^the region's Redis( \(DILOCO_REGION_REDIS_URL\):)? ", "", failure.told)
         start = "start it, or unset DILOCO_REGION_REDIS_URL: learners pull straight from the run's Redis then"
         return error("region's Redis", found, failure.remedy or start)
     return checks.region(took_s, to_run_s)

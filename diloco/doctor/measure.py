@@ -25,7 +25,7 @@ from diloco.pipeline.bus.redis.examining import RedisExamination
 from diloco.pipeline.bus.redis.region import RedisRegionCache
 from diloco.pipeline.bus.region import LEAST_CALL_S
 from diloco.pipeline.bus.server import Server, to_maxmemory
-from diloco.pipeline.errors import BusError, DilocoError, UsageError
+from diloco.pipeline.errors import BusError, DilocoError, RegionAway, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.outer_cost import operations_of
@@ -243,12 +243,14 @@ async def look_at_region(url: str, run: str) -> float:
     cache = RedisRegionCache(url, run)
     name, trips = f"doctor-{secrets.token_hex(8)}", []
     try:
-        await cache.claim(name, name)
+        claimed = await cache.claim(name, name)
         await cache.write(name, 0, [name.encode()], LEAST_CALL_S)
         for _ in range(LOOKS):
             began = time.perf_counter()
-            await cache.read(name, 0, 1, CHUNK_BYTES, LEAST_CALL_S)
+            found = await cache.read(name, 0, 1, CHUNK_BYTES, LEAST_CALL_S)
             trips.append(time.perf_counter() - began)
+            if claimed != name or [bytes(one) for one in found] != [name.encode()]:
+                raise RegionAway("the region's Redis answers, and does not keep what it is given")
         await cache.drop(name)
     finally:
         await cache.close()

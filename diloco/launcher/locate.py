@@ -137,6 +137,9 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
 
 
 def _name_in(folder: Path) -> str | None:
-    """The run's name, as its output folder has it."""
-    file = next(folder / name for name in (RUN_FILE, REPORT_FILE) if (folder / name).is_file())
-    return read_object(file).get("run")
+    """The run's name, as its output folder has it; None: it cannot be read, or is gone by now."""
+    try:
+        file = next(folder / name for name in (RUN_FILE, REPORT_FILE) if (folder / name).is_file())
+        return read_object(file).get("run")
+    except (StopIteration, UsageError):
+        return None

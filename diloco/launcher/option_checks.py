@@ -65,6 +65,11 @@ def check_data(data: str, whose: str = "") -> None:
         )
 
 
+def is_everywhere(data: str) -> bool:
+    """Whether a text is the same from whatever folder it is named."""
+    return data == "stdlib" or Path(data).is_absolute() or not Path(data.partition(",column=")[0]).exists()
+
+
 def _is_there(data: str) -> bool:
     """Whether there is such a text on this machine, or it is a data set of a hub."""
     if Path(data.partition(",column=")[0]).exists():

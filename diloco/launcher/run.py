@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -25,7 +26,7 @@ from diloco.launcher.display import Screen
 from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder, choose, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
-from diloco.launcher.option_checks import check
+from diloco.launcher.option_checks import check, is_everywhere
 from diloco.launcher.page import left_in, way_to
 from diloco.launcher.report import Origin, Outcome
 from diloco.options import (
@@ -134,7 +135,8 @@ class Launcher:
             own += ["--state-dir", str(self._folder.learners.resolve() / name)]
             environ = environment(threads, self._url_of(name)) | place.environ
             self._children.start(name, ["learner", *own], environ)
-            self.own[name] = Started(tuple(own), place.environ)
+            folder = "" if is_everywhere(self._settings.data) else str(Path.cwd())
+            self.own[name] = Started(tuple(own), place.environ, folder)
         if line := told(places):
             self._screen.note(line)
         evaluator = ["evaluator", *config, "--threads", "1"]

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from diloco.pipeline.bus.acl import DEFAULT_USER
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import lifecycle
 
@@ -85,8 +86,14 @@ def _check_users(file: Path, password: str | None) -> None:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the users' file {file} cannot be read: {error}") from error
-    if not any(re.match(r"user default .*-@all", line) for line in lines):
-        raise UsageError(f"{file} does not keep out who has not logged in: make it by `diloco acl`")
+    defaults = [line for line in lines if line.split()[:2] == ["user", "default"]]
+    if not defaults or not all(re.search(r"-@all \+ping\s*$", line) and "(" not in line for line in defaults):
+        raise UsageError(
+            f"{file} does not keep out who has not logged in: make it by `diloco acl`, whose line for that is "
+            f"{DEFAULT_USER!r}"
+        )
+    if open_to_all := [line.split()[1] for line in lines if line not in defaults and " nopass" in line]:
+        raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: make it by `diloco acl`")
 
 
 class EmbeddedRedis:

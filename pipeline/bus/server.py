@@ -201,6 +201,11 @@ def replicas(server: Server) -> Finding:
             "another one has become primary",
             "set min-replicas-to-write 1 and min-replicas-max-lag 10, or less, on all of them",
         )
+    return ok("replicas", str(server.replicas) if server.replicas else "none")
+
+
+def replaced(server: Server) -> Finding:
+    """Whether another one takes over where a cluster loses it: a run goes on, so it is told once, by the doctor."""
     if server.cluster and not server.replicas:
         return warning(
             "replicas",
@@ -208,7 +213,7 @@ def replicas(server: Server) -> Finding:
             "give it one: start a server with cluster-enabled yes, then, with redis-cli of Redis: redis-cli --cluster "
             f"add-node NEW_HOST:PORT {server.at} --cluster-slave",
         )
-    return ok("replicas", str(server.replicas) if server.replicas else "none")
+    return replicas(server)
 
 
 def coverage(server: Server) -> Finding:

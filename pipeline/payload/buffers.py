@@ -4,8 +4,8 @@ Fresh memory costs as much as the work done in it: the kernel clears each page w
 through arrays of a few sizes over and over, so what one round leaves is what the next one takes. Nobody gives anything
 back: an array's memory is free once the array, and all that views it, are gone. No more is held than a quarter above
 what was ever in use at once: before new memory is made, free memory is let go of, oldest first. And what was in
-nobody's use for a minute goes back to the kernel: a syncer that serves all fragments for a while, since another one
-died, needs more at once than it ever does after.
+nobody's use for a minute goes back to the kernel, a piece with each array that is asked for: a syncer that serves all
+fragments for a while, since another one died, needs more at once than it ever does after.
 
 Fragments differ a little in size, so each array is made with address space for one that is a quarter larger: only what
 was touched is memory.
@@ -68,7 +68,7 @@ class Buffers:
             while self._back:
                 self._free.append(self._back.popleft())
             now_s = self._now()
-            while self._free and now_s - self._free[0].since_s > IDLE_S:
+            if self._free and now_s - self._free[0].since_s > IDLE_S:  # one at a time: it takes the kernel a while
                 self._held -= self._free.pop(0).touched
             found = self._fitting(nbytes) or _Piece(_fresh(int(ROOM * nbytes)), 0, now_s)
             piece = found._replace(touched=max(found.touched, nbytes))

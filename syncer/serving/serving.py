@@ -286,7 +286,7 @@ class _Warnings:
 
 
 class _Presence:
-    """Which learners are there: logged as they come, fall silent and leave."""
+    """Which learners are there: logged as they come, fall silent, leave, or are there in another life."""
 
     def __init__(self) -> None:
         self._here: dict[tuple[str, str], SeenReport] = {}
@@ -297,14 +297,16 @@ class _Presence:
         here = {(one.report.learner, one.report.incarnation): one for one in live}
         last = {(one.report.learner, one.report.incarnation): one for one in reports}
         for learner, incarnation in sorted(here.keys() - self._here.keys()):
-            self._log.info("learner_live", learner=learner, incarnation=incarnation)
+            self._log.info("learner_came", learner=learner, incarnation=incarnation)
         for who in sorted(self._here.keys() - here.keys()):
             seen = last.get(who, self._here[who])
             told = {"learner": who[0], "incarnation": who[1], "step": seen.report.step}
             if seen.report.left:
                 self._log.info("learner_left", **told)
+            elif who[0] in (learner for learner, _ in here):
+                self._log.info("learner_replaced", **told)
             else:
-                self._log.warning("learner_silent", **told, silent_s=round(seen.age_s, 1), detail=SILENT)
+                self._log.warning("learner_fell_silent", **told, silent_s=round(seen.age_s, 1), detail=SILENT)
         self._here = here
 
 

@@ -170,7 +170,7 @@ def test_a_user_is_judged_by_what_this_machine_is_to_be() -> None:
     assert checks.rights(address, viewer, "run", party="viewer").level == "ok"
     found = checks.rights(address, viewer, "run", party="learner")
     assert (found.level, "cannot be a learner of run 'run': XADD" in found.found) == ("error", True)
-    assert "diloco acl --run run --passwords FILE > users.acl" in found.remedy
+    assert "diloco acl --run run --passwords FILE > new-users.acl" in found.remedy
 
 
 @pytest.mark.redis
@@ -275,6 +275,14 @@ def test_a_replica_is_named(healthy: EmbeddedRedis, look: Look, client: Any) -> 
 def test_a_disk_that_the_server_cannot_write_to_is_named() -> None:
     assert of_server.disk(Server.of(INFO | {"aof_last_write_status": "err"})).level == "warning"
     assert {one.level for one in checks.server([Server.of(INFO)])} == {"ok"}
+
+
+def test_a_primary_of_a_cluster_without_a_replica_is_said_by_the_doctor_alone() -> None:
+    """A run goes on with it, and its status need not warn of it for as long."""
+    node = Server.of(INFO | {"cluster_enabled": 1}, at="10.0.0.1:7000")
+    found = of_server.replaced(node)
+    assert (found.level, "add-node NEW_HOST:PORT 10.0.0.1:7000" in found.remedy) == ("warning", True)
+    assert not [one for one in of_server.warnings(node) if "replica" in one]
 
 
 # --- who may come -------------------------------------------------------------------------------------

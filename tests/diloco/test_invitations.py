@@ -164,7 +164,7 @@ def test_who_invites_to_a_run_that_its_own_user_was_not_made_for_is_told(
         admin.close()
     said = capsys.readouterr().err
     assert "may not look into run 'my-run'" in said
-    assert "diloco acl --run my-run --passwords FILE > users.acl" in said
+    assert "diloco acl --run my-run --passwords FILE > new-users.acl" in said
 
 
 @pytest.mark.redis
@@ -217,6 +217,20 @@ def test_the_run_hears_whose_invitation_was_taken_back(
 
     assert asyncio.run(hears()) == [("learner_revoked", begun)]
     RedisBackdoor(run, redis_server).free_memory()
+
+
+@pytest.mark.redis
+def test_a_run_that_cannot_be_told_keeps_nobody_in(
+    guests: str, redis_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever lies there in the place of the run's spec, which any learner could write first."""
+    name, run = f"kim-{secrets.token_hex(3)}", f"r-{secrets.token_hex(3)}"
+    invited(guests, capsys, name, "--run", run)
+    backdoor = RedisBackdoor(run, redis_server)
+    backdoor.client.set(f"diloco:{{{run}}}:spec", b"garbage")
+    assert main(["revoke", name, "--redis-url", guests]) == 0
+    assert main(["revoke", name, "--redis-url", guests]) == 2
+    backdoor.free_memory()
 
 
 @pytest.mark.redis

@@ -12,6 +12,7 @@ import redis as redis_py
 
 from diloco import cli
 from diloco.options import RedisProcess, reached_at
+from diloco.pipeline.bus.acl import DEFAULT_USER
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -76,9 +77,16 @@ def test_a_file_of_users_is_taken_in_place_of_a_password(
         with pytest.raises(redis_py.exceptions.NoPermissionError):
             nobody.get("diloco:{my-run}:spec")
         nobody.close()
-    users.write_text("user anna on nopass ~* +@all\n")
-    assert cli.main(["redis", "--redis-users", str(users)]) == 2
-    assert "make it by `diloco acl`" in capsys.readouterr().err
+    for opened in (
+        "user anna on nopass ~* +@all",
+        "user default on nopass ~* &* -@all +@all",
+        "user default on nopass -@all +ping (~* +@all)",
+        f"{DEFAULT_USER}\nuser anna on nopass ~* +@all",
+        f"{DEFAULT_USER}\nuser default on nopass ~* +@all",
+    ):
+        users.write_text(opened + "\n")
+        assert cli.main(["redis", "--redis-users", str(users)]) == 2
+        assert "make it by `diloco acl`" in capsys.readouterr().err
     assert cli.main(["redis", "--redis-users", str(tmp_path / "nosuch")]) == 2
     assert "cannot be read" in capsys.readouterr().err
 

@@ -120,6 +120,7 @@ def test_a_link_of_a_few_bits_is_a_unit_left_out(capsys: pytest.CaptureFixture[s
         ("learner-anna", ["learner", "--learner-id", "anna"]),
         ("evaluator", ["evaluator"]),
         ("viewer", ["status"]),
+        ("viewer", ["watch", "--web"]),
         ("operator", ["finish"]),
     ],
 )
@@ -131,7 +132,7 @@ def test_a_user_of_another_run_is_told_who_it_is_in_which_run_and_what_makes_its
     done = party(*arguments, "--run", run, DILOCO_REDIS_URL=as_user(url, user))
     assert done.returncode == REFUSED, done.stdout
     named = " --learner anna" if user == "learner-anna" else ""
-    made = f"diloco acl --run {run}{named} --passwords FILE > users.acl"
+    made = f"diloco acl --run {run}{named} --passwords FILE > new-users.acl"
     for part in (f"user '{user}'", f"run '{run}'", f"diloco:{{{run}}}:", made):
         assert part in done.stdout
     assert "Traceback" not in done.stdout

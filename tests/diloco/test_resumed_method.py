@@ -81,7 +81,7 @@ def test_the_command_refuses_another_method_and_does_not_begin(tmp_path, capsys,
     monkeypatch.setattr(run.logs, "configure", lambda level: None)  # it would outlive the test
     folder = saved(tmp_path / "out", "streaming")
     capsys.readouterr()
-    assert cli.main(["run", "--resume", str(folder), "--method", "paper", "--tokens", "1M"]) == 1
+    assert cli.main(["run", "--resume", str(folder), "--method", "paper", "--tokens", "1M"]) == 2
     said = capsys.readouterr().err
     assert "method: here 'paper', the run has 'streaming'" in said
     assert "outer_lr" not in said

@@ -239,6 +239,17 @@ def test_who_is_started_again_is_started_as_it_was() -> None:
         "CUDA_VISIBLE_DEVICES=3 /opt/diloco learner --run my-run --redis-url redis://h:1 "
         "--config '/runs/a run/settings.toml' --learner-id l2 --threads 1"
     )
+    assert said["do"] == "Start it again on this page's machine:"
+    own = {"l2": Started(options, folder="/home/an a")}
+    said = verdict(status([*TWO, samples.seen("l2", age_s=12.0)]), Beside(way=Way("redis://h:1", own=own)))
+    assert said["command"].startswith("cd '/home/an a' && diloco learner --run my-run ")
+
+
+def test_who_can_be_started_from_everywhere_is_started_by_what_everybody_has() -> None:
+    """The path of a program is of one machine."""
+    way = Way("redis://h:1", program="/opt/diloco")
+    said = verdict(status([*TWO, samples.seen("l2", age_s=12.0)]), Beside(way=way))
+    assert asked(said) == ("Start it again:", "diloco learner --run my-run --redis-url redis://h:1 --learner-id l2")
 
 
 def test_a_run_that_is_well() -> None:

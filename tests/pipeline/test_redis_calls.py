@@ -109,6 +109,20 @@ def test_each_error_of_the_server_has_one_name_here(error: Exception, kind: type
 
 
 @pytest.mark.parametrize(
+    ("error", "ours"),
+    [
+        (rx.MovedError("3999 10.0.0.2:6379"), "has given a slot to another node"),
+        (rx.AskError("3999 10.0.0.2:6379"), "is moving a slot"),
+        (rx.MasterDownError("Link with MASTER is down"), "is a replica that has lost its primary"),
+        (rx.ClusterDownError("The cluster is down"), "is of a cluster that is down"),
+    ],
+)
+def test_an_error_that_is_a_kind_of_another_is_told_as_what_it_is(error: Exception, ours: str) -> None:
+    """The client library makes one a subclass of the other, and takes their codes away."""
+    assert ours in translate(error, "host:1").found
+
+
+@pytest.mark.parametrize(
     ("said", "kind", "ours"),
     [
         ("NOAUTH Authentication required.", UsageError, "asks for a login; set user and password in DILOCO_REDIS_URL"),

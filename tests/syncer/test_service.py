@@ -27,6 +27,7 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.serving.initial import AT_ONCE
+from diloco.syncer.serving.serving import _Presence
 from diloco.syncer.serving.start import check_memory
 from diloco.syncer.watch import WATCH_S
 from tests import samples
@@ -77,11 +78,22 @@ def test_the_log_tells_who_is_there_falls_silent_and_leaves() -> None:
         of_syncer = [line for line in lines if (line["event"] in told and "step" in line) or line["event"] == told[0]]
         return [(line["event"], line["learner"]) for line in of_syncer]
 
-    told = ("learner_live", "learner_silent", "learner_left")
+    told = ("learner_came", "learner_fell_silent", "learner_left")
     found = run_virtual(main())
-    assert sorted(found[:2]) == [("learner_live", "l0"), ("learner_live", "l1")]
-    assert found[2] == ("learner_silent", "l1")
+    assert sorted(found[:2]) == [("learner_came", "l0"), ("learner_came", "l1")]
+    assert found[2] == ("learner_fell_silent", "l1")
     assert found[3:] == [("learner_left", "l0")]
+
+
+def test_a_learner_that_is_back_in_another_life_has_not_fallen_silent() -> None:
+    """Killed and started again at once: nobody reads that it is gone while it trains."""
+    presence = _Presence()
+    before, after = samples.seen("anna", incarnation="a" * 16), samples.seen("anna", incarnation="b" * 16)
+    with capture_logs() as lines:
+        presence.tell([before], [before])
+        presence.tell([before, after], [before, after])
+        presence.tell([after], [before, after])
+    assert [line["event"] for line in lines] == ["learner_came", "learner_came", "learner_replaced"]
 
 
 @pytest.mark.parametrize("global_codec", get_args(GlobalCodec))

@@ -48,13 +48,13 @@ _KINDS = {
     rx.OutOfMemoryError: "OOM",
     rx.ReadOnlyError: "READONLY",
     rx.BusyLoadingError: "LOADING",
+    rx.MasterDownError: "MASTERDOWN",
     rx.ClusterDownError: "CLUSTERDOWN",
     rx.TryAgainError: "TRYAGAIN",
-    rx.MasterDownError: "MASTERDOWN",
-    rx.AskError: "ASK",
     rx.MovedError: "MOVED",
+    rx.AskError: "ASK",
 }
-"""Errors of which redis-py has taken the code away."""
+"""Errors of which redis-py has taken the code away; what is a kind of another stands before it."""
 _FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
 _COMMAND = re.compile(r"run the '([^']+)' command")
 NO_TLS = "no TLS is spoken there"
@@ -161,7 +161,8 @@ def _may(user: str, run: str) -> str:
         return f"name this party's own user in DILOCO_REDIS_URL{named}; `diloco acl` makes users"
     return (
         f"a user is one party's, in one run: name this party's own in DILOCO_REDIS_URL{named}, and by --run the run "
-        f"that it was made for; or make users for this run, and start Redis with them: {acl.acl_command(run, user)}"
+        f"that it was made for; or make users for this run, each of its learners among them (for several runs: --run "
+        f"'*'), and start Redis with them in place of those that it has: {acl.acl_command(run, user)}"
     )
 
 

@@ -52,7 +52,8 @@ class RedisRegionCache(RegionCache):
             self._place = parse(url)
             check_files(self._place.options)
         except UsageError as error:
-            raise UsageError(f"the region's Redis (DILOCO_REGION_REDIS_URL): {error}") from None
+            found = f"the region's Redis (DILOCO_REGION_REDIS_URL): {error.found}"
+            raise UsageError(found, error.remedy, error.said) from None
         if self._place.service or len(self._place.hosts) > 1:
             raise UsageError("the region's Redis (DILOCO_REGION_REDIS_URL) is one server, at one address")
         if self._place.options.get("username") and not self._place.options.get("password"):

@@ -10,6 +10,7 @@ from diloco.pipeline.bus.tls import OPTIONS
 
 ANYWHERE = ("", "0.0.0.0", "::", "*", "<this machine>")  # noqa: S104  # named, not listened on
 HERE = ("localhost", "127.0.0.1", "::1")
+HERE_ALONE = " on this page's machine"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Started:
     """Its name too."""
     environ: Mapping[str, str] = field(default_factory=dict)
     """Variables of its own, none a secret."""
+    folder: str = ""
+    """Where it was started, if its settings are of there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,7 @@ class Way:
     where: str = ""
     """From where it goes, if not from everywhere; and what is to be filled in."""
     program: str = "diloco"
-    """As a shell there finds it."""
+    """As a shell on this page's machine finds it."""
     own: Mapping[str, "Started"] = field(default_factory=dict)
     """By learner: how it was started."""
 
@@ -52,10 +55,10 @@ class Way:
         login = f"{'USER' if parts.username else ''}:PASSWORD@" if secret else ""
         if parts.scheme == "unix":
             shown = f"unix://{login}{parts.path}"
-            where = " on this page's machine, as its user"
+            where = f"{HERE_ALONE}, as its user"
             where += " (from others one can join a run that was started with --redis-port or --redis-url)"
         elif parts.scheme in ("redis", "rediss", *SENTINEL_SCHEMES):
-            where = " on this page's machine" if any(host in HERE for host, _ in hosts) else ""
+            where = HERE_ALONE if any(host in HERE for host, _ in hosts) else ""
             if any(host in ANYWHERE for host, _ in hosts):
                 hosts = tuple(HostPort("HOST" if host in ANYWHERE else host, port) for host, port in hosts)
                 fill += ", with this page's machine for HOST"
@@ -73,9 +76,14 @@ class Way:
         started = self.own.get(again, Started(("--learner-id", again)))
         environ = {**(self.environ or {}), **(started.environ if again else {})}
         told = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
-        words = [*told, self.program, party, "--run", run]
+        into = f"cd {shlex.quote(started.folder)} && " if again and started.folder else ""
+        words = [*told, self.program if self.is_here(again) else "diloco", party, "--run", run]
         if self.url and "DILOCO_REDIS_URL" not in environ:
             words += ["--redis-url", shlex.quote(self.url)]
         if again:
             words.append(shlex.join(started.options))
-        return " ".join(words)
+        return into + " ".join(words)
+
+    def is_here(self, again: str = "") -> bool:
+        """Whether the command is for this page's machine, and no other."""
+        return again in self.own or self.where.startswith(HERE_ALONE)
