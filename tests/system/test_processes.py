@@ -341,6 +341,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_child_that_dies_at_the_start_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
+    (tmp_path / "nothing-here").mkdir()
     with started(tmp_path / "out", "--data", tmp_path / "nothing-here") as run:
         output = run.end(1)
     assert "nothing-here" in output

@@ -88,11 +88,8 @@ def test_ctrl_c_ends_ranks_in_order_and_a_killed_learner_takes_its_ranks_along(t
     run.left_nothing_running()
 
 
-def test_what_ranks_are_refused_for_is_said_once(tmp_path: Path) -> None:
-    """They are not started again for it: the run ends with the reason. One may be ended before it says it too."""
+def test_what_ranks_would_be_refused_for_is_said_before_any_is_started(tmp_path: Path) -> None:
     refused = diloco("run", *TWO_AND_ONE, "--batch", 3, "--out", tmp_path / "out")
-    assert refused.returncode == 1
-    assert "batch=3: a learner of 2 ranks divides each batch" in refused.stderr
-    log = (tmp_path / "out/logs/learner-0.log").read_text()
-    assert log.count("error: batch=3") in (1, 2)
-    assert "ranks_restarted" not in log
+    assert refused.returncode == 2
+    assert refused.stderr.count("batch=3: a learner of 2 ranks divides each batch") == 1
+    assert not (tmp_path / "out").exists()
