@@ -12,7 +12,7 @@ import asyncio
 import signal
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -172,7 +172,7 @@ class Launcher:
                 status = await read_status(self._bus, self._clock, self._settings.liveness_s)
                 self._note(status)
                 await self._check(status)
-                if stop.is_set() and not self.stopped and await self._ask_to_drain(status):
+                if stop.is_set() and not self.stopped and await self._ask_to_drain(bool(status["fragments"])):
                     self._children.kill()  # nothing was merged: there is nothing to wait for
                     return
                 silent_since = None
@@ -180,6 +180,9 @@ class Launcher:
                 if silent_since is None and not isinstance(error, BusUnavailable):
                     self._warn(f"Redis cannot be read: {error}")
                 silent_since = silent_since or self._clock.now()
+                if stop.is_set() and not self.stopped and isinstance(error, PeerError):
+                    with suppress(BusError, PeerError):  # the state may be as ever
+                        await self._ask_to_drain(begun=True)
                 if self._clock.now() > silent_since + SILENT_BUS_S:
                     raise
             else:
@@ -279,10 +282,10 @@ class Launcher:
     async def _event(self, name: str, who: str, detail: str) -> None:
         await self._bus.add_event(Event(name=name, who=who, detail=detail[:500], unix_s=self._clock.unix()))
 
-    async def _ask_to_drain(self, status: Status) -> bool:
+    async def _ask_to_drain(self, begun: bool) -> bool:
         """Ask for the orderly end; True if there is nothing yet that could be drained."""
         state = await self._bus.read_state()
-        if state is None or not status["fragments"]:
+        if state is None or not begun:
             self.stopped = True
             return True
         update = {"phase": Phase.DRAINING, "reason": "stopped by the user"}

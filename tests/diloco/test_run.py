@@ -232,15 +232,14 @@ async def test_ctrl_c_is_not_lost_if_redis_is_away_at_that_moment(tmp_path: Path
     """It is asked for again until the bus has it, and said to the user once."""
     launcher, _, screen, bus = launched(tmp_path)
     await bus.write_state(samples.run_state())
-    status = {"fragments": [{}]}
     for away in ("read_state", "write_state"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(bus, away, AsyncMock(side_effect=BusUnavailable("away")))
             with pytest.raises(BusUnavailable):
-                await launcher._ask_to_drain(status)
+                await launcher._ask_to_drain(begun=True)
         assert not launcher.stopped
     assert screen.notes == []
-    assert not await launcher._ask_to_drain(status)
+    assert not await launcher._ask_to_drain(begun=True)
     assert launcher.stopped
     assert len(screen.notes) == 1
     state = await bus.read_state()

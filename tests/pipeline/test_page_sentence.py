@@ -66,6 +66,13 @@ def test_a_redis_that_does_not_answer() -> None:
     assert verdict(status(TWO), Beside(away_s=1.0, away="x"))["level"] == "well"
 
 
+def test_a_redis_that_answers_what_nobody_can_read() -> None:
+    """It is there, so nobody is sent to look after it."""
+    said = verdict(status(TWO), Beside(away_s=1.0, away="BadMessage: spec: ...", spoilt=True))
+    assert said["level"] == "bad"
+    assert said["text"].startswith("What is on Redis of the run cannot be read (BadMessage: spec")
+
+
 def test_nothing_was_read_yet() -> None:
     assert verdict(None, Beside())["text"] == "Nothing is known of the run yet."
     assert verdict(None, Beside(away="BusUnavailable: refused"))["level"] == "bad"

@@ -4,6 +4,7 @@ import secrets
 from collections.abc import AsyncIterator
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.ports import Bus
@@ -51,8 +52,6 @@ async def test_who_joins_does_not_need_the_events(spoilt: tuple[Bus, RedisBackdo
     bus, backdoor = spoilt
     backdoor.client.xadd(bus.keys.events, {"x": "x"}, id=LAST_ID)
     joining = object.__new__(Joining)
-    import structlog
-
     joining._bus, joining._log = bus, structlog.get_logger()
     with capture_logs() as lines:
         await joining._tell(event("anna"))

@@ -111,7 +111,8 @@ class Collector:
         except (BusError, PeerError) as error:
             now_s = self._clock.unix()
             self._away_since = self._away_since or began_s
-            self.model.away(now_s, self._away_since, f"{type(error).__name__}: {error}"[:300])
+            text = f"{type(error).__name__}: {error}"[:300]
+            self.model.away(now_s, self._away_since, text, isinstance(error, PeerError))
         self._publish(self.model.patch())
 
     def _begin_anew(self) -> None:

@@ -55,6 +55,8 @@ class Beside:
     """For how long Redis has not answered."""
     away: str = ""
     """What came instead of an answer."""
+    spoilt: bool = False
+    """It is an answer, which cannot be read."""
     unmerged_s: float = 0.0
     """Since the last merge, or the first step before there was any."""
     refused: Mapping[str, int] = field(default_factory=dict)
@@ -81,6 +83,11 @@ def verdict(status: Status | None, beside: Beside) -> Verdict:
         status: the last that could be read; None: none yet.
         beside: what else is known.
     """
+    if beside.spoilt and beside.away:
+        return _bad(
+            f"What is on Redis of the run cannot be read ({beside.away}): nothing is known of how it is.",
+            "See which party writes that: one of another build, or somebody who is not of the run.",
+        )
     if beside.away_s > AWAY_S or (status is None and beside.away):
         return _bad(
             f"Redis has not answered for {_time(beside.away_s)} ({beside.away}): learners train on, nothing is merged.",
