@@ -15,7 +15,7 @@ import typer
 
 from diloco.launcher.locate import REPORT_FILE, Place, is_live, locate
 from diloco.launcher.page import MODEL_FILE, folder_of_page, way_to, write_page
-from diloco.launcher.report import summary, summary_so_far
+from diloco.launcher.report import read_report, summary, summary_so_far
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import DilocoError, UsageError
@@ -65,7 +65,7 @@ def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
     if html is not None:
         typer.echo(write_page(model_of(folder), html))
     elif (folder / REPORT_FILE).is_file():
-        typer.echo(summary(read_object(folder / REPORT_FILE)))
+        typer.echo(summary(read_report(folder / REPORT_FILE)))
     else:
         raise UsageError(f"{folder} has no {REPORT_FILE}; a page can be made of a tape: --html FILE")
 

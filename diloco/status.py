@@ -16,11 +16,10 @@ from diloco.launcher.baseline import baseline_status
 from diloco.launcher.display import render
 from diloco.launcher.locate import REPORT_FILE, Place, locate
 from diloco.launcher.page import PAGE_FILE
-from diloco.launcher.report import summary
+from diloco.launcher.report import read_report, summary
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, DilocoError
-from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.settings import BusSettings
@@ -118,7 +117,7 @@ def _find(settings: BusSettings, folder: Path | None) -> _Found:
             place = again
     assert place.folder is not None  # noqa: S101  # a place without a Redis URL has a folder
     if (place.folder / REPORT_FILE).is_file():
-        return _Found(place, report=read_object(place.folder / REPORT_FILE))
+        return _Found(place, report=read_report(place.folder / REPORT_FILE))
     return _Found(place) if place.closing else _Found(place, baseline_status(place.folder))
 
 

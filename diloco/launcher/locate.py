@@ -17,6 +17,8 @@ RUNS = Path("runs")
 RUN_FILE = "run.json"
 """Written by the launcher while a run is live: Redis URL without secrets, run name, address of its page, pids."""
 REPORT_FILE = "report.json"
+CLOCK_S = 60.0
+"""The clock may have been set since the machine was started, by so much at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +47,22 @@ def is_running(pid: int) -> bool:
     """Whether there is a process of this id."""
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
     return True
+
+
+def began_before(pid: int, unix_s: float) -> bool:
+    """Whether a process was there at this time already, where Linux tells: its id may be another one's by now."""
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        lines = Path("/proc/stat").read_text().splitlines()
+        booted_s = next(int(line.split()[1]) for line in lines if line.startswith("btime"))
+    except (OSError, ValueError, IndexError, StopIteration):
+        return True
+    return booted_s + ticks / os.sysconf("SC_CLK_TCK") < unix_s + CLOCK_S
 
 
 class RunFile(BaseModel):
@@ -83,7 +96,9 @@ def is_live(folder: Path) -> bool:
     if (folder / REPORT_FILE).is_file() or not (folder / RUN_FILE).is_file():
         return False
     launcher = RunFile.read(folder).pids.get("launcher")
-    return launcher is not None and is_running(launcher)
+    if launcher is None or not is_running(launcher):
+        return False
+    return began_before(launcher, (folder / RUN_FILE).stat().st_mtime)
 
 
 def server_url(settings: ServerSettings) -> str:

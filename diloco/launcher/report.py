@@ -4,9 +4,12 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from diloco.launcher.display import merged_share, trained
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport, Phase
 from diloco.pipeline.messages.tape import Rejected, TapeRecord
@@ -320,6 +323,22 @@ def summary_so_far(status: Status) -> str:
         f"training blocked for at most {blocked:.2%} of the time",
     ]
     return "\n".join(lines + [f"warning: {warning}" for warning in status["warnings"]])
+
+
+def read_report(file: Path) -> Report:
+    """What a run has left.
+
+    Raises:
+        UsageError: it is not there, damaged, or of another form.
+    """
+    report: Report = read_object(file)
+    try:
+        summary(report)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise UsageError(
+            f"{file} is no report of `diloco run`, or damaged ({type(error).__name__}: {error})"
+        ) from error
+    return report
 
 
 def summary(report: Report) -> str:

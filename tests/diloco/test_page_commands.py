@@ -217,6 +217,29 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
             process.communicate()
 
 
+@pytest.mark.parametrize("left", ["{}", '{"run": null, "method": 5, "learners": "x"}', '{"global_val_loss": "x"}'])
+@pytest.mark.parametrize("command", ["report", "status"])
+def test_a_report_of_another_form_is_refused_by_its_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, left: str
+) -> None:
+    """It is damaged, or of something else: neither a traceback nor a run that is still closing."""
+    (tmp_path / "report.json").write_text(left)
+    assert main([command, str(tmp_path)]) == 2
+    assert "report.json is no report of `diloco run`, or damaged" in capsys.readouterr().err
+
+
+def test_a_process_that_has_the_launchers_id_by_now_is_not_taken_for_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after the machine was started anew. Nor is an id that no process can have."""
+    file = tmp_path / "run.json"
+    for pid in (os.getpid(), 99999999999999999999):
+        file.write_text(json.dumps({"run": "r", "redis_url": "redis://127.0.0.1:1", "pids": {"launcher": pid}}))
+        os.utime(file, (1e9, 1e9))
+        assert main(["status", str(tmp_path)]) == 2
+        assert "ended without a report" in capsys.readouterr().err
+
+
 def test_watch_says_how_it_can_watch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "--redis-url", "redis://127.0.0.1:1"]) == 2
     assert "diloco watch --web" in capsys.readouterr().err

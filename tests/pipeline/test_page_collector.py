@@ -444,16 +444,27 @@ def test_a_learner_whose_invitation_is_taken_back_is_revoked_until_it_is_invited
     """Not dead: nobody is to start it again."""
     model = PageModel("run")
 
-    def after(name: str, age_s: float) -> str:
-        event = Event(name=name, who="anna", detail="", unix_s=1990.0)
-        model.see(look(reports=[samples.seen("l0"), samples.seen("anna", age_s=age_s)], events=[event]))
+    def at(now_s: float, age_s: float, *names: str) -> str:
+        events = [Event(name=name, who="anna", detail="", unix_s=1990.0) for name in names]
+        model.see(look(now_s, reports=[samples.seen("l0"), samples.seen("anna", age_s=age_s)], events=events))
         return str(model._next["learners"]["anna"]["state"])
 
-    assert after("learner_joined", 0.1) == "live"
-    assert after("learner_revoked", 60.0) == "revoked"
+    assert at(2000.0, 0.1, "learner_joined") == "live"
+    assert at(2001.0, 1.0, "learner_revoked") == "silent"
+    assert at(2061.0, 61.0) == "revoked"
     assert "anna" not in model._next["sentence"]["text"]
-    assert after("learner_joined", 0.1) == "live"
-    assert after("learner_joined", 60.0) == "dead"
+    assert at(2070.0, 0.1, "learner_joined") == "live"
+    assert at(2130.0, 60.0) == "dead"
+
+
+def test_a_revocation_that_somebody_made_up_hides_no_death() -> None:
+    """Any learner can write one of another, which trains on."""
+    model = PageModel("run")
+    revoked = Event(name="learner_revoked", who="anna", detail="", unix_s=9e10)
+    for now_s, age_s, events in ((2000.0, 0.1, [revoked]), (2010.0, 0.1, []), (2070.0, 60.0, [])):
+        model.see(look(now_s, reports=[samples.seen("l0"), samples.seen("anna", age_s=age_s)], events=events))
+    assert model._next["learners"]["anna"]["state"] == "dead"
+    assert "anna" in model._next["sentence"]["text"]
 
 
 def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
-from diloco.pipeline.errors import BusError, DilocoError
+from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, NotPermitted
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.spec import Spec
@@ -121,9 +121,18 @@ class Joining:
                         await asyncio.sleep(POLL_S)
         unix_s = self._clock.unix()
         joined = Event(name="learner_joined", who=self._learner, detail=self._incarnation, unix_s=unix_s)
-        await retry(self._bus.add_event, joined)
+        await retry(self._tell, joined)
         self._outages.count = 0  # those until here lost nothing: nothing was published
         return Exchange(member, agreement, version_0, carrier, pulling, self._reporting, self._claims)
+
+    async def _tell(self, event: Event) -> None:
+        """Nobody needs to know of it to train: a stream that any learner can spoil keeps nobody out."""
+        try:
+            await self._bus.add_event(event)
+        except (BusUnavailable, BusFull, NotPermitted):
+            raise
+        except (BusError, BadMessage) as error:
+            self._log.warning("event_not_told", name=event.name, detail=str(error))
 
     async def abandon(self) -> None:
         """Joining came to nothing: nobody must wait for this learner. Instead of `leave`, with nothing running."""

@@ -1,5 +1,6 @@
 """What concerns a run as a whole, on Redis: spec and state, reports, logs, syncers, version 0, moments."""
 
+from contextlib import suppress
 from typing import TypeVar
 
 from diloco.pipeline.bus import stored_values
@@ -15,6 +16,7 @@ from diloco.pipeline.bus.ports import (
 )
 from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection, pairs
+from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.wire import Message
@@ -89,8 +91,17 @@ class RedisRunLogs(RedisConnection, RunLogs):
         await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message, self.format))
 
     async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
-        found = await self._redis.read({key: after}, limit, 0)
-        return [(at, decode(kind, data, format=self.format)) for _, entries in found for at, data in entries]
+        """One that cannot be read is as good as none: any learner may write there."""
+        while True:
+            found = await self._redis.read({key: after}, limit, 0)
+            entries = [entry for _, there in found for entry in there]
+            read: list[tuple[str, T]] = []
+            for at, data in entries:
+                with suppress(BadMessage):
+                    read.append((at, decode(kind, data, format=self.format)))
+            if read or not entries:
+                return read
+            after = entries[-1][0]
 
     async def add_event(self, event: Event) -> None:
         await self._add(self.keys.events, event, stored_values.EVENTS_CAP)

@@ -97,6 +97,7 @@ class Collector:
 
     async def look(self) -> None:
         """Take one look, and tell those who follow."""
+        began_s = self._clock.unix()
         try:
             look = await self._reader.look()
             self._away_since = None
@@ -109,7 +110,7 @@ class Collector:
                 self.model.see(look)
         except (BusError, PeerError) as error:
             now_s = self._clock.unix()
-            self._away_since = self._away_since or now_s
+            self._away_since = self._away_since or began_s
             self.model.away(now_s, self._away_since, f"{type(error).__name__}: {error}"[:300])
         self._publish(self.model.patch())
 

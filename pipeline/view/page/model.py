@@ -15,7 +15,7 @@ from diloco.pipeline.messages.run import Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
 from diloco.pipeline.view.page.joining import Way
-from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, WindowLife, draw_record
+from diloco.pipeline.view.page.lanes import SILENT_S, LearnerLife, Of, Shown, WindowLife, draw_record
 from diloco.pipeline.view.page.sentence import Beside, Verdict, said, verdict
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import LearnerStatus, Status, present, speed
@@ -92,7 +92,8 @@ class PageModel:
         self._origin_s: float | None = None
         """When the run began: 0:00 of all times that the page shows."""
         self._ended_s: dict[str, float] = {}
-        self._revoked: set[str] = set()
+        self._revoked: dict[str, float] = {}
+        """Whose invitation was taken back, and when that was read."""
         self._drawn_s = 0.0
         """Up to when the run is drawn."""
         self._status: Status | None = None
@@ -134,9 +135,7 @@ class PageModel:
                 if event.name in ENDS and len(self._ended_s) < MOST_LANES:
                     self._ended_s[event.who] = now_s
                 if event.name == "learner_revoked" and len(self._revoked) < MOST_LANES:
-                    self._revoked.add(event.who)
-                elif event.name == "learner_joined":
-                    self._revoked.discard(event.who)  # it was invited again
+                    self._revoked[event.who] = now_s
         self._take_losses(look.evaluations, now_s)
         learners = self._draw_learners(status, now_s)
         for fragment in status["fragments"]:
@@ -150,7 +149,7 @@ class PageModel:
         full = info.fullest[0] / info.fullest[1] if info is not None and look.nearly_full else None
         unmerged_s = 0.0 if self._still_s is None else now_s - self._still_s
         beside = Beside(
-            unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way, revoked=self._revoked
+            unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way, revoked=self._revoked.keys()
         )
         self._next = self._head(verdict(status, beside), now_s) | {
             "totals": _totals(status, info),
@@ -224,6 +223,8 @@ class PageModel:
             if silent and self._ended_s.get(name, -math.inf) < heard_s:  # nobody has told that it ended
                 self._ended_s[name] = now_s
                 self._mark(heard_s, "went silent", name, "")
+            if heard_s > self._revoked.get(name, math.inf) + 2 * SILENT_S:
+                del self._revoked[name]  # it was invited again, or never cut off: any learner can say that it was
             row = _learner(learner, does, behind, lives[name], now_s)
             if row["state"] == "dead" and name in self._revoked:
                 row["state"] = "revoked"

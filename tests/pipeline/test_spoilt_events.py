@@ -1,0 +1,62 @@
+"""Any learner may write to the run's events: what it spoils there blinds nobody, and keeps nobody out."""
+
+import secrets
+from collections.abc import AsyncIterator
+
+import pytest
+from structlog.testing import capture_logs
+
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.run import Event
+from diloco.pipeline.view.status import read_status
+from diloco.workers.exchange.joining import Joining
+from tests.backdoor import RedisBackdoor
+
+pytestmark = pytest.mark.redis
+LAST_ID = "18446744073709551615-18446744073709551615"
+
+
+def event(who: str) -> Event:
+    return Event(name="learner_joined", who=who, detail="", unix_s=1.0)
+
+
+@pytest.fixture
+async def spoilt(redis_server: str) -> AsyncIterator[tuple[Bus, RedisBackdoor]]:
+    run = f"r-{secrets.token_hex(3)}"
+    backdoor = RedisBackdoor(run, redis_server)
+    async with open_bus(redis_server, run) as bus:
+        yield bus, backdoor
+    backdoor.free_memory()
+    backdoor.client.close()
+
+
+async def test_an_event_that_cannot_be_read_is_as_good_as_none(spoilt: tuple[Bus, RedisBackdoor]) -> None:
+    """Also where all that one reading brings is such; the status is there as ever."""
+    bus, backdoor = spoilt
+    await bus.add_event(event("one"))
+    for field in ("e", "m", "e", "m", "e"):
+        backdoor.client.xadd(bus.keys.events, {field: "garbage"})
+    await bus.add_event(event("two"))
+    found = await bus.read_events(limit=2)
+    assert [one.who for _, one in found] == ["one"]
+    assert [one.who for _, one in await bus.read_events(found[-1][0], limit=2)] == ["two"]
+    assert (await read_status(bus, LoopClock()))["phase"] == "waiting"
+
+
+async def test_who_joins_does_not_need_the_events(spoilt: tuple[Bus, RedisBackdoor]) -> None:
+    """A stream whose last possible id is taken takes no more; an outage is waited for as ever."""
+    bus, backdoor = spoilt
+    backdoor.client.xadd(bus.keys.events, {"x": "x"}, id=LAST_ID)
+    joining = object.__new__(Joining)
+    import structlog
+
+    joining._bus, joining._log = bus, structlog.get_logger()
+    with capture_logs() as lines:
+        await joining._tell(event("anna"))
+    assert [(line["event"], line["name"]) for line in lines] == [("event_not_told", "learner_joined")]
+    await bus.close()
+    with pytest.raises(BusUnavailable):
+        await joining._tell(event("anna"))
