@@ -133,7 +133,8 @@ Html = Annotated[
     typer.Option(
         "--html",
         metavar="FILE",
-        help="Write the run's page to this file, or into this folder as report.html, and print its address",
+        help="Write the run's page to this file, or into this folder as report.html, and print its address. "
+        "An output folder gets its own run's page: without DIR, `--html runs/X` is of the run in runs/X",
     ),
 ]
 Web = Annotated[bool, typer.Option("--web", help="As a page for browsers")]

@@ -239,10 +239,12 @@ async def _revoke(url: str, name: str) -> None:
         if there and run is not None:
             await _say_revoked(url, run, name)
         if not there and kept != "failed":
-            raise UsageError(
-                f"nobody is invited as {name!r} on this Redis, or not any more"
-                + (", which its ACL file says by now too" if kept == "kept" else "")
-            )
+            if await users.exists(named := f"{acl.SHARED_LEARNER}-{name}"):
+                raise UsageError(
+                    f"{name!r} is not invited: it is {named!r} of the file of users, which is not taken back like an "
+                    f"invitation. Delete its line there, and cut it off now: redis-cli -u URL ACL DELUSER {named}"
+                )
+            raise UsageError(f"nobody is invited as {name!r} on this Redis, and it has no user {named!r} either")
         but = []
         if users.away:
             but.append(

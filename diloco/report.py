@@ -14,7 +14,7 @@ from typing import Any
 import typer
 
 from diloco.launcher.locate import REPORT_FILE, Place, is_live, locate
-from diloco.launcher.page import MODEL_FILE, way_to, write_page
+from diloco.launcher.page import MODEL_FILE, folder_of_page, way_to, write_page
 from diloco.launcher.report import read_report, summary, summary_so_far
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
@@ -34,11 +34,23 @@ from diloco.tape import archive_of, read_archive
 def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
     """Print the summary of a run, or write its page: of the folder, else as `locate` finds it.
 
+    A page that goes into an output folder is of that folder's run.
+
     Raises:
-        UsageError: there is no such run, or it has left nothing to show.
+        UsageError: there is no such folder or run, it has left nothing to show, or the page's place is another run's.
         DilocoError: its report is still being written.
         BusError: its Redis cannot be read.
     """
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"there is no folder {folder}")
+    if html is not None and (its := folder_of_page(html)) is not None:
+        if folder is None and settings.bus_url() is None and "run" not in settings.model_fields_set:
+            folder = its
+        elif folder is None or folder.resolve() != its.resolve():
+            raise UsageError(
+                f"{its} is an output folder, and the page there is of its own run: diloco report {its} --html {its}; "
+                "for this run's page name another file or folder"
+            )
     if folder is None or is_live(folder):
         place = locate(settings, folder)
         if place.redis_url is not None:

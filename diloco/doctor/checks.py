@@ -274,6 +274,15 @@ def quorum(live: int, needed: int) -> Finding:
     return ok("quorum", found)
 
 
+def finished(run: str) -> Finding:
+    """A run that is over waits for nobody."""
+    return warning(
+        "run",
+        f"run {run!r} is finished: nothing more is trained in it",
+        f"`diloco runs extend {run} --tokens NUMBER` has it go on, once it is started again",
+    )
+
+
 def load(run: Run, site: Site) -> Finding:
     """Whether the line carries what the run's H asks of it."""
     sync, asked = run.sync, needs(run, site)

@@ -175,7 +175,9 @@ def of_machine(
 def of_run(run: Run, machine: Machine, line: Link | None, party: Party) -> Iterator[Finding]:
     """What the run asks of the machine and the line."""
     site = checks.site_of(run, machine, line)
-    if run.live is not None:
+    if run.finished:
+        yield checks.finished(run.name)
+    elif run.live is not None:
         yield checks.quorum(run.live, run.sync.quorum)
     yield checks.plan(run, site)
     yield from checks.machine_memory(run, machine, party)

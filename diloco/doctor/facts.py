@@ -67,6 +67,7 @@ class Run:
     """Of the outer step of each fragment (`outer_cost`)."""
     live: int | None = None
     """Learners that are; None: the run is planned."""
+    finished: bool = False
     folder: str = ""
     """Name of its own folder of checkpoints; "": it has not begun."""
     merge_s: float = 0.0

@@ -27,6 +27,7 @@ from diloco.pipeline.bus.region import LEAST_CALL_S
 from diloco.pipeline.bus.server import Server, to_maxmemory
 from diloco.pipeline.errors import BusError, DilocoError, RegionAway, UsageError
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.pacing import known_steps
@@ -182,6 +183,7 @@ async def read_run(bus: Bus, step_s: float | None) -> Run | None:
         step_s=step_s or (median(steps) if steps else None),
         operations=tuple(operations_of((slot.tensor for slot in f.slots), spec.sync.outer) for f in layout.fragments),
         live=len(live),
+        finished=state is not None and state.phase is Phase.FINISHED,
         folder="" if state is None else run_folder(bus.keys.run, state),
         merge_s=median(merges) if merges else 0.0,
         stretched=median(grown) if grown else 1.0,

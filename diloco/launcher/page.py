@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
+from diloco.launcher.locate import REPORT_FILE, RUN_FILE
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
@@ -61,7 +62,7 @@ async def served(
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
     http = await start_http(status, ready, registry, host, port, token, collector.follow)
-    asks = ", which asks for DILOCO_HTTP_TOKEN" if token else ""
+    asks = " (it asks for DILOCO_HTTP_TOKEN)" if token else ""
     address = f"http://{_reached(host, http.addresses[0][1])}/"
     tell(f"page {address}{asks}")
     collecting = asyncio.create_task(collect(collector))
@@ -108,6 +109,14 @@ async def left_in(
     finally:
         if model is not None:
             (folder / MODEL_FILE).write_text(dumps(model.snapshot()) + "\n")
+
+
+def folder_of_page(file: Path) -> Path | None:
+    """The output folder whose own page `write_page` would write; None: it is no folder's."""
+    folder = file if file.is_dir() else file.parent if file.name == PAGE_FILE else None
+    if folder is not None and any((folder / name).is_file() for name in (RUN_FILE, REPORT_FILE)):
+        return folder
+    return None
 
 
 def write_page(model: Model, file: Path) -> str:

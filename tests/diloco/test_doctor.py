@@ -34,6 +34,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import Address, Server
 from diloco.pipeline.bus.stored_values import MergedBases
 from diloco.pipeline.findings import Finding
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES
 from diloco.pipeline.payload.codec import encode
@@ -151,6 +152,23 @@ def test_a_run_of_another_release_is_named_beside_all_else(healthy: EmbeddedRedi
     assert status == 1
     assert set(bad(findings)) == {"run"}
     assert {"line", "clock", "threads"} <= {one.about for one in findings}
+
+
+@pytest.mark.redis
+def test_a_finished_run_waits_for_nobody(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
+    async def end() -> None:
+        async with open_bus(healthy.url, "over") as bus:
+            await bus.propose_spec(encode(samples.spec()))
+            await bus.write_state(samples.run_state(phase=Phase.FINISHED))
+
+    asyncio.run(end())
+    status, findings = look("--redis-url", healthy.url, "--run", "over")
+    client.flushall()
+    assert status == 0
+    found = bad(findings)["run"]
+    assert "'over' is finished" in found.found
+    assert "`diloco runs extend over --tokens NUMBER`" in found.remedy
+    assert "quorum" not in {one.about for one in findings}
 
 
 def test_a_quorum_that_is_not_there_is_named() -> None:

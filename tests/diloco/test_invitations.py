@@ -103,6 +103,28 @@ def test_the_operator_invites_who_may_publish_under_that_name_in_that_run_alone(
 
 
 @pytest.mark.redis
+def test_a_user_of_the_file_is_not_revoked_but_named(
+    guests: str, redis_server: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It comes from the file of users, so it has to go there too; it is let in until then."""
+    name = f"anna-{secrets.token_hex(3)}"
+    user = f"learner-{name}"
+    admin: Any = redis_py.Redis.from_url(redis_server, protocol=2, decode_responses=True)
+    admin.execute_command("ACL", "SETUSER", user, "on", "nopass")
+    try:
+        assert main(["revoke", name, "--redis-url", guests]) == 2
+        said = capsys.readouterr().err
+        assert user in admin.acl_users()
+    finally:
+        admin.execute_command("ACL", "DELUSER", user)
+        admin.close()
+    assert f"ACL DELUSER {user}" in said
+    assert "file of users" in said
+    assert main(["revoke", name, "--redis-url", guests]) == 2
+    assert "DELUSER" not in capsys.readouterr().err
+
+
+@pytest.mark.redis
 def test_nobody_is_invited_twice_under_one_name(guests: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A second invitation would end the first one's password without a word. One for no run is said to be so."""
     name = f"bert-{secrets.token_hex(3)}"

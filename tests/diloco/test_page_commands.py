@@ -103,6 +103,40 @@ def test_a_page_for_a_folder_is_put_into_it(tmp_path: Path, capsys: pytest.Captu
     assert f"{tmp_path / PAGE_FILE / 'x.html'} cannot be written" in capsys.readouterr().err
 
 
+def test_an_output_folder_gets_the_page_of_its_own_run_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named as the page's place it chooses the run; where another one is chosen, what to type is said."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("DILOCO_REDIS_URL", "DILOCO_RUN"):
+        monkeypatch.delenv(name, raising=False)
+    for number, name in enumerate(("old", "new")):
+        tape(Path("runs", name, "tape"))
+        file = Path("runs", name, "report.json")
+        file.write_text(json.dumps({"run": name}))
+        os.utime(file.parent, (1000 + number, 1000 + number))
+    old, new = Path("runs/old"), Path("runs/new")
+    for page in (old, old / PAGE_FILE):
+        model = {"run": f"old-{page.name}", "coarse": {"step_s": 1}, "notes": []}
+        (old / MODEL_FILE).write_text(json.dumps(model))
+        assert main(["report", "--html", str(page)]) == 0
+        assert model_in(old / PAGE_FILE)["run"] == model["run"]
+    before = (old / PAGE_FILE).read_text()
+    for named in ([str(new)], ["--run", "new"], ["--redis-url", "redis://127.0.0.1:1"]):
+        capsys.readouterr()
+        assert main(["report", *named, "--html", str(old)]) == 2
+        assert "diloco report runs/old --html runs/old" in capsys.readouterr().err
+    assert (old / PAGE_FILE).read_text() == before
+    assert not (new / PAGE_FILE).exists()
+
+
+def test_a_report_of_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path / "nosuch")]) == 2
+    said = capsys.readouterr().err
+    assert f"there is no folder {tmp_path / 'nosuch'}" in said
+    assert "tape" not in said
+
+
 @pytest.mark.redis
 def test_a_report_is_of_the_run_on_the_redis_that_is_named(
     tmp_path: Path, redis_server: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -165,7 +199,7 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
         )
         try:
             assert process.stdout is not None
-            address = process.stdout.readline().split()[1].rstrip(",")
+            address = process.stdout.readline().split()[1]
             lines = iter(process.stdout.readline, "")
             over = next(line for line in lines if "finished" in line)
             assert over == (
@@ -224,7 +258,7 @@ def test_a_page_beside_any_run(redis_server: str) -> None:
     try:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], LIMIT_S)[0]
-        (address,) = re.findall(r"^page (http://127\.0\.0\.1:\d+/), which asks for DILOCO_", process.stdout.readline())
+        (address,) = re.findall(r"^page (http://127\.0\.0\.1:\d+/) \(it asks for DILOCO_", process.stdout.readline())
         assert 'src="/page/app.js"' in "".join(lines_of(address, "/", 30))
         lines = lines_of(address, "/page/events", 3)
         assert lines[1] == "event: snapshot\n"

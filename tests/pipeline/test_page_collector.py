@@ -385,6 +385,30 @@ def test_a_finished_run_stands_still() -> None:
     run_virtual(main())
 
 
+def test_time_of_a_finished_run_ends_with_it_however_late_one_looks() -> None:
+    """Whoever opens its page minutes later sees the run, not the minutes; and is told when learners were heard."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=3000))
+        world.start_syncer()
+        party = [VirtualLearner(f"l{n}", world, 0.1, f"{n:016x}").start() for n in range(2)]
+        await world.finish(*party)
+        early, late = collector_of(world), collector_of(world)
+        await early.look()
+        await asyncio.sleep(540)
+        await late.look()
+        for model in (early.model, late.model):
+            model.patch()
+        first, second = early.model.snapshot(), late.model.snapshot()
+        assert second["now_s"] == first["now_s"]
+        assert second["coarse"] == first["coarse"]
+        assert second["sentence"]["level"] == "over"
+        heard = {name: row["heard_s"] for name, row in second["learners"].items()}
+        assert heard == {name: row["heard_s"] for name, row in first["learners"].items()}
+
+    run_virtual(main())
+
+
 # --- bounds ----------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ reasons in it are other parties' text: the page shows them as text, never as HTM
 import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.pipeline.bus.ports import BusInfo
@@ -94,6 +94,8 @@ class PageModel:
         self._ended_s: dict[str, float] = {}
         self._revoked: dict[str, float] = {}
         """Whose invitation was taken back, and when that was read."""
+        self._drawn_s = 0.0
+        """Up to when the run is drawn."""
         self._status: Status | None = None
         self.over = False
         """The run was finished at the last look."""
@@ -108,11 +110,14 @@ class PageModel:
 
     def see(self, look: Look) -> None:
         """Take a look."""
-        now_s, status = look.now_s, look.status
-        over = status["phase"] == Phase.FINISHED
+        over = look.status["phase"] == Phase.FINISHED
         if over and self.over and not (look.records or look.events or look.evaluations):
             return  # what is over stands still
         self.over = over
+        if over:
+            look = _at_its_end(look, self._drawn_s)
+        now_s, status = look.now_s, look.status
+        self._drawn_s = now_s
         if self._times is None:
             self._begin(look)
         assert self._times is not None  # noqa: S101  # since it has begun
@@ -283,6 +288,23 @@ class PageModel:
             found["fine"], found["coarse"] = (one.patch() for one in self._times)
         self._now, self._new_marks, self._losses_anew, self._new_losses = now, [], False, []
         return found
+
+
+def _at_its_end(look: Look, drawn_s: float) -> Look:
+    """A look at a run that is over, as of its end: however late it is, time is drawn up to there.
+
+    The end is the last that was told of the run, and not before `drawn_s`.
+    """
+    if look.began_s is None:
+        return look
+    told = [one.unix_s for one in (*look.records, *look.events, *look.evaluations)]
+    end_s = min(look.now_s, max(look.began_s + look.status["elapsed_s"], drawn_s, *told))
+    learners = [one.copy() for one in look.status["learners"]]
+    for one in learners:
+        one["age_s"] = max(0.0, one["age_s"] - (look.now_s - end_s))
+    status = look.status.copy()
+    status["learners"] = learners
+    return replace(look, now_s=end_s, status=status)
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Model:
