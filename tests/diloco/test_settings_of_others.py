@@ -150,9 +150,9 @@ def literals() -> Iterator[tuple[str, str]]:
 
 
 def test_every_flag_that_a_message_names_is_a_flag():
-    """Of some command, or of torchrun, which the baseline and ranks are started with."""
+    """Of some command, of torchrun, which the baseline and ranks are started with, or of Redis' own client."""
     torchrun = {"--standalone", "--max-restarts", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}
-    known = {"--help", "--version", "--no"} | torchrun
+    known = {"--help", "--version", "--no", "--cluster", "--cluster-slave"} | torchrun
     for name in cli.COMMANDS:
         top: Any = get_command(cli.load_command(name))
         for command in (top, *getattr(top, "commands", {}).values()):

@@ -75,7 +75,19 @@ def test_nothing_else_writes_json(path: str):
 
 def test_a_status_of_a_run_that_diverged_is_json(tmp_path: Path, capsys):
     """Also of one that an earlier build left."""
-    report = {"run": "a", "global_val_loss": math.nan, "evaluations": [{"loss": math.inf}]}
+    lost = {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0}
+    sums = {"tokens": 0, "merged_tokens": 0, "tokens_lost": lost, "outer_steps": 0, "wall_s": 1.0}
+    report = {
+        "run": "a",
+        "method": "decoupled",
+        "stopped": False,
+        "learners": [],
+        "demo": None,
+        "checkpoint": None,
+        "warnings": [],
+        **sums,
+    }
+    report |= {"global_val_loss": math.nan, "evaluations": [{"loss": math.inf}]}
     (tmp_path / "report.json").write_text(json.dumps(report))
     (tmp_path / "run.json").write_text("{}")
     show(BusSettings(), tmp_path, as_json=True)

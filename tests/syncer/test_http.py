@@ -160,10 +160,10 @@ def test_it_is_for_this_machine_alone_unless_told_otherwise(monkeypatch):
     assert token is not None
     assert token.get_secret_value() == TOKEN
     assert TOKEN not in repr(load(SyncerProcess))
-    monkeypatch.setenv("DILOCO_HTTP_TOKEN", "short")
+    monkeypatch.setenv("DILOCO_HTTP_TOKEN", "hunter2")
     with pytest.raises(UsageError, match="http_token") as refused:
         load(SyncerProcess)
-    assert "short" not in str(refused.value)
+    assert "hunter2" not in str(refused.value)
 
 
 async def test_a_taken_port_is_said_in_words():
