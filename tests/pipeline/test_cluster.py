@@ -169,6 +169,49 @@ async def everything(bus: Bus, groups: int = 3) -> None:
 
 
 @pytest.mark.redis
+def test_the_doctor_names_the_node_that_a_line_is_about_and_what_one_lost_node_would_stop(
+    cluster: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Primaries without a replica, a cluster that serves nothing without one of them, a policy of one node alone."""
+
+    def look() -> dict[str, list[dict[str, str]]]:
+        main(["doctor", "--json", "--redis-url", cluster[0]])
+        found: dict[str, list[dict[str, str]]] = {}
+        for one in json.loads(capsys.readouterr().out):
+            found.setdefault(one["about"], []).append(one)
+        return found
+
+    addresses = [url.removeprefix("redis://") for url in cluster]
+    clients: list[Any] = [redis_py.Redis.from_url(url, protocol=2) for url in cluster]
+    for client in clients[:2]:
+        client.config_set("cluster-require-full-coverage", "no")
+    clients[1].config_set("maxmemory", 2**30)
+    clients[1].config_set("maxmemory-policy", "allkeys-lru")
+    try:
+        found = look()
+        for client in clients:
+            client.config_set("cluster-require-full-coverage", "no")
+        covered = look()["coverage"]
+    finally:
+        clients[1].config_set("maxmemory", 0)
+        clients[1].config_set("maxmemory-policy", "noeviction")
+        for client in clients:
+            client.close()
+    assert {one["level"] for one in found["replicas"]} == {"warning"}
+    assert {one["found"].partition(": ")[0] for one in found["replicas"]} == set(addresses)
+    for one in found["replicas"]:
+        assert f"add-node NEW_HOST:PORT {one['found'].partition(': ')[0]}" in one["remedy"]
+    (wrong,) = [one for one in found["coverage"] if one["level"] == "warning"]
+    assert wrong["found"].startswith(f"{addresses[2]}: cluster-require-full-coverage is yes")
+    assert "CONFIG SET cluster-require-full-coverage no" in wrong["remedy"]
+    (evicts,) = [one for one in found["eviction"] if one["level"] == "warning"]
+    assert evicts["found"].startswith(f"{addresses[1]}: maxmemory-policy is allkeys-lru")
+    assert [one["level"] for one in covered] == ["ok"]
+    assert "127.0.0.1" not in covered[0]["found"], "of all nodes alike it is said once"
+    assert len(found["Redis version"]) == 1
+
+
+@pytest.mark.redis
 async def test_a_cluster_that_lost_a_node_is_unavailable_in_part_and_says_so(
     nodes: list[tuple[str, subprocess.Popen[bytes]]],
 ) -> None:
@@ -274,46 +317,3 @@ async def test_a_cluster_that_nobody_has_made_is_said_to_be_so(tmp_path: Path) -
             await asyncio.sleep(0.05)
     finally:
         node.kill()
-
-
-@pytest.mark.redis
-def test_the_doctor_names_the_node_that_a_line_is_about_and_what_one_lost_node_would_stop(
-    cluster: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Primaries without a replica, a cluster that serves nothing without one of them, a policy of one node alone."""
-
-    def look() -> dict[str, list[dict[str, str]]]:
-        main(["doctor", "--json", "--redis-url", cluster[0]])
-        found: dict[str, list[dict[str, str]]] = {}
-        for one in json.loads(capsys.readouterr().out):
-            found.setdefault(one["about"], []).append(one)
-        return found
-
-    addresses = [url.removeprefix("redis://") for url in cluster]
-    clients: list[Any] = [redis_py.Redis.from_url(url, protocol=2) for url in cluster]
-    for client in clients[:2]:
-        client.config_set("cluster-require-full-coverage", "no")
-    clients[1].config_set("maxmemory", 2**30)
-    clients[1].config_set("maxmemory-policy", "allkeys-lru")
-    try:
-        found = look()
-        for client in clients:
-            client.config_set("cluster-require-full-coverage", "no")
-        covered = look()["coverage"]
-    finally:
-        clients[1].config_set("maxmemory", 0)
-        clients[1].config_set("maxmemory-policy", "noeviction")
-        for client in clients:
-            client.close()
-    assert {one["level"] for one in found["replicas"]} == {"warning"}
-    assert {one["found"].partition(": ")[0] for one in found["replicas"]} == set(addresses)
-    for one in found["replicas"]:
-        assert f"add-node NEW_HOST:PORT {one['found'].partition(': ')[0]}" in one["remedy"]
-    (wrong,) = [one for one in found["coverage"] if one["level"] == "warning"]
-    assert wrong["found"].startswith(f"{addresses[2]}: cluster-require-full-coverage is yes")
-    assert "CONFIG SET cluster-require-full-coverage no" in wrong["remedy"]
-    (evicts,) = [one for one in found["eviction"] if one["level"] == "warning"]
-    assert evicts["found"].startswith(f"{addresses[1]}: maxmemory-policy is allkeys-lru")
-    assert [one["level"] for one in covered] == ["ok"]
-    assert "127.0.0.1" not in covered[0]["found"], "of all nodes alike it is said once"
-    assert len(found["Redis version"]) == 1
