@@ -1,7 +1,7 @@
 """`diloco watch`: the page of any run, or its curves elsewhere, by whoever may read its Redis."""
 
 import asyncio
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import typer
@@ -26,9 +26,10 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
     """
     stop, said, url = lifecycle.stop_event(), False, place.redis_url
     assert url is not None  # noqa: S101  # there is something to watch
-    async with open_bus(url, place.run) as bus:
+    async with AsyncExitStack() as stack:
+        bus = await stack.enter_async_context(open_bus(url, place.run))
         await bus.read_spec()  # who may not is told so, and not by a page that stays empty
-    async with open_bus(url, place.run) as bus, served(bus, settings, typer.echo, way_to(url)) as (collector, _):
+        collector, _ = await stack.enter_async_context(served(bus, settings, typer.echo, way_to(url)))
         typer.echo(f"watching run {place.run!r} until Ctrl-C; the run does not notice")
         while not stop.is_set():
             over = collector.model.over

@@ -419,7 +419,10 @@ def allowed(kind: type[Settings], name: str) -> str:
     if get_origin(info.annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(info.annotation)))
     words = {
-        **{"ge": "at least {}", "gt": "more than {}", "le": "at most {}", "lt": "less than {}"},
+        "ge": "at least {}",
+        "gt": "more than {}",
+        "le": "at most {}",
+        "lt": "less than {}",
         "min_length": "at least {} characters",
     }
     return ", ".join(

@@ -67,12 +67,17 @@ def check_data(data: str, whose: str = "") -> None:
 
 def is_everywhere(data: str) -> bool:
     """Whether a text is the same from whatever folder it is named."""
-    return data == "stdlib" or Path(data).is_absolute() or not Path(data.partition(",column=")[0]).exists()
+    return data == "stdlib" or Path(data).is_absolute() or not _file(data).exists()
+
+
+def _file(data: str) -> Path:
+    """The file or folder that a setting names, if it names one."""
+    return Path(data.partition(",column=")[0])
 
 
 def _is_there(data: str) -> bool:
     """Whether there is such a text on this machine, or it is a data set of a hub."""
-    if Path(data.partition(",column=")[0]).exists():
+    if _file(data).exists():
         return True
     from diloco.workers.trainer.data.sources import DATA_SET  # brings numpy, and what reads texts
 

@@ -22,6 +22,8 @@ LEAST_FREE, MOST_FREE = 0.1, 0.25
 LEAST_LEARNERS = 4
 """A Redis must have room for the deltas of so many, or of a quorum: nobody knows how many learners will come."""
 KEEPS_KEYS = "noeviction"
+FULL_COVERAGE = "cluster-require-full-coverage"
+"""Setting of a cluster's node: it serves nothing while any slot has no node."""
 
 
 class Address(NamedTuple):
@@ -75,7 +77,7 @@ class Server:
     def of(cls, info: Mapping[str, Any], config: Mapping[str, str] | None = None, at: str = "") -> Self:
         """Of a node's INFO, as a client library reads it."""
         config = config or {}
-        mode, coverage = config.get("protected-mode"), config.get("cluster-require-full-coverage")
+        mode, coverage = config.get("protected-mode"), config.get(FULL_COVERAGE)
         return cls(
             version=str(info["redis_version"]),
             used_bytes=int(info.get("used_memory", 0)),
@@ -221,14 +223,14 @@ def coverage(server: Server) -> Finding:
     if server.full_coverage:
         return warning(
             "coverage",
-            "cluster-require-full-coverage is yes: while any primary is away, all of the cluster serves nothing",
-            "on each node: CONFIG SET cluster-require-full-coverage no, and the same in its configuration",
+            f"{FULL_COVERAGE} is yes: while any primary is away, all of the cluster serves nothing",
+            f"on each node: CONFIG SET {FULL_COVERAGE} no, and the same in its configuration",
         )
     return ok(
         "coverage",
         "a primary that is away stops its own fragments alone"
         if server.full_coverage is False
-        else "not told (cluster-require-full-coverage is to be no)",
+        else f"not told ({FULL_COVERAGE} is to be no)",
     )
 
 

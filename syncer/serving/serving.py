@@ -285,6 +285,10 @@ class _Warnings:
         self._quorum, self._slow = quorum, slow is not None
 
 
+def _life(seen: SeenReport) -> tuple[str, str]:
+    return seen.report.learner, seen.report.incarnation
+
+
 class _Presence:
     """Which learners are there: logged as they come, fall silent, leave, or are there in another life."""
 
@@ -294,16 +298,18 @@ class _Presence:
 
     def tell(self, live: Sequence[SeenReport], reports: Sequence[SeenReport]) -> None:
         """Who is live now, and what all are last known to have said."""
-        here = {(one.report.learner, one.report.incarnation): one for one in live}
-        last = {(one.report.learner, one.report.incarnation): one for one in reports}
+        here = {_life(one): one for one in live}
         for learner, incarnation in sorted(here.keys() - self._here.keys()):
             self._log.info("learner_came", learner=learner, incarnation=incarnation)
-        for who in sorted(self._here.keys() - here.keys()):
+        gone = sorted(self._here.keys() - here.keys())
+        last = {_life(one): one for one in reports} if gone else {}
+        names = {learner for learner, _ in here} if gone else set()
+        for who in gone:
             seen = last.get(who, self._here[who])
             told = {"learner": who[0], "incarnation": who[1], "step": seen.report.step}
             if seen.report.left:
                 self._log.info("learner_left", **told)
-            elif who[0] in (learner for learner, _ in here):
+            elif who[0] in names:
                 self._log.info("learner_replaced", **told)
             else:
                 self._log.warning("learner_fell_silent", **told, silent_s=round(seen.age_s, 1), detail=SILENT)

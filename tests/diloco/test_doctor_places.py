@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,13 +17,7 @@ from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import run_folder
 from tests import samples
 
-
-@pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name.upper().startswith("DILOCO_"):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 @pytest.fixture(scope="module")

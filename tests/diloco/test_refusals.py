@@ -26,12 +26,7 @@ REFUSED = 2
 NOWHERE = ["--redis-url", "redis://127.0.0.1:1"]
 
 
-@pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name.upper().startswith("DILOCO_"):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 @pytest.fixture

@@ -19,14 +19,8 @@ URL = "redis://localhost:1"
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch, tmp_path):
-    import os
-
-    monkeypatch.chdir(tmp_path)
+def _no_logs(monkeypatch, own_environment):
     monkeypatch.setattr(commands.logs, "configure", lambda level: None)
-    for name in list(os.environ):
-        if name.upper().startswith("DILOCO_"):
-            monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -22,10 +22,10 @@ from diloco.pipeline.bus.redis.address import is_tls, parse
 from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
 from diloco.pipeline.bus.redis.connecting import connect_calls
-from diloco.pipeline.bus.server import Address, Server
+from diloco.pipeline.bus.server import FULL_COVERAGE, Address, Server
 from diloco.pipeline.errors import DilocoError
 
-CONFIG, COVERAGE = ("save", "protected-mode"), "cluster-require-full-coverage"
+CONFIG = ("save", "protected-mode")
 """What INFO does not have. Many services forbid CONFIG."""
 NOWHERE = "0-0"
 """An id that no entry of a stream can have."""
@@ -106,7 +106,7 @@ class RedisExamination:
         self.away = [node for node in told.values() if isinstance(node, DilocoError)]
         for address, node in told.items():
             if not isinstance(node, DilocoError):
-                names = (*CONFIG, COVERAGE) if cluster else CONFIG
+                names = (*CONFIG, FULL_COVERAGE) if cluster else CONFIG
                 config = await self._config(address, names)
                 found.append(Server.of(node, config, str(address) if cluster else ""))
         return found

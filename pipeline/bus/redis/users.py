@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from diloco.pipeline.bus.acl import User
 from diloco.pipeline.bus.hosts import HostPort
+from diloco.pipeline.bus.keys import run_of
 from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.errors import BusError, DilocoError
@@ -48,7 +49,7 @@ class RedisUsers:
     async def run_of(self, name: str) -> str | None:
         """The one run that a user's rules are for; None: there is no such user, or its rules are for others too."""
         found = await self._everywhere("ACL GETUSER", name)
-        runs = set(re.findall(r"~diloco:\{([^}:*]+)", str(found)))
+        runs = set(map(run_of, re.findall(r"~(\S+)", str(found)))) - {""}
         return runs.pop() if len(runs) == 1 else None
 
     async def take_away(self, name: str) -> bool:

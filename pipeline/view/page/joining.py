@@ -37,7 +37,7 @@ class Way:
     """From where it goes, if not from everywhere; and what is to be filled in."""
     program: str = "diloco"
     """As a shell on this page's machine finds it."""
-    own: Mapping[str, "Started"] = field(default_factory=dict)
+    own: Mapping[str, Started] = field(default_factory=dict)
     """By learner: how it was started."""
 
     @classmethod
@@ -74,16 +74,18 @@ class Way:
     def command(self, party: str, run: str, again: str = "") -> str:
         """The one that starts a party; `again`: the learner of this name."""
         started = self.own.get(again, Started(("--learner-id", again)))
-        environ = {**(self.environ or {}), **(started.environ if again else {})}
+        environ = {**(self.environ or {}), **started.environ}
         told = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
-        into = f"cd {shlex.quote(started.folder)} && " if again and started.folder else ""
-        words = [*told, self.program if self.is_here(again) else "diloco", party, "--run", run]
+        into = f"cd {shlex.quote(started.folder)} && " if started.folder else ""
+        program = self.program if self.from_where(again).startswith(HERE_ALONE) else "diloco"
+        words = [*told, program, party, "--run", run]
         if self.url and "DILOCO_REDIS_URL" not in environ:
             words += ["--redis-url", shlex.quote(self.url)]
         if again:
             words.append(shlex.join(started.options))
         return into + " ".join(words)
 
-    def is_here(self, again: str = "") -> bool:
-        """Whether the command is for this page's machine, and no other."""
-        return again in self.own or self.where.startswith(HERE_ALONE)
+    def from_where(self, again: str = "") -> str:
+        """Where that command can be given: who was started here has its files here."""
+        here = again in self.own and not self.where.startswith(HERE_ALONE)
+        return (HERE_ALONE if here else "") + self.where

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.units import count, counted, duration
-from diloco.pipeline.view.page.joining import HERE_ALONE, Way
+from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, present
 
 AWAY_S = 3.0
@@ -236,10 +236,7 @@ def _start(
     status: Status, beside: Beside, party: str = "learner", what: str = "Start one", again: str = ""
 ) -> tuple[str, str]:
     """What to do, and the command that does it."""
-    where = beside.way.where
-    if beside.way.is_here(again) and not where.startswith(HERE_ALONE):
-        where = HERE_ALONE + where
-    return f"{what}{where}:", beside.way.command(party, status["run"], again)
+    return f"{what}{beside.way.from_where(again)}:", beside.way.command(party, status["run"], again)
 
 
 def _is(count: int) -> str:
