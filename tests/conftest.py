@@ -114,10 +114,13 @@ def redis_binary() -> Path | None:
     return _named_server()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def redis_server(pytestconfig: pytest.Config) -> str:
-    """URL of a Redis that this session has to itself."""
-    return _server(pytestconfig)[0]
+    """URL of a Redis that this session has to itself, empty as a file of tests begins: files may use the same names."""
+    url = _server(pytestconfig)[0]
+    with redis.Redis.from_url(url, protocol=2) as client:
+        client.flushall()
+    return url
 
 
 @pytest.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.redis)])
