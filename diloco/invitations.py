@@ -30,7 +30,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.bus.server import USERS_FROM
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, DilocoError, NotPermitted, PeerError, UsageError
-from diloco.pipeline.messages.run import Event, Phase
+from diloco.pipeline.messages.run import LEARNER_REVOKED, Event, Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import PartyId, party_name
 from diloco.pipeline.payload.codec import decode
@@ -266,7 +266,7 @@ async def _say_revoked(url: str, run: str, name: str) -> None:
         async with open_bus(url, run) as bus:
             if (data := await bus.read_spec()) is not None:
                 bus.use_spec(decode(Spec, data))
-                await bus.add_event(Event(name="learner_revoked", who=name, detail="", unix_s=LoopClock().unix()))
+                await bus.add_event(Event(name=LEARNER_REVOKED, who=name, detail="", unix_s=LoopClock().unix()))
 
 
 # --- join ---------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from rich.text import Text
 from diloco.launcher.baseline import baseline_status
 from diloco.launcher.display import render
 from diloco.launcher.locate import REPORT_FILE, Place, locate
-from diloco.launcher.page import PAGE_FILE
+from diloco.launcher.page import PAGE_FILE, way_to
 from diloco.launcher.report import read_report, summary
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
@@ -23,7 +23,7 @@ from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.settings import BusSettings
-from diloco.pipeline.view.status import Status, read_status
+from diloco.pipeline.view.status import Status, present, read_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,17 @@ class _Found:
             yield Text(summary(self.report))
         if page := self.page():
             yield Text(f"page       {page}")
+        if silent := self._silent():
+            where = "the page has the command" if page else way_to(self.place.redis_url or "").command(*silent)
+            yield Text(f"again      {silent[-1]}: {where}")
+
+    def _silent(self) -> tuple[str, str, str] | None:
+        """What starts the first learner again that is missed: its party, run and name."""
+        if self.status is None or self.over:
+            return None
+        there = present(self.status["learners"])
+        missed = [one["id"] for one in there if not (one["live"] or one["left"] or one.get("revoked"))]
+        return ("learner", self.status["run"], missed[0]) if missed else None
 
     def _report_file(self) -> Path:
         assert self.place.folder is not None  # noqa: S101  # only a folder says that it closes

@@ -85,7 +85,7 @@ def way_to(url: str, own: Mapping[str, Started] | None = None) -> Way:
     else:
         found = shutil.which("diloco")
         started = "diloco" if found and Path(found).resolve() == program else quote(str(program))
-    return replace(Way.of(url), program=started, own=own or {})
+    return replace(Way.of(url), program=started, own={} if own is None else own)
 
 
 def _reached(host: str, port: int) -> str:

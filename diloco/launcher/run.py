@@ -94,6 +94,8 @@ class Launcher:
         self._page: str | None = None
         self.own: dict[str, Started] = {}
         """By learner: how it was started, for whoever starts it again."""
+        self.way = way_to(url, self.own)
+        """For them, to the run."""
         self._clock = LoopClock()
         self._progress: list[tuple[float, int]] = []
         self._drained_from_s: float | None = None
@@ -243,6 +245,8 @@ class Launcher:
                 raise ChildDied(child.obituary())
             self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
             name = "evaluator_died" if child.name == "evaluator" else "learner_died"
+            if training and child.name in self.own:
+                self._screen.note(f"start it again: {self.way.command('learner', self._settings.run, child.name)}")
             await self._event(name, child.name, child.ending())
         if training and not self._anybody(status):
             raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].obituary())
@@ -433,11 +437,11 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
                 screen.note(f"resumed from {origin.checkpoint}, after {count(origin.tokens)} tokens")
             for note in (*method_notes(settings), *(f"warning: {one}" for one in _wrong(settings, folder, info))):
                 screen.note(note)
-            where = url
             if settings.redis_port is not None:
                 where = reached_at(settings)
+                launcher.way = way_to(where, launcher.own)
                 screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
-            async with left_in(folder.path, bus, settings, screen.note, way_to(where, launcher.own)) as page:
+            async with left_in(folder.path, bus, settings, screen.note, launcher.way) as page:
                 launcher.say_page(page)
                 await launcher.watch(stop)
                 wall_s = time.monotonic() - began

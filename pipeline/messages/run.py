@@ -103,6 +103,8 @@ class Evaluation(Message):
 
 SCRIPTS_MISSING, SCRIPTS_FOUND = "scripts_missing", "scripts_found"
 """Events of a learner that does not find its release's scripts at Redis, and that does again."""
+LEARNER_REVOKED = "learner_revoked"
+"""Event: the invitation of the learner was taken back."""
 
 
 class Event(Message):

@@ -44,14 +44,15 @@ class Reading:
         """One entry a learner: those that are there, and those that fell silent not long ago."""
         if self.look is None:
             return []
-        found = [one for one in present(self.look.status["learners"]) if not one["left"] and one["age_s"] < SHOWN_S]
+        there = present(self.look.status["learners"])
+        found = [one for one in there if not _went(one) and one["age_s"] < SHOWN_S]
         return sorted(found, key=lambda one: one["age_s"])[:MOST_LEARNERS]
 
     def counted(self) -> dict[str, int]:
-        """How many learners, by what they are: live, silent (also those long gone), left."""
+        """How many learners, by what they are: live, silent (also those long gone), left (also revoked)."""
         found = {"live": 0, "silent": 0, "left": 0}
         for one in present(self.look.status["learners"]) if self.look is not None else ():
-            found["live" if one["live"] else "left" if one["left"] else "silent"] += 1
+            found["live" if one["live"] else "left" if _went(one) else "silent"] += 1
         return found
 
     def behind(self, learner: LearnerStatus) -> int:
@@ -68,3 +69,8 @@ class Reading:
         known = known_steps(one["step_s"] for one in learners if one["live"])
         known = known or known_steps(one["step_s"] for one in learners)
         return median(known) if known else None
+
+
+def _went(learner: LearnerStatus) -> bool:
+    """Whether it is not to come back."""
+    return learner["left"] or learner.get("revoked", False)

@@ -10,7 +10,7 @@ and the rest "died" (or was lost before this part of a resumed run began). The r
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from diloco.pipeline.bus.by_group import by_group
@@ -31,6 +31,7 @@ from diloco.pipeline.view.shares import MergedShare, shares
 
 LIVE_S = 5.0
 """A learner not heard from for this long is not live, where the run has not said otherwise."""
+NOTHING_TOLD = trouble.Told()
 
 
 class LearnerStatus(TypedDict):
@@ -40,6 +41,8 @@ class LearnerStatus(TypedDict):
     incarnation: str
     live: bool
     left: bool
+    revoked: NotRequired[bool]
+    """It is not live, and its invitation was taken back: nobody misses it."""
     step: int
     tokens: int
     tokens_per_s: float
@@ -165,13 +168,14 @@ class Status(TypedDict):
     warnings: list[str]
 
 
-def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
-    report = seen.report
+def _learner(seen: SeenReport, live_s: float, told: trouble.Told, now_unix_s: float) -> LearnerStatus:
+    report, live = seen.report, _is_live(seen, live_s)
     return {
         "id": report.learner,
         "incarnation": report.incarnation,
-        "live": _is_live(seen, live_s),
+        "live": live,
         "left": report.left,
+        "revoked": not (live or report.left) and told.is_revoked(report.learner, now_unix_s - seen.age_s),
         "step": report.step,
         "tokens": report.tokens,
         "tokens_per_s": report.tokens_per_s,
@@ -307,13 +311,13 @@ def build_status(
     live_s: float = LIVE_S,
     syncers: Mapping[str, str] | None = None,
     holders: Sequence[str | None] = (),
-    scriptless: Iterable[str] = (),
+    told: trouble.Told = NOTHING_TOLD,
     takes_writes: bool = True,
 ) -> Status:
     """The status from its parts.
 
     `syncers`: nonce -> name of those that are here; `holders`: under which nonce each fragment's lease is held;
-    `scriptless`: learners that do not find their scripts.
+    `told`: what events say of learners.
     Before a spec and a state exist the phase is "waiting", and the shape is the same.
     """
     present = [head for head in heads if head is not None]
@@ -336,7 +340,7 @@ def build_status(
     if goes_on and takes_writes and syncers is not None and not syncers and present:
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
     warnings += [state.problem] if state is not None and state.problem else []
-    warnings += [one] if (one := trouble.without_scripts(scriptless)) else []
+    warnings += [one] if (one := trouble.without_scripts(told.scriptless)) else []
     doubted = sorted({learner for head in present for learner in head.window.doubted} - left_out)
     if at_odds and goes_on:
         done = "left out of merges" if left_out else "merged all the same (leave_out = true leaves them out)"
@@ -377,7 +381,7 @@ def build_status(
         "tokens_lost": lost,
         "refused": dict(sorted(refused.items())),
         "elapsed_s": elapsed_s,
-        "learners": [_learner(seen, live_s) for seen in reports],
+        "learners": [_learner(seen, live_s, told, now_unix_s) for seen in reports],
         "syncers": _syncers(syncers or {}, holders),
         "fragments": [_fragment(head, None if spec is None else spec.sync, layout, now_unix_s) for head in present],
         "evaluation": None
@@ -398,13 +402,12 @@ def _recent(clock: Clock) -> str:
     return f"{max(0, int((clock.unix() - trouble.RECENT_S) * 1000))}-0"
 
 
-async def _read_scriptless(bus: Bus, clock: Clock) -> trouble.Scriptless:
-    found: trouble.Scriptless = {}
-    cursor = _recent(clock)
+async def _read_told(bus: Bus, clock: Clock) -> trouble.Told:
+    told, cursor = NOTHING_TOLD, START
     while events := await bus.read_events(cursor):
         cursor = events[-1][0]
-        found = trouble.scriptless((event for _, event in events), clock.unix(), found)
-    return found
+        told = told.after(events, clock.unix())
+    return told
 
 
 async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
@@ -449,8 +452,8 @@ async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> St
     if spec is not None:
         bus.use_spec(spec)
     evaluation, info = await _last_evaluation(bus, clock), await bus.info()
-    scriptless = await _read_scriptless(bus, clock)
-    status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, live_s, scriptless)
+    told = await _read_told(bus, clock)
+    status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, live_s, told)
     return status
 
 
@@ -461,11 +464,11 @@ async def read_status_of(
     evaluation: Evaluation | None,
     info: BusInfo,
     live_s: float | None,
-    scriptless: trouble.Scriptless,
+    told: trouble.Told,
 ) -> tuple[Status, list[Head | None], RunState | None]:
     """As `read_status`, for who knows what changes seldom; with the heads and the state that it is of.
 
-    bus: groups set, if there is a spec. scriptless: as `trouble.scriptless`.
+    bus: groups set, if there is a spec. told: what events say of learners.
     """
     # Totals of heads before those of reports: what was merged was reported as trained earlier.
     fragments = range(0 if spec is None else spec.sync.fragments)
@@ -491,7 +494,7 @@ async def read_status_of(
         _liveness(state, live_s),
         syncers,
         holders,
-        scriptless,
+        told,
         info.takes_writes,
     )
     return status, heads, state

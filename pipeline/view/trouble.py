@@ -1,22 +1,49 @@
 """What a run waits for, or has lost, and learners that stall each other: for the status, in words. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.run import SCRIPTS_MISSING, Event, Phase, RunState, SeenReport
+from diloco.pipeline.messages.run import LEARNER_REVOKED, SCRIPTS_MISSING, Event, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec
 
 AWAITED = "waiting for"
 """How the reason begins of a run that waits, unless the bus has lost a part of it."""
 
-
 RECENT_S = 3600.0
-"""What was told longer ago does not count."""
-MOST_SCRIPTLESS = 512
+"""Scripts that were missed longer ago do not count."""
+MOST_TOLD = 512
+"""Learners of either kind."""
+SKEW_S = 5.0
+"""What is heard of a learner for so long after its invitation was taken back counts as before: clocks differ."""
 
-Scriptless = Mapping[str, float]
-"""Learner -> when it told it last, in Unix seconds."""
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a run's events say of learners."""
+
+    scriptless: Mapping[str, float] = field(default_factory=dict)
+    """Who does not find its scripts at Redis, by when it told it last, in Unix seconds: anything else ends that."""
+    revoked: Mapping[str, float] = field(default_factory=dict)
+    """Whose invitation was taken back, by when Redis was told, in Unix seconds of its clock."""
+
+    def after(self, events: Iterable[tuple[str, Event]], now_s: float) -> "Told":
+        """With what later events say, by their ids; now_s: Unix seconds, by which `scriptless` is forgotten."""
+        scriptless, revoked = dict(self.scriptless), dict(self.revoked)
+        for entry_id, event in events:
+            scriptless.pop(event.who, None)
+            if event.name == SCRIPTS_MISSING and len(scriptless) < MOST_TOLD:
+                scriptless[event.who] = event.unix_s
+            if event.name == LEARNER_REVOKED and (event.who in revoked or len(revoked) < MOST_TOLD):
+                revoked[event.who] = int(entry_id.partition("-")[0]) / 1000
+        return Told({who: told_s for who, told_s in scriptless.items() if now_s - told_s < RECENT_S}, revoked)
+
+    def is_revoked(self, learner: str, heard_s: float) -> bool:
+        """Whether nobody misses a learner that is not live; heard_s: when it was heard from last, in Unix seconds.
+
+        Not of one that was heard from later: it was invited again, or never cut off, since any learner can say so.
+        """
+        return heard_s <= self.revoked.get(learner, -SKEW_S) + SKEW_S
 
 
 def crowded(reports: Sequence[SeenReport]) -> list[str]:
@@ -35,19 +62,6 @@ def crowded(reports: Sequence[SeenReport]) -> list[str]:
                 f"start each with --threads {each} (in a loop of your own: OMP_NUM_THREADS={each})"
             )
     return found if len(found) <= 3 else [*found[:3], f"the same on {len(found) - 3} more machines"]
-
-
-def scriptless(events: Iterable[Event], now_s: float, before: Mapping[str, float] = MappingProxyType({})) -> Scriptless:
-    """Learners that do not find their scripts at Redis: whatever else befalls one ends that.
-
-    before: those of earlier events.
-    """
-    found = dict(before)
-    for event in events:
-        found.pop(event.who, None)
-        if event.name == SCRIPTS_MISSING and len(found) < MOST_SCRIPTLESS:
-            found[event.who] = event.unix_s
-    return {who: told_s for who, told_s in found.items() if now_s - told_s < RECENT_S}
 
 
 def without_scripts(learners: Iterable[str]) -> str:

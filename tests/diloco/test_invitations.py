@@ -19,9 +19,11 @@ from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.nodes import Nodes
 from diloco.pipeline.bus.redis.users import RedisUsers
 from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.view.status import read_status
 from diloco.studies.strikes.failing.servers import Node
 from tests import samples
 from tests.backdoor import RedisBackdoor
@@ -230,14 +232,17 @@ def test_the_run_hears_whose_invitation_was_taken_back(
     assert main(["revoke", waits, "--redis-url", guests]) == 0
     invited(guests, capsys, begun, "--run", run)
 
-    async def hears() -> list[tuple[str, str]]:
+    async def hears() -> list[tuple[str, bool]]:
         async with open_bus(redis_server, run) as bus:
             assert await bus.read_events() == []
             await bus.propose_spec(encode(samples.spec()))
             assert await asyncio.to_thread(main, ["revoke", begun, "--redis-url", guests]) == 0
-            return [(event.name, event.who) for _, event in await bus.read_events()]
+            assert [(event.name, event.who) for _, event in await bus.read_events()] == [("learner_revoked", begun)]
+            for who in (begun, "kim"):
+                await bus.put_back_report(samples.seen(who, age_s=20.0))
+            return [(one["id"], one["revoked"]) for one in (await read_status(bus, LoopClock()))["learners"]]
 
-    assert asyncio.run(hears()) == [("learner_revoked", begun)]
+    assert sorted(asyncio.run(hears())) == [(begun, True), ("kim", False)]
     RedisBackdoor(run, redis_server).free_memory()
 
 

@@ -19,7 +19,7 @@ from diloco.launcher import launch
 from diloco.launcher.display import render
 from diloco.launcher.folder import Folder, choose, plain, to_toml
 from diloco.launcher.launch import Children, environment, threads_for
-from diloco.launcher.locate import locate, without_secrets
+from diloco.launcher.locate import Place, locate, without_secrets
 from diloco.launcher.option_checks import check, check_demo
 from diloco.options import (
     ChaosProcess,
@@ -32,7 +32,10 @@ from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.methods import METHODS, PAPER
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
+from diloco.pipeline.view.status import build_status
+from diloco.status import _Found
 from diloco.studies.quality.settings import PRESETS as LAB_PRESETS
+from tests import samples
 from tests.workers.test_device_encoding import a_syncer
 
 ROOT = Path(__file__).parents[2]
@@ -406,6 +409,22 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys):
     assert (found["phase"], found["report"]) == ("closing", str(tmp_path / "report.json"))
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "is being written, ask again soon" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("page", "said"),
+    [("http://127.0.0.1:5/", "the page has the command"), (None, "learner --run my-run --learner-id l1")],
+)
+def test_status_says_how_a_dead_learner_is_started_again(page, said):
+    """The run's own page knows its settings too. Nobody is asked for who left, or was revoked."""
+    gone = [samples.seen("l0"), samples.seen("l1", age_s=60.0), samples.seen("l2", age_s=9.0, left=True)]
+    heads = [samples.head(p) for p in range(2)]
+    for seen, missed in ((gone, "l1"), ([gone[0], gone[2]], None)):
+        found = build_status("my-run", samples.spec(), samples.run_state(), seen, heads, None, [], 2000.0)
+        place = Place("my-run", "redis://:secret@h:1", None, page)
+        last = str(list(_Found(place, found).as_text())[-1])
+        assert (said in last and f"again      {missed}: " in last) if missed else "again" not in last
+        assert "secret" not in last
 
 
 @pytest.mark.redis

@@ -1,6 +1,7 @@
 """Promises of the launcher about the ends of a run, on the bus in memory and without processes."""
 
 import asyncio
+import shlex
 import shutil
 import signal
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ class FakeChild:
     status: int | None = None
     reported: bool = False
     expected_end: bool = False
+    under_way: bool = False
+    restarted: bool = False
     pid: int = 0
     log: str = "the log"
     stops_s: float = 0.0
@@ -135,6 +138,18 @@ async def test_the_death_of_one_of_several_syncers_is_a_warning_and_that_of_the_
     children.started["syncer-1"].status = 1
     with pytest.raises(ChildDied, match="syncer-1 ended with status 1"):
         await launcher._check_syncers(status)
+
+
+async def test_a_learner_that_died_is_told_with_the_command_that_starts_it_again(tmp_path: Path) -> None:
+    """As it was started: under its name, with its settings and its state."""
+    launcher, children, screen, _ = launched(tmp_path)
+    child = children["learner-1"]
+    child.status, child.under_way = -9, True
+    status: Any = {"phase": "running", "syncers": [], "learners": []}
+    await launcher._check(status)
+    died, again = screen.notes
+    assert died == "warning: learner-1 ended with status -9; its log: the log"
+    assert f"learner --run run {shlex.join(launcher.own['learner-1'].options)}" in again
 
 
 async def test_syncers_elsewhere_and_a_finished_run_need_none_of_ours(

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from diloco.launcher.display import _condition
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
+from diloco.pipeline.messages.run import LEARNER_REVOKED, Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
@@ -20,7 +21,8 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.lanes import In, Of
 from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Look, Model, PageModel
-from diloco.pipeline.view.status import build_status
+from diloco.pipeline.view.status import NOTHING_TOLD, build_status
+from diloco.pipeline.view.trouble import Told
 from tests import samples
 from tests.pipeline.test_page_timeline import Follower
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way
@@ -412,12 +414,10 @@ def test_time_of_a_finished_run_ends_with_it_however_late_one_looks() -> None:
 # --- bounds ----------------------------------------------------------------------------------------------
 
 
-def look(now_s: float = 2000.0, reports: Any = (), **given: Any) -> Look:
+def look(now_s: float = 2000.0, reports: Any = (), told: Told = NOTHING_TOLD, **given: Any) -> Look:
     heads = [samples.head(p, version=3) for p in range(2)]
-    status = build_status(
-        "run", samples.spec(), samples.run_state(), reports, heads, None, [], now_s, 5.0, {"0": "s"}, ["0", "0"]
-    )
-    return Look(now_s=now_s, status=status, **given)
+    given_here = samples.spec(), samples.run_state(), reports, heads, None, [], now_s, 5.0, {"0": "s"}, ["0", "0"]
+    return Look(now_s=now_s, status=build_status("run", *given_here, told=told), **given)
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -442,15 +442,18 @@ def test_what_is_kept_is_bounded() -> None:
 
 def test_a_learner_whose_invitation_is_taken_back_is_revoked_until_it_is_invited_again() -> None:
     """Not dead: nobody is to start it again."""
-    model = PageModel("run")
+    model, told = PageModel("run"), Told()
 
     def at(now_s: float, age_s: float, *names: str) -> str:
+        nonlocal told
         events = [Event(name=name, who="anna", detail="", unix_s=1990.0) for name in names]
-        model.see(look(now_s, reports=[samples.seen("l0"), samples.seen("anna", age_s=age_s)], events=events))
+        told = told.after([(f"{now_s * 1000:.0f}-0", one) for one in events], now_s)
+        reports = [samples.seen("l0"), samples.seen("anna", age_s=age_s)]
+        model.see(look(now_s, reports, told, events=events))
         return str(model._next["learners"]["anna"]["state"])
 
     assert at(2000.0, 0.1, "learner_joined") == "live"
-    assert at(2001.0, 1.0, "learner_revoked") == "live"
+    assert at(2001.0, 1.0, LEARNER_REVOKED) == "live"
     assert at(2061.0, 61.0) == "revoked"
     assert "anna" not in model._next["sentence"]["text"]
     assert at(2070.0, 0.1, "learner_joined") == "live"
@@ -459,11 +462,11 @@ def test_a_learner_whose_invitation_is_taken_back_is_revoked_until_it_is_invited
 
 def test_a_revocation_that_somebody_made_up_hides_no_death() -> None:
     """Any learner can write one of another, which trains on."""
-    model = PageModel("run")
-    revoked = Event(name="learner_revoked", who="anna", detail="", unix_s=9e10)
-    for now_s, age_s, events in ((2000.0, 0.1, [revoked]), (2010.0, 0.1, []), (2070.0, 60.0, [])):
-        model.see(look(now_s, reports=[samples.seen("l0"), samples.seen("anna", age_s=age_s)], events=events))
-    assert model._next["learners"]["anna"]["state"] == "dead"
+    told = Told().after([("2000000-0", Event(name=LEARNER_REVOKED, who="anna", detail="", unix_s=9e10))], 2000.0)
+    for age_s, state in ((69.9, "revoked"), (60.0, "silent")):
+        (anna,) = look(2070.0, [samples.seen("anna", age_s=age_s)], told).status["learners"]
+        assert anna["revoked"] == (state == "revoked")
+        assert str(_condition(anna)).startswith(state)
 
 
 def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:

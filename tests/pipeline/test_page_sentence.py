@@ -10,7 +10,8 @@ from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.view.page.joining import Started, Way
 from diloco.pipeline.view.page.sentence import REMEDIES, Beside, Verdict, patience_s, verdict
-from diloco.pipeline.view.status import Status, build_status
+from diloco.pipeline.view.status import NOTHING_TOLD, Status, build_status
+from diloco.pipeline.view.trouble import Told
 from tests import samples
 
 NOW_S = 1100.0
@@ -28,6 +29,7 @@ def status(
     syncers: Sequence[str] = ("syncer",),
     evaluation: Evaluation | None = None,
     spec: Any = None,
+    told: Told = NOTHING_TOLD,
     **sync: Any,
 ) -> Status:
     """A run of two fragments that has merged 40 times each, unless told otherwise."""
@@ -45,6 +47,7 @@ def status(
         5.0,
         {f"{n:08x}": name for n, name in enumerate(syncers)},
         ["00000000"] * len(heads),
+        told,
     )
 
 
@@ -230,10 +233,11 @@ def test_a_run_that_goes_on_without_a_learner() -> None:
 
 def test_a_learner_that_was_cut_off_on_purpose_is_not_missed() -> None:
     """Nobody is told to start again whose invitation was taken back."""
+    told = Told(revoked={"l2": NOW_S - 12.0})
     seen = [*TWO, samples.seen("l2", age_s=12.0)]
-    assert verdict(status(seen), Beside(revoked={"l2"}))["level"] == "well"
+    assert verdict(status(seen, told=told), Beside())["level"] == "well"
     seen = [samples.seen("l2", age_s=12.0), samples.seen("l3", age_s=50.0)]
-    assert "l2" not in verdict(status(seen), Beside(revoked={"l2"}))["text"]
+    assert "l2" not in verdict(status(seen, told=told), Beside())["text"]
 
 
 def test_who_is_started_again_is_started_as_it_was() -> None:

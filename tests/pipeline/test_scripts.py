@@ -15,6 +15,7 @@ from diloco.pipeline.messages.run import SCRIPTS_FOUND, SCRIPTS_MISSING, Event
 from diloco.pipeline.view import trouble
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.trouble import Told
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import service
 from diloco.workers.exchange import reaching
@@ -102,16 +103,14 @@ async def test_a_learner_whose_release_has_no_syncer_waits_and_says_so_in_the_st
 
 
 def test_what_a_learner_said_of_its_scripts_holds_until_anything_else_befalls_it_or_an_hour_has_passed() -> None:
-    def event(name: str, who: str, unix_s: float) -> Event:
-        return Event(name=name, who=who, detail="", unix_s=unix_s)
+    def event(name: str, who: str, unix_s: float) -> tuple[str, Event]:
+        return "1-0", Event(name=name, who=who, detail="", unix_s=unix_s)
 
-    found = trouble.scriptless([event(SCRIPTS_MISSING, who, 100.0) for who in ("l0", "l1", "l2")], 100.0)
-    assert trouble.without_scripts(found).count("l0, l1, l2") == 1
-    found = trouble.scriptless(
-        [event("learner_killed", "l1", 200.0), event(SCRIPTS_MISSING, "l2", 200.0)], 200.0, found
-    )
-    assert set(found) == {"l0", "l2"}
-    assert set(trouble.scriptless([], 3750.0, found)) == {"l2"}
+    found = Told().after([event(SCRIPTS_MISSING, who, 100.0) for who in ("l0", "l1", "l2")], 100.0)
+    assert trouble.without_scripts(found.scriptless).count("l0, l1, l2") == 1
+    found = found.after([event("learner_killed", "l1", 200.0), event(SCRIPTS_MISSING, "l2", 200.0)], 200.0)
+    assert set(found.scriptless) == {"l0", "l2"}
+    assert set(found.after([], 3750.0).scriptless) == {"l2"}
     assert trouble.without_scripts({}) == ""
-    many = [event(SCRIPTS_MISSING, f"l{i}", 0.0) for i in range(2 * trouble.MOST_SCRIPTLESS)]
-    assert len(trouble.scriptless(many, 0.0)) == trouble.MOST_SCRIPTLESS
+    many = [event(SCRIPTS_MISSING, f"l{i}", 0.0) for i in range(2 * trouble.MOST_TOLD)]
+    assert len(Told().after(many, 0.0).scriptless) == trouble.MOST_TOLD

@@ -18,17 +18,16 @@ from diloco.pipeline.bus.tape_reading import just_before, lost
 from diloco.pipeline.errors import BusError, DilocoError, PeerError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.run import Evaluation
+from diloco.pipeline.messages.run import Evaluation, Event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
-from diloco.pipeline.view import trouble
 from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.reading import Reading
-from diloco.pipeline.view.status import Status, read_status_of, redis_fill
+from diloco.pipeline.view.status import NOTHING_TOLD, Status, read_status_of, redis_fill
 
-T = TypeVar("T")
+Entry = TypeVar("Entry", tuple[str, Event], tuple[str, Evaluation])
 
 WATCHED_S, UNWATCHED_S = 0.5, 2.0
 """Time between two looks, while somebody follows and while nobody does."""
@@ -191,7 +190,7 @@ class RunReader:
         """Of the server that all of this was read from; empty: perhaps another one is there by now."""
         self._anew = False
         self._evaluation: Evaluation | None = None
-        self._scriptless: trouble.Scriptless = {}
+        self._told = NOTHING_TOLD
         self._info: BusInfo | None = None
         self._asked_s = 0.0
 
@@ -209,7 +208,7 @@ class RunReader:
         away = set[int]()
         if before != info.server_id and await self._lost(away):
             self._tape, self._cursors = dict.fromkeys(self._tape), dict.fromkeys(self._cursors, START)
-            self._evaluation, self._scriptless, self._anew = None, {}, True
+            self._evaluation, self._told, self._anew = None, NOTHING_TOLD, True
         tape, records = dict(self._tape), list[TapeRecord]()
         while len(records) < MOST_READ and tape:
             entries = await bus.read_tape({p: START if one is None else one.entry_id for p, one in tape.items()})
@@ -220,12 +219,12 @@ class RunReader:
                 break
         events, at_event = await self._news("events", bus.read_events)
         evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
-        evaluation = evaluations[-1] if evaluations else self._evaluation
-        scriptless = trouble.scriptless(events, self._clock.unix(), self._scriptless)
-        given = self._spec, evaluation, info, self._live_s, scriptless
+        evaluation = evaluations[-1][1] if evaluations else self._evaluation
+        told = self._told.after(events, self._clock.unix())
+        given = self._spec, evaluation, info, self._live_s, told
         status, heads, state = await read_status_of(bus, self._clock, *given)
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
-        self._evaluation, self._scriptless = evaluation, scriptless
+        self._evaluation, self._told = evaluation, told
         self._server_id = "" if away else info.server_id
         anew, self._anew = self._anew, False
         return Look(
@@ -239,8 +238,8 @@ class RunReader:
             began_s=None if state is None else state.started_unix_s,
             origin_s=None if state is None else state.origin_unix_s or state.started_unix_s,
             records=records,
-            events=events,
-            evaluations=evaluations,
+            events=[one for _, one in events],
+            evaluations=[one for _, one in evaluations],
         )
 
     async def _read_spec(self) -> None:
@@ -274,11 +273,11 @@ class RunReader:
         live = {one["id"] for one in status["learners"] if one["live"]}
         return self._spec is not None and redis_fill(info, self._spec, live).level != "ok"
 
-    async def _news(self, stream: str, read: Callable[..., Awaitable[list[tuple[str, T]]]]) -> tuple[list[T], str]:
-        at, found = self._cursors[stream], list[T]()
+    async def _news(self, stream: str, read: Callable[..., Awaitable[list[Entry]]]) -> tuple[list[Entry], str]:
+        at, found = self._cursors[stream], list[Entry]()
         while len(found) < MOST_READ and (more := await read(at)):
             at = more[-1][0]
-            found += [one for _, one in more]
+            found += more
         return found, at
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.pipeline.bus.ports import BusInfo
-from diloco.pipeline.messages.run import Evaluation, Event, Phase
+from diloco.pipeline.messages.run import LEARNER_REVOKED, Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
 from diloco.pipeline.view.page.joining import Way
-from diloco.pipeline.view.page.lanes import SILENT_S, LearnerLife, Of, Shown, WindowLife, draw_record
+from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, WindowLife, draw_record
 from diloco.pipeline.view.page.sentence import Beside, Verdict, said, verdict
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import LearnerStatus, Status, present, speed
@@ -35,12 +35,12 @@ NAMES = {
     "learner_killed": "killed",
     "learner_died": "died",
     "learner_broken": "has lost a rank",
-    "learner_revoked": "is revoked",
+    LEARNER_REVOKED: "is revoked",
     "syncer_died": "died",
     "evaluator_died": "died",
 }
 """Events that are marked, and how."""
-ENDS = ("learner_killed", "learner_died", "learner_revoked")
+ENDS = ("learner_killed", "learner_died", LEARNER_REVOKED)
 """Those after which a learner falls silent: that it does is no news."""
 
 Model = dict[str, Any]
@@ -92,8 +92,6 @@ class PageModel:
         self._origin_s: float | None = None
         """When the run began: 0:00 of all times that the page shows."""
         self._ended_s: dict[str, float] = {}
-        self._revoked: dict[str, float] = {}
-        """Whose invitation was taken back, and when that was read."""
         self._drawn_s = 0.0
         """Up to when the run is drawn."""
         self._status: Status | None = None
@@ -134,8 +132,6 @@ class PageModel:
                 self._mark(min(event.unix_s, now_s), NAMES[event.name], event.who, event.detail)
                 if event.name in ENDS and len(self._ended_s) < MOST_LANES:
                     self._ended_s[event.who] = now_s
-                if event.name == "learner_revoked" and len(self._revoked) < MOST_LANES:
-                    self._revoked[event.who] = now_s
         self._take_losses(look.evaluations, now_s)
         learners = self._draw_learners(status, now_s)
         for fragment in status["fragments"]:
@@ -148,9 +144,7 @@ class PageModel:
         self._status = status
         full = info.fullest[0] / info.fullest[1] if info is not None and look.nearly_full else None
         unmerged_s = 0.0 if self._still_s is None else now_s - self._still_s
-        beside = Beside(
-            unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way, revoked=self._revoked.keys()
-        )
+        beside = Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way)
         self._next = self._head(verdict(status, beside), now_s) | {
             "totals": _totals(status, info),
             "learners": learners,
@@ -223,12 +217,7 @@ class PageModel:
             if silent and self._ended_s.get(name, -math.inf) < heard_s:  # nobody has told that it ended
                 self._ended_s[name] = now_s
                 self._mark(heard_s, "went silent", name, "")
-            if heard_s > self._revoked.get(name, math.inf) + 2 * SILENT_S:
-                del self._revoked[name]  # it was invited again, or never cut off: any learner can say that it was
-            row = _learner(learner, does, behind, lives[name], now_s)
-            if row["state"] == "dead" and name in self._revoked:
-                row["state"] = "revoked"
-            rows[name] = row
+            rows[name] = _learner(learner, does, behind, lives[name], now_s)
         return rows
 
     def _mark(self, at_s: float, what: str, who: str, detail: str) -> None:
@@ -321,6 +310,8 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Model:
 def _learner(learner: LearnerStatus, does: Of, behind: int, lives: int, now_s: float) -> Model:
     blocked_s, wall_s = learner.get("blocked_s", 0.0), learner.get("wall_s", 0.0)
     state = "left" if learner["left"] else "live" if learner["live"] else "dead"
+    if learner.get("revoked"):
+        state = "revoked"
     return {
         "state": "silent" if state == "live" and does & Of.GONE else state,
         "does": int(does & (Of.TRAINING | Of.PUBLISHING | Of.ADOPTING | Of.WAITING)),

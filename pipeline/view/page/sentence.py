@@ -3,7 +3,7 @@
 What stands further up is worse, or makes what is below it moot: the first that holds is said.
 """
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TypedDict
@@ -65,8 +65,6 @@ class Beside:
     """Used of Redis' memory, where it is nearly full."""
     way: Way = field(default_factory=Way)
     """To the run's Redis."""
-    revoked: Set[str] = frozenset()
-    """Learners whose invitations were taken back: nobody misses them."""
 
 
 def patience_s(status: Status) -> float:
@@ -99,7 +97,7 @@ def verdict(status: Status | None, beside: Beside) -> Verdict:
 
 
 def _of_run(status: Status, beside: Beside) -> Verdict:
-    learners = [one for one in present(status["learners"]) if one["live"] or one["id"] not in beside.revoked]
+    learners = [one for one in present(status["learners"]) if not one.get("revoked")]
     phase = status["phase"]
     live = [one for one in learners if one["live"]]
     if phase == Phase.FINISHED:
