@@ -5,6 +5,7 @@ import json
 import logging
 import multiprocessing
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -21,18 +22,17 @@ from diloco.studies.strikes.audit import Violation
 from tests.world.world import Result, run_seed
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("pipeline", "syncer", "workers", "tests/world")
 
 Line = dict[str, Any]
 
 
 def code_digest() -> str:
-    """Digest of all code that a world runs: results of other code are not counted."""
+    """Digest of all code that a world runs, which is what it imports: results of other code are not counted."""
+    modules = (module for name, module in sys.modules.items() if name.partition(".")[0] in ("diloco", "tests"))
+    files = {Path(file).resolve() for module in modules if (file := getattr(module, "__file__", None))}
     digest = xxhash.xxh3_128()
-    for package in PACKAGES:
-        for file in sorted((ROOT / package).rglob("*")):
-            if file.suffix in (".py", ".lua"):
-                digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+    for file in sorted(files | set((ROOT / "pipeline").rglob("*.lua"))):
+        digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
     return digest.hexdigest()
 
 
