@@ -43,6 +43,11 @@ _AWAY = {
     "ASK": "is moving a slot",
 }
 """What a server says of itself that may serve again, or another one in its place."""
+_BACK = {
+    "ASK": "it goes on by itself",
+    "CLUSTERDOWN": "start its node that is gone; with cluster-require-full-coverage no the others serve meanwhile",
+}
+"""What brings it back, if anything has to be said."""
 _KINDS = {
     rx.NoPermissionError: "NOPERM",
     rx.OutOfMemoryError: "OOM",
@@ -112,7 +117,7 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
         found, remedy = _FULL[code]
         return BusFull(f"Redis at {where} refuses writes: {found}", remedy, text)
     if code in _AWAY:
-        return BusUnavailable(f"Redis at {where} {_AWAY[code]}", "it goes on by itself" if code == "ASK" else "", text)
+        return BusUnavailable(f"Redis at {where} {_AWAY[code]}", _BACK.get(code, ""), text)
     if "WRONGTYPE" in text:
         return BadMessage(f"Redis at {where} has another kind of value there", said=text)
     if isinstance(error, rx.ResponseError) and not isinstance(error, rx.ClusterError):
