@@ -141,7 +141,7 @@ def test_an_error_that_is_a_kind_of_another_is_told_as_what_it_is(error: Excepti
         ),
         ("READONLY You can't write against a read only replica.", BusUnavailable, "is a replica now"),
         ("LOADING Redis is loading the dataset in memory", BusUnavailable, "is reading its data"),
-        ("CLUSTERDOWN The cluster is down", BusUnavailable, "is of a cluster that is down; start its node that is gone"),
+        ("CLUSTERDOWN The cluster is down", BusUnavailable, "a cluster that is down; start its node that is gone"),
     ],
 )
 def test_our_words_come_first_and_the_servers_last_in_brackets(said: str, kind: type[DilocoError], ours: str) -> None:
