@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from diloco.pipeline.bus.acl import DEFAULT_USER
+from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import lifecycle
 
@@ -34,10 +35,9 @@ system, since a run takes as much again in its next round, and fresh pages would
 (docs/results/performance.md). The second is the most that it takes; our values are smaller."""
 START_S = 10.0
 STOP_S = 5.0
-PREFIX = "diloco_redis_"
-"""Of the temporary folders' names. A server holds a lock on its folder for as long as it lives."""
 LEFT_OVER_S = 60.0
-"""A folder without a lock is a dead server's if it is older than this; a younger one may not be locked yet."""
+"""A server holds a lock on its folder for as long as it lives. One without is a dead server's if it is older than this;
+a younger one may not be locked yet."""
 
 
 def find_server() -> Path:
@@ -62,7 +62,7 @@ def find_server() -> Path:
 
 def remove_left_over() -> None:
     """Remove this user's temporary folders of servers that were killed, and so could not do it themselves."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{OWN_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, still locked, or gone by now
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -160,7 +160,7 @@ class EmbeddedRedis:
     def __enter__(self) -> Self:
         self._server = self._binary or find_server()
         remove_left_over()
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700: nobody else reaches the socket
+        self._folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))  # mode 0700: nobody else reaches the socket
         try:
             self.start()
             deadline = time.monotonic() + START_S
