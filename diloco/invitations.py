@@ -134,6 +134,8 @@ async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, l
     async with _users(url) as users:
         if await users.exists(user.name):
             raise UsageError(f"{name!r} is invited already: `diloco revoke {name}` first, or take another name")
+        if of_file := await _of_file(users, name):
+            raise UsageError(f"{name!r} needs no invitation, and to revoke it would not keep it out: {of_file}")
         await users.make(user, password)
         if await users.keep() != "kept":
             notes.append(
@@ -236,16 +238,15 @@ async def _revoke(url: str, name: str) -> None:
         run = await users.run_of(user)
         there = await users.take_away(user)
         kept = await users.keep()
+        of_file = await _of_file(users, name)
         if there and run is not None:
             await _say_revoked(url, run, name)
         if not there and kept != "failed":
-            if await users.exists(named := f"{acl.SHARED_LEARNER}-{name}"):
-                raise UsageError(
-                    f"{name!r} is not invited: it is {named!r} of the file of users, which is not taken back like an "
-                    f"invitation. Delete its line there, and cut it off now: redis-cli -u URL ACL DELUSER {named}"
-                )
+            if of_file:
+                raise UsageError(f"{name!r} is not invited: {of_file}")
+            named = acl.learner(learner_id=name).name
             raise UsageError(f"nobody is invited as {name!r} on this Redis, and it has no user {named!r} either")
-        but = []
+        but = [of_file] if of_file else []
         if users.away:
             but.append(
                 f"{', '.join(sorted(users.away))} did not answer, and may still know it: once that is back, "
@@ -258,6 +259,17 @@ async def _revoke(url: str, name: str) -> None:
             )
         if but:
             raise DilocoError(f"{name!r} is cut off, but {'; and '.join(but)}")
+
+
+async def _of_file(users: RedisUsers, name: str) -> str:
+    """What to do about a learner that has a user of its own, which `diloco acl` has made; "": it has none."""
+    named = acl.learner(learner_id=name).name
+    if not await users.exists(named):
+        return ""
+    return (
+        f"it is {named!r} of the file of users, which is not taken back like an invitation. Delete its line there, and "
+        f"cut it off now: redis-cli -u URL ACL DELUSER {named}"
+    )
 
 
 async def _say_revoked(url: str, run: str, name: str) -> None:

@@ -1,6 +1,7 @@
 """What the facts say: for each a finding, with the figure, and what to do where it is not as it should be. Pure."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 
@@ -32,6 +33,8 @@ FAR = 2.0
 """Times, by which two figures of one thing differ that do not agree."""
 SMALL_PARAMS = 1e7
 SEE_STATUS = "`diloco status` says what helps; run the doctor on the syncers' machine to judge that one"
+_MAXMEMORY = re.compile(r"(maxmemory (?:to )?)([0-9]+)mb")
+"""As `server.to_maxmemory` writes it."""
 LITTLE_BYTES = 100e6
 """Of a disk: less is no room for a tape or a log."""
 
@@ -95,13 +98,17 @@ def folder(one: Folder, needed_bytes: float = 0.0) -> Finding:
 # --- the server -------------------------------------------------------------------------------------------
 
 
-def server(nodes: Iterable[Server], checkpoints: bool = False) -> Iterator[Finding]:
-    """What it is and how it is set, each node of it. checkpoints: a syncer here keeps some."""
+def server(nodes: Iterable[Server]) -> Iterator[Finding]:
+    """What it is and how it is set, each node of it."""
     nodes = list(nodes)
     for look in (of_server.version, of_server.role, of_server.eviction, of_server.disk):
         yield from _of_each(nodes, look)
     yield from _of_each([one for one in nodes if one.replicas or one.cut_off or one.cluster], of_server.replaced)
     yield from _of_each([one for one in nodes if one.cluster], of_server.coverage)
+
+
+def persistence(nodes: Iterable[Server], checkpoints: bool) -> Iterator[Finding]:
+    """What a restart of each node loses. checkpoints: a syncer here can keep some, or those of the run do."""
     yield from _of_each(nodes, partial(of_server.persistence, checkpoints=checkpoints))
 
 
@@ -130,6 +137,13 @@ def memory(nodes: Iterable[Server], run: Run) -> Finding:
     limit = sum(limits) if all(limits) else 0
     machines = 0 if len(nodes) > 1 else nodes[0].machine_bytes  # nodes may share one
     return of_server.room(limit, run.params, run.sync, run.learners, machines, len(nodes))
+
+
+def one_maxmemory(findings: Iterable[Finding]) -> list[Finding]:
+    """Where several ask for a larger maxmemory, all ask for the largest: it is set once."""
+    findings = list(findings)
+    asked = [int(mb) for one in findings for _, mb in _MAXMEMORY.findall(one.remedy)]
+    return [one._replace(remedy=_MAXMEMORY.sub(rf"\g<1>{max(asked, default=0)}mb", one.remedy)) for one in findings]
 
 
 def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
@@ -173,7 +187,12 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
 
 
 def rights(
-    address: Address, lacks: dict[str, str], run: str, learner: str | None = None, party: str | None = None
+    address: Address,
+    lacks: dict[str, str],
+    run: str,
+    learner: str | None = None,
+    party: str | None = None,
+    asked: bool = True,
 ) -> Finding:
     """Which party this user may be.
 
@@ -183,6 +202,7 @@ def rights(
         run: that it was tried in.
         learner: the name that was asked for; None: that of the user.
         party: that it is to be here; None: whatever it is named for.
+        asked: whether somebody has named the run.
     """
     who = f"user {address.user}" if address.user not in ("", DEFAULT_USER) else "the default user"
     may = [party for party in PARTIES if not lacks[party]]
@@ -191,6 +211,10 @@ def rights(
     if not may or (meant is not None and meant not in may):
         missing = lacks[meant or "learner"]
         what = f"{meant or 'party'} of run {run!r}{f' as {learner!r}' if learner and meant == 'learner' else ''}"
+        if not asked:
+            found = f"{who} cannot be a {what}, which is what is tried where none is named: {missing}"
+            anew = acl_command(run, address.user)
+            return error("rights", found, f"give --run NAME, the run of this user; or, if it is {run!r}: {anew}")
         remedy = (
             "a user is one party's, in one run: name the run that it was made for (--run), and a learner by its own "
             "name (--learner-id); or make users for this run, and start Redis with them: "

@@ -39,6 +39,8 @@ COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 Party = Literal["all", "learner", "syncer"]
+Looked = tuple[Run | None, Link | None, str]
+"""The run, the line to its Redis, and its name."""
 
 
 class Report:
@@ -74,21 +76,21 @@ async def look(
     step_s: float | None,
     party: Party,
     checkpoints: bool = False,
-) -> tuple[Run | None, Link | None]:
-    """All that needs the server. Returns the run that is there, else the one that was given; and the line.
+) -> Looked:
+    """All that needs the server. Returns the run that is there, else the one that was given; the line; the run's name.
 
     checkpoints: a syncer here can keep some.
     """
     url = settings.bus_url()
     if url is None:
-        return run, None
+        return run, None, settings.run
     address = await asyncio.to_thread(address_of, url)  # a name may take seconds
     line = None
     try:
         examination = await examine(url)
     except (UsageError, BusError) as failure:
         report.add(_refused(failure))
-        return run, None
+        return run, None, settings.run
     try:
         if address.certificate:
             strict = not await takes_without_certificate(url)
@@ -96,32 +98,35 @@ async def look(
             if not address.password:
                 address = address._replace(user=await examination.user())
         name = settings.learner_id or _learner_of(address.user)
+        if address.user and "run" not in settings.model_fields_set and (its := await examination.run_of(address.user)):
+            report.add(ok("run", f"user {address.user} is made for run {its} alone, so that one is looked at"))
+            settings = settings.model_copy(update={"run": its})
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
             report.add(*map(_refused, examination.away))
-            report.add(*checks.server(nodes, checkpoints), *checks.transport(address, nodes))
+            report.add(*checks.server(nodes), *checks.transport(address, nodes))
             lacks = await examination.lacks(bus.keys, name)
-            as_party = None if party == "all" else party
-            report.add(checks.rights(address, lacks, settings.run, settings.learner_id, as_party))
+            as_party, named = None if party == "all" else party, "run" in settings.model_fields_set
+            report.add(checks.rights(address, lacks, settings.run, settings.learner_id, as_party, named))
             run = await _there(bus, report, run, step_s)
-            report.add(*checks.fills(nodes, run))
+            report.add(*checks.persistence(nodes, checkpoints or (run is not None and run.saves)))
             writes = not (lacks["learner"] and lacks["syncer"])
             line, ahead_s = await measure.look_at_line(bus, examination, nodes, writes)
-            report.add(checks.clock(ahead_s, OLD_S), *checks.link(line))
-            if run is not None:
-                report.add(checks.memory(nodes, run))
+            room = [] if run is None else [checks.memory(nodes, run)]
+            report.add(*checks.one_maxmemory([*checks.fills(nodes, run), *checks.link(line), *room]))
+            report.add(checks.clock(ahead_s, OLD_S))
     except (UsageError, BusError) as failure:
         report.add(_refused(failure))
     finally:
         await examination.close()
-    return run, line
+    return run, line, settings.run
 
 
-async def look_at_region(settings: DoctorSettings, to_run_s: float | None) -> Finding:
-    """What there is to say of the region's Redis that is named."""
+async def look_at_region(settings: DoctorSettings, name: str, to_run_s: float | None) -> Finding:
+    """What there is to say of the region's Redis that is named. name: of the run."""
     assert settings.region_redis_url is not None  # noqa: S101  # who calls has looked
     try:
-        took_s = await measure.look_at_region(settings.region_redis_url.get_secret_value(), settings.run)
+        took_s = await measure.look_at_region(settings.region_redis_url.get_secret_value(), name)
     except (UsageError, RegionAway) as failure:
         found = re.sub(r"^the region's Redis( \(DILOCO_REGION_REDIS_URL\):)? ", "", failure.told)
         start = "start it, or unset DILOCO_REGION_REDIS_URL: learners pull straight from the run's Redis then"
@@ -250,14 +255,15 @@ def command(
         kept = any(folder.setting == "checkpoint-dir" and not folder.problem for folder in folders)
         status.update("looking at Redis")
         with asyncio.Runner(loop_factory=fast_loop) as runner:
-            run, line = runner.run(_in_time(look(settings, report, run, step_s, party, kept), report, run))
+            looking = look(settings, report, run, step_s, party, kept)
+            run, line, name = runner.run(_in_time(looking, report, (run, None, settings.run)))
             if settings.region_redis_url is not None and party != "syncer":
-                report.add(runner.run(look_at_region(settings, None if line is None else line.round_trip_s)))
+                report.add(runner.run(look_at_region(settings, name, None if line is None else line.round_trip_s)))
     report.add(*of_machine(settings, machine, folders, run, party))
     if settings.redis_url is None:
         report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))
     if run is None:
-        seen = f"no run {settings.run} is there" if line is not None else "none is known"
+        seen = f"no run {name} is there" if line is not None else "none is known"
         report.add(ok("run", f"{seen}, and neither --params nor --model was given: nothing to plan for"))
     else:
         report.add(*of_run(run, machine, line, party))
@@ -268,17 +274,14 @@ def command(
     raise typer.Exit(report.status)
 
 
-Looked = tuple[Run | None, Link | None]
-
-
-async def _in_time(looking: Coroutine[Any, Any, Looked], report: Report, run: Run | None) -> Looked:
+async def _in_time(looking: Coroutine[Any, Any, Looked], report: Report, otherwise: Looked) -> Looked:
     try:
         async with asyncio.timeout(MOST_S):
             return await looking
     except TimeoutError:
         remedy = "look at the network between this machine and it"
         report.add(error("Redis", f"it did not answer all questions within {MOST_S:g} s", remedy))
-        return run, None
+        return otherwise
 
 
 def show(console: Console, finding: Finding) -> None:

@@ -70,6 +70,8 @@ class Run:
     finished: bool = False
     folder: str = ""
     """Name of its own folder of checkpoints; "": it has not begun."""
+    saves: bool = False
+    """Its syncers have begun a checkpoint."""
     merge_s: float = 0.0
     """What a merge takes in it, of the usual fragment; 0: not known yet, or the run is planned."""
     stretched: float = 1.0

@@ -38,7 +38,7 @@ from diloco.pipeline.ramps import interval_at, interval_in_force
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings
 from diloco.pipeline.site import Site, outer_operations
 from diloco.pipeline.transfer.payloads import pull, push
-from diloco.pipeline.units import as_bytes
+from diloco.pipeline.units import as_maxmemory
 from diloco.pipeline.view.status import LIVE_S
 from diloco.syncer.checkpoints.places import Folder as FolderPlace
 from diloco.syncer.checkpoints.places import place_of
@@ -185,6 +185,7 @@ async def read_run(bus: Bus, step_s: float | None) -> Run | None:
         live=len(live),
         finished=state is not None and state.phase is Phase.FINISHED,
         folder="" if state is None else run_folder(bus.keys.run, state),
+        saves=state is not None and bool(state.checkpoint),
         merge_s=median(merges) if merges else 0.0,
         stretched=median(grown) if grown else 1.0,
     )
@@ -214,7 +215,7 @@ async def look_at_line(
         return Link(round_trip_s), ahead_s
     if most < FIRST_BYTES:
         full = min((one for one in nodes if one.maxmemory_bytes), key=lambda one: one.maxmemory_bytes - one.used_bytes)
-        found = f"only {as_bytes(max(0, room or 0))} of its maxmemory are free{f' at {full.at}' if full.at else ''}"
+        found = f"only {as_maxmemory(max(0, room or 0))} of its maxmemory are free{f' at {full.at}' if full.at else ''}"
         remedy = to_maxmemory(full.used_bytes + FIRST_BYTES / SHARE_OF_FREE)
         return Link(round_trip_s, problem=found, remedy=remedy), ahead_s
     size, up, down = FIRST_BYTES, None, None

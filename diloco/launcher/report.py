@@ -111,6 +111,7 @@ def learner_rows(reports: Sequence[LearnerReport]) -> list[dict[str, Any]]:
                 "wall_s": wall_s,
                 "incarnations": len(mine),
                 "left": all(report.left for report in mine),
+                "died": not max(mine, key=lambda report: report.generation).left,
                 "device": longest.device,
                 "ranks": longest.ranks,
             }
@@ -202,8 +203,10 @@ def _final_loss(evaluations: Sequence[Evaluation], warnings: list[str]) -> float
     final = next((one for one in reversed(evaluations) if one.final), None)
     if final is not None:
         return final.loss
+    if not evaluations:
+        return None
     warnings.append("there was no final evaluation: global_val_loss is the last one before the end")
-    return evaluations[-1].loss if evaluations else None
+    return evaluations[-1].loss
 
 
 def build(outcome: Outcome) -> Report:
@@ -294,16 +297,26 @@ def ledger_line(report: Report) -> str:
     return f"{report['tokens']} trained = " + " + ".join(shown)
 
 
-def _learners(rows: Sequence[Mapping[str, Any]], started: int | None) -> str:
+def _loss(loss: float | None, measured: bool) -> str:
+    """The line of the global loss; measured: at least once."""
+    if not measured:
+        return "no global validation loss is known: no evaluator has measured one"
+    return f"global validation loss {'not a number' if loss is None else f'{loss:.4f}'} nats per token"
+
+
+def _learners(rows: Sequence[Mapping[str, Any]], died: int, started: int | None = None) -> str:
     """'4 learners', '2 learners of 2 ranks', '3 learners of 1 to 2 ranks', '3 learners (2 started here, 1 joined)'.
 
-    started: by the launcher; None: not known.
+    Args:
+        rows: of all that took part.
+        died: of them; '4 learners, 1 of them died'.
+        started: by the launcher; None: not known.
     """
     least, most = (choose((row.get("ranks", 1) for row in rows), default=1) for choose in (min, max))
     ranks = "" if most == 1 else f" of {most} ranks" if least == most else f" of {least} to {most} ranks"
     joined = 0 if started is None else max(0, len(rows) - started)
     whence = f" ({started} started here, {joined} joined)" if joined else ""
-    return f"{counted(len(rows), 'learner')}{ranks}{whence}"
+    return f"{counted(len(rows), 'learner')}{ranks}{whence}{f', {died} of them died' if died else ''}"
 
 
 def summary_so_far(status: Status) -> str:
@@ -311,13 +324,13 @@ def summary_so_far(status: Status) -> str:
     learners = present(status["learners"])
     blocked = max((one["blocked_s"] / one["wall_s"] for one in learners if one.get("wall_s")), default=0.0)
     evaluation, gone = status["evaluation"], status["tokens_lost"]
-    loss = f"{evaluation['loss']:.4f}" if evaluation else "-"
+    died = sum(not (one["live"] or one["left"]) for one in learners)
     why = "" if status["phase"] in (Phase.RUNNING, Phase.FINISHED) else f" ({status['reason']})"
     account = {"tokens": status["tokens"], "merged_tokens": status["merged_tokens"], "tokens_lost": gone}
     lines = [
-        f"{status['phase']}{why}: run {status['run']!r}, {_learners(learners, None)}, {trained(status)} in "
+        f"{status['phase']}{why}: run {status['run']!r}, {_learners(learners, died)}, {trained(status)} in "
         f"{duration(status['elapsed_s'])}, {counted(status['outer_steps'], 'outer step')}",
-        f"global validation loss {loss} nats per token",
+        _loss(evaluation and evaluation["loss"], evaluation is not None),
         f"tokens: {ledger_line(account)}",
         f"merged share {merged_share(status['merged_share'])}",
         f"training blocked for at most {blocked:.2%} of the time",
@@ -345,12 +358,13 @@ def summary(report: Report) -> str:
     """A few lines for people."""
     loss = report["global_val_loss"]
     blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
-    learners = _learners(report["learners"], report.get("settings", {}).get("learners"))
+    died = sum(row.get("died", False) for row in report["learners"])
+    learners = _learners(report["learners"], died, report.get("settings", {}).get("learners"))
     lines = [
         f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {learners}, "
         f"{count(report['tokens'])} tokens in {duration(report.get('elapsed_s', report['wall_s']))}, "
         f"{counted(report['outer_steps'], 'outer step')}",
-        f"global validation loss {'-' if loss is None else f'{loss:.4f}'} nats per token",
+        _loss(loss, bool(report["evaluations"])),
         f"tokens: {ledger_line(report)}",
         *([f"merged share {merged_share(report['merged_share'])}"] if report.get("merged_share") else []),
         f"training blocked for at most {blocked:.2%} of the time",

@@ -20,10 +20,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from textwrap import shorten
 from types import TracebackType
 from typing import Literal, Self
 
 from diloco.pipeline.bus.acl import DEFAULT_USER
+from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import lifecycle
 
@@ -34,10 +36,11 @@ system, since a run takes as much again in its next round, and fresh pages would
 (docs/results/performance.md). The second is the most that it takes; our values are smaller."""
 START_S = 10.0
 STOP_S = 5.0
-PREFIX = "diloco_redis_"
-"""Of the temporary folders' names. A server holds a lock on its folder for as long as it lives."""
+SECRET, SHOWN = "#!<>", 300
+"""What a password or its digest begins with in a line of users; and how much of such a line is shown, in characters."""
 LEFT_OVER_S = 60.0
-"""A folder without a lock is a dead server's if it is older than this; a younger one may not be locked yet."""
+"""A server holds a lock on its folder for as long as it lives. One without is a dead server's if it is older than this;
+a younger one may not be locked yet."""
 
 
 def find_server() -> Path:
@@ -62,7 +65,7 @@ def find_server() -> Path:
 
 def remove_left_over() -> None:
     """Remove this user's temporary folders of servers that were killed, and so could not do it themselves."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"{OWN_PREFIX}*"):
         with contextlib.suppress(OSError):  # another user's, still locked, or gone by now
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
@@ -78,7 +81,7 @@ def _check_users(file: Path, password: str | None) -> None:
     """Whether a server can have this file of users.
 
     Raises:
-        UsageError: it cannot be read, or lets in who has not logged in; or there is a password beside it.
+        UsageError: it cannot be read, or lets in who has not logged in; a line is cut short; there is a password too.
     """
     if password is not None:
         raise UsageError("a password and a file of users: the file has all passwords, so leave the other one out")
@@ -92,8 +95,21 @@ def _check_users(file: Path, password: str | None) -> None:
             f"{file} does not keep out who has not logged in: make it by `diloco acl`, whose line for that is "
             f"{DEFAULT_USER!r}"
         )
+    for number, line in enumerate(lines, 1):
+        if re.search(r"[()]", re.sub(r"\([^()]*\)", "", line)):  # Valkey crashes
+            raise _wrong_line(file, number, "a parenthesis is without its other one")
     if open_to_all := [line.split()[1] for line in lines if line not in defaults and " nopass" in line]:
         raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: make it by `diloco acl`")
+
+
+def _wrong_line(file: Path, number: int, what: str) -> UsageError:
+    """number: of the line, from 1."""
+    words = file.read_text().splitlines()[number - 1].split()
+    of = f", user {words[1]}" if words[:1] == ["user"] and words[1:] else ""
+    if what == "Syntax error":  # in which rule the server does not say
+        rules = " ".join(word for word in words[2:] if word[0] not in SECRET)
+        what += f" in {shorten(rules, SHOWN)!r}"
+    return UsageError(f"{file}, line {number}{of}: {what}", "mend that line, or make the file anew by `diloco acl`")
 
 
 class EmbeddedRedis:
@@ -160,7 +176,7 @@ class EmbeddedRedis:
     def __enter__(self) -> Self:
         self._server = self._binary or find_server()
         remove_left_over()
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))  # mode 0700: nobody else reaches the socket
+        self._folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))  # mode 0700: nobody else reaches the socket
         try:
             self.start()
             deadline = time.monotonic() + START_S
@@ -237,15 +253,26 @@ class EmbeddedRedis:
     def _last_lines(self) -> str:
         return "; its last lines:\n" + "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
 
+    def _users_refused(self) -> UsageError | None:
+        """What the server has said of the first line of its users that it cannot take, if that is why it has ended."""
+        told = re.search(r" ACL errors: (?:WARNING: )?(.+)", self._log.read_text(errors="replace"))
+        if told is None or self._users is None:
+            return None
+        at = re.escape(str(self._users.absolute())) + r":([0-9]+):? "
+        what = re.split(rf"\. (?={at}|WARNING: )", told[1])[0]
+        if line := re.match(at, what):
+            return _wrong_line(self._users, int(line[1]), what[line.end() :])
+        return UsageError(f"{self._users}: {what}", "make the file anew by `diloco acl`")
+
     def answers(self) -> bool:
         """Whether the server answers at all; an error for want of a password is an answer, LOADING is not.
 
         Raises:
-            UsageError: it has ended; its last lines.
+            UsageError: it has ended; its last lines, or what is wrong in the file of users.
         """
         code = None if self._process is None else self._process.poll()
         if code is not None:
-            raise UsageError(f"{self._server} ended with code {code}{self._last_lines()}")
+            raise self._users_refused() or UsageError(f"{self._server} ended with code {code}{self._last_lines()}")
         try:
             with socket.socket(socket.AF_UNIX) as probe:
                 probe.settimeout(1.0)

@@ -22,6 +22,8 @@ LEAST_FREE, MOST_FREE = 0.1, 0.25
 LEAST_LEARNERS = 4
 """A Redis must have room for the deltas of so many, or of a quorum: nobody knows how many learners will come."""
 KEEPS_KEYS = "noeviction"
+OWN_PREFIX = "diloco_redis_"
+"""Of the folders of servers that we start ourselves."""
 FULL_COVERAGE = "cluster-require-full-coverage"
 """Setting of a cluster's node: it serves nothing while any slot has no node."""
 
@@ -72,6 +74,8 @@ class Server:
     """It is a node of one."""
     full_coverage: bool | None = None
     """It serves nothing while any slot of its cluster is without a node; None: not told."""
+    own: bool = False
+    """One of ours, which lasts as long as the command that has started it (`embedded`)."""
 
     @classmethod
     def of(cls, info: Mapping[str, Any], config: Mapping[str, str] | None = None, at: str = "") -> Self:
@@ -95,6 +99,7 @@ class Server:
             at=at,
             cluster=bool(info.get("cluster_enabled")),
             full_coverage=None if coverage is None else coverage == "yes",
+            own=f"/{OWN_PREFIX}" in str(info.get("config_file", "")),
         )
 
 
@@ -115,17 +120,22 @@ def eviction(server: Server) -> Finding:
         return warning(
             "eviction",
             f"maxmemory-policy is {server.policy}: keys may be evicted",
-            f"set maxmemory-policy {KEEPS_KEYS}",
+            to_set(f"maxmemory-policy {KEEPS_KEYS}"),
         )
     return ok(
         "eviction", f"maxmemory-policy is {server.policy}" if server.maxmemory_bytes else "none without maxmemory"
     )
 
 
+def to_set(setting: str) -> str:
+    """How a server that is up is set otherwise, and stays so."""
+    return f"redis-cli -u URL CONFIG SET {setting}, and the same in its configuration"
+
+
 def to_maxmemory(amount: float, each: str = "") -> str:
     """What to do where a node has less. each: of which nodes, if of several."""
     wanted = as_maxmemory(amount)
-    return f"raise maxmemory to {wanted}{each}: CONFIG SET maxmemory {wanted}, and the same in its configuration"
+    return f"raise maxmemory to {wanted}{each}: {to_set(f'maxmemory {wanted}')}"
 
 
 def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding:
@@ -141,7 +151,8 @@ def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding
     if maxmemory_bytes and free <= least:
         return warning(
             "Redis fill",
-            f"Redis should have {as_bytes(least)} free, and uses {used_bytes / maxmemory_bytes:.0%} of its maxmemory",
+            f"Redis should have {as_maxmemory(least)} free, and uses {used_bytes / maxmemory_bytes:.0%} of its "
+            "maxmemory",
             f"{to_maxmemory(max(used_bytes + a_round, used_bytes / (1 - MOST_FREE)) + 1)}; deltas are refused where it "
             "is full",
         )
@@ -169,6 +180,13 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
     """What a restart of it loses. checkpoints: some are kept elsewhere."""
     if server.append_only:
         return ok("persistence", "append-only file: a restart loses a second at most")
+    if server.own and not checkpoints:
+        return warning(
+            "persistence",
+            "`diloco redis` and `diloco run` have theirs keep nothing on disk: a restart loses all, which syncers and "
+            "learners put back only if some outlive it",
+            "keep checkpoints (--checkpoint-dir of each syncer), or use a server of your own with appendonly yes",
+        )
     lost = "the last minutes" if server.save else "all"
     if server.save is None:
         lost = "all since its last snapshot, if it takes any"
@@ -177,7 +195,7 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
     return warning(
         "persistence",
         f"no append-only file: a restart loses {lost}, which syncers and learners put back only if some outlive it",
-        "set appendonly yes (appendfsync everysec), or keep checkpoints (--checkpoint-dir)",
+        f"{to_set('appendonly yes')}; or keep checkpoints (--checkpoint-dir of each syncer)",
     )
 
 
@@ -201,7 +219,7 @@ def replicas(server: Server) -> Finding:
             "replicas",
             "Redis has replicas and min-replicas-to-write 0: cut off from them it takes writes that are lost when "
             "another one has become primary",
-            "set min-replicas-to-write 1 and min-replicas-max-lag 10, or less, on all of them",
+            f"on all of them: {to_set('min-replicas-to-write 1')}, with min-replicas-max-lag 10, or less",
         )
     return ok("replicas", str(server.replicas) if server.replicas else "none")
 
@@ -224,7 +242,7 @@ def coverage(server: Server) -> Finding:
         return warning(
             "coverage",
             f"{FULL_COVERAGE} is yes: while any primary is away, all of the cluster serves nothing",
-            f"on each node: CONFIG SET {FULL_COVERAGE} no, and the same in its configuration",
+            f"on each node: {to_set(f'{FULL_COVERAGE} no')}",
         )
     return ok(
         "coverage",
@@ -254,9 +272,9 @@ def room(
     """
     learners = max(LEAST_LEARNERS, sync.quorum, learners)
     needed = redis_bytes(elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval)
-    needs = f"this model needs at least {as_bytes(needed)} ({redis_holds(learners, sync.global_codec)})"
-    limit = maxmemory_bytes or machine_bytes
-    has = f"Redis has maxmemory {as_bytes(limit)}" if maxmemory_bytes else "Redis has no maxmemory"
+    limit, written = maxmemory_bytes or machine_bytes, as_maxmemory if maxmemory_bytes else as_bytes
+    needs = f"this model needs at least {written(needed)} ({redis_holds(learners, sync.global_codec)})"
+    has = f"Redis has maxmemory {written(limit)}" if maxmemory_bytes else "Redis has no maxmemory"
     if not maxmemory_bytes and machine_bytes:
         has += f", on a machine of {as_bytes(machine_bytes)}"
     if 0 < limit < needed:

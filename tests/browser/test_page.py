@@ -1,6 +1,7 @@
 """The page in a real headless Chromium, beside a toy run in real time: production service, exchange and HTTP side."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.run import Event
+from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.view.page.collector import Collector, Update
 from diloco.pipeline.view.page.files import one_file
 from diloco.pipeline.view.page.joining import Way
@@ -201,6 +203,21 @@ async def test_nothing_sticks_out(page: Tab, width: int, theme: str) -> None:
         ground = await page.value("getComputedStyle(document.body).backgroundColor")
         assert (ground == "rgb(255, 255, 255)") is (theme == "light")
         assert page.errors == []
+
+
+@pytest.mark.parametrize("width", [360, 1100, 1400])
+async def test_no_word_of_a_tile_is_broken(page: Tab, width: int) -> None:
+    """Of all reasons for which deltas are refused: a tile is narrow, and there they are most of its text."""
+    await page.size(width, 800)
+    async with page_of(Still(made_up())) as address:
+        await page.open(address)
+        await page.until("globalThis.diloco?.took.updates > 0 && diloco.model.fragments.size === 2")
+        reasons = dict.fromkeys(RefusalReason, 12345)
+        await page.value(f"diloco.model.totals.refused = {json.dumps(reasons)}; dispatchEvent(new Event('resize')), 0")
+        tiles = "[...document.querySelectorAll('#tiles dd')]"
+        await page.until(f"{tiles}.some((one) => one.textContent.includes('12345 upload timeout'))")
+        await page.value(f"{tiles}.forEach((one) => {{ one.style.overflowWrap = 'normal'; }})")
+        assert await page.value(f"{tiles}.every((one) => one.scrollWidth <= one.clientWidth)")
 
 
 async def test_tile_axis_and_events_go_by_one_clock(page: Tab) -> None:

@@ -229,7 +229,7 @@ def test_a_policy_that_evicts_is_named(healthy: EmbeddedRedis, look: Look, clien
     found = bad(findings)
     assert set(found) == {"eviction"}
     assert "allkeys-lru" in found["eviction"].found
-    assert found["eviction"].remedy == "set maxmemory-policy noeviction"
+    assert found["eviction"].remedy.startswith("redis-cli -u URL CONFIG SET maxmemory-policy noeviction,")
     assert status == 0  # a run goes on with it
 
 
@@ -244,7 +244,7 @@ def test_a_memory_too_small_for_the_model_is_an_error_and_a_smaller_model_is_non
     found = bad(findings)["Redis memory"]
     assert status == 1
     assert found.level == "error"
-    assert "maxmemory 1.07GB" in found.found
+    assert "maxmemory 1024mb" in found.found
     mb = int(re.search(r"CONFIG SET maxmemory ([0-9]+)mb", found.remedy)[1])
     with config(client, maxmemory=mb * 2**20):
         assert "Redis memory" not in bad(look("--redis-url", healthy.url, "--params", "1B", "--as", "learner")[1])
@@ -259,8 +259,53 @@ def test_a_server_that_keeps_nothing_is_named(healthy: EmbeddedRedis, look: Look
         found = bad(look("--redis-url", healthy.url)[1])
         assert bad(look("--redis-url", healthy.url, "--checkpoint-dir", str(tmp_path))[1]) == {}
     assert set(found) == {"persistence"}
-    assert "no append-only file: a restart loses all" in found["persistence"].found
-    assert "appendonly yes" in found["persistence"].remedy
+    assert "a restart loses all" in found["persistence"].found
+    assert "keep checkpoints (--checkpoint-dir of each syncer)" in found["persistence"].remedy
+
+
+def test_a_server_of_ours_is_not_told_to_keep_what_it_drops_at_its_end() -> None:
+    """`diloco redis` cannot keep anything, so an append-only file is no remedy there; in another one it is."""
+    theirs = Server.of(INFO | {"aof_enabled": 0, "config_file": "/etc/redis/redis.conf"}, {"save": ""})
+    found = of_server.persistence(theirs)
+    assert found.found.startswith("no append-only file: a restart loses all")
+    assert found.remedy.startswith("redis-cli -u URL CONFIG SET appendonly yes, and the same in its configuration; or")
+    found = of_server.persistence(Server.of(INFO | {"aof_enabled": 0, "config_file": "/tmp/diloco_redis_x/redis.conf"}))
+    assert "`diloco redis`" in found.found
+    assert "CONFIG SET" not in found.remedy
+
+
+@pytest.mark.redis
+def test_a_run_whose_syncers_save_checkpoints_outlives_its_server(
+    healthy: EmbeddedRedis, look: Look, client: Any
+) -> None:
+    """Whether they are on this machine or not: the run's state says so."""
+
+    async def save(checkpoint: str) -> None:
+        async with open_bus(healthy.url, "saved") as bus:
+            await bus.propose_spec(encode(samples.spec(quorum=1)))
+            await bus.write_report(samples.report("anna"))
+            await bus.write_state(samples.run_state(checkpoint=checkpoint))
+
+    with config(client, appendonly="no"):
+        found = []
+        for checkpoint in ("", "checkpoint-12-0123abcd"):
+            asyncio.run(save(checkpoint))
+            found.append("persistence" in bad(look("--redis-url", healthy.url, "--run", "saved")[1]))
+            client.flushall()
+    assert found == [True, False]
+
+
+def test_of_several_that_ask_for_a_larger_maxmemory_the_largest_is_asked_for() -> None:
+    """Once it is set none of them says anything; what else they say stays."""
+    small, large = of_server.fill(95 * 2**20, 100 * 2**20), of_server.room(2**30, 1e9, SyncSettings().sync_spec())
+    other = checks.warning("threads", "8 on 4", "--threads 1")
+    said = checks.one_maxmemory([small, other, large])
+    assert small.remedy != said[0].remedy
+    assert said[1:] == [other, large]
+    figures = {figure for one in said for figure in re.findall(r"maxmemory (?:to )?([0-9]+)mb", one.remedy)}
+    assert figures == {re.search(r"SET maxmemory ([0-9]+)mb", large.remedy)[1]}
+    assert "GB" not in str([*said[0], *said[2]])
+    assert checks.one_maxmemory([other]) == [other]
 
 
 INFO = {"redis_version": "7.2.4", "maxmemory": 0, "used_memory": 10**6, "aof_enabled": 1, "role": "master"}
@@ -349,6 +394,34 @@ def test_a_learner_whose_user_may_run_no_script_is_named_and_each_partys_own_use
     assert "EVALSHA" in lost.found
     assert "diloco acl" in lost.remedy
     assert list(client.scan_iter()) == []
+
+
+@pytest.mark.redis
+def test_a_user_of_one_run_need_not_name_it_or_is_told_to(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
+    """An operator may ask what its user is for. A learner may not, so the run has to be named."""
+    if int(client.info()["redis_version"].split(".")[0]) < 7:
+        pytest.skip("ACL selectors need Redis 7")
+    users = {user.name: rules_of(user) for user in acl.users("theirs", ["anna"])}
+    for name, rules in users.items():
+        client.execute_command("ACL", "SETUSER", name, "on", f">{PASSWORD}", *rules)
+    try:
+        url = f"redis://{{}}:{PASSWORD}@127.0.0.1:{healthy.port}"
+        status, findings = look("--redis-url", url.format("operator"))
+        assert (status, bad(findings)) == (0, {})
+        assert "user operator is made for run theirs alone, so that one is looked at" in {one.found for one in findings}
+        assert any(one.found.startswith("no run theirs is there") for one in findings)
+        status, findings = look("--redis-url", url.format("learner-anna"))
+        found = bad(findings)["rights"]
+        assert (status, set(bad(findings))) == (1, {"rights"})
+        assert "of run 'run', which is what is tried where none is named: " in found.found
+        assert found.remedy.startswith("give --run NAME, the run of this user; or, if it is 'run': diloco acl")
+        assert bad(look("--redis-url", url.format("learner-anna"), "--run", "theirs")[1]) == {}
+        assert (
+            "diloco acl --run run"
+            in bad(look("--redis-url", url.format("operator"), "--run", "run")[1])["rights"].remedy
+        )
+    finally:
+        client.execute_command("ACL", "DELUSER", *users)
 
 
 @pytest.mark.redis
@@ -832,7 +905,7 @@ def test_a_run_shows_it(healthy: EmbeddedRedis, client: Any, tmp_path: Path) -> 
     client.flushall()
     assert done.returncode == 1
     shown = " ".join(done.stdout.split())
-    assert shown.count("warning: Redis has maxmemory 4.19MB; this model needs at least") == 1
+    assert shown.count("warning: Redis has maxmemory 4mb; this model needs at least") == 1
     assert "CONFIG SET maxmemory" in shown
 
 

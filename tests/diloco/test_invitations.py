@@ -105,15 +105,23 @@ def test_the_operator_invites_who_may_publish_under_that_name_in_that_run_alone(
 
 
 @pytest.mark.redis
-def test_a_user_of_the_file_is_not_revoked_but_named(
+def test_a_user_of_the_file_is_neither_revoked_nor_invited_but_named(
     guests: str, redis_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It comes from the file of users, so it has to go there too; it is let in until then."""
     name = f"anna-{secrets.token_hex(3)}"
     user = f"learner-{name}"
     admin: Any = redis_py.Redis.from_url(redis_server, protocol=2, decode_responses=True)
+    invited(guests, capsys, name)
     admin.execute_command("ACL", "SETUSER", user, "on", "nopass")
     try:
+        assert main(["revoke", name, "--redis-url", guests]) == 1
+        assert f"{name!r} is cut off, but it is {user!r} of the file of users" in capsys.readouterr().err
+        assert main(["invite", name, "--redis-url", guests, "--at", "redis://h"]) == 2
+        refused = capsys.readouterr().err
+        assert f"{name!r} needs no invitation" in refused
+        assert f"ACL DELUSER {user}" in refused
+        assert f"invited-{name}" not in admin.acl_users()
         assert main(["revoke", name, "--redis-url", guests]) == 2
         said = capsys.readouterr().err
         assert user in admin.acl_users()
@@ -204,12 +212,12 @@ def test_of_two_invitations_under_one_name_at_a_time_each_lets_in_and_one_revoca
         await looked.wait()
         return found
 
-    monkeypatch.setattr(RedisUsers, "exists", both_look_first)
-
     async def twice() -> list[Any]:
         return await asyncio.gather(*(_invite(guests, "r", name, "redis://127.0.0.1:1") for _ in range(2)))
 
-    words = {word for word, _ in asyncio.run(twice())}
+    with monkeypatch.context() as patched:
+        patched.setattr(RedisUsers, "exists", both_look_first)
+        words = {word for word, _ in asyncio.run(twice())}
     assert len(words) == 2
     urls = [here(Invitation.read(word), redis_server) for word in words]
     invited_ones: list[Any] = [redis_py.Redis.from_url(url, protocol=2) for url in urls]

@@ -91,6 +91,34 @@ def test_a_file_of_users_is_taken_in_place_of_a_password(
     assert "cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    ("lines", "wrong"),
+    [
+        ("user anna on +nosuch", "line 2, user anna: Error in applying operation '+nosuch': Unknown command"),
+        ("user anna on >eve nobody ~*", "line 2, user anna: Syntax error in 'on nobody ~*'"),
+        ("user anna on ~*\nuser bert on ~a.b (+nosuch ~a.b)\nuser eve on +this", "line 3, user bert: Error in "),
+        ("user anna on #aa ~*", "line 2, user anna: The password hash must be exactly 64 characters"),
+        ("user anna on (+get ~x", "line 2, user anna: a parenthesis is without its other one"),
+        ("anna on +get", "line 2: should start with user keyword"),
+        ("user anna on\nuser anna on", "Duplicate user 'anna' found"),
+    ],
+)
+def test_a_rule_that_the_server_does_not_know_is_named_by_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, wrong: str
+) -> None:
+    """In one line, without the server's log."""
+    users = tmp_path / "users.acl"
+    users.write_text(f"{DEFAULT_USER}\n{lines}\n")
+    assert cli.main(["redis", "--redis-port", str(free_port("127.0.0.1")), "--redis-users", str(users)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith((f"error: {users}, {wrong}", f"error: {users}: {wrong}"))
+    assert said.count("\n") == 1
+    assert "by `diloco acl`" in said
+    assert "WARNING" not in said
+    assert "eve" not in said
+
+
 def test_an_address_of_all_is_nobodys() -> None:
     """What is printed is for other machines to type."""
     assert reached_at(RedisProcess(redis_bind="0.0.0.0")) == "redis://<this machine>:6379"  # noqa: S104

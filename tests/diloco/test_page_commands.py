@@ -186,7 +186,8 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
             async with open_bus(server.url, "gone") as bus:
                 await bus.propose_spec(encode(samples.spec()))
                 await bus.write_report(samples.report("anna", left=True))
-                await bus.write_state(samples.run_state(phase=Phase.FINISHED, started_unix_s=time.time() - 10))
+                stopped = {"phase": Phase.FINISHED, "reason": "stopped by the user"}
+                await bus.write_state(samples.run_state(started_unix_s=time.time() - 10, **stopped))
 
         asyncio.run(finish())
         Folder(tmp_path).write_run(server.url, RunProcess(run="gone"), {})
@@ -209,7 +210,7 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
             time.sleep(4.5)  # longer than `sentence.AWAY_S`, and a look
             said = json.loads(lines_of(address, "/page/events", 3)[2].removeprefix("data: "))["sentence"]
             assert said["level"] == "over"
-            assert said["text"].startswith("The run is finished")
+            assert said["text"].startswith("The run was stopped at 10% of its budget (by the user)")
             process.send_signal(signal.SIGINT)
             assert process.wait(LIMIT_S) == 0
         finally:

@@ -1,21 +1,35 @@
 """The report, the demonstration's measure, the tape's archive and the picture."""
 
 import json
+import math
 from typing import Any
 
 import pytest
 
 from diloco.launcher.demo import StepLog, measure
 from diloco.launcher.plot import draw
-from diloco.launcher.report import Kill, Origin, Outcome, build, learner_rows, ledger_line, summary, tokens_at
+from diloco.launcher.report import (
+    Kill,
+    Origin,
+    Outcome,
+    build,
+    learner_rows,
+    ledger_line,
+    summary,
+    summary_so_far,
+    tokens_at,
+)
 from diloco.pipeline.errors import BadMessage
+from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
+from diloco.pipeline.view.status import build_status
 from diloco.tape import as_json, as_text, read_archive
+from tests import samples
 
 LAYOUT = layout_of(
     [
@@ -270,8 +284,34 @@ def test_what_the_run_lost_with_a_learner_is_what_the_ledger_says_has_died(merge
     assert built["demo"]["run_lost"]["died"] == built["tokens_lost"]["died"]
 
 
-def test_the_summary_is_readable_without_any_evaluation():
-    assert "global validation loss -" in summary(build(outcome(evaluations=[], stopped=True)))
+def test_a_run_that_nobody_has_evaluated_says_why_it_has_no_loss():
+    """One that was not a number is another matter."""
+    built = build(outcome(evaluations=[], stopped=True))
+    assert "no global validation loss is known: no evaluator has measured one" in summary(built)
+    assert built["warnings"] == []
+    diverged = json.loads(dumps(build(outcome(evaluations=[evaluation(180, 12.0, math.nan, final=True)]))))
+    assert "global validation loss not a number" in summary(diverged)
+
+
+def test_learners_that_died_are_told_among_those_that_took_part():
+    """One that came back and left in the end did not; a report from before this was told says nothing of it."""
+    built = build(outcome())
+    assert [row["died"] for row in built["learners"]] == [False, True]
+    assert "2 learners, 1 of them died, " in summary(built)
+    back = ledger_inputs(report(*A, tokens=100), report(*C, tokens=20, generation=2), report(*B, tokens=60, left=False))
+    assert "decoupled, 2 learners, 180 tokens" in summary(build(outcome(ledger_inputs=back)))
+    for row in built["learners"]:
+        del row["died"]
+    assert "decoupled, 2 learners, 180 tokens" in summary(built)
+
+
+def test_of_a_run_on_its_redis_the_same_is_said():
+    """There a learner is live, has left, or is gone without a word."""
+    seen = [samples.seen("a"), samples.seen("b", left=True), samples.seen("c", age_s=400.0)]
+    heads = [samples.head(p, version=4) for p in range(2)]
+    said = summary_so_far(build_status("my-run", samples.spec(), samples.run_state(), seen, heads, None, [], 1100.0))
+    assert "run 'my-run', 3 learners, 1 of them died, " in said
+    assert "no global validation loss is known: no evaluator has measured one" in said
 
 
 def test_tokens_at_a_moment_are_interpolated():

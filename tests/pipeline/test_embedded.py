@@ -13,6 +13,7 @@ import redis as redis_py
 from diloco.pipeline.bus import embedded
 from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
 from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from tests import samples
 
@@ -67,7 +68,7 @@ def test_the_next_start_removes_what_a_killed_server_left_and_nothing_else(
 ) -> None:
     """Not a living server's folder, not one that was only just made, not somebody else's files."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    dead, young, other = (tmp_path / name for name in (f"{embedded.PREFIX}dead", f"{embedded.PREFIX}new", "thesis"))
+    dead, young, other = (tmp_path / name for name in (f"{OWN_PREFIX}dead", f"{OWN_PREFIX}new", "thesis"))
     for folder in (dead, young, other):
         folder.mkdir()
         (folder / "redis.conf").touch()

@@ -125,7 +125,7 @@ def test_a_run_that_comes_to_its_end() -> None:
 def test_a_finished_run() -> None:
     """It says what came of it, whoever is silent by now."""
     evaluation = samples_evaluation()
-    state = samples.run_state(phase=Phase.FINISHED, tokens=2000, started_unix_s=1000.0)
+    state = samples.run_state(phase=Phase.FINISHED, tokens=2000, budget_tokens=2000, started_unix_s=1000.0)
     said = verdict(status([samples.seen("l0", age_s=40.0)], state, evaluation=evaluation), Beside(away_s=0))
     assert said == {
         "level": "over",
@@ -133,6 +133,26 @@ def test_a_finished_run() -> None:
         "do": "",
         "command": "",
     }
+
+
+@pytest.mark.parametrize(
+    ("reason", "budget", "how"),
+    [
+        ("stopped by the user", 5000, "was stopped at 40% of its budget (by the user)"),
+        ("asked by `diloco finish`", 2001, "was stopped at 99% of its budget (asked by `diloco finish`)"),
+        ("", 5000, "was stopped at 40% of its budget"),
+        ("stopped by the user", 2000, "is finished"),
+        ("the token budget is reached", 2000, "is finished"),
+    ],
+)
+def test_a_run_that_was_stopped_before_its_budget(reason: str, budget: int, how: str) -> None:
+    """By whom, and how far it was. One that reached it all the same is finished."""
+    state = samples.run_state(
+        phase=Phase.FINISHED, tokens=2000, budget_tokens=budget, started_unix_s=1000.0, reason=reason
+    )
+    said = verdict(status([samples.seen("l0", left=True)], state), Beside())
+    assert said["text"].startswith(f"The run {how}: 2000 tokens in ")
+    assert said["level"] == "over"
 
 
 def samples_evaluation() -> Evaluation:

@@ -22,8 +22,9 @@ from diloco.pipeline.bus.redis.address import is_tls, parse
 from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
 from diloco.pipeline.bus.redis.connecting import connect_calls
+from diloco.pipeline.bus.redis.users import RedisUsers
 from diloco.pipeline.bus.server import FULL_COVERAGE, Address, Server
-from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.errors import DilocoError, NotPermitted
 
 CONFIG = ("save", "protected-mode")
 """What INFO does not have. Many services forbid CONFIG."""
@@ -119,6 +120,13 @@ class RedisExamination:
             except rx.NoPermissionError as error:
                 named = re.search(r"User (\S+) has no permissions", str(error))
                 return named[1] if named else ""
+
+    async def run_of(self, user: str) -> str | None:
+        """The one run that a user is made for; None: it is for more, or may not ask that."""
+        try:
+            return await RedisUsers(self._calls).run_of(user)
+        except NotPermitted:
+            return None
 
     async def _config(self, address: HostPort | None, names: Iterable[str]) -> dict[str, str]:
         found: dict[str, str] = {}

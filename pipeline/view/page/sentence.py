@@ -152,7 +152,11 @@ def _finished(status: Status) -> Verdict:
     share, loss = status["merged_share"]["since_start"], status["evaluation"]
     more = f", {share:.0%} of them merged" if share is not None else ""
     more += f"; global loss {loss['loss']:.4f}" if loss is not None else ""
-    text = f"The run is finished: {count(status['tokens'])} tokens in {_time(status['elapsed_s'])}{more}."
+    how = "is finished"
+    if status["budget_tokens"] and status["progress"] < 1:
+        why = status["reason"].removeprefix("stopped ")
+        how = f"was stopped at {int(100 * status['progress'])}% of its budget{f' ({why})' if why else ''}"
+    text = f"The run {how}: {count(status['tokens'])} tokens in {_time(status['elapsed_s'])}{more}."
     return said("over", text)
 
 

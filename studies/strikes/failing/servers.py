@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from diloco.pipeline.bus.cluster_slots import SLOTS
-from diloco.pipeline.bus.embedded import KEEPS_FREED, PREFIX, find_server, free_port, remove_left_over
+from diloco.pipeline.bus.embedded import KEEPS_FREED, find_server, free_port, remove_left_over
+from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process import lifecycle
 from diloco.studies.strikes.failing.network import Network
@@ -236,7 +237,7 @@ class Servers:
     def __enter__(self) -> Self:
         self._binary = self._binary or find_server()
         remove_left_over()
-        self._folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        self._folder = Path(tempfile.mkdtemp(prefix=OWN_PREFIX))
         self._lock = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         with contextlib.ExitStack() as stack:

@@ -57,7 +57,8 @@ function facts(model) {
   const speed = live.reduce((sum, row) => sum + row.tokens_per_s, 0);
   const { recent, recent_is_all: all } = totals.merged_share;
   const redis = totals.redis;
-  const refused = Object.entries(totals.refused).map(([reason, times]) => `${times} ${reason}`).join(", ");
+  const refused = Object.entries(totals.refused)
+    .map(([reason, times]) => `${times} ${reason.replaceAll("_", " ")}`).join(",\n");  // a tile is no wider than a word
   return [
     ["trained", counted(totals.tokens) + (totals.budget_tokens ? ` of ${counted(totals.budget_tokens)}` : "")],
     ["merged", percent(totals.merged_share.since_start) + (recent == null || all ? "" : `, lately ${percent(recent)}`)],
