@@ -30,8 +30,9 @@ from diloco.pipeline.messages.wire import (
     PartyName,
     WeightsName,
 )
-from diloco.pipeline.sources import ENV_PREFIX, NEAR, nearest, read_file
+from diloco.pipeline.sources import ENV_PREFIX, NEAR, given_outside, nearest, place_in, read_file
 from diloco.pipeline.units import parse_duration, parse_whole, written
+from diloco.pipeline.wrong_values import told
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
@@ -343,7 +344,9 @@ class EvaluatorSettings(Settings):
     eval_every: Duration = expert(5.0, description="Shortest time between evaluations")
     eval_tokens: int = expert(16_384, ge=1, le=10**12, description="Size of the fixed validation slice")
     eval_device: str = expert(
-        "cpu", pattern=DEVICE, description="Where the evaluator measures, as `device`: beside learners the CPU"
+        "cpu",
+        pattern=DEVICE,
+        description="auto, cpu, cuda, cuda:N, mps: where the evaluator measures; beside learners the CPU",
     )
 
 
@@ -458,33 +461,48 @@ def load(
     if unknown := sorted(table.keys() - names):
         near = nearest(unknown[0], names, NEAR)
         meant = f" (is {near!r} meant?)" if near else ""
-        raise UsageError(f"{config}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted(names))}")
+        where = place_in(config, unknown[0])
+        raise UsageError(f"{where}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted(names))}")
     flags = flags or {}
     file_token = _file_values.set({name: table[name] for name in fields if name in table and name not in ignored})
     ignored_token = _ignored.set(ignored)
     try:
         return kind(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
-        raise UsageError("\n".join(_complaints(kind, error, flags))) from error
+        raise UsageError("\n".join(_complaints(kind, error, flags, config, table.keys() - set(ignored)))) from error
     finally:
         _file_values.reset(file_token)
         _ignored.reset(ignored_token)
 
 
-def _complaints(kind: type[Settings], error: ValidationError, flags: Collection[str]) -> list[str]:
-    """What is wrong, a line for each setting; `flags`: what the command has flags for."""
+def _complaints(
+    kind: type[Settings],
+    error: ValidationError,
+    flags: Mapping[str, Any],
+    config: Path | None,
+    in_file: Collection[str],
+) -> list[str]:
+    """What is wrong, a line for each setting.
+
+    flags: what the command has flags for, with what they were given.
+    in_file: what the settings file gives, unless a flag or a variable does.
+    """
     lines = []
     for problem in error.errors():
         if problem["type"] == "default_factory_not_called":
             continue  # what it would follow from is named beside it
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
-        takes = allowed(kind, name) if name in kind.model_fields else ""
         shown = "***" if name in SECRETS else repr(problem["input"])
-        hint = f" (allowed: {takes})" if takes else ""
         ways = [flag_of(name)] if name in flags and has_flag(kind, name) else []
         if kind.from_environment:
             ways.append(f"{ENV_PREFIX}{name.upper()}")
-        ways.append("the settings file")
-        what = "too short" if "too_short" in problem["type"] else problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{name}={shown}: {what}{hint}; set it with {' or '.join(ways)}")
+        where, file = "", "the settings file"
+        given_before = flags.get(name) is not None or (kind.from_environment and name in given_outside({name}, None))
+        if name in in_file and not given_before:
+            where, file = f" in {place_in(config, name)}", "that file"
+        info = kind.model_fields.get(name)
+        takes, rules = ("", ()) if info is None else (allowed(kind, name), info.metadata)
+        if info is not None and problem["type"] == "string_pattern_mismatch":
+            takes = str(info.description)
+        lines.append(f"{name}={shown}{where}: {told(problem, takes, rules)}; set it with {' or '.join([*ways, file])}")
     return lines
