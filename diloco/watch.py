@@ -37,7 +37,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
         while not stop.is_set():
             over = collector.model.over
             if over and not said:
-                report = f"; its report: diloco report {place.folder}" if place.folder is not None else ""
+                report = f"; its report: diloco report {place.folder}" if place.folder is not None and not lost else ""
                 typer.echo(f"run {place.run!r} is finished: its page stays here until Ctrl-C{report}")
             elif not over and place.folder is not None and not is_output(place.folder):
                 if not lost:
@@ -82,7 +82,9 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
         raise UsageError("--into is the folder of --to: leave it out, or say where to")
     place = locate(settings, folder)
     if place.redis_url is None:
-        raise UsageError(f"no Redis to watch: {no_redis(place)}. Its page, once it is over: diloco report {place} --html FILE")
+        raise UsageError(
+            f"no Redis to watch: {no_redis(place)}. Its page, once it is over: diloco report {place} --html FILE"
+        )
     if to is not None:
         follow(place.redis_url, place.run, to, into)
         return

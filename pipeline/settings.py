@@ -10,7 +10,7 @@ An `expert` setting has no flag: it is set by a variable or in the file (`is_exp
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -31,7 +31,7 @@ from diloco.pipeline.messages.wire import (
     WeightsName,
 )
 from diloco.pipeline.sources import ENV_PREFIX, NEAR, given_outside, nearest, place_in, read_file
-from diloco.pipeline.units import parse_duration, parse_whole, written
+from diloco.pipeline.units import parse_duration, parse_whole
 from diloco.pipeline.wrong_values import told
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
@@ -416,26 +416,6 @@ def has_flag(kind: type[Settings], name: str) -> bool:
     return name in kind.model_fields and name not in NO_FLAG and not is_expert(kind, name)
 
 
-def allowed(kind: type[Settings], name: str) -> str:
-    """What a field takes, in words, for messages and help."""
-    info = kind.model_fields[name]
-    if get_origin(info.annotation) is Literal:
-        return "one of " + ", ".join(map(str, get_args(info.annotation)))
-    words = {
-        "ge": "at least {}",
-        "gt": "more than {}",
-        "le": "at most {}",
-        "lt": "less than {}",
-        "min_length": "at least {} characters",
-    }
-    return ", ".join(
-        text.format(written(bound) if isinstance(bound := getattr(rule, attr), float) else bound)
-        for rule in info.metadata
-        for attr, text in words.items()
-        if getattr(rule, attr, None) is not None
-    )
-
-
 def load(
     kind: type[S],
     flags: Mapping[str, Any] | None = None,
@@ -469,40 +449,32 @@ def load(
     try:
         return kind(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
-        raise UsageError("\n".join(_complaints(kind, error, flags, config, table.keys() - set(ignored)))) from error
+        in_file = {name: place_in(config, name) for name in table.keys() - set(ignored)}
+        raise UsageError("\n".join(_complaints(kind, error, flags, in_file))) from error
     finally:
         _file_values.reset(file_token)
         _ignored.reset(ignored_token)
 
 
 def _complaints(
-    kind: type[Settings],
-    error: ValidationError,
-    flags: Mapping[str, Any],
-    config: Path | None,
-    in_file: Collection[str],
+    kind: type[Settings], error: ValidationError, flags: Mapping[str, Any], in_file: Mapping[str, str]
 ) -> list[str]:
-    """What is wrong, a line for each setting.
-
-    flags: what the command has flags for, with what they were given.
-    in_file: what the settings file gives, unless a flag or a variable does.
-    """
+    """What is wrong, a line for each setting; `flags`: what the command has flags for, with what they were given;
+    `in_file`: where the settings file has what."""
     lines = []
+    before = {name for name, value in flags.items() if value is not None}
+    before |= given_outside(in_file, None).keys() if kind.from_environment else set()
     for problem in error.errors():
         if problem["type"] == "default_factory_not_called":
             continue  # what it would follow from is named beside it
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
         shown = "***" if name in SECRETS else repr(problem["input"])
         ways = [flag_of(name)] if name in flags and has_flag(kind, name) else []
-        if kind.from_environment:
-            ways.append(f"{ENV_PREFIX}{name.upper()}")
-        where, file = "", "the settings file"
-        given_before = flags.get(name) is not None or (kind.from_environment and name in given_outside({name}, None))
-        if name in in_file and not given_before:
-            where, file = f" in {place_in(config, name)}", "that file"
-        info = kind.model_fields.get(name)
-        takes, rules = ("", ()) if info is None else (allowed(kind, name), info.metadata)
-        if info is not None and problem["type"] == "string_pattern_mismatch":
-            takes = str(info.description)
-        lines.append(f"{name}={shown}{where}: {told(problem, takes, rules)}; set it with {' or '.join([*ways, file])}")
+        ways += [f"{ENV_PREFIX}{name.upper()}"] if kind.from_environment else []
+        if name in in_file and name not in before:
+            shown += f" in {in_file[name]}"
+            ways.append("that file")
+        else:
+            ways.append("the settings file")
+        lines.append(f"{name}={shown}: {told(problem, kind.model_fields.get(name))}; set it with {' or '.join(ways)}")
     return lines

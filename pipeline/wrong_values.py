@@ -1,12 +1,12 @@
-"""What is wrong with a value that pydantic has refused, in the words of this project."""
+"""What a value may be, and what is wrong with one that pydantic has refused, in the words of this project."""
 
-from collections.abc import Iterable
-from typing import Any
+from typing import Literal, get_args, get_origin
 
 from pydantic import BeforeValidator
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from diloco.pipeline.units import EXAMPLES
+from diloco.pipeline.units import EXAMPLES, written
 
 _WHOLE, _NUMBER, _SWITCH = "not a whole number", "not a number", "neither true nor false"
 _WORDS = {
@@ -31,18 +31,41 @@ _WORDS = {
 """By pydantic's name of the error: what is wrong, and what is allowed instead, with the error's context."""
 
 
-def told(problem: ErrorDetails, takes: str = "", rules: Iterable[Any] = ()) -> str:
+def allowed(field: FieldInfo) -> str:
+    """What a field takes, in words, for messages and help."""
+    if get_origin(field.annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(field.annotation)))
+    words = {
+        "ge": "at least {}",
+        "gt": "more than {}",
+        "le": "at most {}",
+        "lt": "less than {}",
+        "min_length": "at least {} characters",
+    }
+    return ", ".join(
+        text.format(written(bound) if isinstance(bound := getattr(rule, attr), float) else bound)
+        for rule in field.metadata
+        for attr, text in words.items()
+        if getattr(rule, attr, None) is not None
+    )
+
+
+def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
     """What is wrong, and what is allowed.
 
     Args:
         problem: one of pydantic's.
-        takes: all that is allowed, in words, if it is known; else the one rule that was broken is named.
-        rules: of the field; they may know how its numbers are written.
+        field: whose value it is; None: not known, and the one rule that was broken is named alone.
     """
     said = problem["msg"].removeprefix("Value error, ").rstrip(".")
     wrong, rule = _WORDS.get(problem["type"], (said, ""))
-    if wrong == _NUMBER:
-        ways = [EXAMPLES[one.func] for one in rules if isinstance(one, BeforeValidator) and one.func in EXAMPLES]
-        wrong += "".join(f", such as {way}" for way in ways)
-    takes = takes or rule.format(**problem.get("ctx", {}))
+    if field is None:
+        bounds = {name: written(one) if isinstance(one, float) else one for name, one in problem.get("ctx", {}).items()}
+        takes = rule.format(**bounds)
+    else:
+        if wrong == _NUMBER:
+            read = [rule.func for rule in field.metadata if isinstance(rule, BeforeValidator)]
+            wrong += "".join(f", such as {EXAMPLES[one]}" for one in read if one in EXAMPLES)
+        # A pattern says nothing to people.
+        takes = str(field.description) if problem["type"] == "string_pattern_mismatch" else allowed(field)
     return f"{wrong} (allowed: {takes})" if takes else wrong

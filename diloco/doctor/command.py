@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.text import Text
 
@@ -198,7 +199,7 @@ def _number(kind: Any, flag: str, given: str | None) -> float | None:
     try:
         return float(TypeAdapter(kind).validate_python(given))
     except ValidationError as failure:
-        raise UsageError(f"{flag} {given}: {told(failure.errors()[0], rules=kind.__metadata__)}") from None
+        raise UsageError(f"{flag} {given}: {told(failure.errors()[0], FieldInfo.from_annotation(kind))}") from None
 
 
 def _params(settings: DoctorSettings, params: float | None) -> float | None:

@@ -143,7 +143,7 @@ def no_redis(place: Place) -> str:
     if place.closing:
         return f"the run in {place} has ended, and its report is being written"
     if place.folder is not None and is_live(place.folder):
-        return f"the run in {place} goes on without a Redis: `diloco status {place}` shows it, Ctrl-C where it runs ends it"
+        return f"the run in {place} goes on without a Redis: diloco status {place} shows it, Ctrl-C there ends it"
     return f"{place} is over already"
 
 

@@ -107,8 +107,9 @@ async def left_in(
             model = collector.model
             yield address
     finally:
-        if model is not None and folder.is_dir():  # else somebody has moved or deleted it
-            (folder / MODEL_FILE).write_text(dumps(model.snapshot()) + "\n")
+        if model is not None:
+            with suppress(FileNotFoundError):  # somebody has moved or deleted the folder
+                (folder / MODEL_FILE).write_text(dumps(model.snapshot()) + "\n")
 
 
 def folder_of_page(file: Path) -> Path | None:
