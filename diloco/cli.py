@@ -1,15 +1,16 @@
 """The command line: one table of commands. What a command is made of is imported when that command is called."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from safetensors import SafetensorError
+from typer.main import get_command
 
 from diloco.extras import load_extra
-from diloco.pipeline.errors import DilocoError, exit_status
+from diloco.pipeline.errors import DilocoError, UsageError, exit_status
 from diloco.pipeline.process.interrupts import raise_again
 
 
@@ -132,6 +133,36 @@ def _listed() -> None:
     """Stands for a command in the list."""
 
 
+def _call(command: typer.Typer, arguments: list[str], name: str) -> None:
+    """Call a command, which ends with SystemExit.
+
+    Raises:
+        UsageError: a value of an option is wrong; typer alone would say so in the words of pydantic.
+    """
+    made: Any = get_command(command)
+    made.make_context, made.invoke = _refusing(made.make_context), _refusing(made.invoke)
+    made(args=arguments, prog_name=name)
+
+
+def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A step of a command, or of a group that calls one, which refuses in words of ours."""
+
+    def refuse(*args: Any, **more: Any) -> Any:
+        try:
+            return step(*args, **more)
+        except typer.BadParameter as error:
+            from pydantic import ValidationError
+
+            from diloco.pipeline.wrong_values import told
+
+            if not isinstance(error.__cause__, ValidationError) or error.param is None:
+                raise
+            problem = error.__cause__.errors()[0]
+            raise UsageError(f"{max(error.param.opts, key=len)} {problem['input']}: {told(problem)}") from error
+
+    return refuse
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 2 for what a person has to mend, 1 for any other failure."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -139,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = given[0] if given and given[0] in COMMANDS else ""
         command = load_command(name) if name else _list()
         raise_again()
-        command(args=given[1:] if name else given, prog_name=f"diloco {name}".rstrip())
+        _call(command, given[1:] if name else given, f"diloco {name}".rstrip())
     except DilocoError as error:
         sys.stderr.write(f"error: {error}\n")
         return exit_status(error)

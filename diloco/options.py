@@ -33,7 +33,6 @@ from diloco.pipeline.settings import (
     SyncerSettings,
     SyncSettings,
     TrainerSettings,
-    allowed,
     defaults,
     expert,
     flag_of,
@@ -43,6 +42,7 @@ from diloco.pipeline.settings import (
 from diloco.pipeline.site import Site
 from diloco.pipeline.sources import ENV_PREFIX, check_variables, given_outside
 from diloco.pipeline.units import parse_count, parse_duration, parse_rate, parse_span, written
+from diloco.pipeline.wrong_values import allowed
 from diloco.workers.trainer.models.sizes import SIZES
 
 S = TypeVar("S", bound=Settings)
@@ -306,7 +306,7 @@ def help_of(kind: type[Settings], name: str) -> str:
     default = repr(info.default) if str(info.default) != str(info.default).strip() else as_written(kind, name)
     known = default is not None and info.default_factory is None
     notes = [f"default {default}"] if known and info.annotation is not bool else []
-    rule = allowed(kind, name)
+    rule = allowed(info)
     notes += [rule] if rule and get_origin(info.annotation) is not Literal else []
     return f"{info.description} ({'; '.join(notes)})" if notes else str(info.description)
 

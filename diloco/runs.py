@@ -13,7 +13,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from diloco.launcher.display import Fitting
-from diloco.launcher.locate import locate, server_url
+from diloco.launcher.locate import locate, no_redis, server_url
 from diloco.options import takes
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.runs import RedisRuns, Taken, connect_runs
@@ -294,7 +294,7 @@ def finish(
     logs.configure(settings.log_level)
     place = locate(settings, folder)
     if place.redis_url is None:
-        raise UsageError(f"{place} is over already")
+        raise UsageError(no_redis(place))
     asyncio.run(_finish(place.redis_url, place.run, wait))
 
 

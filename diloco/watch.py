@@ -6,11 +6,12 @@ from pathlib import Path
 
 import typer
 
-from diloco.launcher.locate import Place, is_live, locate
+from diloco.launcher.locate import Place, is_live, is_output, locate, no_redis
 from diloco.launcher.page import served, way_to
 from diloco.options import WatchProcess
+from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.process import lifecycle
 from diloco.tracking.follow import follow
 
@@ -19,12 +20,14 @@ LOOK_S = 1.0
 
 
 async def _serve(settings: WatchProcess, place: Place) -> None:
-    """Serve the page until a signal, also beyond the run's end: whoever looks at it sees how that was.
+    """Serve the page until a signal, also beyond the run's end: whoever looks at it sees how that was. Without its
+    output folder, which somebody may move or delete, for as long as the run's Redis answers.
 
     Raises:
         UsageError: the run has ended otherwise; as `locate` says it.
+        DilocoError: neither its folder nor its Redis is there any more.
     """
-    stop, said, url = lifecycle.stop_event(), False, place.redis_url
+    stop, said, lost, url = lifecycle.stop_event(), False, False, place.redis_url
     assert url is not None  # noqa: S101  # there is something to watch
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(open_bus(url, place.run))
@@ -34,8 +37,13 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
         while not stop.is_set():
             over = collector.model.over
             if over and not said:
-                report = f"; its report: diloco report {place.folder}" if place.folder is not None else ""
+                report = f"; its report: diloco report {place.folder}" if place.folder is not None and not lost else ""
                 typer.echo(f"run {place.run!r} is finished: its page stays here until Ctrl-C{report}")
+            elif not over and place.folder is not None and not is_output(place.folder):
+                if not lost:
+                    typer.echo(f"{place.folder} was moved or deleted: watching its run while its Redis answers")
+                await _ask(bus, place)
+                lost = True
             elif not over and place.folder is not None and not is_live(place.folder):
                 locate(settings, place.folder)
                 typer.echo(f"run {place.run!r} is over, its last moments were not seen: diloco report {place.folder}")
@@ -44,6 +52,19 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await stop.wait()
+
+
+async def _ask(bus: Bus, place: Place) -> None:
+    """Look whether a run is still there whose output folder is not.
+
+    Raises:
+        DilocoError: it is not.
+    """
+    try:
+        await bus.read_state()
+    except BusError as error:
+        gone = f"{place.folder} was moved or deleted, and the Redis of its run {place.run!r} does not answer any more"
+        raise DilocoError(gone, "the run has ended, as far as can be seen from here", str(error)) from error
 
 
 def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None, into: Path | None) -> None:
@@ -61,7 +82,9 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
         raise UsageError("--into is the folder of --to: leave it out, or say where to")
     place = locate(settings, folder)
     if place.redis_url is None:
-        raise UsageError(f"{place} has no Redis to watch: it is over. Its page: diloco report {place} --html FILE")
+        raise UsageError(
+            f"no Redis to watch: {no_redis(place)}. Its page, once it is over: diloco report {place} --html FILE"
+        )
     if to is not None:
         follow(place.redis_url, place.run, to, into)
         return

@@ -10,8 +10,9 @@ import typer
 from diloco import cli
 from diloco.options import PANELS, as_written
 from diloco.pipeline.methods import METHODS
-from diloco.pipeline.settings import NO_FLAG, Settings, allowed, is_expert
+from diloco.pipeline.settings import NO_FLAG, Settings, is_expert
 from diloco.pipeline.sources import ENV_PREFIX
+from diloco.pipeline.wrong_values import allowed
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import FIGURES
 from docs import deadlines
@@ -140,7 +141,7 @@ def _methods() -> Iterator[str]:
 
 def _setting(kind: type[Settings], name: str, users: list[str]) -> str:
     info = kind.model_fields[name]
-    rule = allowed(kind, name)
+    rule = allowed(info)
     default = "follows" if info.default_factory else "" if info.default is None else f"`{_default(kind, name)}`"
     variable = f"`{ENV_PREFIX}{name.upper()}`" if kind.from_environment else ""
     why = "secret" if name in NO_FLAG else "expert" if is_expert(kind, name) else ""

@@ -10,7 +10,7 @@ An `expert` setting has no flag: it is set by a variable or in the file (`is_exp
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -30,8 +30,9 @@ from diloco.pipeline.messages.wire import (
     PartyName,
     WeightsName,
 )
-from diloco.pipeline.sources import ENV_PREFIX, NEAR, nearest, read_file
-from diloco.pipeline.units import parse_duration, parse_whole, written
+from diloco.pipeline.sources import ENV_PREFIX, NEAR, given_outside, nearest, place_in, read_file
+from diloco.pipeline.units import parse_duration, parse_whole
+from diloco.pipeline.wrong_values import told
 
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
 """Seconds; accepts '200ms', '10s', '5m', '1h'."""
@@ -343,7 +344,9 @@ class EvaluatorSettings(Settings):
     eval_every: Duration = expert(5.0, description="Shortest time between evaluations")
     eval_tokens: int = expert(16_384, ge=1, le=10**12, description="Size of the fixed validation slice")
     eval_device: str = expert(
-        "cpu", pattern=DEVICE, description="Where the evaluator measures, as `device`: beside learners the CPU"
+        "cpu",
+        pattern=DEVICE,
+        description="auto, cpu, cuda, cuda:N, mps: where the evaluator measures; beside learners the CPU",
     )
 
 
@@ -413,26 +416,6 @@ def has_flag(kind: type[Settings], name: str) -> bool:
     return name in kind.model_fields and name not in NO_FLAG and not is_expert(kind, name)
 
 
-def allowed(kind: type[Settings], name: str) -> str:
-    """What a field takes, in words, for messages and help."""
-    info = kind.model_fields[name]
-    if get_origin(info.annotation) is Literal:
-        return "one of " + ", ".join(map(str, get_args(info.annotation)))
-    words = {
-        "ge": "at least {}",
-        "gt": "more than {}",
-        "le": "at most {}",
-        "lt": "less than {}",
-        "min_length": "at least {} characters",
-    }
-    return ", ".join(
-        text.format(written(bound) if isinstance(bound := getattr(rule, attr), float) else bound)
-        for rule in info.metadata
-        for attr, text in words.items()
-        if getattr(rule, attr, None) is not None
-    )
-
-
 def load(
     kind: type[S],
     flags: Mapping[str, Any] | None = None,
@@ -458,33 +441,40 @@ def load(
     if unknown := sorted(table.keys() - names):
         near = nearest(unknown[0], names, NEAR)
         meant = f" (is {near!r} meant?)" if near else ""
-        raise UsageError(f"{config}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted(names))}")
+        where = place_in(config, unknown[0])
+        raise UsageError(f"{where}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted(names))}")
     flags = flags or {}
     file_token = _file_values.set({name: table[name] for name in fields if name in table and name not in ignored})
     ignored_token = _ignored.set(ignored)
     try:
         return kind(**{name: value for name, value in flags.items() if value is not None})
     except ValidationError as error:
-        raise UsageError("\n".join(_complaints(kind, error, flags))) from error
+        in_file = {name: place_in(config, name) for name in table.keys() - set(ignored)}
+        raise UsageError("\n".join(_complaints(kind, error, flags, in_file))) from error
     finally:
         _file_values.reset(file_token)
         _ignored.reset(ignored_token)
 
 
-def _complaints(kind: type[Settings], error: ValidationError, flags: Collection[str]) -> list[str]:
-    """What is wrong, a line for each setting; `flags`: what the command has flags for."""
+def _complaints(
+    kind: type[Settings], error: ValidationError, flags: Mapping[str, Any], in_file: Mapping[str, str]
+) -> list[str]:
+    """What is wrong, a line for each setting; `flags`: what the command has flags for, with what they were given;
+    `in_file`: where the settings file has what."""
     lines = []
+    before = {name for name, value in flags.items() if value is not None}
+    before |= given_outside(in_file, None).keys() if kind.from_environment else set()
     for problem in error.errors():
         if problem["type"] == "default_factory_not_called":
             continue  # what it would follow from is named beside it
         name = str(problem["loc"][0]) if problem["loc"] else "settings"
-        takes = allowed(kind, name) if name in kind.model_fields else ""
         shown = "***" if name in SECRETS else repr(problem["input"])
-        hint = f" (allowed: {takes})" if takes else ""
         ways = [flag_of(name)] if name in flags and has_flag(kind, name) else []
-        if kind.from_environment:
-            ways.append(f"{ENV_PREFIX}{name.upper()}")
-        ways.append("the settings file")
-        what = "too short" if "too_short" in problem["type"] else problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{name}={shown}: {what}{hint}; set it with {' or '.join(ways)}")
+        ways += [f"{ENV_PREFIX}{name.upper()}"] if kind.from_environment else []
+        if name in in_file and name not in before:
+            shown += f" in {in_file[name]}"
+            ways.append("that file")
+        else:
+            ways.append("the settings file")
+        lines.append(f"{name}={shown}: {told(problem, kind.model_fields.get(name))}; set it with {' or '.join(ways)}")
     return lines

@@ -1,6 +1,7 @@
 """Where settings come from beside flags: `DILOCO_*` variables and a TOML file, and names misspelt there."""
 
 import os
+import re
 import tomllib
 from collections.abc import Collection, Iterable
 from difflib import get_close_matches
@@ -73,11 +74,19 @@ def read_file(config: Path | None) -> dict[str, Any]:
         raise UsageError(f"cannot read settings file {config}: {error}") from error
 
 
+def place_in(config: Path | None, name: str) -> str:
+    """A settings file, with the line of a key where that is found."""
+    lines = [] if config is None else config.read_text("utf-8-sig").splitlines()
+    key = re.compile(rf"""\s*(["']?){re.escape(name)}\1\s*=""")
+    line = next((number for number, text in enumerate(lines, 1) if key.match(text)), None)
+    return str(config) if line is None else f"{config}, line {line}"
+
+
 class Given(NamedTuple):
     """A setting that a variable or the settings file gives."""
 
     where: str
-    """The variable, or the key and its file."""
+    """The variable, or the key, its file and line."""
     value: Any
 
 
@@ -87,7 +96,8 @@ def given_outside(names: Collection[str], config: Path | None) -> dict[str, Give
     Raises:
         UsageError: the file cannot be read.
     """
-    found = {name: Given(f"{name} in {config}", value) for name, value in read_file(config).items() if name in names}
+    table = read_file(config)
+    found = {name: Given(f"{name} in {place_in(config, name)}", table[name]) for name in names if name in table}
     for variable, value in sorted(os.environ.items()):
         name = variable[len(ENV_PREFIX) :].lower()
         if variable.upper().startswith(ENV_PREFIX) and name in names and value:

@@ -88,6 +88,15 @@ def parse_rate(value: Any) -> Any:
     return read
 
 
+EXAMPLES: dict[Any, str] = {
+    parse_count: "150k, 2.5M or 70B",
+    parse_duration: "200ms, 10s or 5m",
+    parse_span: "10s, 30d or 0.5y",
+    parse_rate: "5Gbps or 800Mbit/s",
+}
+"""How what each of them reads is written, for messages."""
+
+
 def written(amount: float, suffixes: str = "TBMk") -> str:
     """A number as people write it, to six digits: '70B', '3.3B', '150k', '0.5'; with TGMk of a rate."""
     for suffix, unit in zip(suffixes, (1e12, 1e9, 1e6, 1e3), strict=True):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.text import Text
 
@@ -29,6 +30,7 @@ from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
 from diloco.pipeline.settings import defaults
 from diloco.pipeline.site import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.units import Amount, Span, counted
+from diloco.pipeline.wrong_values import told
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco.workers.trainer.models.sizes import SIZES, size_table
 
@@ -196,13 +198,13 @@ def of_run(run: Run, machine: Machine, line: Link | None, party: Party) -> Itera
             yield checks.merges_of_run(run, site, machine)
 
 
-def _number(kind: type, flag: str, given: str | None) -> float | None:
+def _number(kind: Any, flag: str, given: str | None) -> float | None:
     if given is None:
         return None
     try:
         return float(TypeAdapter(kind).validate_python(given))
     except ValidationError as failure:
-        raise UsageError(f"{flag} {given}: {failure.errors()[0]['msg'].removeprefix('Value error, ')}") from None
+        raise UsageError(f"{flag} {given}: {told(failure.errors()[0], FieldInfo.from_annotation(kind))}") from None
 
 
 def _params(settings: DoctorSettings, params: float | None) -> float | None:

@@ -54,11 +54,15 @@ def _learner(row: dict[str, Any]) -> LearnerStatus:
 
 
 def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
-    """The status of a baseline run in the shape of `pipeline.view.status`, from its folder."""
+    """The status of a baseline run in the shape of `pipeline.view.status`, from its folder.
+
+    Raises:
+        UsageError: no budget is given, and the folder does not say it.
+    """
     lines = _progress(out)
     last: dict[str, Any] = lines[-1] if lines else {"tokens": 0, "elapsed_s": 0.0, "learners": []}
     measured = [line for line in lines if line["val_loss"] is not None]
-    budget = budget_tokens or RunFile.read(out).budget_tokens
+    budget = budget_tokens or RunFile.budget(out)
     evaluation: EvaluationStatus | None = None
     if measured:
         at = measured[-1]

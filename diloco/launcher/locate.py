@@ -10,13 +10,17 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
+from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.methods import RunMethod
 from diloco.pipeline.settings import BusSettings, ServerSettings
+from diloco.pipeline.wrong_values import told
 
 RUNS = Path("runs")
 RUN_FILE = "run.json"
 """Written by the launcher while a run is live: Redis URL without secrets, run name, address of its page, pids."""
 REPORT_FILE = "report.json"
+DAMAGED = "if that run is over, delete the file; if it goes on, look at it by --redis-url and --run"
+"""What to do about a damaged `RUN_FILE`."""
 CLOCK_S = 60.0
 """The clock may have been set since the machine was started, by so much at most."""
 
@@ -69,12 +73,12 @@ class RunFile(BaseModel):
     """What the launcher says of a run under way, in `RUN_FILE`."""
 
     redis_url: str | None = None
-    run: str = "run"
+    run: PartyName = "run"
     method: RunMethod | None = None
-    budget_tokens: int = 0
+    budget_tokens: PositiveInt | None = None
     page: str | None = None
     closing: bool = False
-    pids: dict[str, PositiveInt]
+    pids: dict[PartyName, PositiveInt]
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -87,8 +91,30 @@ class RunFile(BaseModel):
             return cls.model_validate(read_object(folder / RUN_FILE))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise UsageError(f"{folder / RUN_FILE} is damaged: {where}: {first['msg']}") from error
+            where = "".join(f"{part}: " for part in first["loc"] if part != "[key]")
+            raise _damaged(folder, f"{where}{told(first)}") from error
+        except UsageError as error:
+            raise UsageError(error.found, DAMAGED) from error
+
+    @classmethod
+    def budget(cls, folder: Path) -> int:
+        """Budget in tokens of a run without a Redis, which would know it.
+
+        Raises:
+            UsageError: the file is damaged, or does not say it.
+        """
+        if (found := cls.read(folder).budget_tokens) is None:
+            raise _damaged(folder, "budget_tokens: missing")
+        return found
+
+
+def _damaged(folder: Path, what: str) -> UsageError:
+    return UsageError(f"{folder / RUN_FILE} is damaged: {what}", DAMAGED)
+
+
+def is_output(folder: Path) -> bool:
+    """Whether this is an output folder of `diloco run`, of a run under way or over."""
+    return any((folder / name).is_file() for name in (RUN_FILE, REPORT_FILE))
 
 
 def is_live(folder: Path) -> bool:
@@ -110,6 +136,15 @@ def server_url(settings: ServerSettings) -> str:
     if (url := settings.bus_url()) is None:
         raise UsageError("which Redis? Give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
     return url
+
+
+def no_redis(place: Place) -> str:
+    """Why a place that `locate` found has no Redis."""
+    if place.closing:
+        return f"the run in {place} has ended, and its report is being written"
+    if place.folder is not None and is_live(place.folder):
+        return f"the run in {place} goes on without a Redis: diloco status {place} shows it, Ctrl-C there ends it"
+    return f"{place} is over already"
 
 
 def locate(settings: BusSettings, folder: Path | None) -> Place:

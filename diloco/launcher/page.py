@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
-from diloco.launcher.locate import REPORT_FILE, RUN_FILE
+from diloco.launcher.locate import is_output
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
@@ -108,15 +108,14 @@ async def left_in(
             yield address
     finally:
         if model is not None:
-            (folder / MODEL_FILE).write_text(dumps(model.snapshot()) + "\n")
+            with suppress(FileNotFoundError):  # somebody has moved or deleted the folder
+                (folder / MODEL_FILE).write_text(dumps(model.snapshot()) + "\n")
 
 
 def folder_of_page(file: Path) -> Path | None:
     """The output folder whose own page `write_page` would write; None: it is no folder's."""
     folder = file if file.is_dir() else file.parent if file.name == PAGE_FILE else None
-    if folder is not None and any((folder / name).is_file() for name in (RUN_FILE, REPORT_FILE)):
-        return folder
-    return None
+    return folder if folder is not None and is_output(folder) else None
 
 
 def write_page(model: Model, file: Path) -> str:

@@ -49,6 +49,7 @@ from diloco.pipeline.messages.run import Event, Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process import lifecycle, logs
+from diloco.pipeline.process.interrupts import nothing_is_left
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.units import count
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
@@ -200,14 +201,18 @@ class Launcher:
             await _pause(stop)
 
     def _check_folder(self) -> None:
-        """What is still to be written has a place, also where somebody has moved or deleted the output folder."""
+        """What is still to be written has a place, also where somebody has moved or deleted the output folder; and the
+        run is found there, and its processes their settings."""
         if self._folder.identity() == self._made:
             return
         path = self._folder.path
         self._warn(
-            f"the output folder {path} was moved or deleted: the run goes on, and saves its last checkpoint there"
+            f"the output folder {path} was moved or deleted: the run goes on, and saves its last checkpoint there. "
+            "There will be no report; the tape and the logs of before are where that folder is now, if anywhere"
         )
         self._folder.logs.mkdir(parents=True, exist_ok=True)
+        self._folder.write_settings(self._settings)
+        self._note_place()
         self._made, self._moved = self._folder.identity(), True
 
     def _note(self, status: Status) -> None:
@@ -479,6 +484,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     except asyncio.CancelledError as error:
         raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
     if outcome is None:
+        nothing_is_left()
         print("stopped before the first step: there is nothing to save")
         return 0
     lifecycle.ignore_end()

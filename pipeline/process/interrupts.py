@@ -1,6 +1,8 @@
 """Ctrl-C while a command is imported, which is most of its first second: nothing is begun then, so the process ends.
 
 An exception would come up as an import's traceback, or be taken by a library for a part of itself that is missing.
+
+And Ctrl-C once a command has ended: the interpreter takes a while to end too, and would be killed by it.
 """
 
 import os
@@ -25,3 +27,8 @@ def raise_again() -> None:
     """From now on it interrupts the main thread as usual, if it was as above."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def nothing_is_left() -> None:
+    """From now on Ctrl-C is ignored: all is done and said, and the exit status stands."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -32,6 +32,7 @@ from diloco.pipeline.messages.wire import Codec, GlobalCodec, MergeName, Weights
 from diloco.pipeline.messages.wire import OuterName as Production
 from diloco.pipeline.methods import METHODS, RunMethod
 from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
+from diloco.pipeline.wrong_values import told
 from diloco.workers.trainer.models.sizes import SIZES
 
 Method = Literal[RunMethod, "single"]
@@ -385,7 +386,7 @@ def _lab_run(where: str, given: Mapping[str, Any]) -> LabRun:
             shown = f"{name}={problem['input']!r}: " if name else ""
             known = name in LabRun.model_fields
             about = f" ({LabRun.model_fields[name].description})" if known else ""
-            lines.append(f"{where}: {shown}{problem['msg']}{about}")
+            lines.append(f"{where}: {shown}{told(problem)}{about}")
         raise UsageError("\n".join(dict.fromkeys(lines))) from error
 
 

@@ -383,6 +383,36 @@ def test_without_a_folder_the_redis_url_counts_and_then_the_newest_run():
         locate(BusSettings(run="c"), None)
 
 
+@pytest.mark.parametrize(
+    ("left", "wrong"),
+    [
+        ({"method": "data-parallel", "redis_url": None}, "budget_tokens: missing"),
+        ({"method": "data-parallel", "redis_url": None, "budget_tokens": 0}, "budget_tokens: too small"),
+        ({"run": "a b"}, "run: cannot be a name"),
+        ({"pids": {"the learner": 1}}, "pids: the learner: cannot be a name"),
+        ({"pids": {"launcher": "x"}}, "pids: launcher: not a whole number"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_damaged_run_file_is_refused_by_name_with_what_to_do(left, wrong, tmp_path, capsys):
+    """What is missing or cannot be so; no traceback."""
+    write_run(tmp_path / "out", **left)
+    assert cli.main(["status", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'out' / 'run.json'} is damaged: {wrong}" in said
+    assert "if that run is over, delete the file" in said
+
+
+@pytest.mark.parametrize("command", [["finish"], ["watch", "--web"]])
+def test_a_live_run_without_a_redis_is_not_said_to_be_over(command, tmp_path, capsys):
+    """The data-parallel baseline has none."""
+    write_run(tmp_path / "out", method="data-parallel", redis_url=None, budget_tokens=5)
+    assert cli.main([*command, str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert "goes on without a Redis" in said
+    assert f"diloco status {tmp_path / 'out'}" in said
+
+
 def test_the_page_of_a_run_is_found_where_its_terminal_is_closed(tmp_path, capsys):
     """run.json has the address, which has no token; nothing is left of it once the run is over."""
     folder = Folder(tmp_path)

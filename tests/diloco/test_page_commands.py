@@ -9,22 +9,28 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import AsyncMock
 
 import pytest
 
+from diloco import watch
 from diloco.cli import main
 from diloco.launcher.folder import Folder
+from diloco.launcher.locate import Place
 from diloco.launcher.page import MODEL_FILE, PAGE_FILE
-from diloco.options import RunProcess
+from diloco.options import RunProcess, WatchProcess
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.errors import BusUnavailable, DilocoError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.view.page.collector import Collector
 from tests import samples
 from tests.backdoor import RedisBackdoor
@@ -244,6 +250,25 @@ def test_a_process_that_has_the_launchers_id_by_now_is_not_taken_for_it(
 def test_watch_says_how_it_can_watch(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", "--redis-url", "redis://127.0.0.1:1"]) == 2
     assert "diloco watch --web" in capsys.readouterr().err
+
+
+async def test_a_page_outlives_the_output_folder_of_its_run_for_as_long_as_redis_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody deletes the folder while the run goes on; once Redis is gone as well, the end says what happened."""
+    bus = MemoryBus("kept", LoopClock())
+    monkeypatch.setattr(watch, "LOOK_S", 0.01)
+    monkeypatch.setattr(watch, "open_bus", lambda url, run: nullcontext(bus))
+    answers = [None, None, None, BusUnavailable("away")]
+    monkeypatch.setattr(bus, "read_spec", AsyncMock(return_value=None))
+    monkeypatch.setattr(bus, "read_state", AsyncMock(side_effect=answers))
+    page = SimpleNamespace(model=SimpleNamespace(over=False)), ""
+    monkeypatch.setattr(watch, "served", lambda *given: nullcontext(page))
+    place = Place("kept", "redis://127.0.0.1:1", tmp_path / "deleted")
+    with pytest.raises(DilocoError, match="deleted was moved or deleted, and the Redis of its run 'kept' does not"):
+        await watch._serve(WatchProcess(), place)
+    assert bus.read_state.await_count == len(answers)  # type: ignore[attr-defined]  # a mock
+    assert capsys.readouterr().out.count("was moved or deleted: watching its run while its Redis answers") == 1
 
 
 @pytest.mark.redis

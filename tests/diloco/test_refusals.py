@@ -104,6 +104,47 @@ def test_a_link_of_a_few_bits_is_a_unit_left_out(capsys: pytest.CaptureFixture[s
     assert "at least 1k" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "--tokens", "-5"], "tokens=-5: too small (allowed: at least 1, at most "),
+        (["run", "--http-port", "70000"], "http_port=70000: too large (allowed: at least 0, at most 65535)"),
+        (["run", "--lr", "high"], "lr='high': not a number (allowed: more than 0)"),
+        (["run", "--lr", "nan"], "lr='nan': not a finite number (allowed: more than 0)"),
+        (["run", "--pace", "2 weeks"], "pace='2 weeks': not a number, such as 200ms, 10s or 5m (allowed: at least 0)"),
+        (["run", "--method", "magic"], "method='magic': no such choice (allowed: one of decoupled, paper, "),
+        (["learner", "--device", "tpu"], "device='tpu': not of the form that it takes (allowed: auto, cpu, cuda, "),
+        (
+            ["doctor", "--params", "huge"],
+            "--params huge: not a number, such as 150k, 2.5M or 70B (allowed: ",
+        ),
+        (["doctor", "--params", "-3"], "--params -3: too small (allowed: more than 0)"),
+        (["doctor", "--as", "boss"], "--as"),
+        (["doctor", "--learners", "0"], "--learners"),
+        (["status", "--watch", "0"], "--watch"),
+        (["lab", "run", "--threads", "0", "nosuch"], "--threads"),
+    ],
+    ids=lambda value: " ".join(value[:3]) if isinstance(value, list) else "",
+)
+def test_a_wrong_value_is_named_with_what_is_allowed_in_no_librarys_words(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of settings, and of options that the library of the command line checks itself."""
+    assert main(arguments) == REFUSED
+    said = capsys.readouterr().err
+    assert told in said
+    assert arguments[-1].removesuffix("nosuch") in said
+    assert [words for words in ("Input should", "Value error", "unable to parse", "pattern") if words in said] == []
+
+
+def test_a_variable_that_says_neither_yes_nor_no_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DILOCO_COMPILE", "maybe")
+    assert main(["learner", *NOWHERE]) == REFUSED
+    assert "compile='maybe': neither true nor false; set it with --compile" in capsys.readouterr().err
+
+
 # --- rights ---------------------------------------------------------------------------------------------
 
 
@@ -181,7 +222,10 @@ sys.exit(main())
 """
 
 
-@pytest.mark.parametrize("module", ["typer", "pydantic", "numpy._core", "diloco.doctor.checks", "redis"])
+@pytest.mark.parametrize(
+    "module",
+    ["diloco.pipeline.process.interrupts", "typer", "pydantic", "numpy._core", "diloco.doctor.checks", "redis"],
+)
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(module: str) -> None:
     """Whatever is being imported: a library may take an exception there for a part of itself that is missing."""
     code = INTERRUPTED.format(module=module, arguments=["doctor", "--json"])
@@ -195,4 +239,14 @@ def test_ctrl_c_is_left_ignored_where_it_was() -> None:
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + code
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0
+    assert done.stdout.startswith("diloco ")
+
+
+def test_ctrl_c_after_the_end_of_a_command_changes_nothing() -> None:
+    """A second one in haste comes while the interpreter ends, which takes a while; the status stands."""
+    code = "import os, signal, sys; from diloco.__main__ import main; status = main()"
+    code = f"{code}; os.kill(os.getpid(), signal.SIGINT); sys.exit(status)"
+    command = [sys.executable, "-c", code, "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("diloco ")

@@ -13,6 +13,7 @@ import pytest
 
 from diloco.launcher.folder import Folder
 from diloco.launcher.launch import ChildDied, Children
+from diloco.launcher.locate import is_live
 from diloco.launcher.run import Launcher
 from diloco.options import RunProcess
 from diloco.pipeline.clock import LoopClock
@@ -46,7 +47,7 @@ class FakeChild:
     expected_end: bool = False
     under_way: bool = False
     restarted: bool = False
-    pid: int = 0
+    pid: int = 1
     log: str = "the log"
     stops_s: float = 0.0
     environ: dict[str, str] = field(default_factory=dict)
@@ -225,7 +226,8 @@ def test_whoever_is_waited_for_at_the_end_is_named(tmp_path: Path) -> None:
 
 
 async def test_a_run_whose_folder_is_moved_or_deleted_says_so_and_goes_on_to_a_clear_end(tmp_path: Path) -> None:
-    """Logs have a place again at once; no report is made of the half that is left."""
+    """Logs have a place again at once, the run is found there, and what is started again its settings; no report is
+    made of the half that is left, which is said at once."""
     folder = tmp_path / "out"
     folder.mkdir()
     launcher, _, screen, _ = launched(folder)
@@ -238,7 +240,10 @@ async def test_a_run_whose_folder_is_moved_or_deleted_says_so_and_goes_on_to_a_c
             launcher._check_folder()
         assert len(screen.notes) == 1
         assert f"the output folder {folder} was moved or deleted" in screen.notes[0]
+        assert "There will be no report" in screen.notes[0]
         assert (folder / "logs").is_dir()
+        assert (folder / "settings.toml").is_file()
+        assert is_live(folder)
     with pytest.raises(DilocoError, match=f"{folder} was moved or deleted .* no report"):
         await launcher.gather(1.0, None)
 

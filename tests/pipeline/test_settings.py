@@ -2,14 +2,16 @@
 
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.cli import main
 from diloco.options import ALL_FIELDS, ChaosProcess, DemoProcess
 from diloco.pipeline.agreement import agree
 from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import PartyId, party_name
 from diloco.pipeline.settings import (
     PARTIES,
@@ -21,12 +23,12 @@ from diloco.pipeline.settings import (
     SyncerProcess,
     SyncSettings,
     TrainerSettings,
-    allowed,
     is_expert,
     load,
     parse_duration,
 )
 from diloco.pipeline.sources import check_variables
+from diloco.pipeline.wrong_values import allowed, told
 
 
 @pytest.fixture(autouse=True)
@@ -182,10 +184,22 @@ def test_a_wrong_variable_or_file_value_is_named_too(tmp_path, monkeypatch):
         load(SyncSettings)
 
 
+def test_a_wrong_value_of_the_file_is_named_with_file_and_line(tmp_path, monkeypatch):
+    """It is not blamed for what a flag or a variable says in its place."""
+    config = toml(tmp_path, "# ours\nfragments = 4\n'quorum' = -1\n")
+    with pytest.raises(UsageError, match=rf"^quorum=-1 in {config}, line 3: too small .* or that file$"):
+        load(SyncSettings, {"quorum": None}, config)
+    with pytest.raises(UsageError, match=r"^quorum=-2: too small"):
+        load(SyncSettings, {"quorum": -2}, config)
+    monkeypatch.setenv("DILOCO_QUORUM", "-3")
+    with pytest.raises(UsageError, match=r"^quorum=-3: too small"):
+        load(SyncSettings, config=config)
+
+
 def test_a_misspelt_setting_in_the_file_is_refused(tmp_path):
     """Unless it belongs to another party: one file serves all of them."""
     config = toml(tmp_path, "qurum = 2\npace = '1s'\n")
-    with pytest.raises(UsageError, match=r"'qurum' .is 'quorum' meant"):
+    with pytest.raises(UsageError, match=r"run.toml, line 1: .* 'qurum' .is 'quorum' meant"):
         load(SyncSettings, config=config, known=frozenset({"pace"}))
     assert load(SyncSettings, config=toml(tmp_path, "pace = '1s'\n"), known=frozenset({"pace"}))
 
@@ -212,8 +226,34 @@ def test_secrets_are_not_shown():
 
 def test_every_bounded_field_says_what_it_takes():
     """Help and messages have words for each bound."""
-    assert allowed(SyncSettings, "grace_gamma") == "at least 0, less than 1"
-    assert allowed(SyncSettings, "merge") == "one of rda, rda-row, rda-all, mean"
+    assert allowed(SyncSettings.model_fields["grace_gamma"]) == "at least 0, less than 1"
+    assert allowed(SyncSettings.model_fields["merge"]) == "one of rda, rda-row, rda-all, mean"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "words"),
+    [
+        (Annotated[int, Field(gt=2)], 2, "too small (allowed: more than 2)"),
+        (Annotated[float, Field(ge=0.5)], 0, "too small (allowed: at least 0.5)"),
+        (Annotated[int, Field(lt=2)], 2, "too large (allowed: less than 2)"),
+        (Annotated[float, Field(le=2)], 3, "too large (allowed: at most 2)"),
+        (Annotated[str, Field(min_length=3)], "a", "too short (allowed: at least 3 characters)"),
+        (Annotated[list[int], Field(min_length=1)], [], "too short (allowed: at least 1)"),
+        (Annotated[str, Field(pattern="^a$")], "b", "not of the form that it takes"),
+        (Literal["a", "b"], "c", "no such choice (allowed: 'a' or 'b')"),
+        *((int, value, "not a whole number") for value in ("x", 1.5, None, "9" * 5000)),
+        *((float, value, "not a number") for value in ("x", None)),
+        *((bool, value, "neither true nor false") for value in ("x", None)),
+        (str, 1, "not text"),
+        (Path, 1, "not a path"),
+        (SyncSpec, {}, "missing"),
+    ],
+)
+def test_a_broken_rule_is_told_in_words_of_ours(kind, value, words):
+    """Also of a value that is no setting's; pydantic's own words come up nowhere."""
+    with pytest.raises(ValidationError) as error:
+        TypeAdapter(kind).validate_python(value)
+    assert told(error.value.errors()[0]) == words
 
 
 def test_the_settings_and_the_wire_type_have_the_same_fields():

@@ -59,10 +59,10 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("[settings]\nlearning_rate = 1", "unknown setting 'learning_rate'"),
         (
             "[settings]\nlr = -1.0",
-            "variant 'trial': lr=-1.0: Input should be greater than 0 (Peak inner",
+            "variant 'trial': lr=-1.0: too small (allowed: more than 0) (Peak inner",
         ),
         ("[settings]\nlearners = 2\nquorum = 3", "quorum=3 of 2 learners"),
-        ("[settings]\nmethod = 'magic'", "Input should be 'decoupled'"),
+        ("[settings]\nmethod = 'magic'", "no such choice (allowed: 'decoupled'"),
         ("[settings]\nlr = []", "lr is an empty list"),
         ("lr = 1", "unknown 'lr' at the top"),
         ("[settings]\nglobal_codec = 'int8'\nouter = 'agreement'", "goes with no other 'outer'"),

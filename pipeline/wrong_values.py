@@ -1,0 +1,71 @@
+"""What a value may be, and what is wrong with one that pydantic has refused, in the words of this project."""
+
+from typing import Literal, get_args, get_origin
+
+from pydantic import BeforeValidator
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from diloco.pipeline.units import EXAMPLES, written
+
+_WHOLE, _NUMBER, _SWITCH = "not a whole number", "not a number", "neither true nor false"
+_WORDS = {
+    "greater_than": ("too small", "more than {gt}"),
+    "greater_than_equal": ("too small", "at least {ge}"),
+    "less_than": ("too large", "less than {lt}"),
+    "less_than_equal": ("too large", "at most {le}"),
+    "literal_error": ("no such choice", "{expected}"),
+    "enum": ("no such choice", "{expected}"),
+    "too_short": ("too short", "at least {min_length}"),
+    "string_too_short": ("too short", "at least {min_length} characters"),
+    "string_pattern_mismatch": ("not of the form that it takes", ""),
+    "string_type": ("not text", ""),
+    "path_type": ("not a path", ""),
+    "finite_number": ("not a finite number", ""),
+    **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), (_WHOLE, "")),
+    **dict.fromkeys(("float_type", "float_parsing"), (_NUMBER, "")),
+    **dict.fromkeys(("bool_type", "bool_parsing"), (_SWITCH, "")),
+    "missing": ("missing", ""),
+    "extra_forbidden": ("unknown", ""),
+}
+"""By pydantic's name of the error: what is wrong, and what is allowed instead, with the error's context."""
+
+
+def allowed(field: FieldInfo) -> str:
+    """What a field takes, in words, for messages and help."""
+    if get_origin(field.annotation) is Literal:
+        return "one of " + ", ".join(map(str, get_args(field.annotation)))
+    words = {
+        "ge": "at least {}",
+        "gt": "more than {}",
+        "le": "at most {}",
+        "lt": "less than {}",
+        "min_length": "at least {} characters",
+    }
+    return ", ".join(
+        text.format(written(bound) if isinstance(bound := getattr(rule, attr), float) else bound)
+        for rule in field.metadata
+        for attr, text in words.items()
+        if getattr(rule, attr, None) is not None
+    )
+
+
+def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
+    """What is wrong, and what is allowed.
+
+    Args:
+        problem: one of pydantic's.
+        field: whose value it is; None: not known, and the one rule that was broken is named alone.
+    """
+    said = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    wrong, rule = _WORDS.get(problem["type"], (said, ""))
+    if field is None:
+        bounds = {name: written(one) if isinstance(one, float) else one for name, one in problem.get("ctx", {}).items()}
+        takes = rule.format(**bounds)
+    else:
+        if wrong == _NUMBER:
+            read = [rule.func for rule in field.metadata if isinstance(rule, BeforeValidator)]
+            wrong += "".join(f", such as {EXAMPLES[one]}" for one in read if one in EXAMPLES)
+        # A pattern says nothing to people.
+        takes = str(field.description) if problem["type"] == "string_pattern_mismatch" else allowed(field)
+    return f"{wrong} (allowed: {takes})" if takes else wrong
