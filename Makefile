@@ -24,7 +24,7 @@ demo: $(VENV)/run.stamp  ## train 4 learners, kill one at 40 %, start it again a
 	$(BIN)/diloco demo --out runs/demo-$(STAMP)
 
 test: $(VENV)/dev.stamp  ## all tests but the slow, browser, prometheus, gpu, docker, slurm and trainers ones
-	$(BIN)/python -m pytest -m "not slow and not browser and not prometheus and not gpu and not docker and not slurm and not trainers" -n auto --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not browser and not prometheus and not gpu and not docker and not slurm and not trainers" -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: $(VENV)/dev.stamp  ## the slow, browser and prometheus ones too: whole training runs as processes
 	$(BIN)/python -m pytest -m "not gpu and not docker and not slurm and not trainers" $(PYTEST_ARGS)

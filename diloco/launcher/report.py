@@ -364,7 +364,7 @@ def summary(report: Report) -> str:
         f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {learners}, "
         f"{count(report['tokens'])} tokens in {duration(report.get('elapsed_s', report['wall_s']))}, "
         f"{counted(report['outer_steps'], 'outer step')}",
-        _loss(loss, bool(report["evaluations"])),
+        _loss(loss, loss is not None or bool(report.get("evaluations"))),
         f"tokens: {ledger_line(report)}",
         *([f"merged share {merged_share(report['merged_share'])}"] if report.get("merged_share") else []),
         f"training blocked for at most {blocked:.2%} of the time",
