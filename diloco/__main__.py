@@ -3,25 +3,24 @@
 import sys
 
 try:
-    from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS, end_at_once, nothing_is_left
-
-    end_at_once()  # until the command is imported
+    from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS, end_at_once, end_with
 except KeyboardInterrupt:
     sys.exit(130)  # INTERRUPTED_STATUS, which may not be there yet
 
 
 def main() -> int:
     """Run the command that the arguments name; the exit status."""
+    end_at_once()  # until the command is imported
     from diloco import cli
     from diloco.pipeline.process.lifecycle import die_with_launcher
 
     die_with_launcher()
     try:
-        return cli.main()
+        status = cli.main()
     except KeyboardInterrupt:
-        return INTERRUPTED_STATUS
-    finally:
-        nothing_is_left()
+        status = INTERRUPTED_STATUS
+    end_with(status)
+    return status
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
 from diloco.pipeline.units import counted
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 
 PREFIX = "diloco1."
 VARIABLE = "DILOCO_INVITATION"

@@ -28,7 +28,8 @@ from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.process import lifecycle, logs
 from diloco.pipeline.settings import BusSettings, ServerSettings
 from diloco.pipeline.units import as_bytes, count, counted, duration, parse_count
-from diloco.pipeline.view.status import Status, present, read_status
+from diloco.pipeline.view.status import Status, present
+from diloco.pipeline.view.status_reader import read_status
 from diloco.pipeline.view.trouble import AWAITED
 from diloco.workers.exchange.reaching import read_run
 

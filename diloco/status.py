@@ -23,7 +23,8 @@ from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.settings import BusSettings
-from diloco.pipeline.view.status import Status, present, read_status
+from diloco.pipeline.view.status import Status, present
+from diloco.pipeline.view.status_reader import read_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class _Found:
 
     def _silent(self) -> tuple[str, str, str] | None:
         """What starts the first learner again that is missed: its party, run and name."""
-        if self.status is None or self.over:
+        if self.status is None or self.status["phase"] not in ("waiting", Phase.RUNNING):
             return None
         there = present(self.status["learners"])
         missed = [one["id"] for one in there if not (one["live"] or one["left"] or one.get("revoked"))]

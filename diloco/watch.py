@@ -1,6 +1,7 @@
 """`diloco watch`: the page of any run, or its curves elsewhere, by whoever may read its Redis."""
 
 import asyncio
+import time
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
@@ -9,7 +10,6 @@ import typer
 from diloco.launcher.locate import Place, is_live, is_output, locate, no_redis
 from diloco.launcher.page import served, way_to
 from diloco.options import WatchProcess
-from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.process import lifecycle
@@ -17,6 +17,8 @@ from diloco.tracking.follow import follow
 
 LOOK_S = 1.0
 """Time between two looks whether the run is over."""
+AWAY_S = 60.0
+"""A run whose folder is not there any more has ended, as far as can be seen, once its Redis was away for so long."""
 
 
 async def _serve(settings: WatchProcess, place: Place) -> None:
@@ -28,6 +30,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
         DilocoError: neither its folder nor its Redis is there any more.
     """
     stop, said, lost, url = lifecycle.stop_event(), False, False, place.redis_url
+    answered_s = time.monotonic()
     assert url is not None  # noqa: S101  # there is something to watch
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(open_bus(url, place.run))
@@ -42,8 +45,13 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
             elif not over and place.folder is not None and not is_output(place.folder):
                 if not lost:
                     typer.echo(f"{place.folder} was moved or deleted: watching its run while its Redis answers")
-                await _ask(bus, place)
                 lost = True
+                try:
+                    await bus.read_state()
+                    answered_s = time.monotonic()
+                except BusError as error:
+                    if time.monotonic() - answered_s > AWAY_S:
+                        raise _gone(place, error) from error
             elif not over and place.folder is not None and not is_live(place.folder):
                 locate(settings, place.folder)
                 typer.echo(f"run {place.run!r} is over, its last moments were not seen: diloco report {place.folder}")
@@ -54,17 +62,9 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
                     await stop.wait()
 
 
-async def _ask(bus: Bus, place: Place) -> None:
-    """Look whether a run is still there whose output folder is not.
-
-    Raises:
-        DilocoError: it is not.
-    """
-    try:
-        await bus.read_state()
-    except BusError as error:
-        gone = f"{place.folder} was moved or deleted, and the Redis of its run {place.run!r} does not answer any more"
-        raise DilocoError(gone, "the run has ended, as far as can be seen from here", str(error)) from error
+def _gone(place: Place, error: BusError) -> DilocoError:
+    gone = f"{place.folder} was moved or deleted, and the Redis of its run {place.run!r} does not answer any more"
+    return DilocoError(gone, "the run has ended, as far as can be seen from here", str(error))
 
 
 def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None, into: Path | None) -> None:
@@ -83,7 +83,7 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
     place = locate(settings, folder)
     if place.redis_url is None:
         raise UsageError(
-            f"no Redis to watch: {no_redis(place)}. Its page, once it is over: diloco report {place} --html FILE"
+            f"no Redis to watch: {no_redis(place)}. The page of one that is over: diloco report {place} --html FILE"
         )
     if to is not None:
         follow(place.redis_url, place.run, to, into)

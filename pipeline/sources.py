@@ -97,7 +97,7 @@ def given_outside(names: Collection[str], config: Path | None) -> dict[str, Give
         UsageError: the file cannot be read.
     """
     table = read_file(config)
-    found = {name: Given(f"{name} in {place_in(config, name)}", table[name]) for name in names if name in table}
+    found = {name: Given(f"{name} in {place_in(config, name)}", table[name]) for name in table if name in names}
     for variable, value in sorted(os.environ.items()):
         name = variable[len(ENV_PREFIX) :].lower()
         if variable.upper().startswith(ENV_PREFIX) and name in names and value:

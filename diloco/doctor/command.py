@@ -87,7 +87,7 @@ async def look(
     if url is None:
         return run, None, settings.run
     address = await asyncio.to_thread(address_of, url)  # a name may take seconds
-    line = None
+    line, memory = None, list[Finding]()
     try:
         examination = await examine(url)
     except (UsageError, BusError) as failure:
@@ -113,13 +113,14 @@ async def look(
             run = await _there(bus, report, run, step_s)
             report.add(*checks.persistence(nodes, checkpoints or (run is not None and run.saves)))
             writes = not (lacks["learner"] and lacks["syncer"])
+            memory += checks.fills(nodes, run)
             line, ahead_s = await measure.look_at_line(bus, examination, nodes, writes)
-            room = [] if run is None else [checks.memory(nodes, run)]
-            report.add(*checks.one_maxmemory([*checks.fills(nodes, run), *checks.link(line), *room]))
+            memory += [*checks.link(line), *([] if run is None else [checks.memory(nodes, run)])]
             report.add(checks.clock(ahead_s, OLD_S))
     except (UsageError, BusError) as failure:
         report.add(_refused(failure))
     finally:
+        report.add(*checks.one_maxmemory(memory))
         await examination.close()
     return run, line, settings.run
 

@@ -1,6 +1,6 @@
 """A run's status for people: a live view on a terminal, a plain line every ten seconds anywhere else.
 
-`render` and `plain_line` are pure functions of the status dict (`pipeline.view.status.read_status`).
+`render` and `plain_line` are pure functions of the status dict (`pipeline.view.status_reader`).
 """
 
 import sys

@@ -20,7 +20,8 @@ from diloco.pipeline.view.page.collector import Collector, collect
 from diloco.pipeline.view.page.files import one_file
 from diloco.pipeline.view.page.joining import Started, Way
 from diloco.pipeline.view.page.model import Model
-from diloco.pipeline.view.status import Status, read_status
+from diloco.pipeline.view.status import Status
+from diloco.pipeline.view.status_reader import read_status
 
 MODEL_FILE = "page.json"
 """What a run's page showed last, in its output folder."""

@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from diloco.launcher.display import merged_share, trained
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport, Phase
+from diloco.pipeline.messages.run import LEARNER_REVOKED, Evaluation, Event, LearnerReport, Phase
 from diloco.pipeline.messages.tape import Rejected, TapeRecord
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.ledger import (
@@ -92,8 +92,11 @@ class Outcome:
     warnings: list[str] = field(default_factory=list)
 
 
-def learner_rows(reports: Sequence[LearnerReport]) -> list[dict[str, Any]]:
-    """One row a learner, all its incarnations together; rates are over the whole time since the first step."""
+def learner_rows(reports: Sequence[LearnerReport], unmissed: Collection[str] = ()) -> list[dict[str, Any]]:
+    """One row a learner, all its incarnations together; rates are over the whole time since the first step.
+
+    unmissed: who has not died, though it did not say that it leaves.
+    """
     rows = []
     for learner in sorted({report.learner for report in reports}, key=lambda name: (len(name), name)):
         mine = [report for report in reports if report.learner == learner]
@@ -111,7 +114,7 @@ def learner_rows(reports: Sequence[LearnerReport]) -> list[dict[str, Any]]:
                 "wall_s": wall_s,
                 "incarnations": len(mine),
                 "left": all(report.left for report in mine),
-                "died": not max(mine, key=lambda report: report.generation).left,
+                "died": learner not in unmissed and not max(mine, key=lambda report: report.generation).left,
                 "device": longest.device,
                 "ranks": longest.ranks,
             }
@@ -243,7 +246,10 @@ def build(outcome: Outcome) -> Report:
         "wall_s": outcome.wall_s,
         "elapsed_s": outcome.elapsed_s,
         "outer_steps": outcome.outer_steps,
-        "learners": learner_rows(outcome.ledger_inputs.reports),
+        "learners": learner_rows(
+            outcome.ledger_inputs.reports,
+            outcome.ledger_inputs.here | {one.who for one in outcome.events if one.name == LEARNER_REVOKED},
+        ),
         "evaluations": [
             {"tokens": one.tokens, "elapsed_s": one.elapsed_s, "loss": one.loss, "final": one.final}
             for one in outcome.evaluations

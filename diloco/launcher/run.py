@@ -26,6 +26,7 @@ from diloco.launcher.display import Screen
 from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder, choose, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
+from diloco.launcher.locate import is_output
 from diloco.launcher.option_checks import check, is_everywhere
 from diloco.launcher.page import left_in, way_to
 from diloco.launcher.report import Origin, Outcome
@@ -49,12 +50,13 @@ from diloco.pipeline.messages.run import Event, Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.process import lifecycle, logs
-from diloco.pipeline.process.interrupts import nothing_is_left
+from diloco.pipeline.process.interrupts import end_with
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.units import count
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.page.joining import Started
-from diloco.pipeline.view.status import LearnerStatus, Status, read_status
+from diloco.pipeline.view.status import LearnerStatus, Status
+from diloco.pipeline.view.status_reader import StatusReader
 from diloco.tape import read_archive
 
 TICK_S = 0.5
@@ -95,9 +97,9 @@ class Launcher:
         self._page: str | None = None
         self.own: dict[str, Started] = {}
         """By learner: how it was started, for whoever starts it again."""
-        self.way = way_to(url, self.own)
-        """For them, to the run."""
+        self.way = way_to(url, self.own)  # for them, to the run
         self._clock = LoopClock()
+        self._status = StatusReader(bus, self._clock, settings.liveness_s)
         self._progress: list[tuple[float, int]] = []
         self._drained_from_s: float | None = None
         self._unserved_since: float | None = None
@@ -108,8 +110,7 @@ class Launcher:
         self.stopped = False
         self._made = folder.identity()
         """The folder that all began to write to."""
-        self._moved = False
-        """It is there no more."""
+        self._moved = False  # it is there no more
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -172,7 +173,7 @@ class Launcher:
         while True:
             self._check_folder()
             try:
-                status = await read_status(self._bus, self._clock, self._settings.liveness_s)
+                status = await self._status.read()
                 self._note(status)
                 await self._check(status)
                 if stop.is_set() and not self.stopped and await self._ask_to_drain(bool(status["fragments"])):
@@ -201,8 +202,8 @@ class Launcher:
             await _pause(stop)
 
     def _check_folder(self) -> None:
-        """What is still to be written has a place, also where somebody has moved or deleted the output folder; and the
-        run is found there, and its processes their settings."""
+        """Where somebody has moved or deleted the output folder, what is still to be written has a place; and the run
+        is found there, unless another one is."""
         if self._folder.identity() == self._made:
             return
         path = self._folder.path
@@ -211,8 +212,9 @@ class Launcher:
             "There will be no report; the tape and the logs of before are where that folder is now, if anywhere"
         )
         self._folder.logs.mkdir(parents=True, exist_ok=True)
-        self._folder.write_settings(self._settings)
-        self._note_place()
+        if not is_output(path):
+            self._folder.write_settings(self._settings)
+            self._note_place()
         self._made, self._moved = self._folder.identity(), True
 
     def _note(self, status: Status) -> None:
@@ -345,7 +347,7 @@ class Launcher:
                 where, logs = self._folder.checkpoints, self._folder.logs
                 raise DilocoError(f"Redis has lost the run: what is saved of it is in {where}; the logs are in {logs}")
             return None
-        status = await read_status(self._bus, self._clock, self._settings.liveness_s)
+        status = await self._status.read()
         if not status["fragments"]:
             return None
         layout = layout_of(decode(Spec, data).tensors)
@@ -484,7 +486,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     except asyncio.CancelledError as error:
         raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
     if outcome is None:
-        nothing_is_left()
+        end_with(0)
         print("stopped before the first step: there is nothing to save")
         return 0
     lifecycle.ignore_end()

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from textwrap import shorten
 from types import TracebackType
 from typing import Literal, Self
 
@@ -36,8 +35,8 @@ system, since a run takes as much again in its next round, and fresh pages would
 (docs/results/performance.md). The second is the most that it takes; our values are smaller."""
 START_S = 10.0
 STOP_S = 5.0
-SECRET, SHOWN = "#!<>", 300
-"""What a password or its digest begins with in a line of users; and how much of such a line is shown, in characters."""
+HARMLESS = re.compile(r"[-+~%&][^<>#!]*")
+"""A rule of a user that is no password: anything else may be one that was written wrongly."""
 LEFT_OVER_S = 60.0
 """A server holds a lock on its folder for as long as it lives. One without is a dead server's if it is older than this;
 a younger one may not be locked yet."""
@@ -96,19 +95,25 @@ def _check_users(file: Path, password: str | None) -> None:
             f"{DEFAULT_USER!r}"
         )
     for number, line in enumerate(lines, 1):
-        if re.search(r"[()]", re.sub(r"\([^()]*\)", "", line)):  # Valkey crashes
+        if _opens(line):  # Valkey crashes
             raise _wrong_line(file, number, "a parenthesis is without its other one")
     if open_to_all := [line.split()[1] for line in lines if line not in defaults and " nopass" in line]:
         raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: make it by `diloco acl`")
 
 
+def _opens(line: str) -> bool:
+    """Whether a group of rules is begun and not ended. A password may have parentheses too, but begins with none."""
+    inside = False
+    for word in line.split():
+        inside = (inside or word.startswith("(")) and not word.endswith(")")
+    return inside
+
+
 def _wrong_line(file: Path, number: int, what: str) -> UsageError:
-    """number: of the line, from 1."""
+    """number: of the line, from 1; what: said of it, without its passwords then."""
     words = file.read_text().splitlines()[number - 1].split()
     of = f", user {words[1]}" if words[:1] == ["user"] and words[1:] else ""
-    if what == "Syntax error":  # in which rule the server does not say
-        rules = " ".join(word for word in words[2:] if word[0] not in SECRET)
-        what += f" in {shorten(rules, SHOWN)!r}"
+    what = re.sub(r"(?<=operation )'(.*)'", lambda said: said[0] if HARMLESS.fullmatch(said[1]) else "'***'", what)
     return UsageError(f"{file}, line {number}{of}: {what}", "mend that line, or make the file anew by `diloco acl`")
 
 

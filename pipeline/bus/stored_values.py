@@ -170,7 +170,8 @@ def seen_reports(
     for name, blob in sorted(reports.items()):
         with suppress(BadMessage):
             age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
-            found.append(SeenReport(report=decode(LearnerReport, blob, format=format), age_s=age_s))
+            report = decode(LearnerReport, blob, format=format)
+            found.append(SeenReport(report=report, age_s=age_s, read_unix_s=now_ms / 1000))
     return found
 
 

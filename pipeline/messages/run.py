@@ -85,6 +85,8 @@ class SeenReport(Message):
 
     report: LearnerReport
     age_s: Seconds
+    read_unix_s: float = 0.0
+    """When it was read, by the server's clock."""
 
 
 class Evaluation(Message):

@@ -7,6 +7,8 @@ And Ctrl-C once a command has ended: the interpreter takes a while to end too, a
 
 import os
 import signal
+import sys
+from contextlib import suppress
 from types import FrameType
 
 INTERRUPTED_STATUS = 130
@@ -29,6 +31,9 @@ def raise_again() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def nothing_is_left() -> None:
-    """From now on Ctrl-C is ignored: all is done and said, and the exit status stands."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def end_with(status: int) -> None:
+    """From now on Ctrl-C ends this process at once with its exit status, which stands: all is done and said."""
+    with suppress(OSError, ValueError):  # closed, or nobody reads it
+        sys.stdout.flush()
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(status))

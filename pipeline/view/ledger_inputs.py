@@ -24,6 +24,8 @@ class LedgerInputs:
     """Headers still on the streams."""
     live: frozenset[Incarnation] = frozenset()
     """Incarnations that may still publish: heard from lately, not left, in a run that is not finished."""
+    here: frozenset[str] = frozenset()
+    """Learners that were heard from lately and have not left: perhaps they are about to."""
     finished: bool = True
     """Nothing will be merged any more."""
 
@@ -52,15 +54,12 @@ async def read_ledger_inputs(bus: Bus, fragments: int, live_s: float, gone: Coll
             offers += [one.header for one in more if one.header is not None]
             after |= dict(parse_offer_id(one.entry_id) for one in more)
     seen = await bus.read_reports()
-    live = frozenset(
-        (one.report.learner, one.report.incarnation)
-        for one in seen
-        if not (finished or one.report.left or one.report.learner in gone) and one.age_s <= live_s
-    )
+    here = [one.report for one in seen if not (one.report.left or one.report.learner in gone) and one.age_s <= live_s]
     return LedgerInputs(
         reports=tuple(one.report for one in seen),
         heads=tuple((head.fragment, head.version, head.digest) for head in heads),
         offers=tuple(offers),
-        live=live,
+        live=frozenset() if finished else frozenset((one.learner, one.incarnation) for one in here),
+        here=frozenset(one.learner for one in here),
         finished=finished,
     )

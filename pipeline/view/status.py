@@ -1,6 +1,6 @@
 """A run's status (`Status`, JSON-able): for `diloco status`, the HTTP side, the display and the report.
 
-`build_status` is pure; `read_status` gathers what it needs from the bus. Token accounting, over the whole model:
+Pure; `status_reader` gathers what it needs from the bus. Token accounting, over the whole model:
 tokens = merged + overwritten + rejected + died + pending. The first three are counted where they happen. The rest
 is training that has not been merged. What a learner that is not heard from any more had not published "died" with it;
 of what was published and is not merged nobody can tell without the tape whether it was lost, so while the run goes on
@@ -10,20 +10,15 @@ and the rest "died" (or was lost before this part of a resumed run began). The r
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NotRequired, TypedDict
 
-from diloco.pipeline.bus.by_group import by_group
-from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock
-from diloco.pipeline.bus.server import fill_of_run
-from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.pipeline.pacing import Pace, outer_room, slow_merges
-from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.view import trouble
 from diloco.pipeline.view.ledger import in_whole_tokens
@@ -168,14 +163,14 @@ class Status(TypedDict):
     warnings: list[str]
 
 
-def _learner(seen: SeenReport, live_s: float, told: trouble.Told, now_unix_s: float) -> LearnerStatus:
-    report, live = seen.report, _is_live(seen, live_s)
+def _learner(seen: SeenReport, live_s: float, told: trouble.Told) -> LearnerStatus:
+    report, live = seen.report, is_live(seen, live_s)
     return {
         "id": report.learner,
         "incarnation": report.incarnation,
         "live": live,
         "left": report.left,
-        "revoked": not (live or report.left) and told.is_revoked(report.learner, now_unix_s - seen.age_s),
+        "revoked": not (live or report.left) and told.is_revoked(seen),
         "step": report.step,
         "tokens": report.tokens,
         "tokens_per_s": report.tokens_per_s,
@@ -196,7 +191,8 @@ def _learner(seen: SeenReport, live_s: float, told: trouble.Told, now_unix_s: fl
     }
 
 
-def _is_live(seen: SeenReport, live_s: float) -> bool:
+def is_live(seen: SeenReport, live_s: float) -> bool:
+    """Whether a learner counts as there."""
     return not seen.report.left and seen.age_s < live_s
 
 
@@ -267,7 +263,7 @@ def _tokens(
             earlier[1] + sum(head.rejected_tokens * elements[head.fragment] for head in heads),
         )
         merged, overwritten, rejected = in_whole_tokens(known, total, tokens)
-        dead = [seen.report for seen in reports if not (seen.report.left or _is_live(seen, live_s))]
+        dead = [seen.report for seen in reports if not (seen.report.left or is_live(seen, live_s))]
         unpublished = sum(max(0, one.tokens * total - one.overwritten - one.published) for one in dead) // total
         earlier_lost = sum(earlier) // total
     # What a checkpoint lacked of what was trained before it will not come any more.
@@ -325,14 +321,14 @@ def build_status(
     tokens, merged, lost = _tokens(layout, state, reports, present, live_s)
     budget = state.budget_tokens if state is not None else spec.sync.tokens if spec is not None else 0
     quorum = spec.sync.quorum if spec is not None else 0
-    live = len({seen.report.learner for seen in reports if _is_live(seen, live_s)})
+    live = len({seen.report.learner for seen in reports if is_live(seen, live_s)})
     warnings = list(bus_warnings)
     gone = trouble.gone(spec, state, heads, tokens)
     warnings += [gone] if gone else []
     awaited = trouble.awaited(spec, state, syncers, live, takes_writes)
     at_odds = {learner for head in present for learner in head.window.at_odds}
     left_out = at_odds if spec is not None and spec.sync.leave_out else set()
-    counted = {seen.report.learner for seen in reports if _is_live(seen, live_s)} - left_out
+    counted = {seen.report.learner for seen in reports if is_live(seen, live_s)} - left_out
     if takes_writes and quorum > len(counted) and (state is None or state.phase is Phase.RUNNING):
         beside = f", without {live - len(counted)} at odds" if len(counted) < live else ""
         warnings.insert(0, f"quorum {quorum} > {len(counted)} live{beside}")
@@ -351,7 +347,7 @@ def build_status(
         warnings.append(f"not waited for, since their last deltas were refused or too slow: {', '.join(doubted)}")
     room = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):
-        here = [seen for seen in reports if _is_live(seen, live_s)]
+        here = [seen for seen in reports if is_live(seen, live_s)]
         paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]
         steps = [seen.report.step_s for seen in here]
         slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)
@@ -381,7 +377,7 @@ def build_status(
         "tokens_lost": lost,
         "refused": dict(sorted(refused.items())),
         "elapsed_s": elapsed_s,
-        "learners": [_learner(seen, live_s, told, now_unix_s) for seen in reports],
+        "learners": [_learner(seen, live_s, told) for seen in reports],
         "syncers": _syncers(syncers or {}, holders),
         "fragments": [_fragment(head, None if spec is None else spec.sync, layout, now_unix_s) for head in present],
         "evaluation": None
@@ -395,106 +391,3 @@ def build_status(
         "outer_step": None if room is None else OuterStep(outer_s=room.outer_s, room_s=room.room_s, share=room.share),
         "warnings": warnings,
     }
-
-
-def _recent(clock: Clock) -> str:
-    """Cursor before what a stream got in the last hour: one of a long run is not read from its start each time."""
-    return f"{max(0, int((clock.unix() - trouble.RECENT_S) * 1000))}-0"
-
-
-async def _read_told(bus: Bus, clock: Clock) -> trouble.Told:
-    told, cursor = NOTHING_TOLD, START
-    while events := await bus.read_events(cursor):
-        cursor = events[-1][0]
-        told = told.after(events, clock.unix())
-    return told
-
-
-async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
-    """The newest one."""
-    last: Evaluation | None = None
-    for start in (_recent(clock), START):
-        cursor = start
-        while found := await bus.read_evaluations(cursor):
-            cursor, last = found[-1]
-        if last is not None:
-            break
-    return last
-
-
-def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[str]:
-    """Who is live, as the run's syncers go by."""
-    live_s = _liveness(state, None)
-    return {seen.report.learner for seen in reports if _is_live(seen, live_s)}
-
-
-def redis_fill(info: BusInfo, spec: Spec, live: Collection[str]) -> Finding:
-    """How full the run's Redis is, as `server.fill_of_run`."""
-    return fill_of_run(info, layout_of(spec.tensors).elements, len(live), spec.sync)
-
-
-def _liveness(state: RunState | None, live_s: float | None) -> float:
-    said = None if state is None else state.liveness_s
-    return live_s or said or LIVE_S
-
-
-async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> Status:
-    """The status of the bus's run.
-
-    live_s: a learner not heard from for this long is not live; None: what the run's syncers go by, as its state says.
-
-    Raises:
-        BusError: the bus cannot be read.
-        BadMessage: what is stored there is not a run of this build.
-    """
-    data = await bus.read_spec()
-    spec = None if data is None else decode(Spec, data)
-    if spec is not None:
-        bus.use_spec(spec)
-    evaluation, info = await _last_evaluation(bus, clock), await bus.info()
-    told = await _read_told(bus, clock)
-    status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, live_s, told)
-    return status
-
-
-async def read_status_of(
-    bus: Bus,
-    clock: Clock,
-    spec: Spec | None,
-    evaluation: Evaluation | None,
-    info: BusInfo,
-    live_s: float | None,
-    told: trouble.Told,
-) -> tuple[Status, list[Head | None], RunState | None]:
-    """As `read_status`, for who knows what changes seldom; with the heads and the state that it is of.
-
-    bus: groups set, if there is a spec. told: what events say of learners.
-    """
-    # Totals of heads before those of reports: what was merged was reported as trained earlier.
-    fragments = range(0 if spec is None else spec.sync.fragments)
-    there = await by_group(bus.keys, fragments, bus.read_heads)  # who is away is among the warnings
-    heads = [there.get(p) for p in fragments]
-    syncers = await bus.read_syncers()
-    held = await by_group(bus.keys, fragments, bus.read_leases)
-    holders = [held.get(p) for p in fragments]
-    reports = await bus.read_reports()
-    state = await bus.read_state()
-    warnings = list(info.warnings)
-    if spec is not None and (found := redis_fill(info, spec, live_learners(reports, state))).level != "ok":
-        warnings.append(str(found))
-    status = build_status(
-        bus.keys.run,
-        spec,
-        state,
-        reports,
-        heads,
-        evaluation,
-        warnings,
-        clock.unix(),
-        _liveness(state, live_s),
-        syncers,
-        holders,
-        told,
-        info.takes_writes,
-    )
-    return status, heads, state

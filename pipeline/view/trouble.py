@@ -15,7 +15,8 @@ RECENT_S = 3600.0
 MOST_TOLD = 512
 """Learners of either kind."""
 SKEW_S = 5.0
-"""What is heard of a learner for so long after its invitation was taken back counts as before: clocks differ."""
+"""What is heard of a learner for so long after its invitation was taken back counts as before: nodes have clocks of
+their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,21 @@ class Told:
             scriptless.pop(event.who, None)
             if event.name == SCRIPTS_MISSING and len(scriptless) < MOST_TOLD:
                 scriptless[event.who] = event.unix_s
-            if event.name == LEARNER_REVOKED and (event.who in revoked or len(revoked) < MOST_TOLD):
+            if event.name == LEARNER_REVOKED:
+                revoked.pop(event.who, None)
                 revoked[event.who] = int(entry_id.partition("-")[0]) / 1000
+                if len(revoked) > MOST_TOLD:
+                    del revoked[next(iter(revoked))]
         return Told({who: told_s for who, told_s in scriptless.items() if now_s - told_s < RECENT_S}, revoked)
 
-    def is_revoked(self, learner: str, heard_s: float) -> bool:
-        """Whether nobody misses a learner that is not live; heard_s: when it was heard from last, in Unix seconds.
+    def is_revoked(self, seen: SeenReport) -> bool:
+        """Whether nobody misses a learner that is not live.
 
-        Not of one that was heard from later: it was invited again, or never cut off, since any learner can say so.
+        Not if it was heard from later: it was invited again, or never cut off, since any learner can say so, under an
+        id of its choice too.
         """
-        return heard_s <= self.revoked.get(learner, -SKEW_S) + SKEW_S
+        told_s = self.revoked.get(seen.report.learner)
+        return told_s is not None and seen.read_unix_s - seen.age_s - SKEW_S <= told_s <= seen.read_unix_s + SKEW_S
 
 
 def crowded(reports: Sequence[SeenReport]) -> list[str]:

@@ -37,7 +37,7 @@ from diloco.pipeline.payload.quantize import GROUP
 from diloco.pipeline.process import lifecycle
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.units import counted
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.studies.bench import floor, machine
 from diloco.studies.bench.figures import Spread, progress, spread
 from diloco.studies.bench.lines import GBIT, lines

@@ -24,7 +24,8 @@ from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.view.page.collector import Collector, collect
 from diloco.pipeline.view.page.joining import Way
-from diloco.pipeline.view.status import Status, read_status
+from diloco.pipeline.view.status import Status
+from diloco.pipeline.view.status_reader import StatusReader
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.intake import Offload
 from diloco.syncer.merging.fragment import FragmentState, MakeFragment
@@ -55,6 +56,7 @@ class SyncerService:
         make_fragment: MakeFragment = FragmentState,
     ) -> None:
         self.bus, self.clock, self.settings, self.metrics = bus, clock, settings, metrics
+        self._status = StatusReader(bus, clock, settings.liveness_s)
         self.nonce = random_hex(8)
         self.id = settings.syncer_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.nonce[:6]}"
         self.serving: Serving | None = None
@@ -81,7 +83,7 @@ class SyncerService:
         """The run's status (`pipeline.view.status`)."""
         if self.serving is None:
             return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}
-        status = await read_status(self.bus, self.clock, self.settings.liveness_s)
+        status = await self._status.read()
         told = status["warnings"]
         told += [one for one in self.serving.problems if not any(one in warning for warning in told)]
         return status

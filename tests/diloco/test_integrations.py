@@ -23,7 +23,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.workers.background import OwnThread
 from diloco.workers.learner import Learner
 from diloco.workers.stopping import Stopped

@@ -23,7 +23,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.studies.strikes.failing.servers import Node
 from tests import samples
 from tests.backdoor import RedisBackdoor

@@ -30,9 +30,11 @@ from diloco.options import (
 )
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.methods import METHODS, PAPER
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
 from diloco.pipeline.view.status import build_status
+from diloco.pipeline.view.trouble import Told
 from diloco.status import _Found
 from diloco.studies.quality.settings import PRESETS as LAB_PRESETS
 from tests import samples
@@ -446,11 +448,17 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys):
     [("http://127.0.0.1:5/", "the page has the command"), (None, "learner --run my-run --learner-id l1")],
 )
 def test_status_says_how_a_dead_learner_is_started_again(page, said):
-    """The run's own page knows its settings too. Nobody is asked for who left, or was revoked."""
-    gone = [samples.seen("l0"), samples.seen("l1", age_s=60.0), samples.seen("l2", age_s=9.0, left=True)]
-    heads = [samples.head(p) for p in range(2)]
-    for seen, missed in ((gone, "l1"), ([gone[0], gone[2]], None)):
-        found = build_status("my-run", samples.spec(), samples.run_state(), seen, heads, None, [], 2000.0)
+    """The run's own page knows its settings too. Nobody is asked for who left or was revoked, or as the run ends."""
+    l0, l1 = samples.seen("l0"), samples.seen("l1", age_s=60.0)
+    left, revoked = samples.seen("l2", age_s=9.0, left=True), samples.seen("l3", 60.0, 2000.0)
+    heads, told = [samples.head(p) for p in range(2)], Told(revoked={"l3": 1940.0})
+    for seen, phase, missed in (
+        ([l0, l1, left, revoked], Phase.RUNNING, "l1"),
+        ([l0, left, revoked], Phase.RUNNING, None),
+        ([l0, l1], Phase.DRAINING, None),
+    ):
+        state = samples.run_state(phase=phase)
+        found = build_status("my-run", samples.spec(), state, seen, heads, None, [], 2000.0, told=told)
         place = Place("my-run", "redis://:secret@h:1", None, page)
         last = str(list(_Found(place, found).as_text())[-1])
         assert (said in last and f"again      {missed}: " in last) if missed else "again" not in last

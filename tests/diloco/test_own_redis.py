@@ -96,10 +96,12 @@ def test_a_file_of_users_is_taken_in_place_of_a_password(
     ("lines", "wrong"),
     [
         ("user anna on +nosuch", "line 2, user anna: Error in applying operation '+nosuch': Unknown command"),
-        ("user anna on >eve nobody ~*", "line 2, user anna: Syntax error in 'on nobody ~*'"),
+        ("user anna on >eve hunter2 ~*", "line 2, user anna: Syntax error;"),
         ("user anna on ~*\nuser bert on ~a.b (+nosuch ~a.b)\nuser eve on +this", "line 3, user bert: Error in "),
         ("user anna on #aa ~*", "line 2, user anna: The password hash must be exactly 64 characters"),
-        ("user anna on (+get ~x", "line 2, user anna: a parenthesis is without its other one"),
+        ("user anna on +nosuch", "line 2, user anna: Error in applying operation '+nosuch'"),
+        ("user anna on (~x +nosuch >hunter2)", "line 2, user anna: Error in applying operation '***'"),
+        ("user anna on >pa(ss (+get ~x", "line 2, user anna: a parenthesis is without its other one"),
         ("anna on +get", "line 2: should start with user keyword"),
         ("user anna on\nuser anna on", "Duplicate user 'anna' found"),
     ],
@@ -117,6 +119,14 @@ def test_a_rule_that_the_server_does_not_know_is_named_by_its_line(
     assert "by `diloco acl`" in said
     assert "WARNING" not in said
     assert "eve" not in said
+    assert "hunter2" not in said
+
+
+def test_a_password_may_have_parentheses(tmp_path: Path) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text(f"{DEFAULT_USER}\nuser anna on >pa(ss ~* +get\nuser bert on >pass) ~* (+get ~x)\n")
+    with EmbeddedRedis(users=users) as server:
+        assert server.pid
 
 
 def test_an_address_of_all_is_nobodys() -> None:

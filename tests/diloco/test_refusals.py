@@ -243,8 +243,10 @@ def test_ctrl_c_is_left_ignored_where_it_was() -> None:
 
 
 def test_ctrl_c_after_the_end_of_a_command_changes_nothing() -> None:
-    """A second one in haste comes while the interpreter ends, which takes a while; the status stands."""
-    code = "import os, signal, sys; from diloco.__main__ import main; status = main()"
+    """A second one in haste comes while the interpreter ends, which takes a while; the status stands. A thread that
+    does not end is not waited for then."""
+    code = "import os, signal, sys, threading, time; from diloco.__main__ import main; status = main()"
+    code = f"{code}; threading.Thread(target=time.sleep, args=(90,)).start()"
     code = f"{code}; os.kill(os.getpid(), signal.SIGINT); sys.exit(status)"
     command = [sys.executable, "-c", code, "--version"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)

@@ -29,7 +29,7 @@ from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.page.collector import Collector
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from tests import samples
 from tests.backdoor import RedisBackdoor
 from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejected, rest_of, stage, update_to

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from tests.system.test_hostile_redis import RealRun, real_run, told
 
 __all__ = ["told"]

@@ -22,7 +22,7 @@ from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.lanes import In, Of
 from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Look, Model, PageModel
 from diloco.pipeline.view.status import NOTHING_TOLD, build_status
-from diloco.pipeline.view.trouble import Told
+from diloco.pipeline.view.trouble import MOST_TOLD, Told
 from tests import samples
 from tests.pipeline.test_page_timeline import Follower
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way
@@ -448,7 +448,7 @@ def test_a_learner_whose_invitation_is_taken_back_is_revoked_until_it_is_invited
         nonlocal told
         events = [Event(name=name, who="anna", detail="", unix_s=1990.0) for name in names]
         told = told.after([(f"{now_s * 1000:.0f}-0", one) for one in events], now_s)
-        reports = [samples.seen("l0"), samples.seen("anna", age_s=age_s)]
+        reports = [samples.seen("l0"), samples.seen("anna", age_s, now_s)]
         model.see(look(now_s, reports, told, events=events))
         return str(model._next["learners"]["anna"]["state"])
 
@@ -462,11 +462,26 @@ def test_a_learner_whose_invitation_is_taken_back_is_revoked_until_it_is_invited
 
 def test_a_revocation_that_somebody_made_up_hides_no_death() -> None:
     """Any learner can write one of another, which trains on."""
-    told = Told().after([("2000000-0", Event(name=LEARNER_REVOKED, who="anna", detail="", unix_s=9e10))], 2000.0)
-    for age_s, state in ((69.9, "revoked"), (60.0, "silent")):
-        (anna,) = look(2070.0, [samples.seen("anna", age_s=age_s)], told).status["learners"]
+    lie = Event(name=LEARNER_REVOKED, who="anna", detail="", unix_s=9e10)
+    for entry_id, age_s, state in (
+        ("2000000-0", 69.9, "revoked"),
+        ("2000000-0", 60.0, "silent"),
+        ("99999999999999-0", 60.0, "silent"),
+    ):
+        told = Told().after([(entry_id, lie)], 2000.0)
+        (anna,) = look(2070.0, [samples.seen("anna", age_s, 2070.0)], told).status["learners"]
         assert anna["revoked"] == (state == "revoked")
         assert str(_condition(anna)).startswith(state)
+
+
+def test_whoever_is_revoked_last_is_known() -> None:
+    """However many names somebody has made up before."""
+    events = [
+        (f"{n}000-0", Event(name=LEARNER_REVOKED, who=f"l{n}", detail="", unix_s=0.0)) for n in range(2 * MOST_TOLD)
+    ]
+    told = Told().after(events, 0.0)
+    assert len(told.revoked) == MOST_TOLD
+    assert f"l{2 * MOST_TOLD - 1}" in told.revoked
 
 
 def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:

@@ -162,12 +162,14 @@ def samples_evaluation() -> Evaluation:
 def test_nobody_is_left() -> None:
     said = verdict(status([samples.seen("l0", age_s=75.0)]), Beside())
     assert said["text"] == "No learner is left, so nothing is trained: l0 (silent for 1:15)."
+    assert asked(said) == ("Start it again:", "diloco learner --run my-run --learner-id l0")
+    said = verdict(status([samples.seen("l0", left=True)]), Beside())
+    assert "all have left" in said["text"]
     assert asked(said) == ("Start one:", "diloco learner --run my-run")
-    assert "all have left" in verdict(status([samples.seen("l0", left=True)]), Beside())["text"]
 
 
 def test_a_quorum_that_cannot_be_met() -> None:
-    """It names who is missing, and how many to start."""
+    """It names who is missing; where nobody has died, how many to start."""
     seen = [samples.seen("l0"), *(samples.seen(f"l{n}", age_s=20.0) for n in range(1, 6))]
     said = verdict(status(seen, quorum=3), Beside())
     assert said["level"] == "bad"
@@ -175,6 +177,9 @@ def test_a_quorum_that_cannot_be_met() -> None:
         "Nothing can be merged: a merge needs 3 learners, and 1 is live; missing: "
         "l1 (silent for 20 s), l2 (silent for 20 s), l3 (silent for 20 s) and 2 more."
     )
+    again = "Start them again, each under its name:"
+    assert asked(said) == (again, "diloco learner --run my-run --learner-id l1")
+    said = verdict(status(seen[:1], quorum=3), Beside())
     assert asked(said) == ("Start 2 more:", "diloco learner --run my-run")
 
 
@@ -254,10 +259,12 @@ def test_a_run_that_goes_on_without_a_learner() -> None:
 def test_a_learner_that_was_cut_off_on_purpose_is_not_missed() -> None:
     """Nobody is told to start again whose invitation was taken back."""
     told = Told(revoked={"l2": NOW_S - 12.0})
-    seen = [*TWO, samples.seen("l2", age_s=12.0)]
+    seen = [*TWO, samples.seen("l2", 12.0, NOW_S)]
     assert verdict(status(seen, told=told), Beside())["level"] == "well"
-    seen = [samples.seen("l2", age_s=12.0), samples.seen("l3", age_s=50.0)]
-    assert "l2" not in verdict(status(seen, told=told), Beside())["text"]
+    seen = [samples.seen("l2", 12.0, NOW_S), samples.seen("l3", age_s=50.0)]
+    said = verdict(status(seen, told=told), Beside())
+    assert "l2" not in said["text"]
+    assert asked(said) == ("Start it again:", "diloco learner --run my-run --learner-id l3")
 
 
 def test_who_is_started_again_is_started_as_it_was() -> None:
@@ -345,6 +352,6 @@ FAR = "diloco learner --run my-run --redis-url redis://10.0.0.5:6379"
 )
 def test_the_command_reaches_the_redis_of_the_run(url: str, where: str, command: str) -> None:
     """By its address, as the page's server knows it. A password is named and never shown."""
-    said = verdict(status([samples.seen("l0", age_s=75.0)]), Beside(way=Way.of(url)))
+    said = verdict(status([samples.seen("l0", left=True)]), Beside(way=Way.of(url)))
     assert asked(said) == (f"Start one{where}:", command)
     assert "hunter2" not in str(said)

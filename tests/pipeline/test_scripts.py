@@ -14,7 +14,7 @@ from diloco.pipeline.errors import ScriptsMissing
 from diloco.pipeline.messages.run import SCRIPTS_FOUND, SCRIPTS_MISSING, Event
 from diloco.pipeline.view import trouble
 from diloco.pipeline.view.page.collector import Collector
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.pipeline.view.trouble import Told
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import service

@@ -12,7 +12,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Event
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.workers.exchange.joining import Joining
 from tests.backdoor import RedisBackdoor
 

@@ -12,7 +12,8 @@ from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
-from diloco.pipeline.view.status import build_status, read_status
+from diloco.pipeline.view.status import build_status
+from diloco.pipeline.view.status_reader import read_status
 from tests import samples
 
 

@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints import keeping, saving
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments

@@ -15,7 +15,7 @@ from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull_state
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.replay.replay import replay
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, spec_of, sync_spec, under_way

@@ -15,7 +15,7 @@ from diloco.pipeline.redis_memory import round_bytes
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.page.collector import Collector
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.run_metrics import RunMetrics
 from tests import samples
 from tests.virtual_run import RUN, end, under_way

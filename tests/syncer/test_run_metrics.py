@@ -18,7 +18,8 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.reading import MOST_LEARNERS, SHOWN_S, Reading
-from diloco.pipeline.view.status import build_status, read_status
+from diloco.pipeline.view.status import build_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import FIGURES, FRESH_S, RunMetrics

@@ -18,7 +18,7 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.shares import RECENT_S, SAMPLE_S
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.serving.leases import holding
 from diloco.syncer.serving.service import SyncerService

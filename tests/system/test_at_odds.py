@@ -12,7 +12,7 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.standing import Standings
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

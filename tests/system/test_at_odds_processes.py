@@ -22,7 +22,8 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
-from diloco.pipeline.view.status import Status, read_status
+from diloco.pipeline.view.status import Status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.tape import read_archive
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]

@@ -30,7 +30,7 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.testing.virtual_time import inline
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from tests.backdoor import RedisBackdoor

@@ -21,7 +21,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.settings import BusSettings
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.tape import read_archive
 

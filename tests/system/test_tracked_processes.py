@@ -16,7 +16,8 @@ from diloco.pipeline.bus.ports import START
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.messages.run import Evaluation
-from diloco.pipeline.view.status import Status, read_status
+from diloco.pipeline.view.status import Status
+from diloco.pipeline.view.status_reader import read_status
 from tests.diloco.test_track import QUICK, of_tensorboard
 from tests.system.test_recovery_processes import party
 

@@ -27,7 +27,7 @@ from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import decode
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from tests.releases import next_release
 from tests.releases.next_release import MARK, NEXT, ROOT

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.view.status import read_status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.workers.exchange import carrier
 from tests.trainers import scripts
 from tests.trainers.scripts import ACCUMULATE, LENGTH, MICRO, STEP_TOKENS, llama

@@ -25,7 +25,8 @@ from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.reading import Reading
-from diloco.pipeline.view.status import NOTHING_TOLD, Status, read_status_of, redis_fill
+from diloco.pipeline.view.status import NOTHING_TOLD, Status
+from diloco.pipeline.view.status_reader import read_status_of, redis_fill
 
 Entry = TypeVar("Entry", tuple[str, Event], tuple[str, Evaluation])
 

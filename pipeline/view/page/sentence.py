@@ -121,7 +121,7 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
     if not live:
         return _bad(
             f"No learner is left, so nothing is trained: {_silent(learners) or 'all have left'}.",
-            *_start(status, beside),
+            *_again(status, beside, learners),
         )
     quorum = max((one["window"]["quorum"] for one in status["fragments"]), default=1)
     if quorum > len(live):
@@ -129,7 +129,7 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
         return _bad(
             f"Nothing can be merged: a merge needs {counted(quorum, 'learner')}, and {len(live)} {_is(len(live))} live"
             f"{f'; missing: {silent}' if silent else ''}.",
-            *_start(status, beside, what=f"Start {quorum - len(live)} more"),
+            *_again(status, beside, learners, f"Start {quorum - len(live)} more"),
         )
     if beside.unmerged_s > patience_s(status):
         return _nothing_merges(status, beside, live)
@@ -216,9 +216,7 @@ def _merging(
         rest = f"; {status['progress']:.0%} of the budget is done, about {_time(left_s)} are left"
     if silent := _silent(learners):
         text = f"The run goes on without {silent}, and nobody waits: {at}{merged}{rest}."
-        gone = [one["id"] for one in learners if not (one["live"] or one["left"])]
-        what = "Start it again" if len(gone) == 1 else "Start them again, each under its name"
-        return said("note", text, *_start(status, beside, what=what, again=gone[0]))
+        return said("note", text, *_again(status, beside, learners))
     return said("well", f"The run is well: {at}{merged}{rest}.")
 
 
@@ -239,6 +237,17 @@ def _start(
 ) -> tuple[str, str]:
     """What to do, and the command that does it."""
     return f"{what}{beside.way.from_where(again)}:", beside.way.command(party, status["run"], again)
+
+
+def _again(
+    status: Status, beside: Beside, learners: Sequence[LearnerStatus], otherwise: str = "Start one"
+) -> tuple[str, str]:
+    """As `_start`, of the first learner that is missed; otherwise: what to do if none is."""
+    gone = [one["id"] for one in learners if not (one["live"] or one["left"])]
+    if not gone:
+        return _start(status, beside, what=otherwise)
+    what = "Start it again" if len(gone) == 1 else "Start them again, each under its name"
+    return _start(status, beside, what=what, again=gone[0])
 
 
 def _is(count: int) -> str:

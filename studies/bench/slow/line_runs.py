@@ -27,7 +27,8 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import EvaluatorProcess
-from diloco.pipeline.view.status import Status, read_status
+from diloco.pipeline.view.status import Status
+from diloco.pipeline.view.status_reader import read_status
 from diloco.studies.bench.end_to_end import ROOT, Process
 from diloco.studies.bench.machine import cpu_s
 from diloco.studies.bench.slow import packets, probe

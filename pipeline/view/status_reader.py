@@ -1,0 +1,125 @@
+"""Reads the status of a run from its bus."""
+
+from collections.abc import Collection, Sequence
+
+from diloco.pipeline.bus.by_group import by_group
+from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock
+from diloco.pipeline.bus.server import fill_of_run
+from diloco.pipeline.findings import Finding
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.run import Evaluation, RunState, SeenReport
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.view import trouble
+from diloco.pipeline.view.status import LIVE_S, NOTHING_TOLD, Status, build_status, is_live
+
+
+def _recent(clock: Clock) -> str:
+    """Cursor before what a stream got in the last hour: one of a long run is not read from its start each time."""
+    return f"{max(0, int((clock.unix() - trouble.RECENT_S) * 1000))}-0"
+
+
+async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
+    """The newest one."""
+    last: Evaluation | None = None
+    for start in (_recent(clock), START):
+        cursor = start
+        while found := await bus.read_evaluations(cursor):
+            cursor, last = found[-1]
+        if last is not None:
+            break
+    return last
+
+
+def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[str]:
+    """Who is live, as the run's syncers go by."""
+    live_s = _liveness(state, None)
+    return {seen.report.learner for seen in reports if is_live(seen, live_s)}
+
+
+def redis_fill(info: BusInfo, spec: Spec, live: Collection[str]) -> Finding:
+    """How full the run's Redis is, as `server.fill_of_run`."""
+    return fill_of_run(info, layout_of(spec.tensors).elements, len(live), spec.sync)
+
+
+def _liveness(state: RunState | None, live_s: float | None) -> float:
+    said = None if state is None else state.liveness_s
+    return live_s or said or LIVE_S
+
+
+class StatusReader:
+    """Reads the status of the bus's run, each time anew, but for events that it has read before."""
+
+    def __init__(self, bus: Bus, clock: Clock, live_s: float | None = None) -> None:
+        """live_s: a learner not heard from for this long is not live; None: what the run's syncers go by, as its state
+        says."""
+        self._bus, self._clock, self._live_s = bus, clock, live_s
+        self._told, self._cursor = NOTHING_TOLD, START
+
+    async def read(self) -> Status:
+        """The status now.
+
+        Raises:
+            BusError: the bus cannot be read.
+            BadMessage: what is stored there is not a run of this build.
+        """
+        bus, clock = self._bus, self._clock
+        data = await bus.read_spec()
+        spec = None if data is None else decode(Spec, data)
+        if spec is not None:
+            bus.use_spec(spec)
+        evaluation, info = await _last_evaluation(bus, clock), await bus.info()
+        while events := await bus.read_events(self._cursor):
+            self._cursor, self._told = events[-1][0], self._told.after(events, clock.unix())
+        self._told = self._told.after((), clock.unix())
+        status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, self._live_s, self._told)
+        return status
+
+
+async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> Status:
+    """As `StatusReader`, once."""
+    return await StatusReader(bus, clock, live_s).read()
+
+
+async def read_status_of(
+    bus: Bus,
+    clock: Clock,
+    spec: Spec | None,
+    evaluation: Evaluation | None,
+    info: BusInfo,
+    live_s: float | None,
+    told: trouble.Told,
+) -> tuple[Status, list[Head | None], RunState | None]:
+    """As `read_status`, for who knows what changes seldom; with the heads and the state that it is of.
+
+    bus: groups set, if there is a spec. told: what events say of learners.
+    """
+    # Totals of heads before those of reports: what was merged was reported as trained earlier.
+    fragments = range(0 if spec is None else spec.sync.fragments)
+    there = await by_group(bus.keys, fragments, bus.read_heads)  # who is away is among the warnings
+    heads = [there.get(p) for p in fragments]
+    syncers = await bus.read_syncers()
+    held = await by_group(bus.keys, fragments, bus.read_leases)
+    holders = [held.get(p) for p in fragments]
+    reports = await bus.read_reports()
+    state = await bus.read_state()
+    warnings = list(info.warnings)
+    if spec is not None and (found := redis_fill(info, spec, live_learners(reports, state))).level != "ok":
+        warnings.append(str(found))
+    status = build_status(
+        bus.keys.run,
+        spec,
+        state,
+        reports,
+        heads,
+        evaluation,
+        warnings,
+        clock.unix(),
+        _liveness(state, live_s),
+        syncers,
+        holders,
+        told,
+        info.takes_writes,
+    )
+    return status, heads, state
