@@ -1,0 +1,92 @@
+"""Text of the Python packages that are installed here: a file for each, so that whole packages are held out."""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import Distribution, distributions
+from pathlib import Path
+
+import xxhash
+
+from diloco.pipeline.errors import UsageError
+from diloco.workers.trainer.data.files import stdlib_files, stdlib_root
+from diloco.workers.trainer.data.tokens import BOUNDARY
+
+STDLIB = "python"
+"""Name of Python's own source text among packages."""
+LEAST_FILE = 200
+"""Bytes: shorter files are mostly lists of imports."""
+
+
+@dataclass(slots=True)
+class Corpus:
+    """What was written."""
+
+    packages: int = 0
+    files: int = 0
+    bytes: int = 0
+    again: int = 0
+    """Files left out, since the same text was there before: packages carry copies of others."""
+    fingerprint: str = ""
+    """Of all the text: another environment has other packages."""
+
+
+def write_packages(folder: Path, found: Iterable[Distribution] | None = None) -> Corpus:
+    """Write the source text of packages as `NAME.txt`, and of the standard library as `python.txt`.
+
+    Args:
+        folder: where to; made if it is not there.
+        found: the packages; None: all that this Python finds.
+
+    Raises:
+        UsageError: the folder is not empty, or no package has any text.
+    """
+    if folder.exists() and any(folder.iterdir()):
+        raise UsageError(f"{folder} is not empty: choose another folder, or delete it")
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus, seen, digest = Corpus(), set[bytes](), xxhash.xxh3_128()
+    for name, paths in [(STDLIB, _of_stdlib()), *_of_packages(distributions() if found is None else found)]:
+        kept = list[bytes]()
+        for path in paths:
+            if (text := _text(path)) is None:
+                continue
+            if (one := xxhash.xxh3_128_digest(text)) in seen:
+                corpus.again += 1
+                continue
+            seen.add(one)
+            kept.append(text)
+        if kept:
+            text = b"\n".join(kept)
+            (folder / f"{name}.txt").write_bytes(text)
+            digest.update(name.encode() + text)
+            corpus.packages, corpus.files = corpus.packages + 1, corpus.files + len(kept)
+            corpus.bytes += len(text)
+    if not corpus.packages:
+        raise UsageError("no package here has any Python source text")
+    corpus.fingerprint = digest.hexdigest()[:16]
+    return corpus
+
+
+def _of_stdlib() -> list[Path]:
+    return stdlib_files() if stdlib_root().is_dir() else []
+
+
+def _of_packages(found: Iterable[Distribution]) -> Iterator[tuple[str, list[Path]]]:
+    """Each package's Python files, in order; of two that have one name, the first, which is what Python imports."""
+    by_name: dict[str, Distribution] = {}
+    for one in found:
+        name = re.sub(r"[^a-z0-9]+", "-", str(one.metadata["Name"] or "").lower())
+        by_name.setdefault(name, one)
+    for name, one in sorted(by_name.items()):
+        files = one.files or []
+        yield name, sorted(Path(str(one.locate_file(file))) for file in files if file.suffix == ".py")
+
+
+def _text(path: Path) -> bytes | None:
+    """A file's bytes; None: it is too short, no text in UTF-8, or not there."""
+    try:
+        data = path.read_bytes()
+        data.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return data if len(data) >= LEAST_FILE and BOUNDARY not in data else None
