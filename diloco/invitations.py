@@ -132,6 +132,9 @@ async def _invite(url: str, run: str, name: str, at: str | None) -> tuple[str, l
             f"DILOCO_REDIS_CA is too long for an invitation ({len(word)} characters): give the server's alone"
         )
     async with _users(url) as users:
+        its = await users.run_of(urlsplit(url).username or "default")
+        if its not in (None, run):
+            raise UsageError(f"this user may make learners of run {its!r} alone, not of {run!r}", f"give --run {its}")
         if await users.exists(user.name):
             raise UsageError(f"{name!r} is invited already: `diloco revoke {name}` first, or take another name")
         if of_file := await _of_file(users, name):
@@ -268,7 +271,7 @@ async def _of_file(users: RedisUsers, name: str) -> str:
         return ""
     return (
         f"it is {named!r} of the file of users, which is not taken back like an invitation. Delete its line there, and "
-        f"cut it off now: redis-cli -u URL ACL DELUSER {named}"
+        f'cut it off now: redis-cli -u "$DILOCO_REDIS_URL" ACL DELUSER {named}'
     )
 
 

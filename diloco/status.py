@@ -71,8 +71,7 @@ class _Found:
         if page := self.page():
             yield Text(f"page       {page}")
         if silent := self._silent():
-            where = "the page has the command" if page else way_to(self.place.redis_url or "").command(*silent)
-            yield Text(f"again      {silent[-1]}: {where}")
+            yield Text(f"again      {way_to(self.place.redis_url or '', self.place.own).command(*silent)}")
 
     def _silent(self) -> tuple[str, str, str] | None:
         """What starts the first learner again that is missed: its party, run and name."""

@@ -69,9 +69,12 @@ def read_file(config: Path | None) -> dict[str, Any]:
     if config is None:
         return {}
     try:
-        return tomllib.loads(config.read_text("utf-8-sig"))
+        table = tomllib.loads(config.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read settings file {config}: {error}") from error
+    if inner := next((name for name, value in table.items() if isinstance(value, dict)), None):
+        raise UsageError(f"{config}: [{inner}] is a table, and settings are in none", "leave that line out")
+    return table
 
 
 def place_in(config: Path | None, name: str) -> str:

@@ -216,9 +216,9 @@ def rights(
             anew = acl_command(run, address.user)
             return error("rights", found, f"give --run NAME, the run of this user; or, if it is {run!r}: {anew}")
         remedy = (
-            "a user is one party's, in one run: name the run that it was made for (--run), and a learner by its own "
-            "name (--learner-id); or make users for this run, and start Redis with them: "
-            f"{acl_command(run, address.user)}"
+            "a user is one party's, in one run: name that party's own in DILOCO_REDIS_URL, the run that it was made "
+            "for (--run), and a learner by its own name (--learner-id); or, if this run has no users yet, make them, "
+            f"and start Redis with them: {acl_command(run, address.user)}"
         )
         return error("rights", f"{who} cannot be a {what}: {missing}", remedy)
     if meant is None and may == ["viewer"]:

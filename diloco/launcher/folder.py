@@ -13,9 +13,11 @@ report.json  loss.png  sample.txt   at the end
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import tomli_w
@@ -43,6 +45,7 @@ from diloco.pipeline.settings import (
     TrainerSettings,
 )
 from diloco.pipeline.view.ledger import in_whole_tokens
+from diloco.pipeline.view.page.joining import Started
 from diloco.syncer.checkpoints.loading import Checkpoint, find_checkpoint, known_elements, load_checkpoint
 from diloco.syncer.checkpoints.places import Folder as OnDisk
 from diloco.workers.trainer.models.hf_config import lies_elsewhere
@@ -145,10 +148,22 @@ class Folder:
         """Write the file that the children read."""
         self.settings.write_text(to_toml(settings), "utf-8")
 
-    def write_run(self, url: str | None, settings: RunProcess, pids: dict[str, int], page: str | None = None) -> None:
+    def write_run(
+        self,
+        url: str | None,
+        settings: RunProcess,
+        pids: dict[str, int],
+        page: str | None = None,
+        own: Mapping[str, Started] = MappingProxyType({}),
+    ) -> None:
         """Say where the live run is.
 
-        page: its address; a token is no part of it, and never in this file.
+        Args:
+            url: of its Redis.
+            settings: its own.
+            pids: by process.
+            page: its address; a token is no part of it, and never in this file.
+            own: by learner: how it was started.
         """
         fields = {
             "redis_url": None if url is None else without_secrets(url),
@@ -156,6 +171,7 @@ class Folder:
             "method": settings.method,
             "budget_tokens": settings.tokens,
             "page": page,
+            "own": {name: asdict(one) for name, one in own.items()},
             "pids": {"launcher": os.getpid(), **pids},
         }
         self._put_run(fields)

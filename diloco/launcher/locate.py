@@ -2,7 +2,8 @@
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -13,11 +14,13 @@ from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.methods import RunMethod
 from diloco.pipeline.settings import BusSettings, ServerSettings
+from diloco.pipeline.view.page.joining import Started
 from diloco.pipeline.wrong_values import told
 
 RUNS = Path("runs")
 RUN_FILE = "run.json"
-"""Written by the launcher while a run is live: Redis URL without secrets, run name, address of its page, pids."""
+"""Written by the launcher while a run is live: Redis URL without secrets, run name, address of its page, pids, and how
+its learners were started."""
 REPORT_FILE = "report.json"
 DAMAGED = "if that run is over, delete the file; if it goes on, look at it by --redis-url and --run"
 """What to do about a damaged `RUN_FILE`."""
@@ -36,6 +39,8 @@ class Place:
     """Address of the page that `diloco run` serves; it has no token in it."""
     closing: bool = False
     """All of it has ended, and its report is being written."""
+    own: Mapping[str, Started] = field(default_factory=dict)
+    """By learner that `diloco run` has started: how."""
 
     def __str__(self) -> str:
         return str(self.folder) if self.folder is not None else f"run {self.run!r}"
@@ -78,6 +83,7 @@ class RunFile(BaseModel):
     budget_tokens: PositiveInt | None = None
     page: str | None = None
     closing: bool = False
+    own: dict[PartyName, Started] = {}
     pids: dict[PartyName, PositiveInt]
 
     @classmethod
@@ -183,7 +189,7 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         if (named := settings.bus_url()) is None:
             raise UsageError(f"the Redis of {folder} ({url}) has a password: set DILOCO_REDIS_URL")
         url = named
-    return Place(live.run, url, folder, live.page)
+    return Place(live.run, url, folder, live.page, own=live.own)
 
 
 def _name_in(folder: Path) -> str | None:

@@ -105,8 +105,7 @@ class Launcher:
         self._unserved_since: float | None = None
         """Since when there has been no syncer, neither ours nor elsewhere."""
         self._warnings: list[str] = []
-        self._told: set[str] = set()
-        """Incarnations of learners whose moments the user has been told of."""
+        self._told: set[str] = set()  # incarnations whose moments the user has been told of
         self.stopped = False
         self._made = folder.identity()
         """The folder that all began to write to."""
@@ -152,7 +151,8 @@ class Launcher:
         return self._url
 
     def _note_place(self) -> None:
-        self._folder.write_run(self._url, self._settings, self._others | self._children.pids(), self._page)
+        pids = self._others | self._children.pids()
+        self._folder.write_run(self._url, self._settings, pids, self._page, self.own)
 
     def say_page(self, address: str) -> None:
         """Leave the page's address where it is found later on."""

@@ -130,7 +130,10 @@ def acl_command(run: str, user: str) -> str:
     """What makes the users of a run anew, this one among them."""
     kind, _, learner_id = user.partition("-")
     named = f" --learner {learner_id}" if kind in (SHARED_LEARNER, INVITED) and learner_id else ""
-    return f"diloco acl --run {run}{named} --passwords FILE > new-users.acl"
+    return (
+        f"diloco acl --run {run}{named} --passwords FILE > new-users.acl (with --learner NAME for each of the run's "
+        "learners, and for FILE that of the passwords in use: else these are made anew)"
+    )
 
 
 def evaluator(run: str = "*") -> User:

@@ -129,7 +129,7 @@ def eviction(server: Server) -> Finding:
 
 def to_set(setting: str) -> str:
     """How a server that is up is set otherwise, and stays so."""
-    return f"redis-cli -u URL CONFIG SET {setting}, and the same in its configuration"
+    return f'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET {setting}, and the same in its configuration'
 
 
 def to_maxmemory(amount: float, each: str = "") -> str:

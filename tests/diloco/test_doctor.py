@@ -51,6 +51,7 @@ from tests.pipeline.test_acl import rules_of
 
 ROOT = Path(__file__).parents[2]
 PASSWORD = "letters-and-digits"  # noqa: S105  # of a server that lives for a test
+TO_SET = 'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET'
 
 
 @pytest.fixture(autouse=True)
@@ -229,7 +230,9 @@ def test_a_policy_that_evicts_is_named(healthy: EmbeddedRedis, look: Look, clien
     found = bad(findings)
     assert set(found) == {"eviction"}
     assert "allkeys-lru" in found["eviction"].found
-    assert found["eviction"].remedy.startswith("redis-cli -u URL CONFIG SET maxmemory-policy noeviction,")
+    assert found["eviction"].remedy.startswith(
+        'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET maxmemory-policy noeviction,'
+    )
     assert status == 0  # a run goes on with it
 
 
@@ -268,7 +271,9 @@ def test_a_server_of_ours_is_not_told_to_keep_what_it_drops_at_its_end() -> None
     theirs = Server.of(INFO | {"aof_enabled": 0, "config_file": "/etc/redis/redis.conf"}, {"save": ""})
     found = of_server.persistence(theirs)
     assert found.found.startswith("no append-only file: a restart loses all")
-    assert found.remedy.startswith("redis-cli -u URL CONFIG SET appendonly yes, and the same in its configuration; or")
+    assert found.remedy.startswith(
+        'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET appendonly yes, and the same in its configuration; or'
+    )
     found = of_server.persistence(Server.of(INFO | {"aof_enabled": 0, "config_file": "/tmp/diloco_redis_x/redis.conf"}))
     assert "`diloco redis`" in found.found
     assert "CONFIG SET" not in found.remedy

@@ -179,10 +179,10 @@ def test_an_invitation_says_what_its_run_waits_for(
 
 
 @pytest.mark.redis
-def test_who_invites_to_a_run_that_its_own_user_was_not_made_for_is_told(
+def test_who_invites_to_a_run_that_its_own_user_was_not_made_for_is_refused(
     redis_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As an operator of `diloco acl` without the run's name: the run's syncer would be refused."""
+    """As the operator of another run who has left out --run: whoever was invited would begin a run of its own."""
     admin: Any = redis_py.Redis.from_url(redis_server, protocol=2)
     if int(admin.info()["redis_version"].split(".")[0]) < 7:
         pytest.skip("ACL selectors need Redis 7")
@@ -190,13 +190,13 @@ def test_who_invites_to_a_run_that_its_own_user_was_not_made_for_is_told(
     admin.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
     try:
         url = as_user(redis_server, user.name)
-        assert main(["invite", name, "--redis-url", url, "--at", "redis://h", "--run", "my-run"]) == 0
+        assert main(["invite", name, "--redis-url", url, "--at", "redis://h"]) == 2
+        assert f"{acl.INVITED}-{name}" not in admin.execute_command("ACL", "USERS")
     finally:
-        admin.execute_command("ACL", "DELUSER", user.name, f"{acl.INVITED}-{name}")
+        admin.execute_command("ACL", "DELUSER", user.name)
         admin.close()
     said = capsys.readouterr().err
-    assert "may not look into run 'my-run'" in said
-    assert "diloco acl --run my-run --passwords FILE > new-users.acl" in said
+    assert "this user may make learners of run 'another-run' alone, not of 'run'; give --run another-run" in said
 
 
 @pytest.mark.redis

@@ -33,6 +33,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.methods import METHODS, PAPER
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
+from diloco.pipeline.view.page.joining import Started
 from diloco.pipeline.view.status import build_status
 from diloco.pipeline.view.trouble import Told
 from diloco.status import _Found
@@ -444,11 +445,14 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("page", "said"),
-    [("http://127.0.0.1:5/", "the page has the command"), (None, "learner --run my-run --learner-id l1")],
+    ("own", "said"),
+    [
+        ({"l1": Started(("--learner-id", "l1", "--threads", "3"), {"GPU": "1"})}, "--learner-id l1 --threads 3"),
+        ({}, "learner --run my-run --learner-id l1"),
+    ],
 )
-def test_status_says_how_a_dead_learner_is_started_again(page, said):
-    """The run's own page knows its settings too. Nobody is asked for who left or was revoked, or as the run ends."""
+def test_status_says_how_a_dead_learner_is_started_again(own, said):
+    """One of `diloco run` as that did it. Nobody is asked for who left or was revoked, or as the run ends."""
     l0, l1 = samples.seen("l0"), samples.seen("l1", age_s=60.0)
     left, revoked = samples.seen("l2", age_s=9.0, left=True), samples.seen("l3", 60.0, 2000.0)
     heads, told = [samples.head(p) for p in range(2)], Told(revoked={"l3": 1940.0})
@@ -459,9 +463,9 @@ def test_status_says_how_a_dead_learner_is_started_again(page, said):
     ):
         state = samples.run_state(phase=phase)
         found = build_status("my-run", samples.spec(), state, seen, heads, None, [], 2000.0, told=told)
-        place = Place("my-run", "redis://:secret@h:1", None, page)
+        place = Place("my-run", "redis://:secret@h:1", None, own=own)
         last = str(list(_Found(place, found).as_text())[-1])
-        assert (said in last and f"again      {missed}: " in last) if missed else "again" not in last
+        assert (said in last and last.startswith("again      ")) if missed else "again" not in last
         assert "secret" not in last
 
 
@@ -469,7 +473,9 @@ def test_status_says_how_a_dead_learner_is_started_again(page, said):
 def test_a_redis_that_goes_while_status_asks_goes_with_its_run(tmp_path, redis_server, capsys, monkeypatch):
     """Status has found a live run; what it meets then is the end of it."""
     folder = Folder(tmp_path)
-    folder.write_run(redis_server, RunProcess(), {}, "http://127.0.0.1:5/")
+    own = {"learner-1": Started(("--learner-id", "learner-1"), {"CUDA_VISIBLE_DEVICES": "1"}, "/data")}
+    folder.write_run(redis_server, RunProcess(), {}, "http://127.0.0.1:5/", own)
+    assert locate(BusSettings(), tmp_path).own == own
     assert cli.main(["status", str(tmp_path)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "page       http://127.0.0.1:5/"
     assert cli.main(["status", "--json", str(tmp_path)]) == 0
