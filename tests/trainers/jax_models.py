@@ -1,6 +1,8 @@
 """One small classifier, in torch and in JAX, on the same data: both begin with the same values and step by SGD."""
 
+import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import jax
@@ -9,6 +11,9 @@ import numpy as np
 import optax
 import torch
 from torch import nn
+
+from diloco.pipeline.settings import SyncSettings
+from tests.workers.test_device_encoding import a_syncer
 
 FEATURES, HIDDEN, CLASSES, BATCH = 8, 16, 4, 16
 RATE = 0.1
@@ -97,6 +102,11 @@ class JaxParty:
         """A step that trains nothing."""
         self._params = self.learner.step(self._params, tokens=0)
 
+    def globals(self) -> dict[str, np.ndarray]:
+        """The run's."""
+        self._params = self.learner.globals()
+        return self.values()
+
     def values(self) -> dict[str, np.ndarray]:
         """By torch's names, with torch's axes."""
         found = jax.tree_util.tree_flatten_with_path(self._params)[0]
@@ -132,5 +142,49 @@ class TorchParty:
         """A step that trains nothing."""
         self.learner.step(tokens=0)
 
+    def globals(self) -> dict[str, np.ndarray]:
+        """The run's."""
+        self.learner.load_globals()
+        return self.values()
+
     def values(self) -> dict[str, np.ndarray]:
         return {name: tensor.detach().numpy().copy() for name, tensor in self._model.named_parameters()}
+
+
+IN_STEP = SyncSettings(
+    fragments=1,
+    first_interval=0,
+    quorum=2,
+    overlap_steps=10**6,  # a round trip of any length: every H steps both publish
+    tokens=2**40,
+)
+WAIT_S = 60.0
+
+
+def in_step(
+    kinds: tuple[type[Any], ...], url: str, run: str, seed: int, sync: SyncSettings, rounds: int
+) -> list[dict[str, np.ndarray]]:
+    """What each of two learners has after rounds in step: both train, publish, and adopt what came of it.
+
+    sync: as `IN_STEP`. So all runs merge after the same steps, whatever time they take.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(a_syncer(url, run))
+        parties = []
+        for number, kind in enumerate(kinds):
+            names = {"names": NAMES} if kind is JaxParty else {}
+            parties.append(kind(seed, number, run=run, redis_url=url, sync=sync, learner_id=f"l{number}", **names))
+            stack.enter_context(parties[-1].learner)
+            parties[-1].joined()
+        for number in range(rounds):
+            for _ in range(sync.sync_interval if number else 1):  # on version 0 the fragment is due at once
+                for party in parties:  # in turns: who sees an open window would publish before it is due
+                    party.train()
+            until = time.monotonic() + WAIT_S
+            while not all(party.learner.joined.shared.adoptions for party in parties):
+                assert time.monotonic() < until, "nothing was merged"
+                time.sleep(0.002)
+            for party in parties:
+                party.adopt()
+        assert all(party.learner.joined.training.rounds.versions == (rounds,) for party in parties)
+        return [party.values() for party in parties]

@@ -1,8 +1,12 @@
 """Promises about learners of JAX parameters: alone, beside torch's, and what they refuse."""
 
+import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,10 +29,12 @@ from diloco.workers.parameters import FragmentParameters, tensor_table  # noqa: 
 from diloco.workers.pytree.parameters import PytreeParameters  # noqa: E402
 from diloco.workers.pytree.table import PytreeModel  # noqa: E402
 from diloco.workers.pytree.tree import Names, Tree  # noqa: E402
+from tests.system import test_example  # noqa: E402
 from tests.trainers.jax_models import (  # noqa: E402
     BATCH,
     FEATURES,
     HIDDEN,
+    IN_STEP,
     NAMES,
     RATE,
     SGD,
@@ -36,6 +42,7 @@ from tests.trainers.jax_models import (  # noqa: E402
     JaxParty,
     TorchParty,
     batches,
+    in_step,
     jax_loss,
     jax_params,
 )
@@ -47,6 +54,7 @@ pytestmark = pytest.mark.trainers
 ONE = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=2**40)
 NOWHERE = {"redis_url": "unix:///nowhere"}
 WAIT_S = 60.0
+EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_model.py"
 
 
 @pytest.fixture(autouse=True)
@@ -184,6 +192,40 @@ def test_what_a_step_was_compiled_for_stays_after_an_adoption():
     assert step._cache_size() == 1
 
 
+SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as Spec
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.settings import SyncSettings
+from diloco.workers.pytree.parameters import PytreeParameters
+from diloco.workers.pytree.table import PytreeModel
+from diloco.workers.pytree.tree import Tree
+
+def laid(shape, *how):
+    return jax.device_put(jnp.ones(shape), NamedSharding(Mesh(np.array(jax.devices()), "d"), Spec(*how)))
+
+params = {"embedding": laid((96, 8), "d"), "body": laid((8, 12), None, "d"), "bias": laid(12)}
+tree = Tree(params)
+layout = layout_of(PytreeModel(tree).tensor_table(SyncSettings(fragments=3)))
+assert any(slot.tensor.rows for fragment in layout.fragments for slot in fragment.slots)
+fragments = PytreeParameters(tree, layout, tree.flatten(params))
+for p, fragment in enumerate(layout.fragments):
+    flat = np.arange(fragment.elements, dtype=np.float32)
+    fragments.overwrite(p, flat)
+    np.testing.assert_array_equal(fragments.snapshot(p).numpy(), flat)
+assert jax.tree.map(lambda leaf: leaf.sharding, fragments.params) == jax.tree.map(lambda leaf: leaf.sharding, params)
+print(fragments.device)
+"""
+
+
+def test_sharded_leaves_come_back_as_they_lay():
+    """Over two devices of one process, whole ones and those that lie in parts."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(EXAMPLE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, "-c", SHARDED], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout == "cpu and 1 more\n", done.stderr
+
+
 # --- a whole learner ------------------------------------------------------------------------------------
 
 
@@ -217,43 +259,9 @@ def test_one_learner_trains_publishes_and_adopts(redis_server):
 
 
 ROUNDS, H = 8, 4
-TWO = SyncSettings(
-    fragments=1,
-    sync_interval=H,
-    first_interval=0,
-    quorum=2,
-    overlap_steps=10**6,  # a round trip of any length: every H steps both publish
-    codec="fp32",
-    outer="nesterov",
-    outer_momentum=0.5,
-    outer_warmup=0,
-    tokens=2**40,
+TWO = IN_STEP.model_copy(
+    update={"sync_interval": H, "codec": "fp32", "outer": "nesterov", "outer_momentum": 0.5, "outer_warmup": 0}
 )
-
-
-def run_of(kinds: tuple[type[Any], ...], url: str, run: str, seed: int) -> list[dict[str, np.ndarray]]:
-    """What each of two learners has in the end, of rounds in step: both train, publish, and adopt what came of it."""
-    with ExitStack() as stack:
-        stack.enter_context(a_syncer(url, run))
-        parties = []
-        for number, kind in enumerate(kinds):
-            names = {"names": NAMES} if kind is JaxParty else {}
-            how = {"run": run, "redis_url": url, "sync": TWO, "learner_id": f"l{number}", **names}
-            parties.append(kind(seed, number, **how))
-            stack.enter_context(parties[-1].learner)
-            parties[-1].joined()
-        for number in range(ROUNDS):
-            for _ in range(H if number else 1):  # on version 0 the fragment is due at once
-                for party in parties:  # in turns: who sees an open window would publish before it is due
-                    party.train()
-            until = time.monotonic() + WAIT_S
-            while not all(party.learner.joined.shared.adoptions for party in parties):
-                assert time.monotonic() < until, "nothing was merged"
-                time.sleep(0.002)
-            for party in parties:
-                party.adopt()
-        assert all(party.learner.joined.training.rounds.versions == (ROUNDS,) for party in parties)
-        return [party.values() for party in parties]
 
 
 def apart(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> float:
@@ -279,7 +287,7 @@ def test_torch_and_jax_learners_share_a_run_bit_for_bit_and_train_as_two_of_a_ki
     kinds = {"torch": (TorchParty, TorchParty), "jax": (JaxParty, JaxParty), "mixed": (JaxParty, TorchParty)}
     ends = {}
     for name, pair in kinds.items():
-        one, other = run_of(pair, redis_server, f"two-{name}", seed=3)
+        one, other = in_step(pair, redis_server, f"two-{name}", 3, TWO, ROUNDS)
         assert {key: value.tobytes() for key, value in one.items()} == {k: v.tobytes() for k, v in other.items()}
         ends[name] = one
     assert apart(ends["torch"], TorchParty(3, 0, **NOWHERE).values()) > 0.1, "nothing was trained"
@@ -341,6 +349,18 @@ def test_a_loop_that_breaks_off_with_donated_arrays_leaves_all_the_same(redis_se
         (withheld,) = [line["error"] for line in logs if line["event"] == "last_delta_withheld"]
         assert "was donated to a jitted function, and no step() has said what came of it" in withheld
         assert jax.tree.structure(one.globals()) == jax.tree.structure(jax_params())
+
+
+@pytest.mark.redis
+def test_the_example_learns_with_two_learners_that_end_with_one_model(tmp_path):
+    """As a user would run it; they save the same bits."""
+    for out, err in test_example.run_of(EXAMPLE, "jax-model", 30_000, tmp_path):
+        found = re.search(r"last loss ([0-9.]+)", out)
+        assert found, err
+        assert float(found[1]) < 4.5  # of ln 256 = 5.5
+    one, other = (np.load(file) for file in tmp_path.glob("jax-model-*.npz"))
+    assert {name: one[name].tobytes() for name in one} == {name: other[name].tobytes() for name in other}
+    assert "['table']['embedding']" in one
 
 
 # --- what is refused --------------------------------------------------------------------------------------
