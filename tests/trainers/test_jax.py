@@ -77,6 +77,7 @@ class Language(nn.Module):
         self.table = nn.Embedding(96, 8, dtype=dtype)
         self.body = nn.Linear(8, 12, dtype=dtype)
         self.back = nn.Linear(12, 8, dtype=dtype)
+        self.look = nn.Conv2d(4, 5, (2, 3), bias=False, dtype=dtype)
         self.head = nn.Linear(8, 96, bias=False, dtype=dtype)
 
 
@@ -86,6 +87,7 @@ LANGUAGE_NAMES: Names = {
     "body.bias": "body.bias",
     "back.kernel": ("back.weight", (1, 0)),
     "back.bias": "back.bias",
+    "look.kernel": ("look.weight", (3, 2, 0, 1)),  # HWIO in JAX, OIHW in torch
     "head.kernel": ("head.weight", (1, 0)),
 }
 
@@ -96,8 +98,9 @@ def language_params(model: nn.Module, dtype: str) -> dict[str, dict[str, Any]]:
     params: dict[str, dict[str, Any]] = {}
     for path, given in LANGUAGE_NAMES.items():
         module, leaf = path.split(".")
-        value = state[given if isinstance(given, str) else given[0]]
-        params.setdefault(module, {})[leaf] = jnp.asarray(value if isinstance(given, str) else value.T, dtype)
+        name, axes = (given, None) if isinstance(given, str) else given
+        value = state[name] if axes is None else np.moveaxis(state[name], range(len(axes)), axes)
+        params.setdefault(module, {})[leaf] = jnp.asarray(value, dtype)
     return params
 
 
