@@ -41,7 +41,7 @@ test-docker: $(VENV)/dev.stamp  ## compose.yaml for real; skipped where no Docke
 test-slurm: $(VENV)/dev.stamp  ## deploy/slurm on a Slurm of one node; skipped without Debian's slurm-wlm, and root
 	$(BIN)/python -m pytest -m slurm $(PYTEST_ARGS)
 
-test-trainers: $(VENV)/trainers.stamp  ## learners in the trainers of others: transformers, TRL, Accelerate, Lightning
+test-trainers: $(VENV)/trainers.stamp  ## learners in the trainers of others (transformers, TRL, Accelerate, Lightning), and in JAX
 	$(BIN)/python -m pytest -m trainers $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/dev.stamp  ## the tests that need a CUDA device

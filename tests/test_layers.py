@@ -23,6 +23,7 @@ MAY_IMPORT = {
 
 ONLY_IN = {
     "torch": ("workers/", "studies/quality/", "studies/bench/"),
+    "jax": ("workers/pytree/",),
     "redis": ("pipeline/bus/redis/",),
     "aiohttp": ("syncer/serving/http.py",),
 }

@@ -14,15 +14,10 @@ on. Only parameters that require a gradient are synchronised; the inner optimize
 """
 
 import math
-import os
-import secrets
-import socket
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import structlog
 import torch
@@ -31,40 +26,56 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, layout_of
-from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.settings import LEAVE_S, STATE_S, EncodeOn, SyncSettings
+from diloco.workers.any_learner import AnyLearner
 from diloco.workers.attached import Attached, alone, asking, asking_loss, say_unkept, unwrapped
-from diloco.workers.batches import Batches
 from diloco.workers.checks.arguments import check_arguments, one_loss, together, whole_tokens
-from diloco.workers.checks.frozen_digests import check_frozen
+from diloco.workers.checks.frozen_digests import check_frozen, frozen_digests
 from diloco.workers.checks.model_checks import check_model
-from diloco.workers.exchange import reaching
-from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
-from diloco.workers.exchange.newest import Float32, read_newest
-from diloco.workers.exchange.reaching import in_own_loop
-from diloco.workers.life import Life
+from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.moments.optimizer_state import Optimizers
 from diloco.workers.moments.own import Recover
-from diloco.workers.moments.recovery import Source
 from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.names import state_with
-from diloco.workers.parameters import tensor_table
+from diloco.workers.parameters import fitting_fragments, tensor_table, trained_tensors
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
-from diloco.workers.proposal import fitting, proposal
+from diloco.workers.proposal import fitting
 from diloco.workers.ranks.found import meet, ranks_of
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.stuck import RankStopping
 from diloco.workers.ranks.thread import RankThread
-from diloco.workers.reading import begin_batches, begin_blocks
-from diloco.workers.step_times import StepTimes
-from diloco.workers.stopping import Stopped, Stopping
-from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS
+from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training, make_training
 
 
-class Learner:
+class TorchModel:
+    """A module as a run is proposed with it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """model: judged (`model_checks`)."""
+        self._model = model
+
+    @property
+    def trained(self) -> int:
+        """As `Proposed`."""
+        return len(trained_tensors(self._model))
+
+    def fitting_fragments(self, wanted: int) -> int:
+        """As `Proposed`."""
+        return fitting_fragments(self._model, wanted)
+
+    def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
+        """As `Proposed`."""
+        return tensor_table(self._model, sync, held)
+
+    def frozen(self) -> tuple[tuple[str, bytes], ...]:
+        """As `Proposed`."""
+        return frozen_digests(self._model)
+
+
+class Learner(AnyLearner):
     """One learner of a run."""
 
     def __init__(
@@ -119,7 +130,7 @@ class Learner:
         Raises:
             UsageError: no Redis URL; or an argument, a model or an optimizer that cannot be used, by name.
         """
-        self._given = given = check_arguments(
+        given = check_arguments(
             run=run,
             redis_url=redis_url,
             region_redis_url=region_redis_url,
@@ -135,28 +146,18 @@ class Learner:
             encode_on=encode_on,
             same_frozen=same_frozen,
         )
-        self._url = reaching.url_of(given.redis_url)
         self.model, self.optimizer = model, optimizer
-        self.incarnation = secrets.token_hex(8)
-        self.id = given.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
         self.device, self._mesh = check_model(model), mesh
         self._ranks = ranks_of(model, mesh)
+        super().__init__(given, RankStopping() if self._ranks else Stopping())
         if self._ranks and given.encode_on == "device":
             raise UsageError("encode_on='device' with several ranks: they gather deltas in host memory")
         if given.sync is not None:
-            tensor_table(model, fitting(given.sync, model))
+            tensor_table(model, fitting(given.sync, TorchModel(model)))
         self._inner = [] if optimizer is None else unwrapped(model, optimizer or [optimizer])
         if given.same_frozen:
             check_frozen(model)
-        self.left_in_order = False
-        """After leaving: everything unpublished got away in time."""
-        self.times = StepTimes()
-        self._stopping = RankStopping() if self._ranks else Stopping()
-        self._life = Life(self._stopping)
         self._attached: Attached | None = None
-        self._batches: Batches | None = None
-
-    # --- what a training loop sees ------------------------------------------------------------------
 
     def step(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None = None) -> None:
         """Count an inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
@@ -211,41 +212,6 @@ class Learner:
         self._attached = Attached(hooked, asking(tokens), asking_loss(loss), self._step)
         say_unkept(hooked, self._inner)
 
-    def _step(self, tokens: int, loss: float | torch.Tensor | None = None) -> None:
-        entered = time.perf_counter()
-        joined = self.joined
-        tokens = 0 if joined.late else tokens  # a trainer may look only after a step: the finished run's sums stay
-        training = joined.training
-        training.watch.look(entered)
-        self.times.entered(entered)
-        if self._batches is not None:
-            self._batches.stepped()
-        tokens = joined.stepped(tokens)
-        training.loss = training.loss if loss is None else loss
-        training.keeper.stepped(joined.shared, joined.progress, loss)
-        self.times.returned(entered, time.perf_counter(), tokens)
-        self._stopping.stepped()
-
-    @property
-    def finished(self) -> bool:
-        """The run has reached its budget or is asked to end, or this process is (SIGTERM, SIGHUP): leave the loop."""
-        return self._life.entered.ended(self._stopping) if self._life.entered else self._stopping.asked
-
-    @property
-    def over(self) -> bool:
-        """The run has reached its budget or is asked to end."""
-        return self._life.entered is not None and self._life.entered.over
-
-    @property
-    def exit_status(self) -> int:
-        """For `sys.exit` at the program's end: 75 if it was asked to end and the run goes on without it, else 0."""
-        return AGAIN_STATUS if self._stopping.came and not self.over else 0
-
-    @property
-    def progress(self) -> float:
-        """Trained tokens of the whole run / its budget, in 0..1: what learning-rate schedules go by."""
-        return self._life.entered.progress if self._life.entered else 0.0
-
     def progress_schedule(
         self,
         optimizer: torch.optim.Optimizer | None = None,
@@ -273,43 +239,8 @@ class Learner:
         Raises:
             UsageError: one of these is out of bounds, or there is no optimizer of this model.
         """
-
-        def at() -> tuple[float, int, int]:
-            entered = self._life.entered
-            young = entered is not None and self.recovered in ("checkpoint", "fresh")
-            steps = entered.training.rounds.steps if entered else 0
-            return self.progress, self.earlier_steps + steps, FRESH_MOMENTS_STEPS * young
-
         optimizer = alone(self.model, self.optimizer if optimizer is None else optimizer)
-        return LambdaLR(optimizer, ShareByProgress((shape, warmup, decay, final), at))
-
-    @property
-    def recovered(self) -> Source:
-        """Where the optimizer's moments came from: "start" (of the run), "checkpoint", "optimizer", "peer" or "fresh".
-
-        "optimizer": it had them as the learner joined, as a trainer loads them with a checkpoint of its own.
-        """
-        return self._life.entered.training.keeper.source if self._life.entered else "start"
-
-    @property
-    def earlier_steps(self) -> int:
-        """Inner steps of this learner's earlier incarnations, as its checkpoint knows them; else 0."""
-        return self._life.entered.training.keeper.earlier_steps if self._life.entered else 0
-
-    @property
-    def spec(self) -> Spec:
-        """What the run has agreed on."""
-        return self._life.once_joined.training.spec
-
-    @property
-    def joined(self) -> JoinedLearner:
-        """Its parts, while it is in its run: for this class, and for whoever measures or tests it.
-
-        Raises:
-            UsageError: it is not in a run, or not of this process.
-            DilocoError: what its other thread has ended by.
-        """
-        return self._life.joined
+        return LambdaLR(optimizer, ShareByProgress((shape, warmup, decay, final), self._place))
 
     def globals(self) -> dict[str, Any]:
         """The whole model as a state dict, with the newest global values of what is trained, whatever stands here.
@@ -348,70 +279,6 @@ class Learner:
         for p, flat in enumerate(self._life.once_joined.newest(self._read)):
             training.parameters.overwrite(p, flat)
 
-    def _read(self, fragments: Iterable[int]) -> list[Float32]:
-        """Their newest globals (elements,)."""
-        training, left = self._life.once_joined.training, not self._life.in_run
-        given = self._url, self._given.run, training.spec, training.layout
-        return in_own_loop(read_newest(*given, fragments, left=left))
-
-    def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
-        """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.
-
-        Waits for the first shard before it returns: this is still part of joining. Of several ranks rank 0 alone may
-        call it, and tells the others what to read.
-
-        Args:
-            total: blocks in an epoch; every learner must say the same.
-            per_shard: blocks handed out at a time.
-        """
-        return begin_blocks(lambda: self.joined, self._stopping, total, per_shard)
-
-    def batches(self, length: int, batch_size: int, *, seed: int = 0, accumulate: int = 1) -> Batches:
-        """Indices of a dataset from the run's work queue: `DataLoader(dataset, batch_sampler=learner.batches(...))`.
-
-        A shard is acknowledged when it is trained on, as `step` or `attach` tell. Waits for the first one, as `blocks`.
-
-        Args:
-            length, seed: of the dataset, and of each epoch's permutation; every learner must say the same.
-            batch_size: indices in a batch; of several ranks, which all call this alike: in a batch of this one.
-            accumulate: batches that an inner step trains.
-
-        Raises:
-            SpecMismatch: the run has another length or seed.
-            UsageError: an argument is no such number, or the learner reads already, or is not in its run.
-        """
-        self._batches = begin_batches(lambda: self.joined, self._stopping, length, batch_size, seed, accumulate)
-        return self._batches
-
-    @staticmethod
-    def read_spec(redis_url: str, run: str) -> Spec | None:
-        """The spec of a run that is already there, else None. For a trainer that joins knowing nothing."""
-        return reaching.read_spec(redis_url, run)
-
-    # --- joining and leaving --------------------------------------------------------------------------
-
-    def open(self) -> Self:
-        """Join: connect, agree with the run, fetch the model. Whatever it raises, nothing of it is left behind.
-
-        `with` does the same, and closes at its end. Without `with`, `close` belongs in a `finally`: a program that ends
-        without it ends as if it had been killed.
-
-        Raises:
-            UsageError: it was opened before, was closed meanwhile by another thread, or is not of this process.
-            IdTaken: another process has this learner's id.
-            SpecMismatch: the run was set up otherwise.
-            SystemExit: SIGTERM or SIGHUP came.
-        """
-        self._life.open(self._prepare)
-        if self._life.once_joined.late:
-            detail = "it has its model; to train on: diloco runs extend NAME --tokens N, or another name of the run"
-            structlog.get_logger().warning("run_finished_already", learner=self.id, run=self._given.run, detail=detail)
-        return self
-
-    def __enter__(self) -> Self:
-        """As `open`."""
-        return self.open()
-
     def _prepare(self) -> tuple[Training, ExchangeThread]:
         self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
         self._check_ranks()
@@ -436,62 +303,22 @@ class Learner:
         if ranks_of(self.model, self._mesh) != self._ranks:
             raise UsageError("the model has other ranks than as its learner was made: set them up, and wrap it, before")
 
-    def _proposal(self) -> Spec:
-        """By what stands already: the run's spec; or, where it has none, the budget that a syncer waits for it with."""
-        beginning, url, run, go_on = reaching.Beginning(), self._url, self._given.run, self._life.go_on_joining
-        held = reaching.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
-        if held is None:
-            beginning = reaching.wait_for_spec(partial(reaching.read_beginning, url, run), self.id, go_on)
-        return proposal(self.model, self._given, held, beginning)
-
     def _training(
         self, spec: Spec, own: Layout | None = None, folder: Callable[[Path, Layout], StateFolder] = StateFolder
     ) -> Training:
         given = self.model, self._inner, self._given, self.device, self.times, own, folder, self._check_ranks
         return make_training((self.id, self.incarnation), spec, *given)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-        else:
-            stopped = isinstance(error, Stopped)
-            self._leave(save_state=stopped, error=None if stopped else error)
-
-    def close(self, save_state: bool = True) -> None:
-        """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`.
-
-        Again, or never opened: nothing happens. One that is joining in another thread gives it up.
-
-        Args:
-            save_state: save the optimizer's state for a later incarnation.
-
-        Raises:
-            LearnerReplaced: another process took this learner's place meanwhile.
-            DilocoError: what its other thread has ended by, if no call has told so before.
-            SystemExit: SIGTERM or SIGHUP came, and nobody has asked whether the learner is `finished`.
-        """
-        failure = self._life.untold_failure
-        if self._leave(save_state):
-            if failure is not None:  # since the last step, which could not tell
-                raise failure
-            self._stopping.leave_if_unseen()
+    def _proposed(self) -> TorchModel:
+        return TorchModel(self.model)
 
     def _leave(self, save_state: bool, error: BaseException | None = None) -> bool:
-        """As `close`; whether it was in its run until now. error: that has ended the loop, on this rank alone."""
-
-        def flush(joined: JoinedLearner) -> None:
-            if error is not None and joined.breaks_off(error):
-                return
-            self.left_in_order = joined.leave(self._given.leave_s, save_state)
-
         if self._life.is_here:
             attached, self._attached = self._attached, None
             if attached is not None:
                 attached.detach()
                 self._say_if_none_stepped()
-        return self._life.leave(flush)
+        return super()._leave(save_state, error)
 
     def _say_if_none_stepped(self) -> None:
         joined = self._life.once_joined

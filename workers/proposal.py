@@ -1,39 +1,72 @@
 """The spec as a learner would have it, from its model and settings."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import structlog
 from pydantic import ValidationError
-from torch import nn
 
 from diloco.pipeline.agreement import WAITING_SYNCER, agree
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.settings import SyncSettings, load
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.workers.checks.arguments import Arguments
-from diloco.workers.checks.frozen_digests import frozen_digests
 from diloco.workers.exchange.reaching import Beginning
-from diloco.workers.parameters import fitting_fragments, tensor_table, trained_tensors
 
 
-def fitting(sync: SyncSettings, model: nn.Module) -> SyncSettings:
+class Proposed(Protocol):
+    """What a run learns of a model, whatever it is made of."""
+
+    @property
+    def trained(self) -> int:
+        """Number of its trained tensors.
+
+        Raises:
+            UsageError: one is of a kind that cannot travel.
+        """
+
+    def fitting_fragments(self, wanted: int) -> int:
+        """The number of fragments where nobody asked for a number (`fragments_of`).
+
+        Raises:
+            UsageError: as `trained`.
+        """
+
+    def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
+        """Its tensors as the spec lists them. held: the run's table, where there is one.
+
+        Raises:
+            UsageError: as `trained`; fewer tensors than fragments, or a step that could never be orthogonalised.
+        """
+
+    def frozen(self) -> tuple[tuple[str, bytes], ...]:
+        """(name, xxh3-128) of every frozen parameter.
+
+        Raises:
+            UsageError: one cannot be read.
+        """
+
+
+def fitting(sync: SyncSettings, model: Proposed) -> SyncSettings:
     """The settings with no more fragments than the model has tensors for, if nobody asked for a number of them.
 
     Raises:
-        UsageError: as `trained_tensors`.
+        UsageError: as `Proposed.trained`.
     """
     if "fragments" in sync.model_fields_set:
         return sync
-    return sync.model_copy(update={"fragments": fitting_fragments(model, sync.fragments)})
+    return sync.model_copy(update={"fragments": model.fitting_fragments(sync.fragments)})
 
 
-def proposal(model: nn.Module, given: Arguments, held: Spec | None, beginning: Beginning) -> Spec:
+def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Beginning) -> Spec:
     """What is proposed to a run that has no spec, and compared with the spec of one that has.
 
     It follows the run where the learner has no settings of its own.
 
     Args:
-        model: judged (`model_checks`).
+        model: judged.
         given: the learner's.
         held: the run's spec; None: it has none. A learner with settings of its own takes no more of it than the
             budget, if it names none.
@@ -57,11 +90,11 @@ def proposal(model: nn.Module, given: Arguments, held: Spec | None, beginning: B
     else:
         _say_what_does_not_count(held.sync)
         # Another model than the run's may have too few tensors: joining says how they differ.
-        fragments = fitting_fragments(model, held.sync.fragments)
+        fragments = model.fitting_fragments(held.sync.fragments)
         sync, trainer = held.sync.model_copy(update={"fragments": fragments} | budget), trainer or held.trainer
-    frozen = frozen_digests(model) if given.same_frozen else None
+    frozen = model.frozen() if given.same_frozen else None
     try:
-        tensors = tensor_table(model, sync, () if held is None else held.tensors)
+        tensors = model.tensor_table(sync, () if held is None else held.tensors)
         format = FORMAT if held is None else held.format
         return Spec(format=format, sync=sync, tensors=tensors, trainer=dict(trainer), frozen=frozen)
     except ValidationError as error:
@@ -80,13 +113,12 @@ def _say_what_does_not_count(held: SyncSpec) -> None:
             structlog.get_logger().warning("variable_ignored", variable=variable, detail=detail)
 
 
-def _own(usual: SyncSettings, model: nn.Module, cluster: bool) -> SyncSpec:
+def _own(usual: SyncSettings, model: Proposed, cluster: bool) -> SyncSpec:
     """As this learner would have it; says what nobody has decided."""
     log, fitted = structlog.get_logger(), fitting(usual, model)
     if fitted.fragments < usual.fragments:
-        trained = len(trained_tensors(model))
-        buffers = ", beside the one of its buffers" * (fitted.fragments > trained)
-        detail = f"the model has {trained} trained tensors, and each fragment needs one{buffers}"
+        buffers = ", beside the one of its buffers" * (fitted.fragments > model.trained)
+        detail = f"the model has {model.trained} trained tensors, and each fragment needs one{buffers}"
         log.info("fragments_reduced", fragments=fitted.fragments, detail=detail)
     if "tokens" not in usual.model_fields_set:
         detail = f"nobody has set the run's budget: it ends at {usual.tokens} trained tokens, as usual"

@@ -23,8 +23,8 @@ from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import LAUNCHER_PID
 from diloco.pipeline.sources import ENV_PREFIX
+from diloco.workers.checks.gpus import count_gpus
 from diloco.workers.checks.sets import check_set
-from diloco.workers.gpus import count_gpus
 
 TAIL_LINES = 20
 

@@ -27,7 +27,8 @@ def run_of(example: Path, run: str, tokens: int, folder: Path, limit_s: float = 
     """What two processes of an example and a syncer have said, which end by themselves at the budget."""
     with EmbeddedRedis(dies_with_us=True) as redis:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         environment |= {"DILOCO_REDIS_URL": redis.url, "DILOCO_TOKENS": str(tokens)}
 
         def start(*arguments: str) -> subprocess.Popen[str]:

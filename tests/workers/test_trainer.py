@@ -412,7 +412,7 @@ def test_a_learner_says_how_many_threads_it_has_on_how_many_cores() -> None:
     torch.set_num_threads(3)
     try:
         learner = Learner(nn.Linear(2, 2), redis_url="unix:///nowhere", sync=SyncSettings(fragments=1))
-        training = learner._training(proposal(learner.model, learner._given, None, Beginning()))
+        training = learner._training(proposal(learner._proposed(), learner._given, None, Beginning()))
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(training.report, False).result().threads == (3, usable_cores())
     finally:

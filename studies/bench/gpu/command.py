@@ -9,7 +9,7 @@ from diloco.extras import need_extras
 from diloco.pipeline.errors import UsageError
 from diloco.studies.bench.gpu.pieces import Piece, plan, said, summary, to_do
 from diloco.studies.bench.gpu.running import LIMIT_S, SUMMARY_FILE, Result, device_name, do_all, read_results
-from diloco.workers.gpus import count_gpus
+from diloco.workers.checks.gpus import count_gpus
 
 MEASURED, REHEARSED = Path("runs/gpu"), Path("runs/gpu-rehearsal")
 

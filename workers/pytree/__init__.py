@@ -1,0 +1,1 @@
+"""A learner whose model is a pytree of JAX arrays."""

@@ -1,0 +1,217 @@
+"""The learner of a pytree of JAX arrays: the exchange is that of torch's learners, on the same wire.
+
+    with Learner(params, run="my-run", redis_url=...) as learner:
+        params = learner.params
+        while not learner.finished:
+            params, moments, loss = train_step(params, moments, batch)
+            params = learner.step(params, tokens=batch.size, loss=loss)
+
+An array never changes, so what is adopted comes back from `step`. The optimizer and its moments are the caller's alone:
+they stay as a fragment is adopted, and no peer is asked for them.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import structlog
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.settings import LEAVE_S, STATE_S, SyncSettings
+from diloco.workers.any_learner import AnyLearner
+from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
+from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.moments.keeper import Keeper
+from diloco.workers.moments.own import OwnMoments, RecoveryOptions
+from diloco.workers.moments.recovery import Recovery
+from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
+from diloco.workers.proposal import fitting
+from diloco.workers.pytree.parameters import PytreeParameters
+from diloco.workers.pytree.table import PytreeModel
+from diloco.workers.pytree.tree import Names, Tree
+from diloco.workers.rounds import Rounds
+from diloco.workers.stopping import Stopping
+from diloco.workers.training import Training
+
+
+class Learner(AnyLearner):
+    """One learner of a run."""
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        run: str | None = None,
+        redis_url: str | None = None,
+        region_redis_url: str | None = None,
+        learner_id: str | None = None,
+        sync: SyncSettings | None = None,
+        tokens: int | str | None = None,
+        trainer: Mapping[str, Any] | None = None,
+        leave_s: float = LEAVE_S,
+        names: Names | None = None,
+        embeddings: Collection[str] | None = None,
+        moments_kept: bool = False,
+    ) -> None:
+        """Nothing is connected before `with`, or `open`.
+
+        Args:
+            params: a pytree of arrays in floating point, all of which are synchronised. Its structure, shapes and types
+                are settled here.
+            run, redis_url, region_redis_url, learner_id, sync, tokens, trainer, leave_s: as torch's `Learner` has them.
+            names: what leaves are called in the run, where learners of another framework call them otherwise: own name
+                -> name, or (name, order of the axes there). A learner that is first lists its tensors in this order.
+            embeddings: own names of the leaves whose rows are vectors, one a token, which are merged as such. Default:
+                those that Flax and Haiku call `embedding` and `embeddings`.
+            moments_kept: the optimizer's moments are those of an earlier life, from a checkpoint of the caller's own:
+                `recovered` says so, and a schedule has no ramp for young ones.
+
+        Raises:
+            UsageError: no Redis URL; or an argument or a leaf that cannot be used, by name.
+        """
+        given = check_arguments(
+            run=run,
+            redis_url=redis_url,
+            region_redis_url=region_redis_url,
+            learner_id=learner_id,
+            sync=sync,
+            tokens=tokens,
+            trainer=dict(trainer) if isinstance(trainer, Mapping) else trainer,
+            leave_s=leave_s,
+            state_dir=None,
+            state_every_s=STATE_S,
+            recover="auto",
+            log_losses=False,
+            encode_on="cpu",
+            same_frozen=True,
+        )
+        self._tree = Tree(params, names, embeddings)
+        super().__init__(given, Stopping())
+        if given.sync is not None:
+            self._proposed().tensor_table(fitting(given.sync, self._proposed()))
+        self._params, self._moments_kept = params, moments_kept
+        self._parameters: PytreeParameters | None = None
+        """Of the run that was joined."""
+        self._taken = False
+        """The loop has had the run's parameters."""
+
+    @property
+    def params(self) -> Any:
+        """The parameters as they are here now: the run's on joining, then what the last `step` gave."""
+        if self._parameters is None:
+            return self._params
+        self._taken = True
+        return self._parameters.params
+
+    def step(self, params: Any, tokens: Any, loss: Any = None) -> Any:
+        """Count an inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
+
+        Args:
+            params: as the step has left them; it is not waited for, and they may be donated to the next one.
+            tokens: trained in this step: a whole number from 0; one on a device is read at once, which waits for it.
+            loss: one number, shown in reports; an array is read later, in the other thread. Do not donate it.
+
+        Returns:
+            What to train on: the same arrays, but for those that the run has newer values of.
+
+        Raises:
+            UsageError: an argument that is none of that, the pytree is no longer the one that is synchronised, or the
+                learner is not in its run.
+        """
+        leaves, told = self._tree.flatten(params), _loss(loss)
+        trained = whole_tokens(np.asarray(tokens) if _is_concrete("tokens", tokens) else tokens)
+        _, parameters = self.joined, self._parameters
+        assert parameters is not None, "joined without parameters"  # noqa: S101
+        if self._taken:
+            parameters.take(arrays(leaves))
+        else:
+            trained, self._taken = 0, True
+            detail = "it began with values of its own: say `params = learner.params` first in the `with` block"
+            structlog.get_logger().warning("first_step_not_counted", learner=self.id, detail=detail)
+        self._step(trained, told)
+        return parameters.params
+
+    def progress_schedule(
+        self, *, shape: Shape = "cosine", warmup: float = WARMUP, decay: float = 0.2, final: float = 0.1
+    ) -> Callable[[], float]:
+        """What gives the share of the peak learning rate now, by the run's progress: pass it to your step.
+
+        Args:
+            shape, warmup, decay, final: as of torch's `Learner`.
+
+        Raises:
+            UsageError: one of these is out of bounds.
+        """
+        share = ShareByProgress((shape, warmup, decay, final), self._place)
+        return lambda: share(0)
+
+    def globals(self) -> Any:
+        """The pytree with the newest global values, whatever stands here; waits for the network.
+
+        After `close` in a run that ends, its last merges are waited for: then it is the finished run's model.
+
+        Raises:
+            UsageError: the learner has not joined its run yet.
+            SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
+        """
+        flats = self._life.once_joined.newest(self._read)
+        assert self._parameters is not None, "joined without parameters"  # noqa: S101
+        return self._parameters.whole(flats)
+
+    # --- joining ----------------------------------------------------------------------------------------
+
+    def _proposed(self) -> PytreeModel:
+        return PytreeModel(self._tree)
+
+    def _prepare(self) -> tuple[Training, ExchangeThread]:
+        leaves = arrays(self._tree.flatten(self._params))
+        spec = self._proposal()
+        layout = layout_of(spec.tensors)
+        parameters = self._parameters = PytreeParameters(self._tree, layout, leaves)
+        self._params = None  # so that nothing keeps their memory
+        rounds = Rounds(layout, spec.sync)
+        told = self._given.run, self.id, self.incarnation, layout.trained, RecoveryOptions()
+        moments = OwnMoments(*told, state=None, held=self._moments_kept, folder=None)
+        training = Training(
+            self.id,
+            self.incarnation,
+            spec,
+            layout,
+            rounds,
+            parameters=cast(Any, parameters),  # a `Fragments`, which is all that is asked of it
+            encode_on_device=False,
+            watch=cast(Any, parameters),
+            recovery=Recovery(moments),
+            keeper=Keeper(moments, rounds),
+            times=self.times,
+            region_url=self._given.region_redis_url,
+        )
+        return training, ExchangeThread(self._url, self._given.run, training)
+
+
+def arrays(leaves: list[Any]) -> list[Any]:
+    """Leaves as JAX's own: one of numpy may be written to."""
+    return [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves]
+
+
+def _is_concrete(name: str, value: Any) -> bool:
+    """Whether it is an array of JAX's.
+
+    Raises:
+        UsageError: it has no value, since it is traced.
+    """
+    if isinstance(value, jax.core.Tracer):
+        raise UsageError(f"{name} is traced: call the learner outside of jit, grad and scan")
+    return isinstance(value, jax.Array)
+
+
+def _loss(loss: Any) -> Any:
+    """As `one_loss`; an array stays one, so that nothing waits for its device."""
+    if not _is_concrete("loss", loss):
+        return one_loss(loss)
+    if loss.size != 1 or jnp.iscomplexobj(loss):
+        raise UsageError(f"loss: {loss.dtype} of shape {loss.shape}; pass one number, or leave it out")
+    return loss.reshape(())

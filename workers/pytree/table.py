@@ -1,0 +1,67 @@
+"""A pytree as a run is proposed with it: the rules are those of torch's models (`parameters.whole_tensors`)."""
+
+from collections.abc import Iterable, Sequence
+
+from diloco.pipeline.fragments import balance, fragments_of, level
+from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
+from diloco.pipeline.messages.wire import ORTHOGONALISES, MergeName, MergeRule
+from diloco.pipeline.settings import SyncSettings, check_outer
+from diloco.workers.pytree.tree import Leaf, Tree
+
+
+class PytreeModel:
+    """What a run learns of a pytree. It is a `proposal.Proposed`."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._leaves = tree.leaves
+
+    @property
+    def trained(self) -> int:
+        """As `Proposed`."""
+        return len(self._leaves)
+
+    def fitting_fragments(self, wanted: int) -> int:
+        """As `Proposed`."""
+        return fragments_of(wanted, self.trained)
+
+    def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
+        """As `Proposed`; in the order that the run has."""
+        place = {name: at for at, name in enumerate(dict.fromkeys(tensor.name for tensor in held))}
+        whole = _whole(sorted(self._leaves, key=lambda leaf: place.get(leaf.name, len(place))), sync)
+        return whole if whole == tuple(held) else level(whole, self._heads(sync))
+
+    def _heads(self, sync: SyncSettings | SyncSpec) -> frozenset[str]:
+        """Names of the output heads: of the shape of the largest embedding."""
+        embeddings = [leaf for leaf in self._leaves if leaf.embedding]
+        if sync.merge == "rda-all" or not embeddings:
+            return frozenset()
+        largest = max(embeddings, key=lambda leaf: leaf.elements).run_shape
+        return frozenset(leaf.name for leaf in self._leaves if leaf.run_shape == largest)
+
+    def frozen(self) -> tuple[tuple[str, bytes], ...]:
+        """As `Proposed`: what is not trained is not in the pytree."""
+        return ()
+
+
+def _whole(leaves: Iterable[Leaf], sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
+    """With every tensor in one fragment."""
+    check_outer(sync)
+    leaves = list(leaves)
+    fragment = balance(((leaf.name, leaf.elements) for leaf in leaves), sync.fragments)
+    return tuple(
+        TensorSpec(
+            name=leaf.name,
+            shape=leaf.run_shape,
+            dtype=leaf.dtype.name,
+            rule=_rule(sync.merge, leaf),
+            fragment=fragment[leaf.name],
+            matrix=sync.outer in ORTHOGONALISES and len(leaf.shape) == 2 and min(leaf.shape) > 1 and not leaf.embedding,
+        )
+        for leaf in leaves
+    )
+
+
+def _rule(merge: MergeName, leaf: Leaf) -> MergeRule:
+    if merge == "mean" or (leaf.embedding and merge != "rda-all"):
+        return "mean"
+    return "rda-row" if merge == "rda-row" and len(leaf.shape) > 1 else "rda"

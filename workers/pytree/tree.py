@@ -1,0 +1,182 @@
+"""A pytree of arrays as named tensors: its leaves, by the names, shapes and axes that they have in the run.
+
+A leaf's own name is its path, joined by dots: `layers.0.kernel`. A table gives it another name and another order of
+axes in the run, so that learners of other frameworks have the same tensors.
+"""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+"""Of leaves, by the names that specs have too."""
+EMBEDDINGS = ("embedding", "embeddings")
+"""What Flax and Haiku call the table of an embedding."""
+SHOWN = 5
+
+Names = Mapping[str, str | tuple[str, Sequence[int]]]
+"""A leaf's own name -> its name in the run; or that and the order of its axes there, as `jnp.transpose` takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One that is synchronised."""
+
+    at: int
+    """Among all leaves of the pytree."""
+    path: str
+    """Its own name."""
+    name: str
+    """In the run."""
+    shape: tuple[int, ...]
+    """Its own."""
+    dtype: Any
+    """As numpy knows it."""
+    axes: tuple[int, ...]
+    """The run's axis i is its own axis `axes[i]`."""
+    embedding: bool
+
+    @property
+    def run_shape(self) -> tuple[int, ...]:
+        """In the run."""
+        return tuple(self.shape[axis] for axis in self.axes)
+
+    @property
+    def elements(self) -> int:
+        """How many it has."""
+        return math.prod(self.shape)
+
+    def own(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Values with the run's axes, with its own, in its own type: a copy."""
+        return np.array(values.transpose(np.argsort(self.axes)), self.dtype, order="C")
+
+
+class Tree:
+    """What the leaves of one pytree are, and must stay."""
+
+    def __init__(self, params: Any, names: Names | None = None, embeddings: Collection[str] | None = None) -> None:
+        """params: of arrays. names: of leaves that have others in the run. embeddings: own names of leaves whose rows
+        are vectors; None: those that end in one of `EMBEDDINGS`.
+
+        Raises:
+            UsageError: a leaf cannot be trained or travel, or something is named that is not there; by name.
+        """
+        named, self.structure = jax.tree_util.tree_flatten_with_path(params)
+        paths = [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in named]
+        names = {} if names is None else names
+        _check_named("names", names, paths)
+        _check_named("embeddings", () if embeddings is None else embeddings, paths)
+        self._paths, self._forms = paths, [_form(path, array) for path, (_, array) in zip(paths, named, strict=True)]
+        found = []
+        for at, (path, (shape, dtype)) in enumerate(zip(paths, self._forms, strict=True)):
+            name, axes = _mapped(path, len(shape), names.get(path, path))
+            embedding = path.split(".")[-1] in EMBEDDINGS if embeddings is None else path in embeddings
+            if math.prod(shape):
+                found.append(Leaf(at, path, name, shape, dtype, axes, embedding))
+        place = {path: number for number, path in enumerate(names)}
+        self.leaves = sorted(found, key=lambda leaf: place.get(leaf.path, len(place)))
+        """Those that are synchronised: in the order of the table, then those that it does not name, in the pytree's."""
+        _check_leaves(self.leaves)
+
+    def flatten(self, params: Any) -> list[Any]:
+        """The leaves of a pytree that is still of this kind.
+
+        Raises:
+            UsageError: it is not; names the leaf.
+        """
+        leaves: list[Any]
+        leaves, structure = jax.tree_util.tree_flatten(params)
+        if structure != self.structure:
+            raise UsageError(self._what_differs(params))
+        for path, form, leaf in zip(self._paths, self._forms, leaves, strict=True):
+            if (now := _form(path, leaf)) != form:
+                raise UsageError(f"leaf {path} was {_said(form)} on joining and is {_said(now)} now: {REMEDY}")
+        return leaves
+
+    def _what_differs(self, params: Any) -> str:
+        named, structure = jax.tree_util.tree_flatten_with_path(params)
+        now = [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in named]
+        for path in now:
+            if path not in self._paths:
+                return f"leaf {path} was not there on joining: {REMEDY}"
+        for path in self._paths:
+            if path not in now:
+                return f"leaf {path} is no longer there: {REMEDY}"
+        return f"the pytree was {self.structure} on joining and is {structure} now: {REMEDY}"
+
+
+REMEDY = (
+    "step() takes the parameters that the learner was made with, trained further, and nothing else. To train other "
+    "ones, make another learner, in another run"
+)
+
+
+def _form(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:
+    """(shape, type) of a leaf.
+
+    Raises:
+        UsageError: it is no array that can be trained.
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        raise UsageError(f"leaf {path} is traced: call the learner outside of jit, grad and scan")
+    if not isinstance(leaf, jax.Array | np.ndarray):
+        raise UsageError(f"leaf {path} is a {type(leaf).__name__}: pass parameters alone, as arrays (jnp.asarray)")
+    if leaf.dtype.name not in DTYPES:
+        raise UsageError(
+            f"leaf {path} is {leaf.dtype.name}; trained leaves may be {', '.join(DTYPES)}: convert it, or keep it "
+            "outside of what the learner is given"
+        )
+    if isinstance(leaf, jax.Array):
+        if leaf.is_deleted():
+            raise UsageError(
+                f"leaf {path} was donated to a jitted function, and is no longer there: pass what that has returned"
+            )
+        if not leaf.is_fully_addressable:
+            raise UsageError(f"leaf {path} lies on devices of several processes: a JAX learner is one process")
+    return leaf.shape, leaf.dtype
+
+
+def _said(form: tuple[tuple[int, ...], Any]) -> str:
+    return f"{form[1].name} of shape {form[0]}"
+
+
+def _mapped(path: str, dims: int, given: Any) -> tuple[str, tuple[int, ...]]:
+    """A leaf's name and axes in the run, as `names` has them."""
+    name, axes = (given, range(dims)) if isinstance(given, str) else given
+    axes = tuple(axes)
+    if sorted(axes) != list(range(dims)):
+        raise UsageError(f"names: {path} -> {name!r} with axes {axes}, which are no order of its {dims} axes")
+    return name, axes
+
+
+def _check_named(argument: str, named: Collection[str], paths: Sequence[str]) -> None:
+    """Raises UsageError where an argument names leaves that are not there."""
+    if (missing := next((name for name in named if name not in paths), None)) is not None:
+        some = ", ".join(paths[:SHOWN]) + ", ..." * (len(paths) > SHOWN)
+        raise UsageError(f"{argument}: the pytree has no leaf {missing!r}; it has {some}")
+
+
+def _check_leaves(leaves: Sequence[Leaf]) -> None:
+    """Raises UsageError where they cannot be the tensors of a run."""
+    if not leaves:
+        raise UsageError("the pytree has no leaf with elements: a learner would have nothing to train")
+    if len(leaves) > MAX_TENSORS:
+        raise UsageError(f"the pytree has {len(leaves)} leaves: {MAX_TENSORS} at most")
+    seen = dict[str, Leaf]()
+    for leaf in leaves:
+        if (other := seen.setdefault(leaf.name, leaf)) is not leaf:
+            raise UsageError(f"leaves {other.path} and {leaf.path} are both {leaf.name!r} in the run: rename one")
+        if len(leaf.name) > MAX_TEXT_CHARS:
+            raise UsageError(
+                f"leaf {leaf.name[:60]}... has a name of {len(leaf.name)} characters: {MAX_TEXT_CHARS} at most"
+            )
+        if len(leaf.shape) > MAX_DIMS:
+            raise UsageError(f"leaf {leaf.path} has {len(leaf.shape)} dimensions: {MAX_DIMS} at most")
