@@ -178,8 +178,15 @@ class Folder:
 
     def say_closing(self) -> None:
         """Whoever finds no Redis from here on is told that the report is being written."""
+        self._add_to_run(closing=True, page=None)
+
+    def say_ended(self, how: str) -> None:
+        """Whoever looks for a report is told how the run has ended without one."""
+        self._add_to_run(ended=how)
+
+    def _add_to_run(self, **more: Any) -> None:
         with suppress(OSError, UsageError):  # moved or deleted by somebody: nobody looks here then
-            self._put_run(read_object(self.path / RUN_FILE) | {"closing": True, "page": None})
+            self._put_run(read_object(self.path / RUN_FILE) | more)
 
     def _put_run(self, fields: dict[str, Any]) -> None:
         temporary = self.path / f".{RUN_FILE}"

@@ -83,6 +83,7 @@ class RunFile(BaseModel):
     budget_tokens: PositiveInt | None = None
     page: str | None = None
     closing: bool = False
+    ended: str = ""
     own: dict[PartyName, Started] = {}
     pids: dict[PartyName, PositiveInt]
 
@@ -178,7 +179,8 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         raise UsageError(f"{folder} is no output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}")
     live = RunFile.read(folder)
     if not is_live(folder):
-        ended = f"the run in {folder} ended without a report; its logs are in {folder / 'logs'}"
+        how = f"was {live.ended}" if live.ended else "ended without a report"
+        ended = f"the run in {folder} {how}; its logs are in {folder / 'logs'}"
         if any((folder / "checkpoints").glob("**/latest")):
             ended += f". To go on from its last checkpoint: diloco run --resume {folder}"
         raise UsageError(ended)

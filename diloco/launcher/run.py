@@ -457,11 +457,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
 
 
 def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
-    """One run, watched to its end: the exit status.
-
-    Args:
-        settings: as they were asked for.
-        kind: who watches it.
+    """One run, watched to its end by a launcher of this kind: the exit status.
 
     Raises:
         DilocoError: what went wrong, in words; nothing is left running.
@@ -484,9 +480,11 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     try:
         outcome = asyncio.run(run)
     except asyncio.CancelledError as error:
+        folder.say_ended("ended at once by a second signal")
         raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
     if outcome is None:
         end_with(0)
+        folder.say_ended("stopped before its first step")
         print("stopped before the first step: there is nothing to save")
         return 0
     lifecycle.ignore_end()

@@ -428,8 +428,8 @@ def test_the_page_of_a_run_is_found_where_its_terminal_is_closed(tmp_path, capsy
     assert (place.redis_url, place.page, place.closing) == (None, None, True)
 
 
-def test_a_run_that_closes_has_no_outage(tmp_path, capsys):
-    """Its own Redis is gone, and the report not there yet: status says so, and where it will be."""
+def test_a_run_that_closes_has_no_outage(tmp_path, capsys, monkeypatch):
+    """Its own Redis is gone, and the report not there yet: status says so, where it will be, or why not."""
     folder = Folder(tmp_path)
     folder.write_run(f"unix://{tmp_path}/none.sock", RunProcess(), {})
     assert cli.main(["status", str(tmp_path)]) == 1
@@ -442,6 +442,10 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys):
     assert (found["phase"], found["report"]) == ("closing", str(tmp_path / "report.json"))
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "is being written, ask again soon" in capsys.readouterr().err
+    folder.say_ended("stopped before its first step")
+    monkeypatch.setattr("diloco.launcher.locate.is_live", lambda folder: False)
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert "was stopped before its first step; its logs are in" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
