@@ -122,7 +122,7 @@ async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[
     unavailable = isinstance(error, BusUnavailable)
     if unavailable and tls and any(await asyncio.gather(*map(_answers_in_the_clear, asked))):
         return UsageError(f"Redis at {where}: {NO_TLS}", f"{NAME_REDIS}{kind}://")
-    if unavailable and re.search("closed by server|reset by peer", str(error)):
+    if unavailable and re.search("closed by server|reset by peer|[Cc]onnection lost|Broken pipe", str(error)):
         wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else f"TLS (rediss{kind}://)"
         return BusUnavailable(error.found, f"perhaps it wants {wants}", error.said)
     return error
