@@ -158,7 +158,7 @@ IN_STEP = SyncSettings(
     overlap_steps=10**6,  # a round trip of any length: every H steps both publish
     tokens=2**40,
 )
-WAIT_S = 60.0
+WAIT_S = 180.0
 
 
 def in_step(

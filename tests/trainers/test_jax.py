@@ -53,7 +53,7 @@ pytestmark = pytest.mark.trainers
 
 ONE = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=2**40)
 NOWHERE = {"redis_url": "unix:///nowhere"}
-WAIT_S = 60.0
+WAIT_S = 180.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_model.py"
 
 
