@@ -23,7 +23,7 @@ from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.settings import BusSettings
-from diloco.pipeline.view.status import Status, present
+from diloco.pipeline.view.status import Status, is_missed, present
 from diloco.pipeline.view.status_reader import read_status
 
 
@@ -77,8 +77,7 @@ class _Found:
         """What starts the first learner again that is missed: its party, run and name."""
         if self.status is None or self.status["phase"] not in ("waiting", Phase.RUNNING):
             return None
-        there = present(self.status["learners"])
-        missed = [one["id"] for one in there if not (one["live"] or one["left"] or one.get("revoked"))]
+        missed = [one["id"] for one in present(self.status["learners"]) if is_missed(one)]
         return ("learner", self.status["run"], missed[0]) if missed else None
 
     def _report_file(self) -> Path:

@@ -27,7 +27,7 @@ from diloco.pipeline.view.ledger import (
 )
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.shares import RECENT_S, MergedShare, shares
-from diloco.pipeline.view.status import Status, present
+from diloco.pipeline.view.status import Status, is_missed, present
 
 Report = dict[str, Any]
 
@@ -330,7 +330,7 @@ def summary_so_far(status: Status) -> str:
     learners = present(status["learners"])
     blocked = max((one["blocked_s"] / one["wall_s"] for one in learners if one.get("wall_s")), default=0.0)
     evaluation, gone = status["evaluation"], status["tokens_lost"]
-    died = sum(not (one["live"] or one["left"] or one.get("revoked")) for one in learners)
+    died = sum(map(is_missed, learners))
     why = "" if status["phase"] in (Phase.RUNNING, Phase.FINISHED) else f" ({status['reason']})"
     account = {"tokens": status["tokens"], "merged_tokens": status["merged_tokens"], "tokens_lost": gone}
     lines = [

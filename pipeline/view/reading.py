@@ -8,7 +8,7 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.view.page.model import Look
-from diloco.pipeline.view.status import LearnerStatus, present
+from diloco.pipeline.view.status import LearnerStatus, is_missed, present
 
 SHOWN_S = 600.0
 """A learner that is not heard from for longer is gone: names of containers come new with each, and would pile up."""
@@ -45,14 +45,14 @@ class Reading:
         if self.look is None:
             return []
         there = present(self.look.status["learners"])
-        found = [one for one in there if not _went(one) and one["age_s"] < SHOWN_S]
+        found = [one for one in there if (one["live"] or is_missed(one)) and one["age_s"] < SHOWN_S]
         return sorted(found, key=lambda one: one["age_s"])[:MOST_LEARNERS]
 
     def counted(self) -> dict[str, int]:
         """How many learners, by what they are: live, silent (also those long gone), left (also revoked)."""
         found = {"live": 0, "silent": 0, "left": 0}
         for one in present(self.look.status["learners"]) if self.look is not None else ():
-            found["live" if one["live"] else "left" if _went(one) else "silent"] += 1
+            found["live" if one["live"] else "silent" if is_missed(one) else "left"] += 1
         return found
 
     def behind(self, learner: LearnerStatus) -> int:
@@ -69,8 +69,3 @@ class Reading:
         known = known_steps(one["step_s"] for one in learners if one["live"])
         known = known or known_steps(one["step_s"] for one in learners)
         return median(known) if known else None
-
-
-def _went(learner: LearnerStatus) -> bool:
-    """Whether it is not to come back."""
-    return learner["left"] or learner.get("revoked", False)

@@ -196,6 +196,11 @@ def is_live(seen: SeenReport, live_s: float) -> bool:
     return not seen.report.left and seen.age_s < live_s
 
 
+def is_missed(learner: LearnerStatus) -> bool:
+    """Whether it is silent, and nobody knows that it is not to come back."""
+    return not (learner["live"] or learner["left"] or learner.get("revoked", False))
+
+
 def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
     """One entry a learner: its newest incarnation (the one heard from last), in the order of their names."""
     newest: dict[str, LearnerStatus] = {}

@@ -1,6 +1,5 @@
 """Promises about learners in the trainers of transformers, TRL and Lightning, in this process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus, reports, threads
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.trainers,
     pytest.mark.redis,
     pytest.mark.timeout(400),
@@ -27,15 +27,6 @@ pytestmark = [
 SYNC = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1)
 BATCHES = {"per_device_train_batch_size": MICRO, "gradient_accumulation_steps": ACCUMULATE}
 QUIET = {"report_to": [], "disable_tqdm": True, "logging_steps": 1, "use_cpu": True, "bf16": True}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two for so small a model wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def hf_trainer(out: Path, steps: int, callbacks: list[Any], model: Any = None, **how: Any) -> Any:

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +48,12 @@ from tests.trainers.jax_models import (  # noqa: E402
 from tests.workers.test_device_encoding import a_syncer  # noqa: E402
 from tests.workers.test_learner_life import reports  # noqa: E402
 
-pytestmark = pytest.mark.trainers
+pytestmark = [pytest.mark.trainers, pytest.mark.usefixtures("one_thread")]
 
 ONE = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=2**40)
 NOWHERE = {"redis_url": "unix:///nowhere"}
 WAIT_S = 180.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_model.py"
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Two for so small a model wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 # --- between a pytree and the vectors that travel -----------------------------------------------------

@@ -11,7 +11,7 @@ from typing import TypedDict
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.page.joining import Way
-from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, present
+from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, is_missed, present
 
 AWAY_S = 3.0
 """A server that does not answer for less is not worth a word."""
@@ -243,7 +243,7 @@ def _again(
     status: Status, beside: Beside, learners: Sequence[LearnerStatus], otherwise: str = "Start one"
 ) -> tuple[str, str]:
     """As `_start`, of the first learner that is missed; otherwise: what to do if none is."""
-    gone = [one["id"] for one in learners if not (one["live"] or one["left"])]
+    gone = [one["id"] for one in learners if is_missed(one)]
     if not gone:
         return _start(status, beside, what=otherwise)
     what = "Start it again" if len(gone) == 1 else "Start them again, each under its name"
@@ -260,7 +260,7 @@ def _learners(count: int, one: str = "trains", more: str = "train") -> str:
 
 def _silent(learners: Sequence[LearnerStatus]) -> str:
     """'learner-1 (silent for 0:12) and 2 more'"""
-    gone = [f"{one['id']} (silent for {_time(one['age_s'])})" for one in learners if not (one["live"] or one["left"])]
+    gone = [f"{one['id']} (silent for {_time(one['age_s'])})" for one in learners if is_missed(one)]
     named = ", ".join(gone[:MOST_NAMED])
     return named if len(gone) <= MOST_NAMED else f"{named} and {len(gone) - MOST_NAMED} more"
 

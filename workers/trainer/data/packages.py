@@ -9,7 +9,7 @@ from pathlib import Path
 import xxhash
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data.files import stdlib_files, stdlib_root
+from diloco.workers.trainer.data.files import stdlib_files
 from diloco.workers.trainer.data.tokens import BOUNDARY
 
 STDLIB = "python"
@@ -45,7 +45,7 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
         raise UsageError(f"{folder} is not empty: choose another folder, or delete it")
     folder.mkdir(parents=True, exist_ok=True)
     corpus, seen, digest = Corpus(), set[bytes](), xxhash.xxh3_128()
-    for name, paths in [(STDLIB, _of_stdlib()), *_of_packages(distributions() if found is None else found)]:
+    for name, paths in [(STDLIB, stdlib_files()), *_of_packages(distributions() if found is None else found)]:
         kept = list[bytes]()
         for path in paths:
             if (text := _text(path)) is None:
@@ -65,10 +65,6 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
         raise UsageError("no package here has any Python source text")
     corpus.fingerprint = digest.hexdigest()[:16]
     return corpus
-
-
-def _of_stdlib() -> list[Path]:
-    return stdlib_files() if stdlib_root().is_dir() else []
 
 
 def _of_packages(found: Iterable[Distribution]) -> Iterator[tuple[str, list[Path]]]:
