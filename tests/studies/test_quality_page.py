@@ -318,7 +318,8 @@ def codecs() -> Iterator[list[float]]:
 
 def few_bits() -> Iterator[list[float]]:
     labels = ("fp32", "bf16, globals in bf16", "int8, globals in int8", "int4", "int2")
-    short = [(f"bits-short/{where}", label) for where in ("", "Nesterov, ", "M = 2, H = 6, ") for label in labels]
+    places = ("bits-short/", "bits-short/Nesterov, ", "bits-short/M = 2, H = 6, ", "bits-tiny-short/")
+    short = [(place, label) for place in places for label in labels]
     for place, label in [*short, *(("bits/", label) for label in ("fp32", "bf16", "int4"))]:
         if RunName(*f"{place}{label}".split("/"), 0) not in SUMMARIES:
             continue  # not run, and not on the page: rows are counted
