@@ -37,7 +37,7 @@ class PlanSettings(Site):
     codec: Literal["auto", Codec] = Field("auto", description="Of deltas; auto: bf16 unless the link wants less")
     global_codec: Literal["auto", GlobalCodec] = Field(
         "auto",
-        description="Of the globals that learners pull; auto: fp32, or int8 both ways where the link wants less",
+        description="Of the globals that learners pull; auto: bf16, or int8 both ways where the link wants less",
     )
     outer: OuterName = Field(
         USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"

@@ -153,9 +153,9 @@ class SyncSettings(Settings):
         "(half of bf16's bytes), int4 or e3m0 (a quarter), int2 (an eighth)",
     )
     global_codec: GlobalCodec = Field(
-        "fp32",
-        description="Globals as learners pull them: fp32; bf16 (half of the bytes), and the syncer's stay fp32; int8 "
-        "(a quarter, and the syncer puts as little on the bus): as updates of the version before",
+        "bf16",
+        description="Globals as learners pull them: bf16, and the syncer's stay fp32; fp32 (twice the bytes); int8 "
+        "(half of bf16's, and the syncer puts as little on the bus): as updates of the version before",
     )
     # Nobody decides this one and `chunk_bytes`. They stay settings: tests, worlds and benches run with others, and
     # a run's spec says both: what is on the bus, in checkpoints and in recorded deltas was made with these.

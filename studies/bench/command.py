@@ -154,7 +154,7 @@ def end_to_end(
     spread: Annotated[
         float, typer.Option(min=0.0, max=60.0, help="Seconds over which the learners publish, one after another")
     ] = 0.0,
-    global_codec: Globals = "fp32",
+    global_codec: Globals = USUAL["global_codec"],
     link: Annotated[
         float, typer.Option(min=0.0, help="Gbit/s of each party's line to Redis, in each direction; 0: no limit")
     ] = 0.0,

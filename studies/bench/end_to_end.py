@@ -69,7 +69,7 @@ class Case:
     chunk_bytes: int = CHUNK_BYTES
     spread_s: float = 0.0
     """The learners publish one after another, the last one so long after the first."""
-    global_codec: str = "fp32"
+    global_codec: str = defaults(SyncSettings)["global_codec"]
     link_gbit: float = 0.0
     """Each party's line to Redis, in each direction; 0: as fast as it is."""
     dtype: DType = "fp32"

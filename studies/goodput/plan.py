@@ -40,7 +40,7 @@ class Plan(Needs):
 
 
 def plan(
-    constants: Constants, chips: int, codec: str = "auto", global_codec: str = "fp32", learners: int | None = None
+    constants: Constants, chips: int, codec: str = "auto", global_codec: str = "bf16", learners: int | None = None
 ) -> Plan:
     """A plan for so many chips in the world of the constants.
 

@@ -99,7 +99,7 @@ class LabRun(BaseModel):
     )
     codec: Codec = Field(USUAL["codec"], description="Deltas on the wire; quantized ones with error feedback")
     global_codec: GlobalCodec | None = Field(
-        None, description="Globals as learners pull them; off: fp32. int8: updates"
+        None, description="Globals as learners pull them; off: bf16. int8: updates"
     )
     merge: MergeName = Field(
         USUAL["merge"],

@@ -44,7 +44,7 @@ def test_ways_take_turns_and_the_first_turn_does_not_count():
 
 def test_bytes_through_redis_are_those_of_one_round():
     """Deltas go in and out once, the global in once and out to each learner, its momentum in once."""
-    case = Case(1000, fragments=4, learners=3, wire="bf16", momentum=0.9)
+    case = Case(1000, fragments=4, learners=3, wire="bf16", momentum=0.9, global_codec="fp32")
     assert case.into_bytes == 3 * 2000 + 2 * 4000
     assert case.out_bytes == 3 * 2000 + 3 * 4000
     assert Case(1000, fragments=4, learners=3, wire="bf16", in_turn=True).into_bytes == (3 * 2000 + 4000) / 4

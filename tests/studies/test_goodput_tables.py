@@ -128,7 +128,7 @@ def test_four_bits_need_a_quarter_and_overlap_needs_less():
 def test_a_decoupled_learner_needs_what_its_settings_say():
     """Defaults are a real run's. Globals in 8 bits leave the bf16 deltas; a longer H asks for less."""
     model, usual = bandwidth.Model(10e9, 0.8, 48), bandwidth.Run()
-    assert (usual.sync_interval, usual.codec, usual.global_codec) == (24, "bf16", "fp32")
+    assert (usual.sync_interval, usual.codec, usual.global_codec) == (24, "bf16", "bf16")
 
     def rate(**settings):
         return bandwidth.needed(model, bandwidth.methods(replace(usual, **settings))["decoupled"], [50])[50]
@@ -378,7 +378,7 @@ def test_the_other_commands_write_their_tables(tmp_path, capsys):
 
     found = said("bandwidth", "--params", "10e9", "--step-time", "0.8", *files)
     assert {r["method"] for r in found["rows"]} == set(bandwidth.methods(bandwidth.Run()))
-    assert (found["sync_interval"], found["codec"], found["global_codec"]) == (24, "bf16", "fp32")
+    assert (found["sync_interval"], found["codec"], found["global_codec"]) == (24, "bf16", "bf16")
     assert found["rows"][0]["gbit_s"]["50"] == pytest.approx(104.8, abs=0.1)
     assert said("scavenge", *files)["rows"][0]["decoupled"] == 1
     assert len(said("mixed", "--seeds", "1", "--days", "0.05", *files)["rows"]) == 3

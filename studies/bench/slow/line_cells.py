@@ -26,9 +26,9 @@ class Cell:
     """A run on lines."""
 
     rate: float
-    """Of a line, in what a round with the usual codec and globals asks of its party's busier direction."""
-    codec: str = USUAL["codec"]
-    global_codec: str = USUAL["global_codec"]
+    """Of a line, in what a round with bf16 deltas and fp32 globals asks of its party's busier direction."""
+    codec: str = "bf16"
+    global_codec: str = "fp32"
     latency_ms: float = 50.0
     """There and back."""
     jitter_ms: float = 0.0

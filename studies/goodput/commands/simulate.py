@@ -141,7 +141,7 @@ def plan(
     ] = "auto",
     global_codec: Annotated[
         str, typer.Option(metavar="|".join(GLOBALS), help="Of the globals that learners pull")
-    ] = "fp32",
+    ] = USUAL["global_codec"],
     *,
     files: Files,
 ) -> None:
