@@ -1,8 +1,9 @@
 """`diloco lab`: run experiments and show their results. Neither torch nor matplotlib is loaded before it is needed."""
 
 import importlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
@@ -53,7 +54,7 @@ def run(
     """
     experiments, store = [read_experiment(file) for file in files], Store(out)
     runs = list(dict.fromkeys(one for experiment in experiments for one in experiment.runs))
-    missing = list({store.path(one): one for one in runs if store.read(one) is None}.values())
+    missing = _missing(runs, store)
     console = Console(stderr=True)
     console.print(f"{len(runs)} runs, {len(missing)} to do; results in {out}")
     if dry_run or not missing:
@@ -61,11 +62,42 @@ def run(
     if find_spec("torch") is None:
         raise UsageError("`diloco lab run` needs torch, which is not installed: pip install 'diloco[run]'")
     names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
-    raise typer.Exit(_sweep(console, names, missing, out, jobs or max(1, usable_cores() // threads), threads, device))
+    kept = {store.parameters(one.after) for one in missing if one.after is not None}
+    status, at_once = 0, jobs or max(1, usable_cores() // threads)
+    for _, wave in itertools.groupby(sorted(missing, key=_runs_before), _runs_before):
+        status = status or _sweep(console, names, list(wave), out, kept, at_once, threads, device)
+    raise typer.Exit(status)
+
+
+def _missing(runs: Sequence[LabRun], store: Store) -> list[LabRun]:
+    """Those without a result, and those whose parameters they begin from where these are not there."""
+    found: dict[Path, LabRun] = {}
+
+    def add(run: LabRun) -> None:
+        if run.after is not None and not store.parameters(run.after).exists():
+            add(run.after)
+        found[store.path(run)] = run
+
+    for run in runs:
+        if store.read(run) is None:
+            add(run)
+    return list(found.values())
+
+
+def _runs_before(run: LabRun) -> int:
+    """How many runs it begins from, one after the other."""
+    return 0 if run.after is None else 1 + _runs_before(run.after)
 
 
 def _sweep(
-    console: Console, names: dict[LabRun, str], runs: Sequence[LabRun], out: Path, jobs: int, threads: int, device: str
+    console: Console,
+    names: dict[LabRun, str],
+    runs: Sequence[LabRun],
+    out: Path,
+    kept: Collection[Path],
+    jobs: int,
+    threads: int,
+    device: str,
 ) -> int:
     """Do runs with a progress bar; the exit status."""
     outlive_readers()
@@ -79,7 +111,7 @@ def _sweep(
             last = "" if math.isnan(news.last) else f"  {news.last:.3f}"
             bar.update(task, completed=sum(shares), description=f"{names[runs[news.run]]} {news.share:.0%}{last}")
 
-        for number, result in sweep(runs, out, jobs=jobs, threads=threads, device=device, heard=heard):
+        for number, result in sweep(runs, out, kept, jobs=jobs, threads=threads, device=device, heard=heard):
             shares[number] = 1.0
             bar.update(task, completed=sum(shares))
             if isinstance(result, DilocoError):

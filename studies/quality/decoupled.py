@@ -27,30 +27,30 @@ from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull_exact
 from diloco.studies.quality.bus import RUN, LabBus
-from diloco.studies.quality.curve import Progress, Recorder
+from diloco.studies.quality.curve import Recorder
 from diloco.studies.quality.fragment import LabFragment, Stale
 from diloco.studies.quality.learner import LabLearner
 from diloco.studies.quality.poison.agreement import agreement_of
 from diloco.studies.quality.schedule import Schedule
-from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.tasks.tasks import open_task
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.parameters import FragmentParameters, tensor_table
 
 
-def train_decoupled(run: LabRun, device: torch.device, progress: Progress) -> dict[str, Any]:
+def train_decoupled(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
     """Train to the run's budget; a result as `Recorder.result`, and what the syncer's books say.
 
+    The model has the globals' final values then.
+
     Raises:
-        UsageError: no such model or data, or more fragments than tensors.
-        Stopped: `progress` said so.
+        UsageError: more fragments than tensors.
+        Stopped: the recorder said so.
     """
-    return run_virtual(_train(run, device, progress))
+    return run_virtual(_train(recorder, model))
 
 
-async def _train(run: LabRun, device: torch.device, progress: Progress) -> dict[str, Any]:
-    world = LabWorld(run, device, progress)
+async def _train(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
+    world = LabWorld(recorder, model)
     try:
         return await world.train()
     except BaseExceptionGroup as group:  # one party's error ends all: it is the one to show
@@ -60,16 +60,17 @@ async def _train(run: LabRun, device: torch.device, progress: Progress) -> dict[
 class LabWorld:
     """One run."""
 
-    def __init__(self, run: LabRun, device: torch.device, progress: Progress) -> None:
-        self.run, self.task = run, open_task(run, device)
-        self.recorder = Recorder(run, self.task, progress)
+    def __init__(self, recorder: Recorder, model: nn.Module) -> None:
+        """model: with the initial parameters; it has the globals of the last measure from then on."""
+        self.recorder, self.task, self.run = recorder, recorder.task, recorder.run
+        run = self.run
         self.chance, self.schedule = Chance(run.seed), Schedule(run)
-        self._initial = self.task.build()
+        self._initial = copy.deepcopy(model)
         self.spec = self._spec()
         self.layout = layout_of(self.spec.tensors)
         self.failures = 0
         self._stale = Stale()
-        self._globals = copy.deepcopy(self._initial)
+        self._globals = model
         self._parameters = FragmentParameters(self._globals, self.layout)
         self._held: dict[int, bytes] = {}
         """Fragment -> digest of what `_globals` holds of it."""

@@ -120,9 +120,14 @@ def markdown(table: Table) -> str:
 
 def _rows(table: Table, lines: Sequence[Line]) -> str:
     versus = f" against {table.experiment.reference} |" if table.experiment.reference else ""
-    head = f"| run | {table.measure}: median | +- | seeds |{versus} tokens merged | goodput | virtual h |"
+    exact = " exact |" if _has_exact(table) else ""
+    head = f"| run | {table.measure}: median | +- | seeds |{versus}{exact} tokens merged | goodput | virtual h |"
     rule = "|---" * (head.count("|") - 1) + "|"
     return "\n".join([head, rule, *(_row(table, line) for line in lines)])
+
+
+def _has_exact(table: Table) -> bool:
+    return any(one.exact is not None for _, one in table.named())
 
 
 def _row(table: Table, line: Line) -> str:
@@ -130,12 +135,16 @@ def _row(table: Table, line: Line) -> str:
     if not line.done:
         cells = [line.label, "not run", "", f"0 of {len(line.row.runs)}"]
         cells += [""] if table.experiment.reference else []
+        cells += [""] if _has_exact(table) else []
         return f"| {' | '.join([*cells, '', '', ''])} |"
     summaries = list(line.summaries.values())
     done, of = len(summaries), len(line.row.runs)
     cells = [line.label, f"{line.mid:.4f}", f"{line.spread:.4f}", f"{done}" if done == of else f"{done} of {of}"]
     if table.experiment.reference:
         cells.append("" if reference is None else f"{100 * (line.mid / reference.mid - 1):+.2f} %")
+    if _has_exact(table):
+        exact = [one.exact for one in summaries if one.exact is not None]
+        cells.append(f"{100 * median(exact):.1f} %" if exact else "")
     merged = [one.merged_share for one in summaries if one.merged_share is not None]
     cells.append(f"{100 * mean(merged):.1f} %" if merged else "")
     cells.append(f"{100 * mean(one.goodput for one in summaries):.1f} %")

@@ -20,7 +20,7 @@ that is off by default leaves the results of earlier runs valid.
 import itertools
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -40,6 +40,8 @@ Turned = Literal["muon-3", "halves", "gram-schmidt", "clipped", "by-turns", "by-
 """Research that turns matrices (`turns`)."""
 OuterName = Literal[Production, Turned, "delayed", "agreement", "extrapolated", "schedule-free"]
 PoisonName = Literal["flipped", "flipped-3", "random", "shuffled", "turns", "weak", "seldom", "mixed"]
+TEXT = ("text", "arguments")
+"""Tasks of the GPT alone."""
 MOST_RUNS = 10_000
 
 _WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
@@ -59,7 +61,7 @@ class LabRun(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # --- what is trained -----------------------------------------------------------------------------
-    task: Literal["text", "digits", "images"] = Field("text", description="What is learnt")
+    task: Literal["text", "digits", "images", "captions", "arguments"] = Field("text", description="What is learnt")
     model: str = Field(USUAL["model"], description="Size: tiny, small, base; text also nano, medium, large")
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, description="Experts that a token goes through")
@@ -74,6 +76,10 @@ class LabRun(BaseModel):
     eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
     evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
     seed: int = Field(USUAL["seed"], ge=0, description="Of the parameters, the data's order and the world")
+    after: "LabRun | None" = Field(
+        None,
+        description="A row above in the file: this run begins with the final parameters of that row's run of its seed",
+    )
     # --- by whom, and for how long -------------------------------------------------------------------
     method: Method = Field("decoupled", description="How learners come together")
     learners: int = Field(4, ge=1, le=256, description="M")
@@ -169,6 +175,8 @@ class LabRun(BaseModel):
             object.__setattr__(self, "quorum", self.learners)
         elif self.quorum > self.learners:
             raise ValueError(f"quorum={self.quorum} of {self.learners} learners: there would never be a merge")
+        if self.after is not None and self._architecture() != self.after._architecture():
+            raise ValueError("after: it has another model, whose parameters do not fit")
         if self.experts is not None and self.task != "text":
             raise ValueError("experts are for task='text'")
         if self.task == "images" and self.image_size % self.patch_size:
@@ -229,6 +237,10 @@ class LabRun(BaseModel):
             chunk_bytes=USUAL["chunk_bytes"],
         )
 
+    def _architecture(self) -> tuple[object, ...]:
+        """Two runs whose models have the same tensors agree in it."""
+        return self.task in TEXT or self.task, self.model, self.experts
+
     def _production(self) -> Production:
         """The outer optimizer that is nearest: what turns matrices must know them."""
         if self.outer in get_args(Turned):
@@ -239,9 +251,11 @@ class LabRun(BaseModel):
         """The settings that decide this run's result: those its method looks at, without what is off."""
         given = self.model_dump(exclude_none=True)
         left_out = set() if self.decoupled else set(PROTOCOL)
-        if self.task != "text":
+        if self.after is not None:
+            given["after"] = self.after.relevant()
+        if self.task not in TEXT:
             left_out.add("seq_len")
-        if self.task == "digits":
+        if self.task in ("digits", "captions"):
             left_out |= {"data", "eval_tokens"}
         if self.task != "images":
             left_out |= {"image_size", "patch_size"}
@@ -335,7 +349,7 @@ def read_experiment(path: Path) -> Experiment:
         if not isinstance(given, dict) or not isinstance(given.get("name"), str):
             raise UsageError(f"{path}: variant {number + 1} needs a name")
         variant = dict(given)
-        rows += _rows(path, variant.pop("name"), {**settings, **variant})
+        rows += _rows(path, variant.pop("name"), {**settings, **variant}, rows)
         if sum(len(row.runs) for row in rows) > MOST_RUNS:
             raise UsageError(f"{path}: more than {MOST_RUNS} runs; make the sweeps smaller")
     names = [given["name"] for given in variants]
@@ -355,7 +369,7 @@ def read_experiment(path: Path) -> Experiment:
     )
 
 
-def _rows(path: Path, variant: str, given: Mapping[str, Any]) -> Iterator[Row]:
+def _rows(path: Path, variant: str, given: Mapping[str, Any], above: Sequence[Row]) -> Iterator[Row]:
     """A variant's sweeps crossed with each other, in the file's order; seeds stay together."""
     where = f"{path}, variant {variant!r}"
     for name, value in given.items():
@@ -367,11 +381,19 @@ def _rows(path: Path, variant: str, given: Mapping[str, Any]) -> Iterator[Row]:
     seeds = given["seed"] if isinstance(given.get("seed"), list) else [given.get("seed", 0)]
     for values in itertools.product(*swept.values()):
         chosen = dict(zip(swept, values, strict=True))
-        runs = [_lab_run(where, {**given, **chosen, "seed": seed}) for seed in dict.fromkeys(seeds)]
+        runs = [_lab_run(where, {**given, **chosen, "seed": seed}, above) for seed in dict.fromkeys(seeds)]
         yield Row(variant=variant, swept=chosen, runs=tuple(runs))
 
 
-def _lab_run(where: str, given: Mapping[str, Any]) -> LabRun:
+def _lab_run(where: str, given: dict[str, Any], above: Sequence[Row]) -> LabRun:
+    if (after := given.get("after")) is not None:
+        found = [run for row in above if row.label == after for run in row.runs if run.seed == given["seed"]]
+        if not found:
+            raise UsageError(
+                f"{where}: after={after!r} is no row above with seed {given['seed']}; above are "
+                f"{', '.join(row.label for row in above) or 'none'}"
+            )
+        given = given | {"after": found[0]}
     method = given.get("method", LabRun.model_fields["method"].default)
     preset = dict(PRESETS.get(method, {})) if isinstance(method, str) else {}
     dense = given.get("task", "text") == "text" and given.get("experts") is None

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from diloco.pipeline.files.strict_json import dumps
-from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.settings import TEXT, LabRun
 from diloco.studies.quality.source import code_digest
 from diloco.studies.quality.summary import RunSummary, summary_of
 from diloco.studies.quality.tasks import images
@@ -23,16 +23,17 @@ Result = dict[str, Any]
 
 
 def settings_digest(run: LabRun) -> str:
-    """Of all that a run is told, and of the data it finds."""
+    """Of all that a run is told, and of the data it finds; of the run that it begins from too."""
     told = dumps(run.relevant(), sort_keys=True)
     return xxhash.xxh3_64_hexdigest(f"{told} {data_fingerprint(run)}".encode())
 
 
 def data_fingerprint(run: LabRun) -> str:
     """Of a run's data, as they are on this machine; nothing where they come with a library."""
+    before = "" if run.after is None else f" {data_fingerprint(run.after)}"
     if run.task == "images":
-        return images.fingerprint(run.data)
-    return _text_fingerprint(run.data) if run.task == "text" else ""
+        return images.fingerprint(run.data) + before
+    return (_text_fingerprint(run.data) if run.task in TEXT else "") + before
 
 
 @cache
@@ -41,8 +42,9 @@ def _text_fingerprint(data: str) -> str:
 
 
 def code_of(run: LabRun) -> str:
-    """Digest of the code that decides a run's result."""
-    return code_digest("diloco.studies.quality.decoupled" if run.decoupled else "diloco.studies.quality.synchronous")
+    """Digest of the code that decides a run's result, or that of the run that it begins from."""
+    code = code_digest("diloco.studies.quality.decoupled" if run.decoupled else "diloco.studies.quality.synchronous")
+    return code if run.after is None else xxhash.xxh3_64_hexdigest(f"{code} {code_of(run.after)}".encode())
 
 
 class Store:
@@ -54,6 +56,10 @@ class Store:
     def path(self, run: LabRun) -> Path:
         """Where a run's result lies, or would."""
         return self.folder / f"{settings_digest(run)}-{code_of(run)}.json"
+
+    def parameters(self, run: LabRun) -> Path:
+        """Where a run's final parameters lie, or would: those of runs that others begin from."""
+        return self.path(run).with_suffix(".safetensors")
 
     def read(self, run: LabRun, any_code: bool = False) -> Result | None:
         """A run's result, or None. `any_code`: the newest of another code, if there is none of this one."""

@@ -29,6 +29,8 @@ class Mark(NamedTuple):
     """Trained by all learners until then."""
     virtual_s: float
     value: float
+    exact: float | None = None
+    """Share of the held-out answers that are exactly right, where the task has answers."""
 
 
 class RunName(NamedTuple):
@@ -58,6 +60,11 @@ class RunSummary:
     virtual_s: float
     curve: tuple[Mark, ...]
 
+    @property
+    def exact(self) -> float | None:
+        """As of the last mark."""
+        return self.curve[-1].exact
+
 
 def summary_of(result: Mapping[str, Any]) -> RunSummary:
     """Of a raw result, as `Recorder.result` has it."""
@@ -70,7 +77,10 @@ def summary_of(result: Mapping[str, Any]) -> RunSummary:
         stale_share=result.get("stale_share"),
         goodput=result["goodput"],
         virtual_s=result["virtual_s"],
-        curve=tuple(Mark(p["tokens"], p["virtual_s"], number(p["measures"]["value"])) for p in result["points"]),
+        curve=tuple(
+            Mark(p["tokens"], p["virtual_s"], number(p["measures"]["value"]), p["measures"].get("exact"))
+            for p in result["points"]
+        ),
     )
 
 
@@ -82,7 +92,7 @@ def encode(summaries: Mapping[RunName, RunSummary]) -> str:
     for name, one in sorted(summaries.items(), key=lambda item: item[0].experiment):
         better = "more" if one.higher_is_better else "less"
         shares = (one.merged_share, one.overwritten_share, one.stale_share)
-        curve = ";".join(f"{tokens} {virtual_s:.5g} {value:.5g}" for tokens, virtual_s, value in _thinned(one.curve))
+        curve = ";".join(map(_cell, _thinned(one.curve)))
         cells = ["" if share is None else f"{share:.4g}" for share in shares]
         ends = (f"{one.value:.8g}", *cells, f"{one.goodput:.4g}", f"{one.virtual_s:.6g}")
         writer.writerow((*name, one.measure, better, *ends, curve))
@@ -147,8 +157,13 @@ def _share(cell: str) -> float | None:
     return _number(cell) if cell else None
 
 
-def _mark(tokens: str, virtual_s: str, value: str) -> Mark:
-    return Mark(int(tokens), _number(virtual_s), float(value))
+def _cell(mark: Mark) -> str:
+    exact = "" if mark.exact is None else f" {mark.exact:.5g}"
+    return f"{mark.tokens} {mark.virtual_s:.5g} {mark.value:.5g}{exact}"
+
+
+def _mark(tokens: str, virtual_s: str, value: str, exact: str | None = None) -> Mark:
+    return Mark(int(tokens), _number(virtual_s), float(value), None if exact is None else _number(exact))
 
 
 def _number(cell: str) -> float:

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import queue
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -38,6 +38,7 @@ class News(NamedTuple):
 def sweep(
     runs: Sequence[LabRun],
     folder: Path,
+    kept: Collection[Path] = (),
     *,
     jobs: int,
     threads: int,
@@ -45,6 +46,8 @@ def sweep(
     heard: Callable[[News], None] = lambda news: None,
 ) -> Iterator[tuple[int, Result | DilocoError]]:
     """Do these runs; yields (index, result or why there is none) as they end, and keeps the results in `folder`.
+
+    kept: files of parameters to keep; those that a run begins from must be there.
 
     On Ctrl-C runs under way are given up within a step, and the iterator ends. A second one ends the process.
 
@@ -59,7 +62,7 @@ def sweep(
         ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(stop, news, threads)) as pool,
     ):
         doing: dict[Future[Result | DilocoError | None], int] = {
-            pool.submit(_train, number, run, folder, device): number for number, run in enumerate(runs)
+            pool.submit(_train, number, run, folder, device, kept): number for number, run in enumerate(runs)
         }
         while doing:
             done, _ = wait(doing, timeout=LOOK_S, return_when=FIRST_COMPLETED)
@@ -128,12 +131,12 @@ def _begin(stop: Any, news: Any, threads: int) -> None:
     _stop, _news = stop, news
 
 
-def _train(number: int, run: LabRun, folder: Path, device: str) -> Result | DilocoError | None:
+def _train(number: int, run: LabRun, folder: Path, device: str, kept: Collection[Path]) -> Result | DilocoError | None:
     """One run; None: asked to stop."""
     from diloco.studies.quality.curve import Stopped
     from diloco.studies.quality.engine import train
 
-    told = 0.0
+    told, store = 0.0, Store(folder)
 
     def progress(share: float, last: float) -> bool:
         nonlocal told
@@ -145,10 +148,12 @@ def _train(number: int, run: LabRun, folder: Path, device: str) -> Result | Dilo
     if _stop.is_set():
         return None
     try:
-        result = train(run, device, progress)
+        begin_from = None if run.after is None else store.parameters(run.after)
+        own = store.parameters(run)
+        result = train(run, device, progress, begin_from, own if own in kept else None)
     except Stopped:
         return None
     except DilocoError as error:
         return error
-    Store(folder).write(run, result)
+    store.write(run, result)
     return result

@@ -13,12 +13,12 @@ from itertools import count, islice
 from typing import Any
 
 import torch
+from torch import nn
 
-from diloco.studies.quality.curve import Progress, Recorder
+from diloco.studies.quality.curve import Recorder
 from diloco.studies.quality.inner import inner_optimizer
 from diloco.studies.quality.schedule import Schedule
 from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.tasks.tasks import open_task
 from diloco.workers.trainer.recipe import update
 from diloco.workers.trainer.schedule import learning_rate
 
@@ -27,16 +27,13 @@ Change = tuple[float, int, int, Outages]
 """(time, +1 back or -1 gone, learner, its further outages)"""
 
 
-def train_synchronous(run: LabRun, device: torch.device, progress: Progress) -> dict[str, Any]:
-    """Train to the run's budget; a result as `Recorder.result`.
+def train_synchronous(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
+    """Train to the run's budget; a result as `Recorder.result`. The model has the final parameters then.
 
     Raises:
-        UsageError: no such model or data.
-        Stopped: `progress` said so.
+        Stopped: the recorder said so.
     """
-    task = open_task(run, device)
-    recorder = Recorder(run, task, progress)
-    model = task.build()
+    run, task = recorder.run, recorder.task
     optimizer = inner_optimizer(model, run)
     order = (divmod(position, task.examples) for position in count())  # (epoch, index)
     now = 0.0

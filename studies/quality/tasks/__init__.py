@@ -1,1 +1,1 @@
-"""What the lab trains: text, handwritten digits, folders of images."""
+"""What the lab trains: text, functions and their arguments, images and their classes or their words."""

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.tasks.arguments import ArgumentsTask
+from diloco.studies.quality.tasks.captions import CaptionTask
 from diloco.studies.quality.tasks.digits import Digits
 from diloco.studies.quality.tasks.images import ImageFolder
 from diloco.studies.quality.tasks.text import TextTask
@@ -42,7 +44,10 @@ class Task(Protocol):
         ...
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Measures on held-out examples, "value" among them; never a training example, nor an auxiliary loss."""
+        """Measures on held-out examples: "value", and "exact" where a task has answers that are right or not.
+
+        Never of a training example, and without auxiliary losses.
+        """
         ...
 
 
@@ -52,6 +57,14 @@ def open_task(run: LabRun, device: torch.device) -> Task:
     Raises:
         UsageError: no such model, or its data are not here.
     """
-    if run.task == "text":
-        return TextTask(run, device)
-    return VisionTask(run, device, Digits() if run.task == "digits" else ImageFolder(run))
+    match run.task:
+        case "text":
+            return TextTask(run, device)
+        case "arguments":
+            return ArgumentsTask(run, device)
+        case "captions":
+            return CaptionTask(run, device)
+        case "digits":
+            return VisionTask(run, device, Digits())
+        case "images":
+            return VisionTask(run, device, ImageFolder(run))

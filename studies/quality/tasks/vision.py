@@ -42,6 +42,14 @@ class Pictures(Protocol):
         ...
 
 
+def moved(image: Pixels, far: int, key: bytes, seed: int) -> Pixels:
+    """An image (C, S, S) moved by up to `far` pixels either way, as key and seed say; what is bared is black."""
+    side, ways, chance = image.shape[-1], 2 * far + 1, xxhash.xxh3_64_intdigest(key, seed)
+    down, right = chance % ways, chance // ways % ways
+    wide: Pixels = np.pad(image, ((0, 0), (far, far), (far, far)))
+    return wide[:, down : down + side, right : right + side]
+
+
 class VisionTask:
     """An example is an image, and counts as one token."""
 
@@ -67,10 +75,7 @@ class VisionTask:
         classes = np.zeros(len(chosen), np.int64)
         for row, (epoch, index) in enumerate(chosen):
             at = permuted(index, self.examples, b"/%d/%d" % (self._run.seed, epoch))
-            moved = xxhash.xxh3_64_intdigest(b"%d.%d" % (epoch, at), self._run.seed)
-            down, right = moved % (2 * far + 1), moved // (2 * far + 1) % (2 * far + 1)
-            wide = np.pad(of.train(at), ((0, 0), (far, far), (far, far)))
-            pixels[row] = wide[:, down : down + side, right : right + side]
+            pixels[row] = moved(of.train(at), far, b"%d.%d" % (epoch, at), self._run.seed)
             classes[row] = of.train_classes[at]
         return torch.from_numpy(pixels).to(self._device), torch.from_numpy(classes).to(self._device)
 
