@@ -1,5 +1,6 @@
-"""`examples/own_model.py` as a user would run it: a model that is not ours, beside a syncer."""
+"""The examples as a user would run them: two learners beside a syncer."""
 
+import math
 import os
 import re
 import subprocess
@@ -61,6 +62,33 @@ def test_a_model_that_is_not_ours_learns_with_two_learners(tmp_path: Path) -> No
         assert found
         assert float(found[1]) < UNTRAINED_LOSS - 1.0
         assert "debug" not in out + err, "a library must not chatter in somebody else's program"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_mixture_of_experts_learns_with_two_learners(tmp_path: Path) -> None:
+    """Far beyond what is known of 256 bytes before training."""
+    for out, _ in run_of(ROOT / "examples" / "experts.py", "experts", 120_000, tmp_path, limit_s=200):
+        assert float(out.removeprefix("last loss ")) < math.log(256) - 2.0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_vision_transformer_learns_with_two_learners(tmp_path: Path) -> None:
+    """Both end with the run's model, so with the same accuracy, and it is far above one in ten."""
+    pytest.importorskip("sklearn")
+    (one, _), (other, _) = run_of(ROOT / "examples" / "images.py", "images", 200_000, tmp_path, limit_s=200)
+    assert one == other
+    assert float(one.removeprefix("held-out accuracy ")) > 0.6
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_vision_language_model_reads_held_out_digits_out(tmp_path: Path) -> None:
+    """By chance one in a hundred would be exactly right."""
+    pytest.importorskip("sklearn")
+    found = run_of(ROOT / "examples" / "vision_language.py", "vision-language", 250_000, tmp_path, limit_s=200)
+    assert sum(float(out.split("exactly right ")[1]) for out, _ in found) / 2 > 0.3
 
 
 @pytest.mark.trainers

@@ -95,7 +95,7 @@ def functions(data: str, length: int) -> tuple[list[Example], list[Example]]:
     for path in files:
         if path.suffix == ".py":
             place = held_out if is_held_out(path.relative_to(root).as_posix()) else train
-            place += examples_of(path.read_bytes().decode(errors="replace"), length)
+            place += examples_of(path.read_text("utf-8", "replace"), length)
     if not train or not held_out:
         raise UsageError(
             f"data={data!r}: {len(train)} functions to train on and {len(held_out)} held out; task='arguments' needs "
@@ -111,7 +111,7 @@ def examples_of(source: str, length: int) -> Iterator[Example]:
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return
-    lines = source.splitlines()
+    lines = source.split("\n")  # as `ast` counts them
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             names, room = _names(node.args), length - LONGEST - len(ASKED)
