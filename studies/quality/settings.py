@@ -40,7 +40,7 @@ Turned = Literal["muon-3", "halves", "gram-schmidt", "clipped", "by-turns", "by-
 """Research that turns matrices (`turns`)."""
 OuterName = Literal[Production, Turned, "delayed", "agreement", "extrapolated", "schedule-free"]
 PoisonName = Literal["flipped", "flipped-3", "random", "shuffled", "turns", "weak", "seldom", "mixed"]
-TEXT = ("text", "arguments")
+TEXT = ("text", "keywords")
 """Tasks of the GPT alone."""
 MOST_RUNS = 10_000
 
@@ -61,7 +61,7 @@ class LabRun(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # --- what is trained -----------------------------------------------------------------------------
-    task: Literal["text", "digits", "images", "captions", "arguments"] = Field("text", description="What is learnt")
+    task: Literal["text", "digits", "images", "captions", "keywords"] = Field("text", description="What is learnt")
     model: str = Field(USUAL["model"], description="Size: tiny, small, base; text also nano, medium, large")
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, description="Experts that a token goes through")

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.tasks.arguments import ArgumentsTask
 from diloco.studies.quality.tasks.captions import CaptionTask
 from diloco.studies.quality.tasks.digits import Digits
 from diloco.studies.quality.tasks.images import ImageFolder
+from diloco.studies.quality.tasks.keywords import KeywordTask
 from diloco.studies.quality.tasks.text import TextTask
 from diloco.studies.quality.tasks.vision import VisionTask
 
@@ -60,8 +60,8 @@ def open_task(run: LabRun, device: torch.device) -> Task:
     match run.task:
         case "text":
             return TextTask(run, device)
-        case "arguments":
-            return ArgumentsTask(run, device)
+        case "keywords":
+            return KeywordTask(run, device)
         case "captions":
             return CaptionTask(run, device)
         case "digits":

@@ -1,15 +1,16 @@
-"""A task for fine-tuning: from the beginning of a Python function's body to the names of its arguments.
+"""A task for fine-tuning: which keyword was left out of a piece of Python, at the beginning of a statement?
 
-Functions are those of the text that models are pre-trained on, read by `ast`. A held-out function is of a file that
-is held out of that text too. Asked for are only names that the beginning has: all there is to find is there to see.
+Statements are those of the text that models are pre-trained on, found by `ast`. A held-out statement is of a file that
+is held out of that text too.
 """
 
 import ast
 import re
-import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import accumulate
+from keyword import iskeyword
 from pathlib import Path
 
 import torch
@@ -23,32 +24,29 @@ from diloco.workers.trainer.data.files import stdlib_files, stdlib_root, visible
 from diloco.workers.trainer.data.tokens import is_held_out
 from diloco.workers.trainer.models.gpt import build
 
-ASKED = b"\n# "
-"""Between a body and the names."""
-LONGEST = 32
-"""Bytes of an answer, its end included."""
-MOST_LINES = 32
-"""Of a body."""
+BLANK, ASKED = b"?", b"\n# "
+"""In the keyword's place, and between the piece and the answer."""
+LONGEST = len(b"continue\n")
 EVALUATED_AT_ONCE = 32
 
 Example = tuple[bytes, bytes]
 """(prompt, answer)"""
 
 
-class ArgumentsTask:
-    """An example is a function; it counts `seq_len` tokens. `eval_tokens` / `seq_len` functions are measured."""
+class KeywordTask:
+    """An example is a statement; it counts `seq_len` tokens. `eval_tokens` / `seq_len` statements are measured."""
 
     measure = "held-out loss (nats a byte)"
     higher_is_better = False
 
     def __init__(self, run: LabRun, device: torch.device) -> None:
-        """Read the functions.
+        """Read the statements.
 
         Raises:
             UsageError: there are none, or none in files that are held out.
         """
         self._run, self._device = run, device
-        self._train, held_out = functions(run.data, run.seq_len)
+        self._train, held_out = statements(run.data, run.seq_len)
         wanted = max(1, run.eval_tokens // run.seq_len)
         self._held_out = held_out[:: -(-len(held_out) // wanted)]
         self.examples, self.example_tokens = len(self._train), run.seq_len
@@ -64,13 +62,13 @@ class ArgumentsTask:
         return self._tensors([self._train[at] for at in ats])
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Nats a byte of the names."""
+        """Nats a byte of the keywords."""
         inputs, targets = batch
         return loss_of_answers(model(inputs), targets)
 
     @torch.inference_mode()
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Nats a byte of held-out functions' names, and the share of functions whose names are exactly right."""
+        """Nats a byte of held-out statements' keywords, and the share of keywords that are exactly right."""
         scored = Scored()
         for start in range(0, len(self._held_out), EVALUATED_AT_ONCE):
             inputs, targets = self._tensors(self._held_out[start : start + EVALUATED_AT_ONCE])
@@ -82,7 +80,7 @@ class ArgumentsTask:
 
 
 @cache
-def functions(data: str, length: int) -> tuple[list[Example], list[Example]]:
+def statements(data: str, length: int) -> tuple[list[Example], list[Example]]:
     """Those to train on and those held out, in the order of their files; prompt and answer have `length` bytes at most.
 
     Raises:
@@ -98,37 +96,26 @@ def functions(data: str, length: int) -> tuple[list[Example], list[Example]]:
             place += examples_of(path.read_text("utf-8", "replace"), length)
     if not train or not held_out:
         raise UsageError(
-            f"data={data!r}: {len(train)} functions to train on and {len(held_out)} held out; task='arguments' needs "
+            f"data={data!r}: {len(train)} statements to train on and {len(held_out)} held out; task='keywords' needs "
             "'stdlib', or a folder of many Python files"
         )
     return train, held_out
 
 
 def examples_of(source: str, length: int) -> Iterator[Example]:
-    """Of a file's functions; none where it is no Python of this version."""
+    """Of a file's statements that begin with a keyword; none where it is no Python of this version."""
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return
-    lines = source.split("\n")  # as `ast` counts them
+    text = source.encode()
+    begins = [0, *accumulate(len(line) + 1 for line in text.split(b"\n"))]
+    side = (length - len(BLANK + ASKED) - LONGEST) // 2
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            names, room = _names(node.args), length - LONGEST - len(ASKED)
-            begin, answer = _body(node, lines).encode()[:room], ", ".join(names).encode()
-            if names and len(answer) < LONGEST and set(names) <= set(re.findall(r"\w+", begin.decode(errors="ignore"))):
-                yield begin + ASKED, answer
-
-
-def _names(of: ast.arguments) -> list[str]:
-    found = [*of.posonlyargs, *of.args, of.vararg, *of.kwonlyargs, of.kwarg]
-    return [one.arg for one in found if one is not None and one.arg not in ("self", "cls")]
-
-
-def _body(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: Sequence[str]) -> str:
-    """The first lines of it, without its docstring."""
-    parts = node.body[1:] if ast.get_docstring(node) is not None else node.body
-    if not parts or parts[0].lineno == node.lineno:
-        return ""
-    first = parts[0].lineno - 1
-    return textwrap.dedent("\n".join(lines[first : min(first + MOST_LINES, node.end_lineno or first)]))
+        if isinstance(node, ast.stmt):
+            at = begins[node.lineno - 1] + node.col_offset
+            word = re.match(rb"[a-z]*", text[at : at + LONGEST])
+            if word is not None and iskeyword(word[0].decode()):
+                before, after = text[max(0, at - side) : at], text[at + len(word[0]) :][:side]
+                yield before + BLANK + after + ASKED, word[0]
