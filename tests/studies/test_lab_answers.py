@@ -1,11 +1,11 @@
-"""The lab's tasks with answers that are right or not: captions of digits, and functions' arguments."""
+"""The lab's tasks with answers that are right or not, and runs that begin with another run's parameters."""
 
 import math
+import re
 
 import numpy as np
 import pytest
 import torch
-from diloco.studies.quality.tasks.arguments import ASKED, LONGEST, examples_of, functions
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
@@ -13,6 +13,7 @@ from diloco.studies.quality.engine import train
 from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.tasks.answers import END, Scored, loss_of_answers, rows_of
 from diloco.studies.quality.tasks.captions import BEGIN, in_words
+from diloco.studies.quality.tasks.keywords import ASKED, BLANK, examples_of, statements
 from diloco.studies.quality.tasks.tasks import open_task
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer.data.tokens import is_held_out
@@ -160,41 +161,74 @@ def test_words_see_all_of_the_image_and_the_words_before_them():
     assert {one.fragment for one in tensor_table(model, SyncSettings(fragments=4))} == set(range(4))
 
 
-# --- arguments --------------------------------------------------------------------------------------------
+# --- keywords ---------------------------------------------------------------------------------------------
 
 
-def test_a_function_s_arguments_are_asked_for_after_its_body():
-    """Without docstring, `self` and indentation; only where the body's beginning has all of the names."""
-    source = (
-        'class A:\n    def f(self, first, *rest, key=1):\n        """Of these."""\n        if key:\n'
-        "            return first(*rest)\n\n"
-        "def unused(x): return None\ndef late(x):\n    " + "pass; " * 40 + "x\ndef alone(self):\n    self.x()\n"
-    )
-    assert list(examples_of(source, 128)) == [(b"if key:\n    return first(*rest)" + ASKED, b"first, rest, key")]
-    assert list(examples_of("def f(x:\n", 128)) == []
-    assert list(examples_of("x = '\f'\ndef f(y):\n    return y", 128)) == [(b"return y" + ASKED, b"y")]
-    (long,) = examples_of("def f(x):\n    x\n" + "    pass\n" * 100, 64)
-    assert len(long[0]) == 64 - LONGEST
+def test_a_keyword_is_left_out_where_a_statement_begins():
+    """Wherever the source has it: after letters of two bytes, a form feed, in a branch; other words stay."""
+    source = "x = 'ä\f'\nif x: pass\nelif not x:\n    return_it = for_it()\n"
+    found = list(examples_of(source, 64))
+    assert [answer for _, answer in found] == [b"if", b"pass", b"elif"]
+    for prompt, answer in found:
+        before, after = prompt.removesuffix(ASKED).split(BLANK)
+        assert before + answer + after in source.encode()
+    assert list(examples_of("if x\n", 64)) == []
 
 
-def test_held_out_functions_are_of_held_out_files(folder):
-    """Of the same files as a text's that models are pre-trained on; each function with its own names."""
-    train_on, held_out = functions(str(folder), 64)
-    files = {f"x{number}".encode(): is_held_out(f"file{number}.py") for number in range(60)}
-    assert len(train_on) + len(held_out) == 60
-    assert {answer.split(b",")[0]: False for _, answer in train_on} | {
-        answer.split(b",")[0]: True for _, answer in held_out
-    } == files
-    with pytest.raises(UsageError, match="0 functions to train on"):
-        functions(str(folder / "nowhere"), 64)
+def test_a_piece_around_a_keyword_fits_with_its_answer():
+    """Of a long source as much as there is room for, before and after it."""
+    source = "continued = 1\n" * 20 + "while x:\n    continue\n" + "ended = 1\n" * 20
+    prompts = [prompt for prompt, _ in examples_of(source, 64)]
+    assert [len(prompt) for prompt in prompts] == [54, 54]
+    rows_of([(prompt, b"continue") for prompt in prompts], 64)  # which raises where something does not fit
+
+
+def test_held_out_statements_are_of_held_out_files(folder):
+    """Of the files that are held out of the text which models are pre-trained on."""
+    train_on, held_out = statements(str(folder), 64)
+    files = {b"x%d" % number: is_held_out(f"file{number}.py") for number in range(60)}
+    for found, of_held_out in ((train_on, False), (held_out, True)):
+        names = [re.search(rb"x\d+", prompt) for prompt, answer in found if answer == b"def" and b"f" in prompt]
+        assert {name[0] for name in names if name} == {name for name, kept in files.items() if kept == of_held_out}
+    with pytest.raises(UsageError, match="0 statements to train on"):
+        statements(str(folder / "nowhere"), 64)
+
+
+def small(folder, **told):
+    given = {"task": "keywords", "data": str(folder), "seq_len": 64, "model": "nano", "learners": 2, "fragments": 2}
+    given |= {"batch": 4, "steps": 8, "sync_interval": 4, "evaluations": 2, "lr": 8e-3}
+    return LabRun(**{**given, **told})
 
 
 @pytest.mark.parametrize("method", ["decoupled", "data-parallel"])
-def test_a_run_learns_to_name_arguments(folder, method):
+def test_a_run_learns_keywords(folder, method):
     """The same run twice is the same curve."""
-    given = {"task": "arguments", "data": str(folder), "seq_len": 64, "model": "nano", "learners": 2, "fragments": 2}
-    given |= {"batch": 4, "steps": 12, "sync_interval": 4, "evaluations": 2, "method": method, "lr": 8e-3}
-    first, second = (train(LabRun(**given), "cpu") for _ in range(2))
+    first, second = (train(small(folder, method=method), "cpu") for _ in range(2))
     assert first["digest"] == second["digest"]
     assert first["final"]["value"] < first["points"][0]["measures"]["value"] < math.log(256) + 0.5
     assert 0 <= first["final"]["exact"] <= 1
+
+
+# --- runs that begin with another one's parameters --------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["decoupled", "data-parallel"])
+@pytest.mark.parametrize("before", ["decoupled", "data-parallel"])
+def test_a_run_begins_with_the_final_parameters_of_another(folder, tmp_path, before, method):
+    """What the first run's globals scored at its end, the second one's score where it hardly moves them."""
+    file = tmp_path / "kept" / "parameters.safetensors"
+    first = train(small(folder, method=before), "cpu", keep=file)
+    told = {"method": method, "after": small(folder, method=before), "steps": 1, "lr": 1e-12}
+    exact = {"global_codec": "fp32", "codec": "fp32", "outer": "nesterov", "outer_momentum": 0.0}
+    second = train(small(folder, **told, **exact), "cpu", begin_from=file)
+    assert second["final"]["value"] == pytest.approx(first["final"]["value"], rel=1e-6)
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
+
+
+def test_parameters_that_are_none_are_refused_by_name(folder, tmp_path):
+    file = tmp_path / "parameters.safetensors"
+    for contents in (None, b"none"):
+        if contents is not None:
+            file.write_bytes(contents)
+        with pytest.raises(UsageError, match=r"parameters\.safetensors has no parameters"):
+            train(small(folder), "cpu", begin_from=file)

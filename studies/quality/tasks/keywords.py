@@ -115,7 +115,7 @@ def examples_of(source: str, length: int) -> Iterator[Example]:
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
             at = begins[node.lineno - 1] + node.col_offset
-            word = re.match(rb"[a-z]*", text[at : at + LONGEST])
+            word = re.match(rb"[a-z]+\b", text[at : at + LONGEST])
             if word is not None and iskeyword(word[0].decode()):
                 before, after = text[max(0, at - side) : at], text[at + len(word[0]) :][:side]
                 yield before + BLANK + after + ASKED, word[0]
