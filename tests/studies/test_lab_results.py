@@ -16,7 +16,7 @@ import pytest
 from diloco.cli import main
 from diloco.pipeline.errors import UsageError
 from diloco.studies.quality import source
-from diloco.studies.quality.command import _read_csv
+from diloco.studies.quality.command import _missing, _read_csv, _runs_before
 from diloco.studies.quality.report import markdown, table_of
 from diloco.studies.quality.settings import LabRun, read_experiment
 from diloco.studies.quality.store import Store, code_of, settings_digest
@@ -84,6 +84,41 @@ def test_the_text_itself_is_part_of_a_run(text):
     other = text.with_name("other.txt")
     other.write_text(text.read_text() + "one more line\n")
     assert settings_digest(LabRun(data=str(other))) != before
+
+
+def test_a_run_that_begins_from_another_is_told_by_that_one_s_settings_data_and_code(text, monkeypatch):
+    """A data-parallel run depends on the protocol's code where it begins from a decoupled one."""
+    other = text.with_name("other.txt")
+    other.write_text(text.read_text() + "one more line\n")
+    loop = {"method": "data-parallel", "data": str(text)}
+    before = [LabRun(data=str(text)), LabRun(data=str(text), lr=1.0), LabRun(data=str(other)), None]
+    runs = [LabRun(after=one, **loop) for one in before]
+    assert len({settings_digest(run) for run in runs}) == len(runs)
+    assert code_of(runs[-1]) == code_of(LabRun(**loop)) != code_of(runs[0])
+    usual = source.code_digest
+    monkeypatch.setattr(
+        "diloco.studies.quality.store.code_digest", lambda name: "new" if name.endswith("decoupled") else usual(name)
+    )
+    assert code_of(runs[0]) != code_of(LabRun(after=LabRun(**loop), **loop))
+
+
+def test_what_a_run_begins_from_is_done_before_it_where_it_is_not_there(text, tmp_path):
+    """Its result alone is not enough; where its parameters are kept, or nobody needs them, it is not done again."""
+    store, given = Store(tmp_path / "out"), {"data": str(text), "method": "single"}
+    first = LabRun(**given)
+    second = LabRun(**given, after=first)
+    third = LabRun(**given, after=second)
+    assert _missing([third, first], store) == [first, second, third]
+    assert [_runs_before(run) for run in (first, second, third)] == [0, 1, 2]
+    for run in (first, second):
+        store.write(run, result(2.0))
+    assert _missing([first, second], store) == []
+    assert _missing([first, second, third], store) == [first, second, third]
+    store.parameters(first).touch()
+    assert _missing([first, second, third], store) == [second, third]
+    store.write(third, result(2.0))
+    store.parameters(first).unlink()
+    assert _missing([first, second, third], store) == []
 
 
 def test_the_code_that_decides_is_found_by_its_imports():
@@ -210,6 +245,19 @@ def test_what_is_kept_as_csv_is_read_again(experiment):
     assert decode(encode({})) == {}
 
 
+def test_exact_answers_are_a_column_of_their_own(experiment):
+    """Where a task has answers: their median in percent; kept in the CSV with each mark of the curve."""
+    points = [{"tokens": n, "virtual_s": n, "measures": {"value": 1.0, "exact": n / 8}} for n in (1, 2, 3)]
+    table = told(experiment, {("ours", 2e-3): (2.0, 2.1, 2.2)}, points=points)
+    written = markdown(table)
+    assert "| against dp | exact | tokens merged |" in written
+    assert "| ours, lr=0.002 | 2.1000 | 0.1000 | 3 |  | 37.5 % | 90.0 % |" in written
+    kept = decode(encode(dict(table.named())))[RunName("trial", "ours, lr=0.002", 0)]
+    assert [mark.exact for mark in kept.curve] == [0.125, 0.25, 0.375]
+    assert kept.exact == 0.375
+    assert "exact" not in markdown(told(experiment, {("ours", 2e-3): (2.0, 2.1, 2.2)}))
+
+
 @pytest.mark.parametrize(("marks", "kept"), [(1, 1), (15, 15), (16, 8), (20, 10), (10_000, 15)])
 def test_a_long_curve_is_thinned(marks, kept):
     """Evenly, with its end."""
@@ -309,6 +357,23 @@ def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
     shown = subprocess.run(lab("report", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.stdout.count("not run") == 2
     assert "learners=2, model=tiny | " in shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_parameters_are_kept_of_runs_that_others_begin_from(text, tmp_path):
+    """Two jobs at a time, and yet none begins before what it begins from is there."""
+    file, out = tiny(tmp_path, text, method="single", model="nano"), tmp_path / "out"
+    row = '[[variants]]\nname = "{}"\n'
+    variants = row.format("pre") + row.format("fine") + 'after = "pre"\nlr = [1e-3, 2e-3]\n'
+    file.write_text(file.read_text() + variants)
+    done = subprocess.run(
+        lab("run", file, "--out", out, "--jobs", "2"), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    pre = read_experiment(file).rows[0].runs[0]
+    assert list(out.glob("*.safetensors")) == [Store(out).parameters(pre)]
+    assert sorted(path.suffix for path in out.iterdir()) == [".json", ".json", ".json", ".safetensors"]
 
 
 @pytest.mark.slow

@@ -83,6 +83,49 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, text, said):
     assert "trial.toml" in str(error.value)
 
 
+AFTER = """
+[settings]
+learners = 2
+seed = [0, 1]
+[[variants]]
+name = "pre"
+method = ["single", "data-parallel"]
+[[variants]]
+name = "fine"
+task = "keywords"
+after = ["pre, method=single", "pre, method=data-parallel"]
+"""
+
+
+def test_a_row_may_begin_with_what_a_row_above_ended_with(tmp_path):
+    """Seed by seed, and swept as any setting; which run that was is a part of the run."""
+    single, parallel, fine_single, fine_parallel = experiment(tmp_path, AFTER).rows
+    assert fine_single.label == "fine, after=pre, method=single"
+    assert [run.after for run in fine_single.runs] == list(single.runs)
+    assert [run.after for run in fine_parallel.runs] == list(parallel.runs)
+    first, other = fine_single.runs[0], fine_parallel.runs[0]
+    assert first.relevant() != other.relevant()
+    assert first.relevant()["after"] == single.runs[0].relevant()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (
+            ("seed = [0, 1]\n[[variants]]", "[[variants]]\nseed = 3"),
+            "after='pre, method=single' is no row above with seed 0",
+        ),
+        (('name = "pre"', 'name = "post"'), "above are post, method=single, post, method=data-parallel"),
+        (('task = "keywords"', 'model = "nano"'), "another model"),
+        (('task = "keywords"', 'task = "captions"'), "another model"),
+    ],
+)
+def test_a_row_that_cannot_begin_so_is_refused(tmp_path, changed, said):
+    """No such row, none of its seed, or one of another model."""
+    with pytest.raises(UsageError, match=said):
+        experiment(tmp_path, AFTER.replace(*changed))
+
+
 def test_settings_that_a_method_does_not_look_at_do_not_make_another_run():
     """Swept over H, data-parallel is one run; a single learner is the same run beside any number of others."""
 
