@@ -71,6 +71,11 @@ def merged(run: str) -> float:
     return 100 * mean(one.merged_share or 0.0 for one in summaries(run))
 
 
+def exact(run: str) -> float:
+    """Percent of the answers, median over the seeds."""
+    return 100 * median(one.exact or 0.0 for one in summaries(run))
+
+
 def time_s(run: str) -> float:
     """Of seed 0."""
     return summaries(run)[0].virtual_s
@@ -339,6 +344,32 @@ def experts() -> Iterator[list[float]]:
     yield first("experts/one learner")
 
 
+def vision_language() -> Iterator[list[float]]:
+    base = "vision-language/data-parallel"
+    yield [*mid(base), *values(base), exact(base)]
+    for label in ("decoupled", "one learner, a quarter of the tokens"):
+        run = f"vision-language/{label}"
+        yield [*mid(run), *values(run), change(run, base), exact(run)]
+    for label in ("data-parallel", "decoupled"):
+        yield first(*(f"vision-language/{label}, rates, lr={lr}" for lr in (0.002, 0.004, 0.008)))
+
+
+def post_training() -> Iterator[list[float]]:
+    base, ours = "post-training/pre-trained data-parallel", "post-training/pre-trained decoupled"
+    yield [*mid(base), *values(base)]
+    yield [*mid(ours), *values(ours), change(ours, base)]
+    base = "post-training/data-parallel, then data-parallel"
+    yield [*mid(base), *values(base), exact(base)]
+    for label in (
+        *("data-parallel, then decoupled", "decoupled, then data-parallel", "decoupled, then decoupled"),
+        *("decoupled, then decoupled, globals in fp32", "not pre-trained, data-parallel"),
+    ):
+        run = f"post-training/{label}"
+        yield [*mid(run), *values(run), change(run, base), exact(run)]
+    for label in ("data-parallel", "decoupled"):
+        yield first(*(f"post-training/{label}, then {label}, rates, lr={lr}" for lr in (0.002, 0.004, 0.008)))
+
+
 def failures() -> Iterator[list[float]]:
     none, some = "failures/decoupled, no failures", "failures/decoupled, failures"
     base, elastic = "failures/data-parallel, no failures", "failures/elastic data-parallel, failures"
@@ -378,6 +409,8 @@ TABLES = {
     "Few bits with the default outer step": few_bits,
     "Handwritten digits": digits,
     "Mixture of experts": experts,
+    "Vision and language": vision_language,
+    "Post-training": post_training,
     "Failures": failures,
     "More learners for a part of the run": scavenging,
     "Virtual time and real time": agreement,
@@ -458,7 +491,7 @@ def test_a_curve_ends_where_its_run_does():
     """The last mark is the final value; time and tokens go up."""
     for name, one in SUMMARIES.items():
         assert one.curve[-1].value == pytest.approx(one.value, rel=1e-4), name
-        tokens, times, _ = zip(*(Mark(*mark) for mark in one.curve), strict=True)
+        tokens, times, *_ = zip(*(Mark(*mark) for mark in one.curve), strict=True)
         assert sorted(set(tokens)) == list(tokens), name
         assert sorted(times) == list(times), name
 
