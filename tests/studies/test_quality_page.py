@@ -360,14 +360,21 @@ def post_training() -> Iterator[list[float]]:
     yield [*mid(ours), *values(ours), change(ours, base)]
     base = "post-training/data-parallel, then data-parallel"
     yield [*mid(base), *values(base), exact(base)]
-    for label in (
-        *("data-parallel, then decoupled", "decoupled, then data-parallel", "decoupled, then decoupled"),
-        *("decoupled, then decoupled, globals in fp32", "not pre-trained, data-parallel"),
+    twice = "post-training/decoupled, then decoupled"
+    for run in (
+        "post-training/decoupled, then data-parallel",
+        "post-training/data-parallel, then decoupled",
+        twice,
+        "post-training/not pre-trained, data-parallel",
     ):
-        run = f"post-training/{label}"
         yield [*mid(run), *values(run), change(run, base), exact(run)]
     for label in ("data-parallel", "decoupled"):
-        yield first(*(f"post-training/{label}, then {label}, rates, lr={lr}" for lr in (0.002, 0.004, 0.008)))
+        rates = (0.002, 0.004, 0.008, 0.016, 0.032)
+        yield first(*(f"post-training/{label}, then {label}, rates, lr={lr}" for lr in rates))
+    yield with_changes((f"{twice}, 400 steps", f"{base}, 400 steps"))
+    for label in ("low rate", "lower rate"):
+        halves, whole = (f"{twice}, {label}, globals in {codec}" for codec in ("bf16", "fp32"))
+        yield [*values(halves), *values(whole), *changes(halves, whole)]
 
 
 def failures() -> Iterator[list[float]]:

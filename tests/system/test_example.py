@@ -77,7 +77,7 @@ def test_a_mixture_of_experts_learns_with_two_learners(tmp_path: Path) -> None:
 def test_a_vision_transformer_learns_with_two_learners(tmp_path: Path) -> None:
     """Both end with the run's model, so with the same accuracy, and it is far above one in ten."""
     pytest.importorskip("sklearn")
-    (one, _), (other, _) = run_of(ROOT / "examples" / "images.py", "images", 200_000, tmp_path, limit_s=200)
+    (one, _), (other, _) = run_of(ROOT / "examples" / "images.py", "images", 120_000, tmp_path, limit_s=200)
     assert one == other
     assert float(one.removeprefix("held-out accuracy ")) > 0.6
 
