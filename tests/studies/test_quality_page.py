@@ -371,7 +371,11 @@ def post_training() -> Iterator[list[float]]:
     for label in ("data-parallel", "decoupled"):
         rates = (0.002, 0.004, 0.008, 0.016, 0.032)
         yield first(*(f"post-training/{label}, then {label}, rates, lr={lr}" for lr in rates))
-    yield with_changes((f"{twice}, 400 steps", f"{base}, 400 steps"))
+    for run in (base, twice):
+        yield first(*(f"{run}, 400 steps, lr={lr}" for lr in (0.004, 0.008, 0.016)))
+    large, ours = (f"{run}, 16 examples a step" for run in (base, twice))
+    yield [*first(large), exact(large)]
+    yield [*first(ours), change(ours, large), exact(ours)]
     for label in ("low rate", "lower rate"):
         halves, whole = (f"{twice}, {label}, globals in {codec}" for codec in ("bf16", "fp32"))
         yield [*values(halves), *values(whole), *changes(halves, whole)]

@@ -94,8 +94,12 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens (B, T) to logits (B, T, V)."""
-        table = rotary_table(tokens.size(1), self.size.width // self.size.heads, tokens.device)
-        x = rms_norm(self.embedding(tokens))
+        return self.logits(self.embedding(tokens))
+
+    def logits(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Of what stands in the place of tokens, (B, T, D) to (B, T, V)."""
+        table = rotary_table(embedded.size(1), self.size.width // self.size.heads, embedded.device)
+        x = rms_norm(embedded)
         for block in self.blocks:
             x = checkpoint(block, x, table, use_reentrant=False) if self.checkpoint_activations else block(x, table)
         return F.linear(rms_norm(x), self.embedding.weight)

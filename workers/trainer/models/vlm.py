@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from torch import nn
 
-from diloco.workers.trainer.models.gpt import GPT, rms_norm, rotary_table
+from diloco.workers.trainer.models.gpt import GPT
 from diloco.workers.trainer.models.sizes import SIZES, Size, check_size
 
 
@@ -25,11 +25,8 @@ class VisionLanguage(GPT):
     def forward(self, pixels: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         """Images (B, C, H, W) and tokens (B, T) to the tokens' logits (B, T, V)."""
         patches = F.unfold(pixels, self.side, stride=self.side).transpose(1, 2)  # (B, P, C * side * side)
-        x = rms_norm(torch.cat((self.patch(patches) + self.place, self.embedding(tokens)), dim=1))
-        table = rotary_table(x.size(1), self.size.width // self.size.heads, x.device)
-        for block in self.blocks:
-            x = block(x, table)
-        return F.linear(rms_norm(x[:, patches.size(1) :]), self.embedding.weight)
+        embedded = torch.cat((self.patch(patches) + self.place, self.embedding(tokens)), dim=1)
+        return self.logits(embedded)[:, patches.size(1) :]
 
 
 def build_vision_language(
