@@ -230,20 +230,33 @@ def test_a_plan_for_more_interruptions_has_no_fewer_learners():
 
 
 def test_mixed_hardware_in_kind():
-    """Paper: waiting for all costs 16 %; K = 1 nothing; the grace brings the slower ones back into the merges."""
+    """Paper: waiting for all costs 16 %, and half of the learners are slower. That is what its fast ones lose: 1 - 1 /
+    1.18, what the slowest of eight rounds is longer by chance, and the transfers. K = 1 costs nothing; the grace brings
+    the slower ones back into the merges."""
     world = Constants(**studies.MIXED)
     found = studies.mixed(world, 8, 0.1, 0)
-    assert found["K = M, waits"].goodput == pytest.approx(0.84, abs=0.05)
-    assert found["K = 1, grace"].goodput == 1
+    waiting = found["K = M, waits"]
+    assert waiting.goodput == pytest.approx(0.84, abs=0.005)
+    assert waiting.trained == pytest.approx((0.84 + 0.99) / 2, abs=0.005)
+    assert found["K = 1, grace"].goodput == found["K = 1, no grace"].goodput == 1
     assert found["K = 1, grace"].mean_participants > found["K = 1, no grace"].mean_participants + 1
 
 
-def test_scavenging_in_kind():
-    """The decoupled row is the paper's to the hundredth; data-parallel loses until there is a lot more compute."""
+def test_one_column_of_scavenging_predicts_the_decoupled_ones_of_the_others():
+    """To the paper's rounding: the share of the work that one column tells is the others' too."""
     rows = studies.rows()
-    for made in rows:
-        assert made["decoupled"] == pytest.approx(made["paper, decoupled"], abs=0.011)
-        assert made["data-parallel"] == pytest.approx(made["paper, data-parallel"], abs=0.06)
+    held_out = [made for made in rows if not made["fitted"]]
+    assert (len(rows), len(held_out)) == (4, 3)
+    for made in held_out:
+        assert made["decoupled"] == pytest.approx(made["paper, decoupled"], abs=0.0051)
+
+
+def test_one_column_of_scavenging_does_not_predict_data_parallel():
+    """The page says so: no two columns agree on what a step between the places costs, and predictions are 0.1 off."""
+    rows = studies.rows()
+    off = [abs(made["data-parallel"] - made["paper, data-parallel"]) for made in rows if not made["fitted"]]
+    assert max(off) == pytest.approx(0.10, abs=0.005)
+    assert max(made["its own comm"] for made in rows) > 1.5 * min(made["its own comm"] for made in rows)
 
 
 # --- commands ------------------------------------------------------------------------------------------------
@@ -384,7 +397,7 @@ def test_the_other_commands_write_their_tables(tmp_path, capsys):
     assert {r["method"] for r in found["rows"]} == set(bandwidth.methods(bandwidth.Run()))
     assert (found["sync_interval"], found["codec"], found["global_codec"]) == (24, "bf16", "bf16")
     assert found["rows"][0]["gbit_s"]["50"] == pytest.approx(104.8, abs=0.1)
-    assert said("scavenge", *files)["rows"][0]["decoupled"] == 1
+    assert said("scavenge", *files)["rows"][0]["decoupled"] == 0.9
     assert len(said("mixed", "--seeds", "1", "--days", "0.05", *files)["rows"]) == 3
     assert len(said("mtbi", "--chips", "150k", "--learners", "2", "--times", "0.5y,1y", *few, *files)["rows"]) == 4
     trace = str(Path(__file__).parents[2] / "examples" / "link-trace.txt")
