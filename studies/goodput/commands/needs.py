@@ -112,8 +112,8 @@ def mixed(constants: Constants, learners: int, seeds: int, days: float, files: P
         errors = {"goodput_stderr": standard_error([r.goodput for r in mine])}
         errors["mean_participants_stderr"] = standard_error([r.mean_participants for r in mine])
         rows.append({"way": name, **m._asdict(), **errors, "paper": paper})
-        texts = (f"{m.goodput:.1%}", f"{paper:.0%}", f"{m.trained:.1%}")
-        texts += (f"{m.mean_participants:.2f}", f"{m.overwritten:.1%}")
+        texts = [f"{m.goodput:.1%}", f"{paper:.0%}", f"{m.trained:.1%}"]
+        texts += [f"{m.mean_participants:.2f}", f"{m.overwritten:.1%}"]
         shown.add_row(name, *texts, f"{m.mean_grace_s:.2f} s")
     console.print(shown)
     files.write(rows, {"constants": world.model_dump(mode="json"), "learners": learners, "days": days, "seeds": seeds})
