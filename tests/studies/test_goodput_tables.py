@@ -175,8 +175,8 @@ def test_all_methods_of_a_table_have_the_runs_interval_and_codec():
 
 
 def test_decoupled_learners_are_as_much_faster_across_regions_as_their_settings_allow():
-    """Paper: 12B over 4 regions on 2-5 Gbit/s, over 20 times. A run's defaults just reach it on all of these links. With
-    fp32 globals, twice the bytes of the busier direction, it is half; 8 bits both ways double it on slow lines."""
+    """Paper: 12B over 4 regions on 2-5 Gbit/s, over 20 times. A run's defaults just reach it on all of these links.
+    With fp32 globals, twice the bytes of the busier direction, it is half; 8 bits both ways double it on slow lines."""
 
     def times(link, **settings):
         decoupled = bandwidth.methods(bandwidth.Run(**settings))["decoupled"]
