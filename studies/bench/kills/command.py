@@ -3,7 +3,9 @@
 import asyncio
 import importlib
 import json
+import resource
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,7 +57,9 @@ def read_result(path: Path, plan: Plan) -> curves.Result | None:
         result: curves.Result = json.loads(path.read_text())
         made_with = result["plan"]
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{path}: no result of `diloco bench kills`: {error!r}; delete it, or give another --out")
+        raise UsageError(
+            f"{path}: no result of `diloco bench kills`: {error!r}; delete it, or give another --out"
+        ) from error
     if made_with != plan.written():
         told = {name: value for name, value in made_with.items() if plan.written().get(name) != value}
         raise UsageError(f"{path} was made with other settings ({told}): give those, or another --out")
@@ -65,7 +69,7 @@ def read_result(path: Path, plan: Plan) -> curves.Result | None:
 def make(method: Method, plan: Plan, out: Path) -> curves.Result | None:
     """Run a method and keep its result; None: the user stopped it."""
     settings, folder = settings_of(method, plan), Folder(out / method.name)
-    began = describe("embedded" if not method.nodes else "not used")
+    before, began_s, cpu_s = describe("embedded" if not method.nodes else "none"), time.monotonic(), _cpu_s()
     if method.nodes:
         machines = importlib.import_module("diloco.studies.bench.kills.machines")
         run = asyncio.run(machines.run(method, plan, settings, folder))
@@ -74,12 +78,19 @@ def make(method: Method, plan: Plan, out: Path) -> curves.Result | None:
         run = asyncio.run(decoupled.run(plan, settings, folder))
     if run is None:
         return None
-    result = {"method": method.name, "lr": method.lr, "plan": plan.written(), "machine": began}
-    result |= curves.result_of(run, plan)
+    share = (_cpu_s() - cpu_s) / (time.monotonic() - began_s) / before["cores"]
+    result = {"method": method.name, "lr": method.lr, "plan": plan.written(), "machine": before}
+    result |= {**curves.result_of(run, plan), "cpu_share": round(share, 3)}
     beside = out / f".{method.name}.json"
     beside.write_text(dumps(result) + "\n")
     beside.replace(out / f"{method.name}.json")
     return result
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and of all those that it has waited for."""
+    used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _seconds(option: str, text: str) -> float:
@@ -103,7 +114,7 @@ def main(
     tokens: Annotated[str, typer.Option(metavar="N", help="Budget: trained tokens of all machines together")] = "2.4M",
     machines: Annotated[int, typer.Option(min=2, max=16, help="Number of machines")] = 4,
     every: Annotated[str, typer.Option(metavar="DURATION", help="Mean time between two kills")] = "35s",
-    away: Annotated[str, typer.Option(metavar="DURATION", help="A killed machine is started again after it")] = "10s",
+    away: Annotated[str, typer.Option(metavar="DURATION", help="A killed machine is started again after it")] = "15s",
     pace: Annotated[str, typer.Option(metavar="DURATION", help="Length of an inner step")] = "400ms",
     within: Annotated[str, typer.Option(metavar="DURATION", help="A method that takes longer is stopped")] = "12m",
     seed: Annotated[int, typer.Option(min=0, help="Seed of kills, parameters and data")] = 1,

@@ -77,9 +77,11 @@ class Watch:
         }
 
     def _start_again(self) -> None:
-        """An agent that no kill has ended, as a machine's service manager would; near the end they are just done."""
+        """An agent that no kill has ended, as a service manager would; not once one has trained to the end."""
+        if any(child.status == 0 for child in self._machines):
+            return
         for child in self._machines:
-            if child.alive or child.status == 0 or (self.monkey is not None and self.monkey.striking(child.name)):
+            if child.alive or (self.monkey is not None and self.monkey.striking(child.name)):
                 continue
             self.endings += 1
             self._screen.note(f"torchrun on {child.name} {child.ending()} by itself, and is started again")

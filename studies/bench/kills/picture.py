@@ -1,7 +1,8 @@
-"""The picture of `diloco bench kills`: held-out loss by wall time, a line a method, and below it who was killed when."""
+"""The picture of `diloco bench kills`: held-out loss by wall time; below it who was away, when nobody trained."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -28,19 +29,24 @@ HIGHEST = 3.2
 
 def draw(results: Mapping[str, Result], plan: Plan, path: Path) -> None:
     """Write a PNG, 1600 pixels wide."""
-    figure = Figure(figsize=(10, 5.4), dpi=160, layout="constrained")
-    loss, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(4.2, 1))
-    _draw_loss(loss, results)
-    _draw_lanes(lanes, results, plan)
-    loss.set_xlim(0, 1.02 * max(one["curve"][-1][0] for one in results.values()))
+    figure = Figure(figsize=(10, 5.8), dpi=160, layout="constrained")
+    loss, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
+    most = max(results.values(), key=lambda one: (len(one["kills"]), one["ended_s"]))
+    _draw_loss(loss, results, plan)
+    _draw_lanes(lanes, results, most["kills"], plan)
     for axes in (loss, lanes):
+        axes.set_xlim(0, 1.02 * max(one["curve"][-1][0] for one in results.values()))
         axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"The same kills for {plan.machines} machines: a SIGKILL every {plan.every_s:g} s", fontsize=15)
+        axes.grid(True, axis="x", alpha=0.25)
+        for kill in most["kills"]:
+            axes.axvline(kill["at_s"], color=AWAY, linewidth=0.8, linestyle=":", zorder=0)
+    killed = f"One of {plan.machines} machines is killed every {plan.every_s:g} s, and is away for {plan.away_s:g} s"
+    figure.suptitle(killed, fontsize=15)
     path.parent.mkdir(parents=True, exist_ok=True)
     save(figure, path)
 
 
-def _draw_loss(axes: Axes, results: Mapping[str, Result]) -> None:
+def _draw_loss(axes: Axes, results: Mapping[str, Result], plan: Plan) -> None:
     lowest = min(loss for one in results.values() for _, _, loss in one["curve"])
     for name, one in results.items():
         colour, style, label = LOOKS[name]
@@ -48,30 +54,31 @@ def _draw_loss(axes: Axes, results: Mapping[str, Result]) -> None:
         axes.plot(*zip(*curve, strict=True), color=colour, linestyle=style, linewidth=2.2, label=label)
         if one["finished"]:
             at, last = curve[-1]
-            axes.plot([at], [last], color=colour, marker="o", markersize=9, markeredgecolor="white", clip_on=False)
-    axes.plot([], [], color=AWAY, marker="o", markersize=8, linestyle="", label="all tokens of the budget trained")
-    axes.set_ylim(lowest - 0.06, HIGHEST)
-    axes.set_ylabel("held-out loss (nats per byte)", fontsize=12)
-    axes.tick_params(labelsize=11)
-    axes.grid(True, alpha=0.25)
-    axes.legend(fontsize=12, loc="upper right", frameon=False)
+            axes.plot([at], [last], color=colour, marker="o", markersize=10, markeredgecolor="white", clip_on=False)
+    ended = f"its {plan.tokens / 1e6:g}M tokens are trained"
+    axes.plot([], [], color=AWAY, marker="o", markersize=8, linestyle="", label=ended)
+    axes.set_ylim(lowest - 0.08, HIGHEST)
+    axes.set_ylabel("held-out loss (nats per byte)", fontsize=13)
+    axes.tick_params(labelsize=12)
+    axes.grid(True, axis="y", alpha=0.25)
+    axes.legend(fontsize=13, loc="upper right", framealpha=1.0, edgecolor="white")
 
 
-def _draw_lanes(axes: Axes, results: Mapping[str, Result], plan: Plan) -> None:
+def _draw_lanes(axes: Axes, results: Mapping[str, Result], kills: Sequence[Mapping[str, Any]], plan: Plan) -> None:
     """Who was away, and below that when nobody trained."""
-    longest = max(results.values(), key=lambda one: (len(one["kills"]), one["ended_s"]))
-    for kill in longest["kills"]:
-        row = int(kill["machine"].rpartition("-")[2])
-        axes.broken_barh([(kill["at_s"], plan.away_s)], (row - 0.32, 0.64), facecolors=AWAY)
-    names = [f"machine {number} away" for number in range(plan.machines)]
+    lanes = ["machine away"]
+    for kill in kills:
+        axes.broken_barh([(kill["at_s"], plan.away_s)], (-0.4, 0.8), facecolors=AWAY)
+        number, middle = kill["machine"].rpartition("-")[2], kill["at_s"] + plan.away_s / 2
+        axes.text(middle, 0.02, number, color="white", fontsize=10, ha="center", va="center", clip_on=True)
     for name, one in results.items():
         if name == "undisturbed":
             continue
         bars = [(gap["at_s"], gap["length_s"]) for gap in one["interruptions"]]
-        axes.broken_barh(bars, (len(names) - 0.32, 0.64), facecolors=LOOKS[name][0])
-        names.append(f"{name}: nobody trains")
-    axes.set_yticks(range(len(names)), names, fontsize=10)
-    axes.set_ylim(len(names) - 0.4, -0.6)
-    axes.tick_params(labelsize=10)
-    axes.grid(True, axis="x", alpha=0.25)
-    axes.set_xlabel("wall time since all machines trained (s)", fontsize=12)
+        axes.broken_barh(bars, (len(lanes) - 0.4, 0.8), facecolors=LOOKS[name][0])
+        axes.axhline(len(lanes) - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
+        lanes.append(f"nobody trains: {'fixed' if name == 'data-parallel' else name}")
+    axes.set_yticks(range(len(lanes)), lanes, fontsize=11)
+    axes.set_ylim(len(lanes) - 0.45, -0.55)
+    axes.tick_params(labelsize=11)
+    axes.set_xlabel("wall time since all machines trained (s)", fontsize=13)
