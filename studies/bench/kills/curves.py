@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from diloco.studies.bench.kills.plan import Plan
@@ -63,7 +63,7 @@ def result_of(run: Run, plan: Plan) -> Result:
         "tokens": dict(run.tokens),
         "finished": run.finished,
         "ended_s": round(ended_s, 1),
-        "step_s": round(median(usual), 3) if usual else None,
+        "step_s": round(fmean(usual), 3) if usual else None,
         "late_share": round(sum(length > LATE * plan.pace_s for length in usual) / max(1, len(usual)), 3),
         "broken": list(run.broken),
         "restarted": run.restarted,
@@ -134,7 +134,7 @@ def rows(results: Mapping[str, Result], plan: Plan) -> list[tuple[str, list[str]
         ("trained in all", lambda one: f"{one['tokens']['trained']:,}"),
         ("in the final parameters", lambda one: _share(one["tokens"]["final"], one["tokens"]["trained"])),
         ("not in them", lambda one: _share(one["tokens"]["lost"], one["tokens"]["trained"])),
-        ("a step, median", lambda one: f"{1000 * one['step_s']:.0f} ms"),
+        ("a step, mean", lambda one: f"{1000 * one['step_s']:.0f} ms"),
         (f"steps more than {LATE - 1:.0%} longer than the pace", lambda one: f"{one['late_share']:.1%}"),
         ("all its processes took of the cores", lambda one: f"{one['cpu_share']:.0%}"),
     ]

@@ -23,8 +23,8 @@ LOOKS = {
 }
 """Colours that the colour-blind tell apart (Okabe and Ito)."""
 AWAY = "#444444"
-HIGHEST = 3.2
-"""Losses above it are of the first seconds, where all methods are alike."""
+HIGHEST = 2.7
+"""Losses above it are of the first seconds."""
 
 
 def draw(results: Mapping[str, Result], plan: Plan, path: Path) -> None:
