@@ -88,7 +88,7 @@ def make(method: Method, plan: Plan, out: Path) -> curves.Result | None:
 
 
 def _cpu_s() -> float:
-    """CPU time of this process and of all those that it has waited for."""
+    """CPU time of this process and of all that it has waited for: not of ranks that a kill took with their agent."""
     used = [resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
@@ -158,7 +158,6 @@ def main(
             raise typer.Exit(INTERRUPTED_STATUS)
     results = {name: one for name, one in found.items() if one is not None}
     table = curves.markdown(results, plan)
-    (out / "kills.md").write_text(table + "\n")
     importlib.import_module("diloco.studies.bench.kills.picture").draw(results, plan, plot)
     typer.echo(f"\n{table}\n\npicture {plot}")
     for name, one in results.items():

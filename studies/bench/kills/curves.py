@@ -133,10 +133,9 @@ def rows(results: Mapping[str, Result], plan: Plan) -> list[tuple[str, list[str]
         ("from a kill until that machine trains again", lambda one: _spread(_kill_lengths(one))),
         ("trained in all", lambda one: f"{one['tokens']['trained']:,}"),
         ("in the final parameters", lambda one: _share(one["tokens"]["final"], one["tokens"]["trained"])),
-        ("not in them", lambda one: _share(one["tokens"]["lost"], one["tokens"]["trained"])),
+        ("lost", lambda one: _share(one["tokens"]["lost"], one["tokens"]["trained"])),
         ("a step, mean", lambda one: f"{1000 * one['step_s']:.0f} ms"),
         (f"steps more than {LATE - 1:.0%} longer than the pace", lambda one: f"{one['late_share']:.1%}"),
-        ("all its processes took of the cores", lambda one: f"{one['cpu_share']:.0%}"),
     ]
     return [(name, [value(one) for one in results.values()]) for name, value in lines]
 

@@ -76,6 +76,8 @@ def _draw_lanes(axes: Axes, results: Mapping[str, Result], kills: Sequence[Mappi
             continue
         bars = [(gap["at_s"], gap["length_s"]) for gap in one["interruptions"]]
         axes.broken_barh(bars, (len(lanes) - 0.4, 0.8), facecolors=LOOKS[name][0])
+        if not bars:
+            axes.text(plan.every_s, len(lanes), " never", color=LOOKS[name][0], fontsize=11, va="center")
         axes.axhline(len(lanes) - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
         lanes.append(f"nobody trains: {'fixed' if name == 'data-parallel' else name}")
     axes.set_yticks(range(len(lanes)), lanes, fontsize=11)
