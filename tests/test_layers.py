@@ -83,6 +83,7 @@ PURE = (
     "pipeline/view/page/timeline.py",
     "pipeline/view/reading.py",
     "pipeline/view/shares.py",
+    "studies/bench/kills/curves.py",
     "studies/goodput/bandwidth.py",
     "studies/goodput/calibrate.py",
     "studies/goodput/constants.py",

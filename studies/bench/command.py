@@ -22,6 +22,7 @@ from diloco.studies.bench import codec
 from diloco.studies.bench.beside import command as bench_compare
 from diloco.studies.bench.figures import Spread, show_machine, shown, table, write_json
 from diloco.studies.bench.gpu import command as bench_gpu
+from diloco.studies.bench.kills import command as bench_kills
 from diloco.studies.bench.machine import describe, unusual
 from diloco.studies.bench.slow import lines_command
 from diloco.studies.goodput.commands.options import whole
@@ -450,4 +451,5 @@ def region(
 app.command("codec")(codec.main)
 app.command("lines")(lines_command.main)
 app.command("compare")(bench_compare.main)
+app.command("kills")(bench_kills.main)
 app.command("gpu")(bench_gpu.main)

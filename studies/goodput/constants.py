@@ -12,6 +12,7 @@ from pydantic import Field
 
 from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.methods import PAPER
+from diloco.pipeline.needs import GLOBALS
 from diloco.pipeline.settings import SyncerSettings, SyncSettings, defaults
 from diloco.pipeline.site import Site
 from diloco.pipeline.units import YEAR_S, Span
@@ -102,7 +103,10 @@ class Constants(Site):
     # --- the network between learners and syncers
     wire_bits: float = Field(16, ge=1, le=32, description="Bits of an element of a delta. Paper: bf16")
     global_bits: float = Field(
-        32, ge=1, le=32, description="Bits of an element of a global, as learners pull it. Assumed"
+        8 * GLOBALS[USUAL["global_codec"]].pulled,
+        ge=1,
+        le=32,
+        description="Bits of an element of a global, as learners pull it. A run's own",
     )
     link_trace: Path | None = Field(
         None, description="File of lines `second bits_per_second latency_s`, each valid until the next; 0 bit/s: outage"

@@ -10,8 +10,8 @@ from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.fleet import finish, jobs, step_times, sync_of
 from diloco.studies.goodput.windows import SETTLED, Follower
 
-MIXED = {"older_learners": 1 / 8, "older_slowdown": 0.18, "step_jitter": 0.10, "link": 1e12}
-"""Paper: '18 % + 10 % random slower'; that one of eight learners is the slower one is assumed, and fits its 84 %."""
+MIXED = {"older_learners": 1 / 2, "older_slowdown": 0.18, "step_jitter": 0.10, "link": 1e12}
+"""Paper: two generations of chips, half of the learners on each; '18 % + 10 % random slower'."""
 MIXED_PAPER = {"K = M, waits": 0.84, "K = 1, no grace": 1.0, "K = 1, grace": 1.0}
 
 
@@ -19,7 +19,9 @@ class Mixed(NamedTuple):
     """One way of merging on mixed hardware."""
 
     goodput: float
-    """Share of the learners' time that they do not wait; nobody is interrupted here."""
+    """Share of its time that the fastest learner does not wait: the run's pace against the one that it could have."""
+    trained: float
+    """The same share of all learners' time. Nobody is interrupted here."""
     mean_participants: float
     overwritten: float
     mean_grace_s: float
@@ -46,49 +48,63 @@ def mixed(constants: Constants, learners: int, days: float, seed: int) -> dict[s
         sync = sync_of(world, quorum=quorum, interval=world.sync_interval, fragments=world.fragments)
         follower = Follower(world, run.learners, sync, rng, waits=waits)
         follower.run(days * DAY_S)
-        waited = float(np.mean([waited_s for _, waited_s in follower.waits()])) / (days * DAY_S) if waits else 0.0
+        trained = [1.0 - waited_s / (days * DAY_S) for _, waited_s in follower.waits()]
         summary = follower.tally.summary(world.fragments)
         if not summary:
             raise UsageError(f"{days:g} days are too short for two merges after the first {SETTLED}: take more")
-        found[name] = Mixed(1.0 - waited, summary["mean_participants"], summary["overwritten"], summary["mean_grace_s"])
+        means = (summary[key] for key in ("mean_participants", "overwritten", "mean_grace_s"))
+        found[name] = Mixed(min(trained), float(np.mean(trained)), *means)
     return found
 
 
-SCAVENGED_SHARE = 0.5
-"""Of the run's work, done while the extra compute is there. Calibrated: the paper's decoupled row is
-(1 - 0.5) + 0.5 / (1 + extra) to the last digit but one."""
-DATA_PARALLEL_COMM = 0.44
-"""What reducing gradients between the places adds to a step, as share of the usual step. Calibrated on that row."""
-EXTRA = (0.0, 0.25, 0.5, 1.0, 3.0)
 SCAVENGING_PAPER = {
-    "data-parallel": (1.00, 1.07, 1.09, 1.02, 0.80),
-    "decoupled": (1.00, 0.90, 0.83, 0.75, 0.62),
+    0.25: (1.07, 0.90),
+    0.5: (1.09, 0.83),
+    1.0: (1.02, 0.75),
+    3.0: (0.80, 0.62),
 }
+"""Extra compute, as share of the usual -> time of a run relative to one without: data-parallel, decoupled."""
+FITTED_EXTRA = 1.0
+"""The one column that the constants below are fitted to; the others are predicted."""
 
 
-def scavenging(extra: float, share: float = SCAVENGED_SHARE, comm: float = DATA_PARALLEL_COMM) -> dict[str, float]:
-    """Time of a run relative to one without extra compute.
+class Scavenged(NamedTuple):
+    """How extra compute for a part of a run counts: two constants, of which decoupled learners have the first."""
 
-    Args:
-        extra: compute that is added for a part of the run, as share of the usual.
-        share: of the work, done in that part.
-        comm: of a usual step, what data-parallel training adds to each step while it spans both places. Decoupled
-            learners add nothing: the new ones are learners of their own.
-    """
-    faster = 1.0 / (1.0 + extra)
-    return {
-        "data-parallel": 1.0 - share + share * (faster + (comm if extra else 0.0)),
-        "decoupled": 1.0 - share + share * faster,
-    }
+    share: float
+    """Of the run's work, what is done while the extra compute is there."""
+    comm: float
+    """Of a usual step, what reducing gradients between the places adds to each data-parallel step meanwhile."""
+
+    def times(self, extra: float) -> dict[str, float]:
+        """Time of a run relative to one without extra compute; `extra` is above 0, as share of the usual.
+
+        Decoupled learners add nothing to a step: the new ones are learners of their own.
+        """
+        faster = 1.0 / (1.0 + extra)
+        return {
+            "data-parallel": 1.0 - self.share + self.share * (faster + self.comm),
+            "decoupled": 1.0 - self.share + self.share * faster,
+        }
+
+
+def scavenged(extra: float) -> Scavenged:
+    """The constants that meet one column of the paper's: `share` its decoupled cell, `comm` its data-parallel one."""
+    whole, apart = SCAVENGING_PAPER[extra]
+    share = (1.0 - apart) / (1.0 - 1.0 / (1.0 + extra))
+    return Scavenged(share, (whole - apart) / share)
 
 
 def rows() -> list[dict[str, Any]]:
-    """The paper's columns of both, with its figures."""
+    """The paper's columns with its figures, what the constants of one of them make of each, and its own constants."""
+    fitted = scavenged(FITTED_EXTRA)
     return [
         {
             "extra": extra,
-            **scavenging(extra),
-            **{f"paper, {name}": values[i] for name, values in SCAVENGING_PAPER.items()},
+            "fitted": extra == FITTED_EXTRA,
+            **fitted.times(extra),
+            **{f"paper, {name}": value for name, value in zip(fitted.times(extra), paper, strict=True)},
+            **{f"its own {name}": value for name, value in scavenged(extra)._asdict().items()},
         }
-        for i, extra in enumerate(EXTRA)
+        for extra, paper in SCAVENGING_PAPER.items()
     ]

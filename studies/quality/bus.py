@@ -20,6 +20,8 @@ class LabBus(MemoryBus):
         self._latency_s = latency_s
         self.commits: list[Committed] = []
         """Those that this party made."""
+        self.moved_bytes = 0
+        """Of chunks that this party wrote and read."""
         self._byte_s = 0.0 if link_mb_s is None else 1e-6 / link_mb_s
 
     async def _turn(self) -> None:
@@ -46,5 +48,6 @@ class LabBus(MemoryBus):
         self.commits.append(commit.record)
 
     async def _transfer(self, chunks: Sequence[Encoded | memoryview]) -> None:
-        if self._byte_s and chunks:
-            await asyncio.sleep(self._byte_s * sum(map(chunk_size, chunks)))
+        self.moved_bytes += (size := sum(map(chunk_size, chunks)))
+        if self._byte_s and size:
+            await asyncio.sleep(self._byte_s * size)

@@ -8,7 +8,8 @@ The globals are measured by a task that reads the heads, as the evaluator does; 
 import asyncio
 import copy
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import chain
@@ -80,6 +81,10 @@ class LabWorld:
         self._due, self._ending = asyncio.Event(), asyncio.Event()
         self._ended_s = 0.0
         self._drawn = 0
+        self._links: list[LabBus] = []
+        """Of learners, of all their lives."""
+        self._syncer_s = 0.0
+        """Processor time of merges, outer steps, encoding and digests."""
 
     def _spec(self) -> Spec:
         sync = self.run.sync_spec(self.recorder.budget_tokens)
@@ -88,7 +93,11 @@ class LabWorld:
     # --- what learners see -------------------------------------------------------------------------------
 
     def link(self) -> LabBus:
-        """A new connection to the bus."""
+        """A learner's new connection to the bus."""
+        self._links.append(link := self._link())
+        return link
+
+    def _link(self) -> LabBus:
         return LabBus(self._clock, self._store, self.run.latency_s, self.run.link_mb_s)
 
     def stepped(self, tokens: int, virtual_s: float, loss: torch.Tensor) -> None:
@@ -121,10 +130,21 @@ class LabWorld:
         own = {name: info.default for name, info in SyncerSettings.model_fields.items()} | {"syncer_id": "syncer"}
         settings = SyncerProcess(**own, **self.spec.sync.model_dump())
         make = partial(LabFragment, self.run, self._stale)
-        self._served = self.link()
+        self._served = self._link()
         return SyncerService(
-            self._served, self._clock, settings, Metrics(), offload=inline, random_hex=self._hex, make_fragment=make
+            *(self._served, self._clock, settings, Metrics()),
+            offload=self._timed,
+            random_hex=self._hex,
+            make_fragment=make,
         )
+
+    async def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
+        """`inline`, with the processor time that it takes."""
+        began = time.process_time()
+        try:
+            return work(*args)
+        finally:
+            self._syncer_s += time.process_time() - began
 
     def _hex(self, count: int) -> str:
         self._drawn += 1
@@ -214,5 +234,7 @@ class LabWorld:
             "merged_share": self._mean(heads, "merged_tokens") / trained,
             "overwritten_share": sum(r.overwritten for r in reports) / self.layout.elements / trained,
             "rejected_share": self._mean(heads, "rejected_tokens") / trained,
+            "learner_bytes": sum(link.moved_bytes for link in self._links),
+            "syncer_s": self._syncer_s,
             **agreement_of(self._served.commits),
         }

@@ -121,7 +121,8 @@ def markdown(table: Table) -> str:
 def _rows(table: Table, lines: Sequence[Line]) -> str:
     versus = f" against {table.experiment.reference} |" if table.experiment.reference else ""
     exact = " exact |" if _has_exact(table) else ""
-    head = f"| run | {table.measure}: median | +- | seeds |{versus}{exact} tokens merged | goodput | virtual h |"
+    costs = "tokens merged | bytes a token | syncer s | goodput | virtual h |"
+    head = f"| run | {table.measure}: median | +- | seeds |{versus}{exact} {costs}"
     rule = "|---" * (head.count("|") - 1) + "|"
     return "\n".join([head, rule, *(_row(table, line) for line in lines)])
 
@@ -136,7 +137,7 @@ def _row(table: Table, line: Line) -> str:
         cells = [line.label, "not run", "", f"0 of {len(line.row.runs)}"]
         cells += [""] if table.experiment.reference else []
         cells += [""] if _has_exact(table) else []
-        return f"| {' | '.join([*cells, '', '', ''])} |"
+        return f"| {' | '.join([*cells, *[''] * 5])} |"
     summaries = list(line.summaries.values())
     done, of = len(summaries), len(line.row.runs)
     cells = [line.label, f"{line.mid:.4f}", f"{line.spread:.4f}", f"{done}" if done == of else f"{done} of {of}"]
@@ -147,6 +148,9 @@ def _row(table: Table, line: Line) -> str:
         cells.append(f"{100 * median(exact):.1f} %" if exact else "")
     merged = [one.merged_share for one in summaries if one.merged_share is not None]
     cells.append(f"{100 * mean(merged):.1f} %" if merged else "")
+    for counted in ([one.bytes_a_token for one in summaries], [one.syncer_s for one in summaries]):
+        known = [one for one in counted if one is not None]
+        cells.append(f"{mean(known):.3g}" if known else "")
     cells.append(f"{100 * mean(one.goodput for one in summaries):.1f} %")
     cells.append(f"{mean(one.virtual_s for one in summaries) / 3600:.2f}")
     return f"| {' | '.join(cells)} |"

@@ -15,7 +15,7 @@ from diloco.pipeline.files.strict_json import number
 
 COLUMNS = (
     *("experiment", "run", "seed", "measure", "better", "value"),
-    *("merged_share", "overwritten_share", "stale_share", "goodput", "virtual_s", "curve"),
+    *("merged_share", "overwritten_share", "stale_share", "bytes_a_token", "syncer_s", "goodput", "virtual_s", "curve"),
 )
 BETTER = {"more": True, "less": False}
 MOST_MARKS = 15
@@ -56,6 +56,11 @@ class RunSummary:
     overwritten_share: float | None
     stale_share: float | None
     """Of the merged deltas."""
+    bytes_a_token: float | None
+    """Of deltas and globals, to and from all learners, for each trained token; None where there is no protocol, or in
+    results of earlier code, as the next one is."""
+    syncer_s: float | None
+    """Processor time of merges and outer steps, with encoding and digests."""
     goodput: float
     virtual_s: float
     curve: tuple[Mark, ...]
@@ -75,6 +80,8 @@ def summary_of(result: Mapping[str, Any]) -> RunSummary:
         merged_share=result.get("merged_share"),
         overwritten_share=result.get("overwritten_share"),
         stale_share=result.get("stale_share"),
+        bytes_a_token=result["learner_bytes"] / result["tokens"] if "learner_bytes" in result else None,
+        syncer_s=result.get("syncer_s"),
         goodput=result["goodput"],
         virtual_s=result["virtual_s"],
         curve=tuple(
@@ -91,7 +98,7 @@ def encode(summaries: Mapping[RunName, RunSummary]) -> str:
     writer.writerow(COLUMNS)
     for name, one in sorted(summaries.items(), key=lambda item: item[0].experiment):
         better = "more" if one.higher_is_better else "less"
-        shares = (one.merged_share, one.overwritten_share, one.stale_share)
+        shares = (one.merged_share, one.overwritten_share, one.stale_share, one.bytes_a_token, one.syncer_s)
         curve = ";".join(map(_cell, _thinned(one.curve)))
         cells = ["" if share is None else f"{share:.4g}" for share in shares]
         ends = (f"{one.value:.8g}", *cells, f"{one.goodput:.4g}", f"{one.virtual_s:.6g}")
@@ -130,6 +137,8 @@ def _summary(
     merged: str,
     overwritten: str,
     stale: str,
+    bytes_a_token: str,
+    syncer_s: str,
     goodput: str,
     virtual_s: str,
     curve: str,
@@ -138,9 +147,11 @@ def _summary(
         measure=measure,
         higher_is_better=BETTER[better],
         value=float(value),
-        merged_share=_share(merged),
-        overwritten_share=_share(overwritten),
-        stale_share=_share(stale),
+        merged_share=_known(merged),
+        overwritten_share=_known(overwritten),
+        stale_share=_known(stale),
+        bytes_a_token=_known(bytes_a_token),
+        syncer_s=_known(syncer_s),
         goodput=_number(goodput),
         virtual_s=_number(virtual_s),
         curve=tuple(_mark(*point.split(" ")) for point in curve.split(";")),
@@ -153,7 +164,7 @@ def _thinned(curve: Sequence[Mark]) -> Sequence[Mark]:
     return curve[(len(curve) - 1) % every :: every]
 
 
-def _share(cell: str) -> float | None:
+def _known(cell: str) -> float | None:
     return _number(cell) if cell else None
 
 

@@ -48,7 +48,7 @@ from diloco.studies.strikes.elastic import report as elastic_report
 from diloco.studies.strikes.elastic import run as chaos_elastic
 from diloco.studies.strikes.monkey import REDIS
 from diloco.studies.strikes.rates import StepTimes, Struck
-from diloco.studies.strikes.schedule import NOTHING, Manner, Party, Redis, Rule, parse
+from diloco.studies.strikes.schedule import NOTHING, Manner, Party, Redis, Rule, draw, parse
 
 Report = dict[str, Any]
 
@@ -144,7 +144,7 @@ def strike(
         found = asyncio.run(chaos_elastic.strike_baseline(settings, folder, for_s, rules, until_step))
         report = elastic_report.build_elastic(found)
         return Outcome(report, found.step_times(), found.strikes, [], (found.began_s, found.ended_s))
-    facts, evidence = asyncio.run(chaos_run.run(settings, folder, for_s, rules, until))
+    facts, evidence = asyncio.run(chaos_run.run(settings, folder, for_s, draw(rules, for_s, settings.seed), until))
     folder.report.write_text(dumps(build(facts.outcome), indent=1) + "\n")
     merges = [
         (one.unix_s, one.fragment) for one in evidence.records if isinstance(one, Committed) and one.contributions

@@ -50,7 +50,7 @@ from diloco.studies.strikes.monkey import REDIS, Monkey
 from diloco.studies.strikes.proxy import Proxy
 from diloco.studies.strikes.report import Facts
 from diloco.studies.strikes.sampling import Footprints
-from diloco.studies.strikes.schedule import Manner, Party, Redis, Rule, Strike, draw
+from diloco.studies.strikes.schedule import NOTHING, Manner, Party, Redis, Strike
 from diloco.studies.strikes.spawner import Spawner
 from diloco.tape import read_live
 
@@ -110,15 +110,14 @@ class _Place:
         return None if self.server is None else self.server.socket_path
 
 
-def _place(settings: ChaosProcess, parties: Sequence[str], rules: Sequence[Rule], stack: ExitStack) -> _Place:
+def _place(settings: ChaosProcess, parties: Sequence[str], stack: ExitStack) -> _Place:
     """Start Redis."""
     redis = Redis(settings.redis)
     if redis is Redis.ONE:
         fsync: Literal["always", "everysec"] = "everysec" if settings.lose_tail else "always"
         server = stack.enter_context(EmbeddedRedis(appendonly=True, fsync=fsync, dies_with_us=True))
         return _Place(server.url, server=server)
-    cables = any(rule.manner is Manner.PARTITION for rule in rules)
-    network = stack.enter_context(Network()) if cables else None
+    network = stack.enter_context(Network()) if settings.partition not in NOTHING else None
     servers = stack.enter_context((SentinelServers if redis is Redis.SENTINEL else ClusterServers)(network))
     if network is not None:
         for name in parties:
@@ -149,7 +148,7 @@ def _parties(settings: ChaosProcess) -> list[str]:
 
 
 async def run(
-    settings: ChaosProcess, folder: Folder, for_s: float, rules: list[Rule], until_merged: int | None = None
+    settings: ChaosProcess, folder: Folder, for_s: float, strikes: Sequence[Strike], until_merged: int | None = None
 ) -> tuple[Facts, Evidence]:
     """Strike a run for a time at most, or until so many tokens are merged.
 
@@ -162,7 +161,7 @@ async def run(
     threads = threads_for(sum(place.ranks for place in places_of(settings)), settings.threads)
     parties = _parties(settings)
     with ExitStack() as stack:
-        place = _place(settings, parties, rules, stack)
+        place = _place(settings, parties, stack)
         folder.make(settings, place.url)
         stack.callback(folder.say_closing)
         folder.logs.mkdir(parents=True, exist_ok=True)
@@ -190,7 +189,7 @@ async def run(
                 screen.note(f"{time.time() - launcher.began_s:7.1f} s  {text}")
 
             monkey = Monkey(
-                draw(rules, for_s, settings.seed),
+                strikes,
                 children,
                 place.server,
                 proxy,

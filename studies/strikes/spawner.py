@@ -37,6 +37,8 @@ PRELOADED = (
     "diloco.commands",
 )
 """Modules that the forked processes use; torch loads `_dynamo` for the first optimizer."""
+PROGRAM = "diloco"
+"""What is forked, unless told otherwise."""
 READY = b"ready"
 MAX_ORDER_BYTES = 2**17
 START_S = 120.0
@@ -82,9 +84,9 @@ class Forked:
 class Spawner:
     """The spawner process; leaving the block ends it. What it has forked lives on."""
 
-    def __init__(self, environ: Mapping[str, str], log: Path, text: str) -> None:
+    def __init__(self, environ: Mapping[str, str], log: Path, text: str, preloaded: Sequence[str] = PRELOADED) -> None:
         """environ: read by libraries as they load (threads); text: `data` of the run, read once if it can be shared."""
-        self._environ, self._log, self._text = dict(environ), log, text
+        self._environ, self._log, self._text, self._preloaded = dict(environ), log, text, preloaded
         self._orders: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -95,7 +97,15 @@ class Spawner:
         ours.settimeout(START_S)
         with self._log.open("ab") as output, theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "diloco.studies.strikes.spawner", str(theirs.fileno()), self._text],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "diloco.studies.strikes.spawner",
+                    str(theirs.fileno()),
+                    self._text,
+                    *self._preloaded,
+                ],
                 # BLAS starts its threads when it is loaded; with any, nothing could be forked.
                 env=self._environ | {"OPENBLAS_NUM_THREADS": "1", LAUNCHER_PID: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
@@ -135,8 +145,15 @@ class Spawner:
         if self._orders.recv(64) != READY:
             raise self._died()
 
-    def fork(self, arguments: Sequence[str], environ: Mapping[str, str], log: Path, network: str = "") -> Forked:
-        """Start `diloco ARGUMENTS`; its output goes to the end of `log`.
+    def fork(
+        self,
+        arguments: Sequence[str],
+        environ: Mapping[str, str],
+        log: Path,
+        network: str = "",
+        program: str = PROGRAM,
+    ) -> Forked:
+        """Start `python -m PROGRAM ARGUMENTS`; its output goes to the end of `log`.
 
         network: path of the network namespace that it is to be in; "": this one's.
 
@@ -144,7 +161,8 @@ class Spawner:
             DilocoError: the spawner has ended; its last lines.
         """
         assert self._orders is not None  # noqa: S101  # inside the block
-        order = {"arguments": list(arguments), "environ": dict(environ), "log": str(log.resolve()), "network": network}
+        order = {"arguments": list(arguments), "environ": dict(environ), "log": str(log.resolve())}
+        order |= {"network": network, "program": program}
         try:
             self._orders.send(dumps(order).encode())
             answer = self._orders.recv(64)
@@ -161,6 +179,7 @@ class Spawner:
         environ: Mapping[str, str],
         log: Path,
         machines: Mapping[str, str] = MappingProxyType({}),
+        program: str = PROGRAM,
     ) -> Child:
         """A child of `launch.Children` that is forked here, and again at each restart.
 
@@ -170,7 +189,7 @@ class Spawner:
 
         class ForkedChild(Child):
             def _start(self) -> Process:
-                return spawner.fork(self.arguments, self.environ, self.log, network)
+                return spawner.fork(self.arguments, self.environ, self.log, network, program)
 
         return ForkedChild(name, arguments, environ, log)
 
@@ -182,13 +201,13 @@ class Spawner:
 # --- in the spawner --------------------------------------------------------------------------------------
 
 
-def preload(text: str) -> None:
+def preload(text: str, modules: Iterable[str]) -> None:
     """Import what the forked processes need, and read what they share; compute nothing.
 
     Raises:
         RuntimeError: something has started a thread or touched a device: what is forked from here would hang.
     """
-    for module in PRELOADED:
+    for module in modules:
         importlib.import_module(module)
     if text == "stdlib":
         importlib.import_module("diloco.workers.trainer.data.text").open_text(text)
@@ -223,8 +242,8 @@ def _fork(order: dict[str, Any], orders: socket.socket) -> int:
     return pid
 
 
-def _become(arguments: list[str], environ: dict[str, str], log: str, network: str) -> NoReturn:
-    """Be a process of the run, as `python -m diloco ARGUMENTS` would be."""
+def _become(arguments: list[str], environ: dict[str, str], log: str, network: str, program: str) -> NoReturn:
+    """Be a process of the run, as `python -m PROGRAM ARGUMENTS` would be."""
     status = 1
     try:
         if network:
@@ -238,8 +257,10 @@ def _become(arguments: list[str], environ: dict[str, str], log: str, network: st
         deadline = time.monotonic() + ADOPTED_S
         while os.getppid() != int(environ[LAUNCHER_PID]) and time.monotonic() < deadline:
             time.sleep(0.001)  # the go-between is about to end
-        sys.argv = ["diloco", *arguments]
-        runpy.run_module("diloco", run_name="__main__")
+        die_with_launcher()
+        sys.argv = [program, *arguments]
+        runpy.run_module(program, run_name="__main__")
+        status = 0
     except SystemExit as done:
         status = done.code if isinstance(done.code, int) else int(done.code is not None)
     except BaseException:  # whatever it is: this process must not go on as the spawner
@@ -251,10 +272,10 @@ def _become(arguments: list[str], environ: dict[str, str], log: str, network: st
 
 
 def main(arguments: Sequence[str]) -> None:
-    """The spawner process: ARGUMENTS are the descriptor of its orders, and the run's text."""
+    """The spawner process: ARGUMENTS are the descriptor of its orders, the run's text, and modules to load."""
     die_with_launcher()
     orders = socket.socket(fileno=int(arguments[0]))
-    preload(arguments[1])
+    preload(arguments[1], arguments[2:])
     orders.send(READY)
     serve(orders)
 

@@ -177,11 +177,11 @@ def test_a_plan_has_the_runs_own_defaults_where_nothing_stands_against_them() ->
     """H, P, codec, grace and the outer step's rates; with Nesterov's those that are its best."""
     site = Site(params="10M", step_time="1s", link="1Gbps")
     usual = defaults(SyncSettings)
-    made = needs_of(site, pace_of(site, 4, 2, "auto", "fp32", "halley"), 4, 2, "halley")
+    made = needs_of(site, pace_of(site, 4, 2, "auto", "auto", "halley"), 4, 2, "halley")
     assert made.settings == {name: usual[name] for name in made.settings}
     assert {"fragments", "sync_interval", "grace_gamma", "outer", "outer_momentum"} < set(made.settings)
     load(SyncSettings, made.settings)
-    other = needs_of(site, pace_of(site, 4, 2, "auto", "fp32", "nesterov"), 4, 2, "nesterov").settings
+    other = needs_of(site, pace_of(site, 4, 2, "auto", "auto", "nesterov"), 4, 2, "nesterov").settings
     assert (other["outer"], other["outer_momentum"], other["outer_warmup"]) == ("nesterov", 0.5, 24)
 
 
@@ -227,10 +227,10 @@ def test_fewer_bytes_are_taken_where_the_link_asks_for_a_longer_interval_without
         assert ("global_codec" in pace.why) == (pace.global_codec == "int8")
         return pace.codec, pace.global_codec, pace.interval
 
-    assert chosen("400Gbps") == ("bf16", "fp32", 24)
+    assert chosen("400Gbps") == ("bf16", "bf16", 24)
     assert chosen("5Gbps") == ("int8", "int8", 64)
-    assert chosen("5Gbps", "bf16") == ("bf16", "int8", 128)
-    assert chosen("5Gbps", "fp32") == ("fp32", "fp32", 256), "deltas are as busy as globals: it would save nothing"
+    assert chosen("5Gbps", "bf16") == ("bf16", "bf16", 128), "deltas are as busy as globals: int8 would save nothing"
+    assert chosen("5Gbps", "fp32") == ("fp32", "bf16", 256), "deltas are the busier ones"
     assert chosen("10Mbps") == ("int8", "int8", 512), "too little for any, and least too little for these"
 
 
@@ -252,11 +252,12 @@ def test_the_command_says_what_it_chooses_and_writes_it(tmp_path: Path, capsys: 
     given = ["--params", "70B", "--step-time", "3s", "--link", "5Gbps", "--outer", "nesterov"]
     assert main(["plan", *given, "--learners", "4", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
-    for word in ("4 learners", "64", "int8", "256", "Redis nodes", "merging"):
+    for word in ("4 learners", "64", "int8", "128", "Redis nodes", "merging"):
         assert word in shown
     made = json.loads(out.read_text())
     assert (made["learners"], made["sync_interval"], made["codec"], made["global_codec"]) == (4, 64, "int8", "int8")
     assert made["settings"]["global_codec"] == "int8"
+    assert made["why"]["global_codec"].endswith("with bf16 the link asks for H = 128")
     assert main(["plan", *given, "--learners", "4", "--global-codec", "fp32", "--json", str(out)]) == 0
     made = json.loads(out.read_text())
     assert (made["sync_interval"], made["codec"]) == (256, "bf16")
@@ -267,13 +268,13 @@ def test_the_command_says_what_it_chooses_and_writes_it(tmp_path: Path, capsys: 
 def test_the_command_says_which_model_it_reckons_with_and_what_a_round_moves(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of 125M in bf16: 250 MB up and 500 MB down in 24 steps of a second; who knows its shape may say so."""
+    """Of 125M in bf16: 250 MB up and 250 MB down in 24 steps of a second; who knows its shape may say so."""
     given = ["plan", "--params", "125M", "--step-time", "1s", "--link", "1Gbps"]
     assert main(given) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for said in ("12 layers of width 932", "24 steps, 24 s", "sends 250MB and fetches 500MB", "83.3Mbit/s up"):
+    for said in ("12 layers of width 932", "24 steps, 24 s", "sends 250MB and fetches 250MB", "83.3Mbit/s up"):
         assert said in shown
-    assert "167Mbit/s down of 1Gbit/s, 17% busy" in shown
+    assert "83.3Mbit/s down of 1Gbit/s, 8% busy" in shown
     assert main([*given, "--layers", "10", "--width", "1000"]) == 0
     assert "10 layers of width 1000" in " ".join(capsys.readouterr().out.split())
 

@@ -18,6 +18,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.needs import GLOBALS, LINK_SHARE
 from diloco.studies.goodput import bandwidth, calibrate, figures, studies
+from diloco.studies.goodput.commands import runs
 from diloco.studies.goodput.commands.runs import PACKAGE, SOURCES
 from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.fleet import simulate
@@ -35,8 +36,29 @@ def _own_cache(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("figure", figures.TABLE, ids=lambda f: f"{f.method}-{f.learners}-{f.chips}")
 def test_every_cell_of_the_papers_table_is_within_two_points(figure):
-    """With the default constants; 20 days, one seed that the calibration has not drawn."""
+    """With the default constants, which were fitted to two of the three columns: of those it says that the fit is good,
+    and of 600k alone that it predicts. 20 days, one seed that the calibration has not drawn."""
     assert calibrate.goodput_of(Constants(), figure, 20, seed=11) == pytest.approx(figure.goodput, abs=0.02)
+
+
+def _off_where_held_out(held_out, days):
+    """Points between the paper's cells of a column and what a fit to the others says; a seed that it has not drawn."""
+    fitted = calibrate.calibrate(Constants(), days=days, held_out=held_out)
+    unseen = [figure for figure in figures.TABLE if figure.chips == held_out]
+    assert len(unseen) == 6
+    return max(abs(100 * (calibrate.goodput_of(fitted, figure, 10, seed=11) - figure.goodput)) for figure in unseen)
+
+
+def test_the_column_between_the_fitted_ones_is_predicted_to_two_points():
+    """The default constants' own: 600k, from 150k and 1.2M."""
+    assert _off_where_held_out(600_000, days=2) < 2.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("held_out", [150_000, 1_200_000])
+def test_a_column_beyond_the_fitted_ones_is_up_to_four_points_off(held_out):
+    """As the page says of either end, from the two other columns: no more, but no less either."""
+    assert 3 < _off_where_held_out(held_out, days=20) < 4.3
 
 
 @pytest.mark.parametrize("chips", [150_000, 1_200_000])
@@ -61,12 +83,13 @@ def test_the_calibration_finds_the_constants_that_made_a_table(monkeypatch):
     assert found.gather == pytest.approx(6.0, rel=0.15)
 
 
-def test_the_calibration_never_sees_the_middle_column(monkeypatch):
+@pytest.mark.parametrize("held_out", figures.CHIPS)
+def test_a_fit_never_sees_the_column_that_is_held_out(held_out, monkeypatch):
     """Whatever it says there, the constants are the same."""
-    other = tuple(f._replace(goodput=0.5) if f.chips == 600_000 else f for f in figures.TABLE)
-    once = calibrate.calibrate(Constants(), days=0.5, rounds=1)
+    other = tuple(f._replace(goodput=0.5) if f.chips == held_out else f for f in figures.TABLE)
+    once = calibrate.calibrate(Constants(), days=0.5, rounds=1, held_out=held_out)
     monkeypatch.setattr(calibrate, "TABLE", other)
-    assert calibrate.calibrate(Constants(), days=0.5, rounds=1) == once
+    assert calibrate.calibrate(Constants(), days=0.5, rounds=1, held_out=held_out) == once
 
 
 def test_a_row_has_mean_error_and_the_papers_figure():
@@ -126,7 +149,7 @@ def test_four_bits_need_a_quarter_and_overlap_needs_less():
 
 
 def test_a_decoupled_learner_needs_what_its_settings_say():
-    """Defaults are a real run's. Globals in 8 bits leave the bf16 deltas; a longer H asks for less."""
+    """Defaults are a real run's: bf16 both ways. The busier direction counts; a longer H asks for less."""
     model, usual = bandwidth.Model(10e9, 0.8, 48), bandwidth.Run()
     assert (usual.sync_interval, usual.codec, usual.global_codec) == (24, "bf16", "bf16")
 
@@ -134,8 +157,9 @@ def test_a_decoupled_learner_needs_what_its_settings_say():
         return bandwidth.needed(model, bandwidth.methods(replace(usual, **settings))["decoupled"], [50])[50]
 
     step = bandwidth.GRID_GBIT_S[1] / bandwidth.GRID_GBIT_S[0]
-    assert rate(global_codec="int8") == pytest.approx(rate() / 2, rel=step - 1)  # bf16 deltas are what is left
-    assert rate(codec="int8", global_codec="int8") == pytest.approx(rate() / 4, rel=step - 1)
+    assert rate(global_codec="fp32") == pytest.approx(2 * rate(), rel=step - 1)
+    assert rate(global_codec="int8") == rate()  # bf16 deltas are what is left
+    assert rate(codec="int8", global_codec="int8") == pytest.approx(rate() / 2, rel=step - 1)
     assert rate(sync_interval=96) == pytest.approx(rate() / 4, rel=step - 1)
 
 
@@ -151,15 +175,18 @@ def test_all_methods_of_a_table_have_the_runs_interval_and_codec():
 
 
 def test_decoupled_learners_are_as_much_faster_across_regions_as_their_settings_allow():
-    """Paper: 12B over 4 regions on 2-5 Gbit/s, over 20 times. A run's defaults reach 20 on none of these links, 8 bits
-    both ways on all."""
+    """Paper: 12B over 4 regions on 2-5 Gbit/s, over 20 times. A run's defaults just reach it on all of these links.
+    With fp32 globals, twice the bytes of the busier direction, it is half; 8 bits both ways double it on slow lines."""
 
     def times(link, **settings):
         decoupled = bandwidth.methods(bandwidth.Run(**settings))["decoupled"]
         return bandwidth.speed_up(bandwidth.REGIONS, decoupled, link * 1e9)
 
-    assert all(5 < times(link) < 20 for link in bandwidth.REGION_LINKS_GBIT_S)
-    assert all(times(link, codec="int8", global_codec="int8") > 20 for link in bandwidth.REGION_LINKS_GBIT_S)
+    for link in bandwidth.REGION_LINKS_GBIT_S:
+        assert 20 < times(link) < 23
+        assert times(link, global_codec="fp32") == pytest.approx(times(link) / 2, rel=0.01)
+    assert times(2, codec="int8", global_codec="int8") == pytest.approx(2 * times(2), rel=0.02)
+    assert times(5, codec="int8", global_codec="int8") > 25
 
 
 # --- plan and studies ----------------------------------------------------------------------------------------
@@ -183,7 +210,7 @@ def test_a_plan_keeps_to_the_link_and_says_why():
 
 def test_a_plan_takes_fewer_bits_only_where_the_link_wants_them():
     """A slow link on which bf16 deltas outlast the overlap and 8 or 4 bits do not; or the flag."""
-    given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s", "link": "45Gbps", "overlap_steps": 1}
+    given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s", "link": "30Gbps", "overlap_steps": 1}
     assert plan(Constants(**given | {"link": "100Gbps"}), 2_000).codec == "bf16"
     asked, free = (plan(Constants(**given), 2_000, codec) for codec in ("bf16", "auto"))
     assert asked.codec == "bf16"
@@ -226,20 +253,33 @@ def test_a_plan_for_more_interruptions_has_no_fewer_learners():
 
 
 def test_mixed_hardware_in_kind():
-    """Paper: waiting for all costs 16 %; K = 1 nothing; the grace brings the slower ones back into the merges."""
+    """Paper: waiting for all costs 16 %, and half of the learners are slower. That is what its fast ones lose: 1 - 1 /
+    1.18, what the slowest of eight rounds is longer by chance, and the transfers. K = 1 costs nothing; the grace brings
+    the slower ones back into the merges."""
     world = Constants(**studies.MIXED)
     found = studies.mixed(world, 8, 0.1, 0)
-    assert found["K = M, waits"].goodput == pytest.approx(0.84, abs=0.05)
-    assert found["K = 1, grace"].goodput == 1
+    waiting = found["K = M, waits"]
+    assert waiting.goodput == pytest.approx(0.84, abs=0.005)
+    assert waiting.trained == pytest.approx((0.84 + 0.99) / 2, abs=0.005)
+    assert found["K = 1, grace"].goodput == found["K = 1, no grace"].goodput == 1
     assert found["K = 1, grace"].mean_participants > found["K = 1, no grace"].mean_participants + 1
 
 
-def test_scavenging_in_kind():
-    """The decoupled row is the paper's to the hundredth; data-parallel loses until there is a lot more compute."""
+def test_one_column_of_scavenging_predicts_the_decoupled_ones_of_the_others():
+    """To the paper's rounding: the share of the work that one column tells is the others' too."""
     rows = studies.rows()
-    for made in rows:
-        assert made["decoupled"] == pytest.approx(made["paper, decoupled"], abs=0.011)
-        assert made["data-parallel"] == pytest.approx(made["paper, data-parallel"], abs=0.06)
+    held_out = [made for made in rows if not made["fitted"]]
+    assert (len(rows), len(held_out)) == (4, 3)
+    for made in held_out:
+        assert made["decoupled"] == pytest.approx(made["paper, decoupled"], abs=0.0051)
+
+
+def test_one_column_of_scavenging_does_not_predict_data_parallel():
+    """The page says so: no two columns agree on what a step between the places costs, and predictions are 0.1 off."""
+    rows = studies.rows()
+    off = [abs(made["data-parallel"] - made["paper, data-parallel"]) for made in rows if not made["fitted"]]
+    assert max(off) == pytest.approx(0.10, abs=0.005)
+    assert max(made["its own comm"] for made in rows) > 1.5 * min(made["its own comm"] for made in rows)
 
 
 # --- commands ------------------------------------------------------------------------------------------------
@@ -276,6 +316,37 @@ def test_the_table_command_writes_json_csv_and_a_picture(tmp_path, capsys):
     assert all(r["goodput"] > 1 for r in json.loads(files[3].read_text())["rows"])
     assert main(["simulate", "table", *SMALL, "--no-cache", "--json", str(files[3])]) == 0
     assert json.loads(files[3].read_text())["rows"] == rows
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["table", "--chips", "1000"],
+        ["mtbi", "--chips", "1000", "--learners", "2"],
+        ["calibrate"],
+        ["link", "--chips", "1000", "--link-trace", str(Path(__file__).parents[2] / "examples" / "link-trace.txt")],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_no_cache_neither_reads_nor_writes_what_is_kept(arguments, monkeypatch, tmp_path):
+    """In every command that keeps results: it computes all of them again, and leaves none."""
+    made = runs.one(runs.Task(Constants(), Cell("decoupled", 2, 1000), 0.1, 0))
+    computed = []
+    monkeypatch.setattr(runs, "one", lambda task: computed.append(task) or made)
+    monkeypatch.setattr(calibrate, "calibrate", lambda constants, *_, **__: constants)
+    given = ["simulate", *arguments, "--jobs", "1", "--days", "0.1"]
+
+    def called(*more):
+        computed.clear()
+        assert main([*given, *more]) == 0
+        return len(computed), len(list((tmp_path / "cache").rglob("*.json")))
+
+    cells_made, kept = called("--no-cache")
+    assert cells_made > 0
+    assert kept == 0
+    assert called() == (cells_made, cells_made)
+    assert called() == (0, cells_made)
+    assert called("--no-cache") == (cells_made, cells_made)
 
 
 def test_pictures_have_error_bars_from_the_seeds(tmp_path, monkeypatch):
@@ -338,6 +409,7 @@ def test_a_cached_result_follows_from_every_file_that_makes_it():
         (["table", "--repair", "trace", "--repair-trace", __file__, "--chips", "1000"], "line 1: 1 numbers"),
         (["table", "--json", "."], "a folder, not a file"),
         (["calibrate", "--repair", "trace"], "--repair-trace FILE"),
+        (["calibrate", "--held-out", "300k"], "columns of the paper's table, of 150000"),
         (["mixed", "--link-trace", "nowhere"], "nowhere: No such file"),
         (["mixed", "--days", "0.01", "--seeds", "1"], "too short for two merges"),
         (["bandwidth", "--params", "inf"], "--params inf"),
@@ -380,8 +452,11 @@ def test_the_other_commands_write_their_tables(tmp_path, capsys):
     assert {r["method"] for r in found["rows"]} == set(bandwidth.methods(bandwidth.Run()))
     assert (found["sync_interval"], found["codec"], found["global_codec"]) == (24, "bf16", "bf16")
     assert found["rows"][0]["gbit_s"]["50"] == pytest.approx(104.8, abs=0.1)
-    assert said("scavenge", *files)["rows"][0]["decoupled"] == 1
+    assert said("scavenge", *files)["rows"][0]["decoupled"] == 0.9
     assert len(said("mixed", "--seeds", "1", "--days", "0.05", *files)["rows"]) == 3
+    given = ["--chips", "20000", "--mtbi", "0.5y", "--params", "70B", "--step-time", "3s", "--link", "5Gbps"]
+    assert said("plan", *given, "--json", str(out))["learners"] in (2, 4, 8)
+    assert not (tmp_path / "cache").exists(), "these have no --no-cache, and keep nothing"
     assert len(said("mtbi", "--chips", "150k", "--learners", "2", "--times", "0.5y,1y", *few, *files)["rows"]) == 4
     trace = str(Path(__file__).parents[2] / "examples" / "link-trace.txt")
     linked = said("link", "--link-trace", trace, "--link", "5Gbps", "--params", "9B", *few, *files)["rows"]
@@ -390,10 +465,12 @@ def test_the_other_commands_write_their_tables(tmp_path, capsys):
     assert linked[3]["goodput"] == linked[2]["goodput"]  # decoupled ones do not
     assert linked[3]["longest_gap_s"] > linked[2]["longest_gap_s"]
     assert png.read_bytes().startswith(b"\x89PNG")
-    given = ["--chips", "20000", "--mtbi", "0.5y", "--params", "70B", "--step-time", "3s", "--link", "5Gbps"]
-    assert said("plan", *given, "--json", str(out))["learners"] in (2, 4, 8)
-    assert len(said("calibrate", *few, "--json", str(out))["rows"]) == len(figures.TABLE)
-    assert "worst cell" in capsys.readouterr().out
+    fitted = said("calibrate", *few, "--held-out", "150k,600k", "--json", str(out))
+    assert len(fitted["rows"]) == 2 * len(figures.TABLE)
+    assert set(fitted["fitted"]) == {"150000", "600000"}
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "points off where it was held out" in shown
+    assert "each column by a fit to the others" in shown
 
 
 def test_numbers_are_refused_as_usage_errors():

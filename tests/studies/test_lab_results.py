@@ -46,6 +46,9 @@ def result(value, **more):
         "virtual_s": 3600.0,
         "goodput": 0.5,
         "merged_share": 0.9,
+        "tokens": 2000,
+        "learner_bytes": 7000,
+        "syncer_s": 0.25,
         "wall_s": 1.0,
         **more,
     }
@@ -195,10 +198,10 @@ def test_the_table_has_medians_spreads_and_the_distance_to_the_reference_s_best(
     table = told(experiment, values)
     written = markdown(table)
     best = written.split("All:")[0]
-    assert "| dp, lr=0.002 | 1.9500 | 0.0500 | 3 | +0.00 % | 90.0 % | 50.0 % | 1.00 |" in best
+    assert "| dp, lr=0.002 | 1.9500 | 0.0500 | 3 | +0.00 % | 90.0 % | 3.5 | 0.25 | 50.0 % | 1.00 |" in best
     assert "| ours, lr=0.002 | 2.1450 | 0.1033 | 3 | +10.00 % |" in best
     assert "lr=0.001" not in best
-    assert "| ours, lr=0.001 | not run | | 0 of 3 | | | | |" in " ".join(written.split("  "))
+    assert "| ours, lr=0.001 | not run | | 0 of 3 | | | | | | |" in " ".join(written.split("  "))
     assert [line.mid if line.done else None for line in table.lines] == [2.1, 1.95, None, 2.145]
     assert table.best() == [table.lines[1], table.lines[3]]
 
@@ -251,7 +254,7 @@ def test_exact_answers_are_a_column_of_their_own(experiment):
     table = told(experiment, {("ours", 2e-3): (2.0, 2.1, 2.2)}, points=points)
     written = markdown(table)
     assert "| against dp | exact | tokens merged |" in written
-    assert "| ours, lr=0.002 | 2.1000 | 0.1000 | 3 |  | 37.5 % | 90.0 % |" in written
+    assert "| ours, lr=0.002 | 2.1000 | 0.1000 | 3 |  | 37.5 % | 90.0 % | 3.5 |" in written
     kept = decode(encode(dict(table.named())))[RunName("trial", "ours, lr=0.002", 0)]
     assert [mark.exact for mark in kept.curve] == [0.125, 0.25, 0.375]
     assert kept.exact == 0.375

@@ -95,6 +95,10 @@ WITHOUT_DATA = {
     # no experiment asks for globals as int8 updates, nor for 240 steps
     "Bytes of a delta, and of a global": [["2.1758", "2.1761"], ["2.2075", "2.2074", "2.2092"]],
     # of `diloco run`
+    "Few bits with the default outer step": [
+        ["2.2624"],
+        ["2.2696", "+0.5", "+1.3", "+0.7", "+1.5", "-1.8", "-0.2", "+1.6", "+1.9", "-0.3", "-0.9", "+0.7", "-1.0"],
+    ],
     "Virtual time and real time": [["2.091", "2.119", "2.115", "2.115", "0.015"]],
     # a trial of 30 steps, which the page calls no claim; its results were not kept
     "What it costs": [["2.540"], ["2.631"], ["2.802"]],

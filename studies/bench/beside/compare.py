@@ -109,7 +109,8 @@ class Ours:
             case = self._case
             self.hello = {
                 "versions": {"redis": version},
-                "settings": f"Redis on a unix socket, no append-only file; deltas {case.wire}, globals fp32, merge RDA",
+                "settings": f"Redis on a unix socket, no append-only file; deltas {case.wire}, "
+                f"globals {case.global_codec}, merge RDA",
             }
             self._stack = stack.pop_all()
         return self

@@ -103,7 +103,7 @@ def mixed(constants: Constants, learners: int, seeds: int, days: float, files: P
     world = constants.model_copy(update={k: v for k, v in studies.MIXED.items() if k not in given})
     runs = [studies.mixed(world, learners, days, seed) for seed in range(seeds)]
     shown = Table(title=f"{learners} learners, {round(world.older_learners * learners)} of them slower")
-    for name in ("", "goodput", "the paper's", "learners a merge", "overwritten", "grace"):
+    for name in ("", "goodput", "the paper's", "of all learners' time", "learners a merge", "overwritten", "grace"):
         shown.add_column(name)
     rows = []
     for name, paper in studies.MIXED_PAPER.items():
@@ -112,7 +112,8 @@ def mixed(constants: Constants, learners: int, seeds: int, days: float, files: P
         errors = {"goodput_stderr": standard_error([r.goodput for r in mine])}
         errors["mean_participants_stderr"] = standard_error([r.mean_participants for r in mine])
         rows.append({"way": name, **m._asdict(), **errors, "paper": paper})
-        texts = f"{m.goodput:.1%}", f"{paper:.0%}", f"{m.mean_participants:.2f}", f"{m.overwritten:.1%}"
+        texts = [f"{m.goodput:.1%}", f"{paper:.0%}", f"{m.trained:.1%}"]
+        texts += [f"{m.mean_participants:.2f}", f"{m.overwritten:.1%}"]
         shown.add_row(name, *texts, f"{m.mean_grace_s:.2f} s")
     console.print(shown)
     files.write(rows, {"constants": world.model_dump(mode="json"), "learners": learners, "days": days, "seeds": seeds})
@@ -130,13 +131,15 @@ def scavenge(files: Pictured) -> None:
     files.check()
     rows = studies.rows()
     shown = Table(title="time of a run relative to one without extra compute (in brackets: the paper's)")
-    for name in ("extra compute", "data-parallel", "decoupled"):
+    names = ("data-parallel", "decoupled")
+    for name in ("extra compute", *names, "share by this row", "comm by this row"):
         shown.add_column(name, justify="right")
     for row in rows:
-        texts = (f"{row[name]:.2f} ({row[f'paper, {name}']:.2f})" for name in ("data-parallel", "decoupled"))
-        shown.add_row(f"+{row['extra']:.0%}", *texts)
+        texts = [f"{row[name]:.3f} ({row[f'paper, {name}']:.2f})" for name in names]
+        texts += [f"{row[f'its own {name}']:.2f}" for name in ("share", "comm")]
+        shown.add_row(f"+{row['extra']:.0%}" + " (fitted)" * row["fitted"], *texts)
     Console().print(shown)
-    files.write(rows, {"share": studies.SCAVENGED_SHARE, "comm": studies.DATA_PARALLEL_COMM})
+    files.write(rows, studies.scavenged(studies.FITTED_EXTRA)._asdict())
     x = [100 * row["extra"] for row in rows]
-    series = {name: (x, [row[name] for row in rows], None) for name in rows[0] if name != "extra"}
+    series = {name: (x, [row[name] for row in rows], None) for one in names for name in (one, f"paper, {one}")}
     files.draw("lines", series, ("extra compute (%)", "relative time"), "Scavenging")

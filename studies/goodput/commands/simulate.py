@@ -53,9 +53,20 @@ def table(
 @app.command()
 @takes(Constants)
 @shares(sample=Sample(seeds=3, days=20.0), files=Files())
-def calibrate(settings: Constants, *, sample: Sample, files: Files) -> None:
-    """Fit the calibrated constants to the paper's 150k and 1.2M columns, and show what is left over in all columns."""
-    importlib.import_module(TABLES).calibrate(settings, sample, files)
+def calibrate(
+    settings: Constants,
+    held_out: Annotated[
+        str, typer.Option(metavar="N,N,...", help="Columns of the paper's table that a fit does not see, one at a time")
+    ] = "600k",
+    *,
+    sample: Sample,
+    files: Files,
+) -> None:
+    """Fit the calibrated constants to two of the paper's columns, and show how far all are, the third one held out.
+
+    Example: diloco simulate calibrate --held-out 150k,600k,1.2M
+    """
+    importlib.import_module(TABLES).calibrate(settings, held_out, sample, files)
 
 
 @app.command()

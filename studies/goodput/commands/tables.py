@@ -76,27 +76,57 @@ def mtbi(constants: Constants, chips: str, learners: str, times: str, sample: Sa
     files.draw("table", rows, f"{size:,} chips", "mtbi_s")
 
 
-def calibrate(constants: Constants, sample: Sample, files: Files) -> None:
+def calibrate(constants: Constants, held_out: str, sample: Sample, files: Files) -> None:
     """`diloco simulate calibrate`."""
-    console = Console()
     files.check()
-    console.print(
-        f"fitting {', '.join(fitting.FREE)} to the columns of {' and '.join(f'{n:,}' for n in figures.CALIBRATED_ON)} "
-        "chips, in run time (1/goodput)"
-    )
-    fitted = fitting.calibrate(constants, sample.days, told=console.print)
-    sizes = sorted({figure.chips for figure in figures.TABLE})
+    wanted = whole(held_out, "held-out")
+    if not set(wanted) <= set(figures.CHIPS):
+        raise UsageError(
+            f"--held-out {held_out}: columns of the paper's table, of {', '.join(map(str, figures.CHIPS))}"
+        )
+    console, rows, fits = Console(), list[dict[str, Any]](), dict[str, dict[str, float]]()
+    for column in wanted:
+        fitted, mine = _fitted(constants, column, sample, console)
+        rows += mine
+        fits[str(column)] = {name: getattr(fitted, name) for name in (*fitting.FREE, "up")}
+    if len(wanted) > 1:
+        shown = _residuals([row for row in rows if row["held_out"]], sample, "each column by a fit to the others")
+        console.print(shown)
+    files.write(rows, {"fitted": fits, **_about(constants, sample)})
+
+
+def _fitted(
+    constants: Constants, held_out: int, sample: Sample, console: Console
+) -> tuple[Constants, list[dict[str, Any]]]:
+    """Constants fitted to all columns but one, and all cells by them."""
+    seen = " and ".join(f"{chips:,}" for chips in figures.CHIPS if chips != held_out)
+    console.print(f"fitting {', '.join(fitting.FREE)} to the columns of {seen} chips, in run time (1/goodput)")
+    fitted = fitting.calibrate(constants, sample.days, told=console.print, held_out=held_out)
     rows = run_rows([(fitted, Cell(f.method, f.learners, f.chips)) for f in figures.TABLE], sample, console)
-    names = [f"{size:,}" + " (not fitted)" * (size not in figures.CALIBRATED_ON) for size in sizes]
-    shown = _grid(f"simulated - paper, percentage points: {_said(sample)} that the fit has not drawn", names)
+    for row in rows:
+        row["held_out"] = row["chips"] == held_out
+    console.print(_residuals(rows, sample, "seeds that the fit has not drawn"))
+    found = ", ".join(f"{name} {getattr(fitted, name):.2f} s" for name in (*fitting.FREE, "up"))
+    worst = {
+        unseen: max(abs(row["goodput"] - row["paper"]) for row in rows if row["held_out"] is unseen)
+        for unseen in (False, True)
+    }
+    console.print(
+        f"constants: {found}; worst cell {100 * worst[True]:.1f} points off where it was held out, "
+        f"{100 * worst[False]:.1f} where it was fitted"
+    )
+    return fitted, rows
+
+
+def _residuals(rows: Sequence[dict[str, Any]], sample: Sample, what: str) -> Table:
+    """Simulated less published, columns that a fit has not seen marked."""
+    unseen = {row["chips"]: row["held_out"] for row in rows}
+    names = [f"{chips:,}" + " (held out)" * unseen[chips] for chips in sorted(unseen)]
+    shown = _grid(f"simulated - paper, percentage points: {_said(sample)}; {what}", names)
     for name, mine in _by_name(rows).items():
         texts = [f"{100 * (r['goodput'] - r['paper']):+.1f}" for r in sorted(mine, key=lambda r: int(r["chips"]))]
         shown.add_row(name, *texts)
-    console.print(shown)
-    values = {name: getattr(fitted, name) for name in (*fitting.FREE, "up")}
-    worst = max(abs(row["goodput"] - row["paper"]) for row in rows)
-    console.print(f"constants: {', '.join(f'{k} {v:.2f} s' for k, v in values.items())}; worst cell {100 * worst:.1f}")
-    files.write(rows, {"fitted": values, **_about(fitted, sample)})
+    return shown
 
 
 def link(constants: Constants, chips: str, learners: str, sample: Sample, files: Pictured) -> None:

@@ -28,7 +28,9 @@ class Size:
 
 SIZES: dict[str, Size] = {
     "nano": Size(layers=2, width=96, heads=3, hidden=256),
+    "deep": Size(layers=5, width=128, heads=4, hidden=288),
     "tiny": Size(layers=2, width=192, heads=3, hidden=512),
+    "2m": Size(layers=5, width=192, heads=6, hidden=416),
     "small": Size(layers=6, width=256, heads=4, hidden=704),
     "10m": Size(layers=8, width=320, heads=5, hidden=864),
     "base": Size(layers=8, width=384, heads=6, hidden=1024),
