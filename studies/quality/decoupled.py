@@ -29,13 +29,13 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtu
 from diloco.pipeline.transfer.payloads import pull_exact
 from diloco.studies.quality.bus import RUN, LabBus
 from diloco.studies.quality.curve import Recorder
-from diloco.studies.quality.fragment import LabFragment, Stale
+from diloco.studies.quality.fragment import LabFragment, Stale, packed
 from diloco.studies.quality.learner import LabLearner
 from diloco.studies.quality.poison.agreement import agreement_of
 from diloco.studies.quality.schedule import Schedule
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
-from diloco.workers.parameters import FragmentParameters, tensor_table
+from diloco.workers.parameters import FragmentParameters, tensor_table, whole_tensors
 
 
 def train_decoupled(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
@@ -88,7 +88,10 @@ class LabWorld:
 
     def _spec(self) -> Spec:
         sync = self.run.sync_spec(self.recorder.budget_tokens)
-        return Spec(sync=sync, tensors=tensor_table(self._initial, sync), trainer={})
+        if self.run.packing is None:
+            return Spec(sync=sync, tensors=tensor_table(self._initial, sync), trainer={})
+        whole = whole_tensors(self._initial, sync)
+        return Spec(sync=sync, tensors=packed(whole, sync.fragments, self.run.packing), trainer={})
 
     # --- what learners see -------------------------------------------------------------------------------
 

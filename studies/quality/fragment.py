@@ -4,14 +4,16 @@ for it. Pure: numpy only."""
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.messages.head import MergedBase
+from diloco.pipeline.messages.spec import TensorSpec
 from diloco.studies.quality.outer import RULES, Memory, Merge
-from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.settings import LabRun, Packing
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, Stepped
 
 Float32 = npt.NDArray[np.float32]
@@ -79,3 +81,29 @@ class LabFragment(FragmentState):
         self._memory, stale, dropped = self._next
         self._stale.deltas += stale
         self._stale.dropped_tokens[self.layout.id] += dropped
+
+
+# --- how a model is cut into them ----------------------------------------------------------------------------
+
+
+def packed(tensors: Sequence[TensorSpec], fragments: int, packing: Packing) -> tuple[TensorSpec, ...]:
+    """The same whole tensors in other fragments than production's, which are balanced (`pipeline.fragments.balance`).
+
+    contiguous: neighbours together, cut where the fragments' elements are nearest to equal, as DiLoCo in parts would
+    do; strided: each tensor in the fragment after its neighbour's, as Streaming DiLoCo's stride of layers.
+    """
+    if packing == "strided":
+        return tuple(tensor.model_copy(update={"fragment": n % fragments}) for n, tensor in enumerate(tensors))
+    total, chosen = sum(tensor.elements for tensor in tensors), 0
+    table = []
+    for n, (tensor, before) in enumerate(zip(tensors, _before(tensors), strict=True)):
+        middle = (before + tensor.elements / 2) * fragments / total
+        # Not so far that a fragment is left out, nor so few that the last ones get no tensor.
+        chosen = min(max(int(middle), chosen, fragments - len(tensors) + n), chosen + 1) if n else 0
+        table.append(tensor.model_copy(update={"fragment": chosen}))
+    return tuple(table)
+
+
+def _before(tensors: Sequence[TensorSpec]) -> list[int]:
+    """Elements before each tensor."""
+    return [0, *accumulate(tensor.elements for tensor in tensors)][:-1]

@@ -39,6 +39,7 @@ Method = Literal[RunMethod, "single"]
 Turned = Literal["muon-3", "halves", "gram-schmidt", "clipped", "by-turns", "by-turns-clipped"]
 """Research that turns matrices (`turns`)."""
 OuterName = Literal[Production, Turned, "delayed", "agreement", "extrapolated", "schedule-free"]
+Packing = Literal["contiguous", "strided"]
 PoisonName = Literal["flipped", "flipped-3", "random", "shuffled", "turns", "weak", "seldom", "mixed"]
 TEXT = ("text", "keywords")
 """Tasks of the GPT alone."""
@@ -121,6 +122,11 @@ class LabRun(BaseModel):
         USUAL["outer"],
         description="Outer optimizer: production's nesterov, muon or halley, or one for research "
         "(studies/quality/outer.py)",
+    )
+    packing: Packing | None = Field(
+        None,
+        description="How tensors are shared among fragments. off: balanced; contiguous: neighbours together; strided: "
+        "neighbours apart",
     )
     outer_delay: int = Field(4, ge=1, description="Outer steps between two of outer='delayed' with momentum")
     stale: Literal["keep", "drop"] | None = Field(
@@ -285,7 +291,7 @@ PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments", "late_join_s"),
     *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "outer_delay", "stale"),
-    *("delta_clip", "leave_out", "poison", "poisoners"),
+    *("delta_clip", "leave_out", "poison", "poisoners", "packing"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (

@@ -309,6 +309,36 @@ def learners() -> Iterator[list[float]]:
         yield [*mid(base), *with_change, *with_changes(*((run, base) for run in one))]
 
 
+def cost(run: str) -> list[float]:
+    """Value, bytes a token and merged percent of seed 0."""
+    one = summaries(run)[0]
+    return [one.value, one.bytes_a_token or 0.0, merged(run)]
+
+
+def many() -> Iterator[list[float]]:
+    short, long, most = (f"many-{name}/" for name in ("8", "8-long", "16"))
+    base, same, ramp = "data-parallel", "data-parallel, the same outer step", ", ramp of 12, warm-up"
+    yield first(f"{short}{base}, lr=0.024", f"{long}{base}", f"{most}{base}, lr=0.016")
+    yield [*cost(f"{short}{same}, lr=0.016"), *first(f"{long}{same}{ramp} 3", f"{most}{same}, lr=0.016")]
+    yield cost(f"{short}mean")
+    yield [*cost(f"{short}rows, lr=0.016"), *first(f"{long}rows", f"{most}rows, lr=0.024")]
+    yield [*cost(f"{short}rows{ramp}, outer_warmup=3"), *first(f"{long}rows{ramp} 3, lr=0.016")]
+    halved = f"{long}rows{ramp} 3, half the batch"
+    yield [*cost(f"{short}rows, half the batch, lr=0.016"), *first(halved, f"{most}rows, half the batch")]
+    yield first(f"{short}{base}, half the batch")
+    yield cost(f"{short}{same}, half the batch")
+    yield first(f"{short}rows, lr=0.016")
+    yield first(f"{short}rows, lr=0.024")
+    yield first(*(f"{short}rows, ramp, doubling={n}" for n in (4, 12)))
+    for label in ("H from 1", "H up to 12", "warm-up 3", "outer momentum 0.8", "P = 8"):
+        yield first(f"{short}rows, {label}")
+    yield first(*(f"{short}rows{ramp}, outer_warmup={n}" for n in (0, 3)))
+    yield first(f"{short}rows{ramp} 3, H from 4")
+    yield first(*(f"{short}mean, outer rate, outer_lr={n}" for n in (1.2, 1.4)))
+    yield first(f"{short}mean, rate")
+    yield first(f"{short}mean{ramp} 3")
+
+
 def codecs() -> Iterator[list[float]]:
     def row(label: str) -> list[float]:
         return first(f"codec/{label}")
@@ -420,6 +450,7 @@ TABLES = {
     "The mean, or RDA?": mean_or_rda,
     "Mixed speeds": mixed_speeds,
     "Learners": learners,
+    "What closes the gap of many learners": many,
     "Bytes of a delta, and of a global": codecs,
     "Few bits with the default outer step": few_bits,
     "Handwritten digits": digits,
