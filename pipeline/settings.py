@@ -234,7 +234,7 @@ class TrainerSettings(Settings):
 
     model: str = Field(
         "tiny",
-        description="Model size: nano (0.2M), deep and tiny (0.9M), 2m (2.0M), small (4.9M), 10m (10.0M), "
+        description="Model size: nano (0.2M), deep (0.9M), tiny (0.9M), 2m (2.0M), small (4.9M), 10m (10.0M), "
         "base (14.3M), 30m (30.3M), medium (49.7M), large (100.5M), 124m (123.9M), 350m (349.6M), 1b (996.7M); or one "
         "of transformers: hf:FOLDER with its config.json, weights and tokenizer, hf:FILE.json, a config alone, or "
         "hf:OWNER/NAME of the hub",

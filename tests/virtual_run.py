@@ -43,7 +43,8 @@ PLAIN = {
 
 
 def sync_spec(**changes: Any) -> SyncSpec:
-    settings = {"fragments": 2, "sync_interval": 4, "tokens": 4000, "chunk_bytes": 1024} | PLAIN | changes
+    settings = {"fragments": 2, "sync_interval": 4, "tokens": 4000, "chunk_bytes": 1024, "global_codec": "fp32"}
+    settings |= PLAIN | changes
     return SyncSettings(**settings).sync_spec()
 
 

@@ -87,9 +87,8 @@ def produced(pulls_s: Sequence[float], fragments: int = 2) -> tuple[list[Committ
 def simulated(pull_s: float) -> dict[str, float]:
     """The same of the simulator, where all learners have the same link."""
     params = 1e6
-    constants = Constants(
-        latency=0.0, merge_rate=1e18, grace_gamma=GAMMA, params=params, wire_bits=1, link=params * 32 / pull_s
-    )
+    sizes = {"params": params, "wire_bits": 1, "global_bits": 32, "link": params * 32 / pull_s}
+    constants = Constants(latency=0.0, merge_rate=1e18, grace_gamma=GAMMA, **sizes)
     sync = bare(SyncSpec, fragments=1, sync_interval=INTERVAL, quorum=1, overlap_steps=TAU, grace_gamma=GAMMA)
     nothing = Timeline(Stops(np.array([UNTIL_S]), np.array([UNTIL_S])), UNTIL_S)
     follower = Follower(constants, [Learner(nothing, s) for s in STEPS_S], sync, np.random.default_rng(0), waits=False)

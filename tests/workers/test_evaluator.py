@@ -40,7 +40,7 @@ class Run:
     def __init__(self, book: Path) -> None:
         self.bus = MemoryBus("run", LoopClock())
         asked = TrainerSettings(data=str(book), seq_len=32)
-        sync = SyncSettings(fragments=2, chunk_bytes=64 * 1024)
+        sync = SyncSettings(fragments=2, chunk_bytes=64 * 1024, global_codec="fp32")
         self.text = open_text(str(book))
         self.spec = Spec(
             sync=sync.sync_spec(),

@@ -27,7 +27,7 @@ from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus, until
 
 pytestmark = pytest.mark.redis
-SYNC = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=400)
+SYNC = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=400, global_codec="fp32")
 
 
 class Net(nn.Module):

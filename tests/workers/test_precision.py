@@ -200,6 +200,7 @@ def test_a_run_in_bf16_is_one_of_fp32_parameters(
         **{"redis_url": redis_server, "run": "bf16", "learner_id": "l0", "model": "nano", "data": str(book)},
         **{"seq_len": 32, "batch": 4, "threads": 1, "tokens": 128 * 100, "fragments": 2, "sync_interval": 2},
         **{"precision": "bf16", "checkpoint_activations": True, "state_dir": tmp_path / "state"},
+        "global_codec": "fp32",
     }
     with a_syncer(redis_server, "bf16"):
         monkeypatch.setattr(trainer, "StopFlag", lambda: After(20))

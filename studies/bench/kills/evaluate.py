@@ -5,13 +5,13 @@
 A line in FOLDER/evaluations.jsonl each time, also where nothing has changed. It ends with that of the spent budget.
 """
 
-import json
 import sys
 import time
 from pathlib import Path
 
 import torch
 
+from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import PARTIES, RankProcess, load
 from diloco.studies.bench.kills.train import CHECKPOINT
 from diloco.workers.trainer.baselines.data_parallel import parts_of
@@ -34,7 +34,7 @@ def main(config: str, out: str) -> None:
                     parts.model.load_state_dict(saved["model"])
                     loss = held_out_loss(parts.model, parts.validation, parts.device)
                     blocks, tokens = saved["blocks"], saved["blocks"] * settings.seq_len
-                record.write(json.dumps({"unix_s": at_s, "tokens": tokens, "loss": loss}) + "\n")
+                record.write(dumps({"unix_s": at_s, "tokens": tokens, "loss": loss}) + "\n")
             time.sleep(max(0.0, began + settings.eval_every - time.monotonic()))
 
 

@@ -6,7 +6,6 @@ Model, text, batches, optimizer and schedule are the built-in trainer's. Rank 0 
 costs the step under way and nothing else.
 """
 
-import json
 import os
 import signal
 import sys
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.lifecycle import die_with_parent
 from diloco.pipeline.settings import PARTIES, RankProcess, load
 from diloco.workers.trainer.baselines.data_parallel import parts_of
@@ -66,7 +66,7 @@ def train(settings: RankProcess, out: Path, machine: str) -> None:
                 newest.with_suffix(".part").replace(newest)
             time.sleep(max(0.0, started + settings.pace - time.monotonic()))
             line = {"incarnation": life, "step": steps, "unix_s": time.time(), "loss": loss.item()}
-            record.write(json.dumps(line) + "\n")
+            record.write(dumps(line) + "\n")
     dist.destroy_process_group()
 
 
