@@ -161,3 +161,14 @@ def _log_as_before() -> Iterator[None]:
 def no_log_lines() -> None:
     """A world logs thousands of outages; tests of log lines in the same process want theirs."""
     quiet()
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch's: models as small as those of tests are slower on several; and one thread rounds in one way."""
+    import torch  # most tests do without
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

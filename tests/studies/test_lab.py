@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import torch
 
 from diloco.pipeline.errors import UsageError
 from diloco.studies.quality import learner
@@ -13,14 +12,7 @@ from diloco.studies.quality.outer import RULES
 from diloco.studies.quality.settings import PRESETS, LabRun
 from diloco.workers.trainer import trainer
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Models this small are slower on several, much slower on a busy machine; and one thread rounds in one way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -17,13 +17,10 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
-def _fresh():
-    """What is there is looked up once a process; models this small are slower on several threads."""
+def _fresh(one_thread):
+    """What is there is looked up once a process."""
     listed.cache_clear()
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
-    torch.set_num_threads(before)
     listed.cache_clear()
 
 
