@@ -15,7 +15,7 @@ from diloco.pipeline.needs import GLOBALS, Needs, needs_of, pace_of
 from diloco.pipeline.party_memory import TRAINING_BYTES
 from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.units import DAY_S
-from diloco.studies.goodput.constants import Constants
+from diloco.studies.goodput.constants import USUAL, Constants
 from diloco.studies.goodput.fleet import jobs, simulate, together
 
 LEARNERS = (1, 2, 4, 8)
@@ -40,7 +40,11 @@ class Plan(Needs):
 
 
 def plan(
-    constants: Constants, chips: int, codec: str = "auto", global_codec: str = "bf16", learners: int | None = None
+    constants: Constants,
+    chips: int,
+    codec: str = "auto",
+    global_codec: str = USUAL["global_codec"],
+    learners: int | None = None,
 ) -> Plan:
     """A plan for so many chips in the world of the constants.
 

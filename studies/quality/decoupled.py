@@ -88,10 +88,10 @@ class LabWorld:
 
     def _spec(self) -> Spec:
         sync = self.run.sync_spec(self.recorder.budget_tokens)
-        if self.run.packing is None:
-            return Spec(sync=sync, tensors=tensor_table(self._initial, sync), trainer={})
-        whole = whole_tensors(self._initial, sync)
-        return Spec(sync=sync, tensors=packed(whole, sync.fragments, self.run.packing), trainer={})
+        tensors = tensor_table(self._initial, sync)
+        if self.run.packing is not None:
+            tensors = packed(whole_tensors(self._initial, sync), sync.fragments, self.run.packing)
+        return Spec(sync=sync, tensors=tensors, trainer={})
 
     # --- what learners see -------------------------------------------------------------------------------
 

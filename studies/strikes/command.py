@@ -32,7 +32,7 @@ from diloco.options import (
     unused_by_baseline,
     with_preset,
 )
-from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process import logs
@@ -49,6 +49,7 @@ from diloco.studies.strikes.elastic import run as chaos_elastic
 from diloco.studies.strikes.monkey import REDIS
 from diloco.studies.strikes.rates import StepTimes, Struck
 from diloco.studies.strikes.schedule import NOTHING, Manner, Party, Redis, Rule, draw, parse
+from diloco.studies.strikes.telling import one_error
 
 Report = dict[str, Any]
 
@@ -243,13 +244,6 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
     tell_page(folder.path)
 
 
-def _first(error: BaseException) -> BaseException:
-    """The first of those that a group of tasks has raised."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
-
-
 def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed: bool, beside: Path | None) -> int:
     """Entry point of `diloco chaos`: the exit status, 1 if a promise was broken.
 
@@ -268,14 +262,10 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     other = None if beside is None else read_report(beside)
     folder = choose(settings)
     outlive_readers(folder.launcher_log)
-    try:
+    with one_error(folder.logs):
         outcome = strike(settings, folder, for_s, rules)
         if undisturbed:
             add_undisturbed(outcome, settings, folder, for_s)
-    except asyncio.CancelledError as error:
-        raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
-    except BaseExceptionGroup as errors:
-        raise _first(errors) from errors
     report = outcome.report
     if report["method"] != BASELINE:
         report["bounds"] = chaos_bounds.bounds_of(report)

@@ -13,7 +13,7 @@ import typer
 
 from diloco.launcher.folder import Folder
 from diloco.options import ChaosProcess, with_preset
-from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS
@@ -22,6 +22,7 @@ from diloco.pipeline.units import parse_duration, parse_whole
 from diloco.studies.bench.kills import curves
 from diloco.studies.bench.kills.plan import BATCH, EVAL_EVERY_S, METHODS, MODEL, SEQ_LEN, Method, Plan, in_words
 from diloco.studies.bench.machine import describe
+from diloco.studies.strikes.telling import one_error
 
 
 def settings_of(method: Method, plan: Plan) -> ChaosProcess:
@@ -152,7 +153,8 @@ def main(
         if found[name] is not None:
             typer.echo(f"{name}: its result is there already")
             continue
-        found[name] = _made(METHODS[name], plan, out)
+        with one_error(out / name / "logs"):
+            found[name] = make(METHODS[name], plan, out)
         if found[name] is None:
             typer.echo(f"stopped in {name}: call it again to go on")
             raise typer.Exit(INTERRUPTED_STATUS)
@@ -163,21 +165,6 @@ def main(
     for name, one in results.items():
         for promise in one["broken"]:
             typer.echo(f"VIOLATION in {name}: {promise}")
-
-
-def _made(method: Method, plan: Plan, out: Path) -> curves.Result | None:
-    try:
-        return make(method, plan, out)
-    except asyncio.CancelledError as error:
-        raise DilocoError(f"a second signal ended everything at once; logs in {out / method.name / 'logs'}") from error
-    except BaseExceptionGroup as errors:
-        raise _first(errors) from errors
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def _tokens(text: str) -> int:
