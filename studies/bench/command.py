@@ -25,7 +25,7 @@ from diloco.studies.bench.gpu import command as bench_gpu
 from diloco.studies.bench.kills import command as bench_kills
 from diloco.studies.bench.machine import describe, unusual
 from diloco.studies.bench.slow import lines_command
-from diloco.studies.goodput.commands.options import whole
+from diloco.studies.goodput.commands.options import one_whole, whole
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -73,11 +73,6 @@ def _wire(name: str, allowed: Sequence[str] = get_args(Codec), option: str = "wi
     if name not in allowed:
         raise UsageError(f"--{option} {name}: one of {', '.join(allowed)}")
     return name
-
-
-def _count(text: str, option: str) -> int:
-    (found,) = whole(text, option)
-    return found
 
 
 def _pictures(plot: Path | None) -> ModuleType | None:
@@ -189,8 +184,8 @@ def end_to_end(
         momentum = 0.0 if outer == "nesterov" else USUAL["outer_momentum"]
     measuring = importlib.import_module("diloco.studies.bench.end_to_end")
     case = measuring.Case(
-        *(_count(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds, chunk_bytes, spread),
-        *(_wire(global_codec, get_args(GlobalCodec), "global-codec"), link, dtype, warm_up, outer),
+        *(one_whole(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds),
+        *(chunk_bytes, spread, _wire(global_codec, get_args(GlobalCodec), "global-codec"), link, dtype, warm_up, outer),
     )
     ways = {"off": ("off",), "on": ("on",), "both": ("off", "on")}[aof]
     passes = {way: measuring.measure(case, out.console, redis_url, way == "on", server) for way in ways}
@@ -231,7 +226,7 @@ def nodes(
     """
     out = _Out(json_file, None)
     measuring = importlib.import_module("diloco.studies.bench.slow.nodes")
-    sizes, found = measuring.Sizes(_count(params, "params"), fragments, rounds), dict[str, Any]()
+    sizes, found = measuring.Sizes(one_whole(params, "params"), fragments, rounds), dict[str, Any]()
     for count in range(1, most + 1):
         shares, wall_s = measuring.measure(count, sizes, out.console)
         moved, cpu = [one.bytes for one in shares], [one.cpu_s_a_gb for one in shares]
@@ -277,7 +272,7 @@ def merge(
     out = _Out(json_file, plot)
     measuring = importlib.import_module("diloco.studies.bench.merging")
     sizes = measuring.Sizes(
-        _count(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds, side, columns
+        one_whole(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds, side, columns
     )
     found = measuring.measure(sizes, out.console)
     title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"
@@ -300,7 +295,7 @@ def transport(
     """One payload into Redis and out again, in GB/s, beside a C client with the same bytes."""
     out = _Out(json_file, plot)
     measuring = importlib.import_module("diloco.studies.bench.transport")
-    payload = measuring.Payload(_count(params, "params"), chunk_bytes, rounds)
+    payload = measuring.Payload(one_whole(params, "params"), chunk_bytes, rounds)
     found, version = measuring.measure(payload, out.console, redis_url, aof, server)
     title = f"Transport: {4 * payload.elements / 1e6:g} MB in chunks of {chunk_bytes // 1024} KiB"
     out.show(title, {"": found})
@@ -397,7 +392,7 @@ def window(
     _learners("window")
     measuring = importlib.import_module("diloco.studies.bench.windows")
     counts = whole(fragments, "fragments")
-    given = measuring.Ladder(_count(params, "params"), counts, learners, _wire(wire), rounds)
+    given = measuring.Ladder(one_whole(params, "params"), counts, learners, _wire(wire), rounds)
     found = measuring.measure(given, out.console, redis_url, aof)
     title = f"Windows: {given.params / 1e6:g}M parameters, {counted(learners, 'learner')}, {wire}"
     rows = ((name, shown(one["outer_steps_per_s"]), shown(one["round_s"])) for name, one in found.items())

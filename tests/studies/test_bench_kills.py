@@ -153,7 +153,7 @@ def test_results_of_other_settings_are_not_shown_beside_these(tmp_path: Path) ->
         ({"only": "ddp"}, "--only ddp: one of decoupled, elastic, data-parallel, undisturbed"),
         ({"pace": "fast"}, "--pace fast: give a length of time"),
         ({"away": "0s"}, "--away 0s: give a length of time"),
-        ({"tokens": "many"}, "--tokens many: give a whole number"),
+        ({"tokens": "many"}, "--tokens many: numbers with commas"),
     ],
 )
 def test_a_wrong_option_is_named_before_anything_is_run(wrong: dict[str, str], told: str, tmp_path: Path) -> None:

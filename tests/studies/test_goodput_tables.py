@@ -415,7 +415,7 @@ def test_a_cached_result_follows_from_every_file_that_makes_it():
         (["bandwidth", "--params", "inf"], "--params inf"),
         (["plan", "--chips", "0"], "--chips 0"),
         (["plan", "--chips", "1e12"], "fewer days or chips"),
-        (["plan", "--chips", "1k,2k"], "one whole number"),
+        (["plan", "--chips", "1k,2k"], "one number"),
         (["plan", "--codec", "fp8"], "one of auto, bf16"),
         (["plan", "--global-codec", "int4"], "--global-codec int4: one of fp32"),
         (["bandwidth", "--params", "big"], "--params big"),

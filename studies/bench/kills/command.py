@@ -18,10 +18,11 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS
 from diloco.pipeline.settings import load
-from diloco.pipeline.units import parse_duration, parse_whole
+from diloco.pipeline.units import parse_duration
 from diloco.studies.bench.kills import curves
 from diloco.studies.bench.kills.plan import BATCH, EVAL_EVERY_S, METHODS, MODEL, SEQ_LEN, Method, Plan, in_words
 from diloco.studies.bench.machine import describe
+from diloco.studies.goodput.commands.options import one_whole
 from diloco.studies.strikes.telling import one_error
 
 
@@ -137,7 +138,7 @@ def main(
             raise UsageError(f"--only {name}: one of {', '.join(METHODS)}")
     plan = Plan(
         machines=machines,
-        tokens=_tokens(tokens),
+        tokens=one_whole(tokens, "tokens"),
         pace_s=_seconds("--pace", pace),
         every_s=_seconds("--every", every),
         away_s=_seconds("--away", away),
@@ -165,10 +166,3 @@ def main(
     for name, one in results.items():
         for promise in one["broken"]:
             typer.echo(f"VIOLATION in {name}: {promise}")
-
-
-def _tokens(text: str) -> int:
-    try:
-        return int(parse_whole(text))
-    except ValueError:
-        raise UsageError(f"--tokens {text}: give a whole number, such as 2.4M") from None

@@ -173,7 +173,7 @@ def one_whole(text: str, name: str) -> int:
     Raises:
         UsageError: naming the option and what it takes.
     """
-    found = whole(text, name)
-    if len(found) > 1:
-        raise UsageError(f"--{name} {text}: one whole number")
-    return found[0]
+    found = one(text, Amount, name)
+    if found != int(found):
+        raise UsageError(f"--{name} {text}: one whole number, such as 1200 or 150k")
+    return int(found)
