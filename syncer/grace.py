@@ -39,6 +39,7 @@ class GraceEstimator:
         overlap_steps: int,
         gamma: float,
         control_latency_s: float,
+        stretched: bool = False,
     ) -> float | None:
         """Length of the grace window, or None before the first estimates exist.
 
@@ -50,12 +51,17 @@ class GraceEstimator:
         The sync time ends when learners have the global, as the paper's does. How long a pull takes only they know,
         and the lower median of what they say counts: one word alone shortens a grace no more than it stretches it.
 
+        A stretched interval has the round trip in it, the grace too, by the shorter of the last two. Smoothed times are
+        now above it and now below. Were they taken off once more, every other window would close without a grace, and
+        whoever missed it would lose a long interval's work. So only the cap is left there.
+
         Args:
             step_times: compute step time of each expected learner, s; 0.0 is not known yet and is ignored.
             pull_times: from a head to the fragment's global pulled, of each expected learner, s; 0.0 before its first.
             overlap_steps: tau in force (`ramps.overlap_in_force`).
             gamma: share of the slack, below 1.
             control_latency_s: from a learner's decision to follow to its header at the syncer.
+            stretched: the interval was made longer than planned, by the round trip (`ramps.stretched`).
 
         Returns:
             Seconds, 0 or more; None if no step time, quorum time or sync time is known.
@@ -64,5 +70,7 @@ class GraceEstimator:
         if not known or self._quorum.value is None or self._sync.value is None:
             return None
         slowest = min(max(known), SLOWEST_FACTOR * median_low(known))
+        if stretched:
+            return algorithm.grace(slowest, 0.0, 0.0, overlap_steps, gamma, control_latency_s)
         sync = self._sync.value + (median_low(pull_times) if pull_times else 0.0)
         return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, control_latency_s)

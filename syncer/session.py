@@ -198,7 +198,8 @@ class Session:
         watch, sync, state, version = self._context.watch, self._context.sync, self._state, self.window.version
         steps, pulls = self._reported()
         overlap = overlap_in_force(sync, version, self._loaded.head.interval)
-        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s)
+        stretched = overlap > sync.overlap_steps
+        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s, stretched)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         arriving = self._downloads.arriving(self.window.awaited())

@@ -338,7 +338,8 @@ class Follower:
         watch, doubted = self._watch, self._doubts.learners
         steps, pulls = self._reported(now)
         overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
-        grace_s = self._grace.grace_s(steps, pulls, overlap, self._gamma, 2 * watch.latency_s)
+        stretched = overlap > self._sync.overlap_steps
+        grace_s = self._grace.grace_s(steps, pulls, overlap, self._gamma, 2 * watch.latency_s, stretched)
         return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, doubted)
 
     def _reported(self, now: float) -> tuple[list[float], list[float]]:

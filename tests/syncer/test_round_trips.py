@@ -1,6 +1,7 @@
 """Intervals follow the round trip: planned where it is short, longer where much would be overwritten."""
 
 import asyncio
+from random import Random
 
 import pytest
 
@@ -57,12 +58,16 @@ class SlowMerges(VirtualRun):
     """Its merges take so long."""
 
     merge_s = 0.0
+    varies = 0.0
+    """By up to such a share, either way."""
+    random = Random(0)
 
     def start(self) -> None:
         """Its syncer."""
 
         async def offload(work, *args):  # type: ignore[no-untyped-def]
-            await asyncio.sleep(self.merge_s if getattr(work, "__name__", "") == "merge" else 0)
+            takes_s = self.merge_s * self.random.uniform(1 - self.varies, 1 + self.varies)
+            await asyncio.sleep(takes_s if getattr(work, "__name__", "") == "merge" else 0)
             return work(*args)
 
         bus, process = MemoryBus(RUN, self.clock, self.store), SyncerProcess(syncer_id="syncer")
@@ -100,3 +105,26 @@ def test_slow_merges_make_longer_intervals_and_no_more_is_overwritten(merge_s: f
     assert min(slow) >= 12 * (merge_s / 0.1)
     assert merged >= 0.92
     assert quick == [24, 24]
+
+
+async def _a_merge(varies: float) -> float:
+    """Learners in a merge, of two whose steps take 0.1 and 0.11 s, where merges take 2 s on average."""
+    world = SlowMerges(sync_spec(sync_interval=24, tokens=10**9))
+    world.merge_s, world.varies = 2.0, varies
+    world.start()
+    party = [VirtualLearner(f"l{i}", world, step_s, f"{i:016x}").start() for i, step_s in enumerate((0.1, 0.11))]
+    await world.until_version(3, 600)
+    await asyncio.sleep(80)
+    before = await world.heads()
+    await asyncio.sleep(400)
+    pairs = list(zip(before, await world.heads(), strict=True))
+    for learner in party:
+        await learner.kill()
+    world.syncer.cancel()  # type: ignore[union-attr]
+    deltas = sum(after.merged_deltas - before.merged_deltas for before, after in pairs)
+    return deltas / sum(after.version - before.version for before, after in pairs)
+
+
+def test_round_trips_that_vary_leave_nobody_out() -> None:
+    """What a merge takes more than another shortens no grace: a learner that is 10 % slower is in all the same."""
+    assert run_virtual(_a_merge(0.5)) > 1.95
