@@ -337,6 +337,11 @@ def many() -> Iterator[list[float]]:
     yield first(*(f"{short}mean, outer rate, outer_lr={n}" for n in (1.2, 1.4)))
     yield first(f"{short}mean, rate")
     yield first(f"{short}mean{ramp} 3")
+    usual, slower = f"{short}rows", f"{short}rows{ramp} 3"
+    done = f"{short}rows, lr=0.016", f"{short}rows{ramp}, outer_warmup=3"
+    yield first(done[0], f"{usual}, steps carried", f"{usual}, learners wait")
+    yield first(done[1], f"{slower}, steps carried", f"{slower}, learners wait")
+    yield [*(merged(run) for run in (*done, f"{usual}, steps carried", f"{slower}, steps carried")), 100.0]
 
 
 def codecs() -> Iterator[list[float]]:
