@@ -31,7 +31,7 @@ def variable(user: str) -> str:
 def template() -> str:
     """The file that is shipped: users of any run, with the names of variables in place of hashes."""
     lines = (user.line(f"{{{variable(user.name)}}}") for user in acl.users())
-    return HEADER + "\n".join((acl.DEFAULT_USER, *lines)) + "\n"
+    return HEADER + "\n".join((acl.NOBODY, *lines)) + "\n"
 
 
 def acl_file(users: Iterable[acl.User], passwords: Mapping[str, str]) -> str:
@@ -40,7 +40,7 @@ def acl_file(users: Iterable[acl.User], passwords: Mapping[str, str]) -> str:
     for user in users:
         digest = hashlib.sha256(passwords[variable(user.name)].encode()).hexdigest()
         lines.append(user.line(digest))
-    return "\n".join((acl.DEFAULT_USER, *lines)) + "\n"
+    return "\n".join((acl.NOBODY, *lines)) + "\n"
 
 
 def gather_passwords(names: Iterable[str], environ: Mapping[str, str], file: Path | None) -> dict[str, str]:

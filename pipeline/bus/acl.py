@@ -42,8 +42,14 @@ class User:
         return f"user {self.name} on #{password_sha256} {self.rules}"
 
 
-DEFAULT_USER = "user default on nopass sanitize-payload resetchannels -@all +ping"
-"""Who has not logged in may ask whether the server is there: health checks need no password."""
+NOBODY = """\
+user default off sanitize-payload ~* &* +@all
+user health on nopass sanitize-payload resetchannels -@all +ping"""
+"""Who has no password may ask whether the server is there, as `health`, and that is all: `default` is nobody's login.
+
+It has all rights, since Redis reads its append-only file again as `default`. What that one may not do, 7.0 throws away:
+all that scripts have written (redis/redis#14541).
+"""
 
 
 def _rules(*selectors: tuple[str, Iterable[str]]) -> str:

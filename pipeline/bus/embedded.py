@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from diloco.pipeline.bus.acl import DEFAULT_USER
+from diloco.pipeline.bus.acl import NOBODY
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.process import lifecycle
@@ -89,16 +89,25 @@ def _check_users(file: Path, password: str | None) -> None:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the users' file {file} cannot be read: {error}") from error
     defaults = [line for line in lines if line.split()[:2] == ["user", "default"]]
-    if not defaults or not all(re.search(r"-@all \+ping\s*$", line) and "(" not in line for line in defaults):
+    if not defaults or not all(_is_off(line) or _only_pings(line) for line in defaults):
         raise UsageError(
-            f"{file} does not keep out who has not logged in: make it by `diloco acl`, whose line for that is "
-            f"{DEFAULT_USER!r}"
+            f"{file} does not keep out who has not logged in: make it by `diloco acl`, which begins with\n{NOBODY}"
         )
     for number, line in enumerate(lines, 1):
         if _opens(line):  # Valkey crashes
             raise _wrong_line(file, number, "a parenthesis is without its other one")
-    if open_to_all := [line.split()[1] for line in lines if line not in defaults and " nopass" in line]:
+    if open_to_all := [line.split()[1] for line in lines if " nopass" in line and not _only_pings(line)]:
         raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: make it by `diloco acl`")
+
+
+def _is_off(line: str) -> bool:
+    """Whether nobody can log in as this user: of "on" and "off" the last one counts."""
+    said = [word for word in line.split() if word in ("on", "off")]
+    return said[-1:] == ["off"]
+
+
+def _only_pings(line: str) -> bool:
+    return re.search(r"-@all \+ping\s*$", line) is not None and "(" not in line
 
 
 def _opens(line: str) -> bool:

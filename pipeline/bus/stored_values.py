@@ -346,12 +346,14 @@ _REFUSED = {refused_field(reason.value).encode(): reason.value for reason in Ref
 
 
 def decode_head(fragment: int, fields: Mapping[bytes, bytes], format: int) -> Head | None:
-    """The head's hash to a `Head`; None where there is no hash.
+    """The head's hash to a `Head`; None where there is none, or one without a version.
+
+    All is written at once with the version. A hash without one is what a server that threw that away has taken since.
 
     Raises:
-        BadMessage: a field is missing or does not decode.
+        BadMessage: another field is missing, or one does not decode.
     """
-    if not fields:
+    if b"version" not in fields:
         return None
     try:
         said: dict[str, Any] = {

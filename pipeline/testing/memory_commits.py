@@ -30,7 +30,8 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         return head
 
     def _expect(self, p: int, head: Hash, expected: tuple[int, bytes] | None) -> None:
-        now = (stored_values.decode_count("version", head.get(b"version")), head.get(b"digest", b"")) if head else None
+        version = head.get(b"version")
+        now = (stored_values.decode_count("version", version), head.get(b"digest", b"")) if version else None
         if now != expected:
             raise HeadMoved(f"the head of fragment {p} is at {now and now[0]}")
 

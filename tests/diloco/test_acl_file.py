@@ -1,6 +1,7 @@
 """`diloco acl`: whose passwords, where they are kept, and that the file that is shipped is what it prints."""
 
 import hashlib
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import redis as redis_py
 from diloco import cli
 from diloco.acl import LEAST, make, template, variable
 from diloco.pipeline.bus import acl
-from diloco.pipeline.bus.embedded import find_server, free_port
+from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server, free_port
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import NotPermitted, UsageError
 from tests import samples
@@ -57,7 +58,7 @@ def test_passwords_are_made_once_and_kept_where_only_their_owner_reads_them(
 def test_the_redis_of_a_region_has_one_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "region.env"
     assert cli.main(["acl", "--run", "r", "--region", "--passwords", str(file)]) == 0
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["default", "region"]
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["default", "health", "region"]
     assert [line.split("=")[0] for line in file.read_text().splitlines()] == ["REDIS_REGION_PASSWORD"]
     assert cli.main(["acl", "--run", "r", "--region", "--learner", "anna", "--passwords", str(file)]) == 2
     assert "leave out --learner" in capsys.readouterr().err
@@ -120,7 +121,7 @@ def started(redis_binary: Path | None, tmp_path: Path) -> Iterator[tuple[int, di
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=log, stderr=log, start_new_session=True)
     try:
-        stranger = redis_py.Redis(port=port, protocol=2)
+        stranger = redis_py.Redis(port=port, protocol=2, username="health", password="")
         deadline = time.monotonic() + 60
         while True:
             try:
@@ -137,10 +138,36 @@ def started(redis_binary: Path | None, tmp_path: Path) -> Iterator[tuple[int, di
 
 
 @pytest.mark.redis
+@pytest.mark.parametrize("name", ["redis-server", ""])
+def test_a_server_with_users_reads_all_of_its_append_only_file_again(tmp_path: Path, name: str) -> None:
+    """Redis 7.0 threw away what scripts had written, which it reads again as a user who was not allowed to."""
+    found = shutil.which(name) if name else find_server()
+    if found is None:
+        pytest.skip(f"there is no {name} on PATH")
+    users = tmp_path / "users.acl"
+    users.write_text(make("r", [], tmp_path / "secrets.env"))
+    password = (tmp_path / "secrets.env").read_text().partition("REDIS_SYNCER_PASSWORD=")[2].split()[0]
+    with EmbeddedRedis(appendonly=True, fsync="always", port=0, users=users, binary=Path(found)) as server:
+        client = redis_py.Redis(port=server.port, username="syncer", password=password)
+        for key, value in (("state", "this"), ("spec", "that")):
+            client.set(f"diloco:{{r}}:{key}", value)
+        script = client.script_load("redis.call('SET', KEYS[1], 'a'); return redis.call('SET', KEYS[2], 'b')")
+        client.evalsha(script, 2, "diloco:{r}:state", "diloco:{r}:spec")
+        server.kill()
+        server.start()
+        for _ in range(500):
+            if server.answers():
+                break
+            time.sleep(0.01)
+        assert [client.get(f"diloco:{{r}}:{key}") for key in ("state", "spec")] == [b"a", b"b"]
+        client.close()
+
+
+@pytest.mark.redis
 async def test_a_server_takes_the_file_and_knows_its_users(started: tuple[int, dict[str, str]]) -> None:
     """From the first moment on: nobody is let in without a password but to ask whether it is there."""
     port, passwords = started
-    with pytest.raises(NotPermitted, match="DILOCO_REDIS_URL"):
+    with pytest.raises(UsageError, match="asks for a login; set user and password in DILOCO_REDIS_URL"):
         await connect(f"redis://127.0.0.1:{port}", "r")
     syncer, learner = [
         await connect(f"redis://{user}:{passwords[variable(user)]}@127.0.0.1:{port}", "r")

@@ -12,7 +12,7 @@ import redis as redis_py
 
 from diloco import cli
 from diloco.options import RedisProcess, reached_at
-from diloco.pipeline.bus.acl import DEFAULT_USER
+from diloco.pipeline.bus.acl import NOBODY
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -74,15 +74,22 @@ def test_a_file_of_users_is_taken_in_place_of_a_password(
         assert viewer.get("diloco:{my-run}:spec") is None
         viewer.close()
         nobody = redis_py.Redis(port=server.port)
-        with pytest.raises(redis_py.exceptions.NoPermissionError):
+        with pytest.raises(redis_py.exceptions.AuthenticationError):
             nobody.get("diloco:{my-run}:spec")
         nobody.close()
+        health = redis_py.Redis(port=server.port, username="health", password="")
+        assert health.ping()
+        with pytest.raises(redis_py.exceptions.NoPermissionError):
+            health.get("diloco:{my-run}:spec")
+        health.close()
     for opened in (
         "user anna on nopass ~* +@all",
         "user default on nopass ~* &* -@all +@all",
+        "user default off on ~* &* +@all",
+        f"{NOBODY}\nuser health on nopass ~* +@all",
         "user default on nopass -@all +ping (~* +@all)",
-        f"{DEFAULT_USER}\nuser anna on nopass ~* +@all",
-        f"{DEFAULT_USER}\nuser default on nopass ~* +@all",
+        f"{NOBODY}\nuser anna on nopass ~* +@all",
+        f"{NOBODY}\nuser default on nopass ~* +@all",
     ):
         users.write_text(opened + "\n")
         assert cli.main(["redis", "--redis-users", str(users)]) == 2
@@ -95,14 +102,14 @@ def test_a_file_of_users_is_taken_in_place_of_a_password(
 @pytest.mark.parametrize(
     ("lines", "wrong"),
     [
-        ("user anna on +nosuch", "line 2, user anna: Error in applying operation '+nosuch': Unknown command"),
-        ("user anna on >eve hunter2 ~*", "line 2, user anna: Syntax error;"),
-        ("user anna on ~*\nuser bert on ~a.b (+nosuch ~a.b)\nuser eve on +this", "line 3, user bert: Error in "),
-        ("user anna on #aa ~*", "line 2, user anna: The password hash must be exactly 64 characters"),
-        ("user anna on +nosuch", "line 2, user anna: Error in applying operation '+nosuch'"),
-        ("user anna on (~x +nosuch >hunter2)", "line 2, user anna: Error in applying operation '***'"),
-        ("user anna on >pa(ss (+get ~x", "line 2, user anna: a parenthesis is without its other one"),
-        ("anna on +get", "line 2: should start with user keyword"),
+        ("user anna on +nosuch", "line 3, user anna: Error in applying operation '+nosuch': Unknown command"),
+        ("user anna on >eve hunter2 ~*", "line 3, user anna: Syntax error;"),
+        ("user anna on ~*\nuser bert on ~a.b (+nosuch ~a.b)\nuser eve on +this", "line 4, user bert: Error in "),
+        ("user anna on #aa ~*", "line 3, user anna: The password hash must be exactly 64 characters"),
+        ("user anna on +nosuch", "line 3, user anna: Error in applying operation '+nosuch'"),
+        ("user anna on (~x +nosuch >hunter2)", "line 3, user anna: Error in applying operation '***'"),
+        ("user anna on >pa(ss (+get ~x", "line 3, user anna: a parenthesis is without its other one"),
+        ("anna on +get", "line 3: should start with user keyword"),
         ("user anna on\nuser anna on", "Duplicate user 'anna' found"),
     ],
 )
@@ -111,7 +118,7 @@ def test_a_rule_that_the_server_does_not_know_is_named_by_its_line(
 ) -> None:
     """In one line, without the server's log."""
     users = tmp_path / "users.acl"
-    users.write_text(f"{DEFAULT_USER}\n{lines}\n")
+    users.write_text(f"{NOBODY}\n{lines}\n")
     assert cli.main(["redis", "--redis-port", str(free_port("127.0.0.1")), "--redis-users", str(users)]) == 2
     said = capsys.readouterr().err
     assert said.startswith((f"error: {users}, {wrong}", f"error: {users}: {wrong}"))
@@ -124,7 +131,7 @@ def test_a_rule_that_the_server_does_not_know_is_named_by_its_line(
 
 def test_a_password_may_have_parentheses(tmp_path: Path) -> None:
     users = tmp_path / "users.acl"
-    users.write_text(f"{DEFAULT_USER}\nuser anna on >pa(ss ~* +get\nuser bert on >pass) ~* (+get ~x)\n")
+    users.write_text(f"{NOBODY}\nuser anna on >pa(ss ~* +get\nuser bert on >pass) ~* (+get ~x)\n")
     with EmbeddedRedis(users=users) as server:
         assert server.pid
 

@@ -28,7 +28,12 @@ def test_a_run_goes_on_to_its_end_after_the_container_of_a_primary_was_killed_fo
     status = project.until(merging(8, three), "three learners merge", limit_s=240)
 
     step("kill the primary's container")
-    assert project.compose("exec", "redis", "redis-cli", "-p", "6379", "ping").strip() == "PONG"
+    assert (
+        project.compose(
+            "exec", "redis", "redis-cli", "--no-auth-warning", "--user", "health", "--pass", "any", "ping"
+        ).strip()
+        == "PONG"
+    )
     docker("kill", "--signal", "KILL", project.compose("ps", "--quiet", "redis").strip())
     at = time.monotonic()
     status = project.until(merging(status["outer_steps"] + 4, three), "versions go on without it", limit_s=180)

@@ -16,7 +16,7 @@ local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream') or no_st
 if refused then return refused end
 if redis.call('GET', lease) ~= a.nonce then return {'LEASE', lease} end
 refused = head_moved(head, a.was)
-if a.was.version == '' and redis.call('EXISTS', head) == 1 then refused = refused or {'HEAD', head} end
+if a.was.version == '' and redis.call('HGET', head, 'version') then refused = refused or {'HEAD', head} end
 refused = refused or bad_total(head, 'merged_deltas', a.merged_deltas) or bad_total(head, 'merged_tokens', a.merged_tokens)
   or bad_total(head, 'rejected_tokens', '0') or incomplete(a.staged)
 if refused then return refused end
