@@ -19,7 +19,7 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.runs import RedisRuns, Taken, connect_runs
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import BadMessage, BusUnavailable, DilocoError, UsageError
+from diloco.pipeline.errors import BadMessage, BusFull, BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
@@ -311,24 +311,35 @@ async def _finish(url: str, run: str, wait: bool) -> None:
         if state.phase is Phase.FINISHED:
             typer.echo(f"run {run!r} is finished already, with {count(state.tokens)} tokens")
             return
-        await bus.write_state(state.model_copy(update={"phase": Phase.DRAINING, "reason": "asked by `diloco finish`"}))
-        typer.echo(f"run {run!r} was asked to finish, at {count(state.tokens)} of {count(state.budget_tokens)} tokens")
-        if wait and not await _finished(bus, stop, typer.echo):
-            typer.echo("it finishes by itself; `diloco status` shows how far it is")
+        if await _finished(bus, run, stop, typer.echo, wait):
+            return
+        typer.echo("it finishes by itself; `diloco status` shows how far it is")
 
 
-async def _finished(bus: Bus, stop: asyncio.Event, tell: Callable[[str], None]) -> bool:
-    """Wait for a draining run's end, and tell what it waits for; False: `stop` came first."""
-    clock, told = LoopClock(), ""
+async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str], None], wait: bool) -> bool:
+    """Ask a run to finish, again if Redis loses it, and tell what it waits for until it has; False: `stop` came first.
+
+    wait: else it ends once the run is asked.
+    """
+    clock, told, asked = LoopClock(), "", False
     while not stop.is_set():
         try:
+            state = await bus.read_state()
+            if state is None:
+                raise DilocoError("the run is not on this Redis any more: it was deleted, or Redis has lost it")
+            if state.phase is Phase.RUNNING:
+                wish = {"phase": Phase.DRAINING, "reason": "asked by `diloco finish`"}
+                await bus.write_state(state.model_copy(update=wish))
+                what = "was asked again to finish, since Redis had lost it" if asked else "was asked to finish"
+                tell(f"run {run!r} {what}, at {count(state.tokens)} of {count(state.budget_tokens)} tokens")
+                asked = True
+            if not wait:
+                return False
             status = await read_status(bus, clock)
-        except BusUnavailable as error:
+        except (BusUnavailable, BusFull) as error:
             line = f"{error}; asking again every {LOOK_S:g} s"
         else:
-            if status["phase"] == "waiting":
-                raise DilocoError("the run is not on this Redis any more: it was deleted, or Redis has lost it")
-            if status["phase"] == Phase.FINISHED:
+            if state.phase is Phase.FINISHED:
                 tell(f"finished: {count(status['tokens'])} tokens, {count(status['merged_tokens'])} of them merged")
                 return True
             line = _awaited(status)

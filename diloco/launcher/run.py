@@ -176,7 +176,8 @@ class Launcher:
                 status = await self._status.read()
                 self._note(status)
                 await self._check(status)
-                if stop.is_set() and not self.stopped and await self._ask_to_drain(bool(status["fragments"])):
+                asks = stop.is_set() and (not self.stopped or status["phase"] == Phase.RUNNING)  # Redis may lose it
+                if asks and await self._ask_to_drain(bool(status["fragments"])):
                     self._children.kill()  # nothing was merged: there is nothing to wait for
                     return
                 silent_since = None

@@ -57,11 +57,16 @@ class Lost:
     async def state(self, found: RunState | None, known: RunState | None) -> RunState | None:
         """The run's state, as last known if the bus has lost it; then all else that it may have lost is looked after.
 
+        A bus that has lost only that the run is to end is told so again: learners may have left for it.
+
         Raises:
             BusError, SpecMismatch: as `spec`.
         """
         if found is not None:
             self._emptied = False
+            if known is not None and known.phase.rank > found.phase.rank:
+                found = await self._bus.write_state(known)
+                self._log.warning("state_put_back", phase=found.phase.value, reason=found.reason)
         elif known is not None and not self._emptied:
             self._emptied = True
             self._log.warning("state_lost", detail="the bus has lost the run's state: what is known here is put back")

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from diloco import runs
 from diloco.cli import main
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.redis_streams import RedisBus, open_bus
@@ -239,3 +240,25 @@ def test_finish_drains_a_run_and_says_what_it_waits_for(held: Held, capsys: pyte
     held.on(lambda bus: bus.write_state(samples.run_state(phase=Phase.FINISHED)))
     assert held.diloco("finish", "--run", held.name) == 0
     assert "is finished already" in capsys.readouterr().out
+
+
+def test_finish_asks_again_when_redis_loses_that_it_was_asked(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a failover to a replica that has not heard of it: nobody else asks."""
+    held.begin()
+    key, told = f"diloco:{{{held.name}}}:state", []
+    before = held.backdoor.client.hgetall(key)
+
+    def tell(line: str) -> None:
+        told.append(line)
+        if len(told) == 1:
+            held.backdoor.client.hset(key, mapping=before)
+        elif "again" in line:
+            held.backdoor.client.hset(key, mapping=finished)
+
+    held.on(lambda bus: bus.write_state(samples.run_state(phase=Phase.FINISHED)))
+    finished = held.backdoor.client.hgetall(key)
+    held.backdoor.client.hset(key, mapping=before)
+    assert held.on(lambda bus: runs._finished(bus, held.name, asyncio.Event(), tell, True))
+    assert told[0].startswith(f"run '{held.name}' was asked to finish, at ")
+    assert any("was asked again to finish, since Redis had lost it" in line for line in told)
+    assert told[-1].startswith("finished: ")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import BusUnavailable, SpecMismatch
+from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.payload.codec import decode, encode
@@ -74,6 +75,27 @@ def test_a_bus_that_is_emptied_has_the_run_again_as_it_was(codec: str) -> None:
         assert again.tokens >= state.tokens
         assert any(isinstance(record, Rewound) for record in await world.tape()), "the tape says so"
         await rises(world)
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_a_wish_to_finish_that_the_bus_loses_is_put_back() -> None:
+    """As a failover may do: learners may have left for it, and nobody would ask again."""
+
+    async def main() -> None:
+        world, party = await under_way(4, quorum=2)
+        before = copy.deepcopy(world.store.values[world.bus.keys.state])
+        state = await world.bus.read_state()
+        await world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING, "reason": "asked"}))
+        await asyncio.sleep(0.3)
+        world.store.values[world.bus.keys.state] = before
+        await asyncio.sleep(0.3)
+        again = await world.bus.read_state()
+        assert (again.phase.rank >= Phase.DRAINING.rank, again.reason) == (True, "asked")
+        async with asyncio.timeout(30):
+            while (await world.bus.read_state()).phase is not Phase.FINISHED:
+                await asyncio.sleep(0.1)
         await end(*party)
 
     run_virtual(main())
