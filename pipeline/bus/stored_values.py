@@ -318,6 +318,14 @@ def decode_updates(blob: bytes | None, format: int) -> tuple[Update, ...]:
     return decode(Updates, blob, format=format).updates if blob else ()
 
 
+def room(have: int, more: int) -> int:
+    """What a total of a head takes of `more` tokens: all, or none of them where it would go out of bounds.
+
+    Peers say how many there are, and nobody's word may stop a commit or a refusal.
+    """
+    return more if have + more < COUNTER_LIMIT else 0
+
+
 def head_after(head: Head, commit: Commit) -> Head:
     """What a commit makes of a head, as far as its owner knows."""
     return Head(
@@ -330,7 +338,7 @@ def head_after(head: Head, commit: Commit) -> Head:
         window=commit.window,
         merged=commit.merged,
         merged_deltas=head.merged_deltas + len(commit.entries),
-        merged_tokens=head.merged_tokens + commit.merged_tokens,
+        merged_tokens=head.merged_tokens + room(head.merged_tokens, commit.merged_tokens),
         rejected_tokens=head.rejected_tokens,
         refused=head.refused,
     )

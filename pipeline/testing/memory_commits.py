@@ -41,10 +41,8 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
             raise BadMessage("a total of the head is out of bounds")
         return {name: b"%d" % total for name, total in sums.items()}
 
-    def _room(self, head: Hash, lost_tokens: int) -> int:
-        """A refusal is never refused for what a peer says that it lost."""
-        have = stored_values.decode_count("rejected_tokens", head.get(b"rejected_tokens"))
-        return lost_tokens if have + lost_tokens < stored_values.COUNTER_LIMIT else 0
+    def _room(self, head: Hash, name: str, more: int) -> int:
+        return stored_values.room(stored_values.decode_count(name, head.get(name.encode())), more)
 
     def _headers(self, p: int, entries: Iterable[str]) -> dict[str, list[EntryId]]:
         """Streams and the entries named of each."""
@@ -70,9 +68,11 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         head = self._owner_checks(p, commit.nonce, *headers, *(s.key for s in staged))
         self._expect(p, head, commit.expected)
         replaced, old_momentum = self._replaced(head, commit)
-        totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": commit.merged_tokens}
         lost = {name.encode(): total for name, total in stored_values.lost_totals(commit).items()}
-        sums = self._add({**head, **lost}, {**totals, "rejected_tokens": 0})
+        had = {**head, **lost}
+        merged_tokens = self._room(had, "merged_tokens", commit.merged_tokens)
+        totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": merged_tokens}
+        sums = self._add(had, {**totals, "rejected_tokens": 0})
         self._keep(staged)
         self.store.hset(keys.head(p), {**stored_values.head_fields(commit, self.format), **sums})
         self._xadd(keys.tape(keys.group(p)), encode(commit.record, self.format))
@@ -114,7 +114,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         head = self._owner_checks(fragment, refusal.nonce, *headers)
         self._expect(fragment, head, refusal.expected)
         counts = {stored_values.refused_field(reason): n for reason, n in refusal.counts().items()}
-        sums = self._add(head, {"rejected_tokens": self._room(head, refusal.lost_tokens), **counts})
+        sums = self._add(head, {"rejected_tokens": self._room(head, "rejected_tokens", refusal.lost_tokens), **counts})
         if headers and not any(at in self._stream(key).ids for key, entries in headers.items() for at in entries):
             return  # refused before; counted and recorded then
         self._delete(headers, refusal.delta_payloads)

@@ -366,6 +366,18 @@ async def test_what_a_peer_says_that_it_lost_never_stops_a_refusal(bus: Bus) -> 
     assert head.refused == {"non_finite": 3}
 
 
+async def test_what_a_peer_says_that_it_trained_never_stops_a_commit(bus: Bus) -> None:
+    """Else some hundred deltas with the largest number that a header may have would stop a fragment for ever."""
+    expected = await first_head(bus)
+    for version in range(1, 4):
+        one = replace(await commit_on(bus, expected, version=version), merged_tokens=2**61 + 2**60)
+        await bus.commit(one)
+        expected = version, one.digest
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert (head.version, head.merged_deltas, head.merged_tokens) == (3, 6, 2**61 + 2**60)
+
+
 async def test_a_window_is_published_in_the_head_and_on_the_tape_only_if_it_changed(bus: Bus) -> None:
     expected = await first_head(bus)
     window = WindowView(state="grace", attempt=1, members=("l0",), expected=2, reason="1 of 2", deadline_unix_s=12.5)

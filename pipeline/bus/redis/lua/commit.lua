@@ -17,14 +17,16 @@ if refused then return refused end
 if redis.call('GET', lease) ~= a.nonce then return {'LEASE', lease} end
 refused = head_moved(head, a.was)
 if a.was.version == '' and redis.call('HGET', head, 'version') then refused = refused or {'HEAD', head} end
-refused = refused or bad_total(head, 'merged_deltas', a.merged_deltas) or bad_total(head, 'merged_tokens', a.merged_tokens)
+refused = refused or bad_total(head, 'merged_deltas', a.merged_deltas) or bad_total(head, 'merged_tokens', '0')
   or bad_total(head, 'rejected_tokens', '0') or incomplete(a.staged)
 if refused then return refused end
+-- A commit is never refused for what a peer says that it trained.
+local merged_tokens = bad_total(head, 'merged_tokens', a.merged_tokens) and '0' or a.merged_tokens
 
 for _, one in ipairs(a.staged) do redis.call('PERSIST', KEYS[one.key]) end
 redis.call('HSET', head, unpack(a.set))
 redis.call('HINCRBY', head, 'merged_deltas', a.merged_deltas)
-redis.call('HINCRBY', head, 'merged_tokens', a.merged_tokens)
+redis.call('HINCRBY', head, 'merged_tokens', merged_tokens)
 redis.call('HINCRBY', head, 'rejected_tokens', 0)
 redis.call('XADD', tape, '*', 'r', a.record)
 for _, key in ipairs(a.replaced) do redis.call('PEXPIRE', KEYS[key], a.replaced_ttl_ms) end
