@@ -208,6 +208,15 @@ def test_a_plan_keeps_to_the_link_and_says_why():
     assert any("too few for the model" in warning for warning in plan(Constants(**given), 10).warnings)
 
 
+def test_a_simulated_plan_has_one_word_on_what_is_lost():
+    """Not the share that `diloco plan` reckons without a simulation beside the simulated one."""
+    made = plan(Constants(mtbi="0.1y", params="1B", step_time="1s", link="1Gbps"), 64, learners=12)
+    assert 0 < made.overwritten < 0.1
+    assert made.merged_share == pytest.approx(1 - made.overwritten, abs=0.01)
+    assert f"merges {made.merged_share:.0%} of" in made.lines()
+    assert "a learner needs 1 chip to hold" in made.why["learners"]
+
+
 def test_a_plan_takes_fewer_bits_only_where_the_link_wants_them():
     """A slow link on which bf16 deltas outlast the overlap and 8 or 4 bits do not; or the flag."""
     given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s", "link": "30Gbps", "overlap_steps": 1}

@@ -79,7 +79,7 @@ def plan(constants: Constants, chips: str, learners: int | None, codec: str, glo
     console.print(choices(made, f"{count:,} chips, {written(constants.params)} parameters"))
     console.print(
         f"goodput {made.goodput:.1%}, uptime {made.uptime:.2%}, longest stall {made.longest_stall_s:.0f} s, "
-        f"{made.mean_participants:.1f} learners a merge, {made.overwritten:.1%} of the steps overwritten\n"
+        f"{made.mean_participants:.1f} learners a merge\n"
         f"{made.lines()}"
     )
     show(console, made)
