@@ -34,6 +34,7 @@ def bandwidth(params: str, step_time: str, layers: int, run: links.Run, files: P
     for name, needs in found.items():
         shown.add_row(name, *_for_what(kinds[name]), *("more" if at is None else f"{at:.3g}" for at in needs.values()))
     console.print(shown)
+    console.print(links.how_to_read(run))
     regions = {
         name: {link: links.speed_up(links.REGIONS, method, link * 1e9) for link in links.REGION_LINKS_GBIT_S}
         for name, method in kinds.items()
