@@ -201,8 +201,8 @@ def how_to_read(run: Run) -> str:
     return (
         f"the bandwidths tried are {GRID_GBIT_S[1] / GRID_GBIT_S[0] - 1:.0%} apart: equal neighbours lie between the "
         "same two\n"
-        f"decoupled learners lose whole steps, those of a round trip beyond {counted(run.overlap_steps, 'step')}: one is "
-        f"{1 / (run.sync_interval + run.overlap_steps + 1):.1%} of a round. In a round trip 1/"
+        f"decoupled learners lose whole steps, those of a round trip beyond {counted(run.overlap_steps, 'step')}: one "
+        f"is {1 / (run.sync_interval + run.overlap_steps + 1):.1%} of a round. In a round trip 1/"
         f"{run.fragments} of the model goes up, and then down; a streamed fragment has three layers, and goes once. "
         "More --fragments ask for less"
     )
