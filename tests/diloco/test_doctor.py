@@ -416,7 +416,7 @@ def test_a_user_of_one_run_need_not_name_it_or_is_told_to(healthy: EmbeddedRedis
         status, findings = look("--redis-url", url.format("operator"))
         assert (status, bad(findings)) == (0, {})
         assert "user operator is made for run theirs alone, so that one is looked at" in {one.found for one in findings}
-        assert any(one.found.startswith("no run theirs is there") for one in findings)
+        assert any(one.found.startswith("no run 'theirs' is there") for one in findings)
         status, findings = look("--redis-url", url.format("learner-anna"))
         found = bad(findings)["rights"]
         assert (status, set(bad(findings))) == (1, {"rights"})
