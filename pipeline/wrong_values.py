@@ -1,6 +1,6 @@
 """What a value may be, and what is wrong with one that pydantic has refused, in the words of this project."""
 
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
@@ -32,22 +32,20 @@ _WORDS = {
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field takes, in words, for messages and help."""
+    """What a field takes, in words, for messages and help: of several bounds on one side the closest one."""
     if get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(field.annotation)))
-    words = {
-        "ge": "at least {}",
-        "gt": "more than {}",
-        "le": "at most {}",
-        "lt": "less than {}",
-        "min_length": "at least {} characters",
-    }
-    return ", ".join(
-        text.format(written(bound) if isinstance(bound := getattr(rule, attr), float) else bound)
-        for rule in field.metadata
-        for attr, text in words.items()
-        if getattr(rule, attr, None) is not None
-    )
+
+    def bounds(**words: str) -> list[tuple[Any, str]]:
+        """Those that the field has, and how each is said."""
+        found = ((getattr(rule, name, None), word) for name, word in words.items() for rule in field.metadata)
+        return [one for one in found if one[0] is not None]
+
+    least, most = bounds(gt="more than {}", ge="at least {}"), bounds(lt="less than {}", le="at most {}")
+    # Of equal ones the first: it leaves the bound itself out.
+    closest = [*sorted(least, key=lambda one: -one[0])[:1], *sorted(most, key=lambda one: one[0])[:1]]
+    closest += bounds(min_length="at least {} characters")
+    return ", ".join(word.format(written(bound) if isinstance(bound, float) else bound) for bound, word in closest)
 
 
 def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:

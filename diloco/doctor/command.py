@@ -266,7 +266,7 @@ def command(
     if settings.redis_url is None:
         report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))
     if run is None:
-        seen = f"no run {name} is there" if line is not None else "none is known"
+        seen = f"no run {name!r} is there" if line is not None else "none is known"
         report.add(ok("run", f"{seen}, and neither --params nor --model was given: nothing to plan for"))
     else:
         report.add(*of_run(run, machine, line, party))

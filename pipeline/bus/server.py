@@ -231,7 +231,8 @@ def replaced(server: Server) -> Finding:
             "replicas",
             "this primary has no replica: should its machine be lost, its fragments stand still until it is back",
             "give it one: start a server with cluster-enabled yes, then, with redis-cli of Redis: redis-cli --cluster "
-            f"add-node NEW_HOST:PORT {server.at} --cluster-slave",
+            f"add-node NEW_HOST:PORT {server.at} --cluster-slave (where there are users with --user setup --pass "
+            "PASSWORD, with TLS with --tls --cacert ca.pem --cert FILE --key FILE)",
         )
     return replicas(server)
 

@@ -407,8 +407,8 @@ def region(
     learners: Learners = 4,
     fragments: Fragments = 4,
     global_codec: Annotated[
-        Literal["fp32", "int8", "both"], typer.Option(help="Globals as learners pull them; both: one after another")
-    ] = "both",
+        Literal[GlobalCodec, "all"], typer.Option(help="Globals as learners pull them; all: in turn")
+    ] = "all",
     line: Annotated[float, typer.Option(min=0.1, help="MB a second on the region's line, in each direction")] = 8.0,
     seconds: Annotated[float, typer.Option(min=10.0, help="Of each case, once all have joined")] = 40.0,
     strikes: Annotated[
@@ -427,7 +427,7 @@ def region(
     _learners("region")
     measuring = importlib.import_module("diloco.studies.bench.region.measuring")
     plain = measuring.Case(model, learners, fragments, line_bytes_s=line * 1e6, seconds=seconds)
-    codecs = ("fp32", "int8") if global_codec == "both" else (global_codec,)
+    codecs = get_args(GlobalCodec) if global_codec == "all" else (global_codec,)
     cases: dict[str, Any] = {}
     for one in codecs:
         of = replace(plain, global_codec=one)

@@ -21,6 +21,7 @@ import numpy as np
 from diloco.pipeline.needs import GLOBALS, USUAL
 from diloco.pipeline.redis_memory import CODECS
 from diloco.pipeline.site import layers_of
+from diloco.pipeline.units import counted
 
 TARGETS = (50, 75, 80, 90, 95, 99)
 """Percent of compute utilisation."""
@@ -193,6 +194,18 @@ def needed(model: Model, method: Method, targets: Sequence[float] = TARGETS) -> 
             low, high = (low, middle) if reached(middle) >= target / 100 else (middle + 1, high)
         found[target] = GRID_GBIT_S[low] if low < len(GRID_GBIT_S) else None
     return found
+
+
+def how_to_read(run: Run) -> str:
+    """What a table does not say by itself."""
+    return (
+        f"the bandwidths tried are {GRID_GBIT_S[1] / GRID_GBIT_S[0] - 1:.0%} apart: equal neighbours lie between the "
+        "same two\n"
+        f"decoupled learners lose whole steps, those of a round trip beyond {counted(run.overlap_steps, 'step')}: one "
+        f"is {1 / (run.sync_interval + run.overlap_steps + 1):.1%} of a round. In a round trip 1/"
+        f"{run.fragments} of the model goes up, and then down; a streamed fragment has three layers, and goes once. "
+        "More --fragments ask for less"
+    )
 
 
 def table(model: Model, kinds: Mapping[str, Method]) -> dict[str, dict[float, float | None]]:

@@ -14,7 +14,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.needs import GLOBALS, Needs, needs_of, pace_of
 from diloco.pipeline.party_memory import TRAINING_BYTES
 from diloco.pipeline.redis_memory import CODECS
-from diloco.pipeline.units import DAY_S
+from diloco.pipeline.units import DAY_S, counted
 from diloco.studies.goodput.constants import USUAL, Constants
 from diloco.studies.goodput.fleet import jobs, simulate, together
 
@@ -72,12 +72,11 @@ def plan(
     windows = simulate(chosen, "decoupled", chips, learners, DAYS, seed=0).windows
     pace.why["learners"] = why
     needs = needs_of(constants, pace, learners, constants.overlap_steps, constants.outer)
+    overwritten = windows.get("overwritten", 1.0)
     known: dict[str, Any] = {one.name: getattr(needs, one.name) for one in fields(needs)} | figures
-    return Plan(
-        **known,
-        mean_participants=windows.get("mean_participants", 0.0),
-        overwritten=windows.get("overwritten", 1.0),
-    )
+    # In place of what was reckoned without a simulation: one output has one share.
+    known["merged_share"] = max(0.0, 1.0 - overwritten - windows.get("rejected", 0.0))
+    return Plan(**known, mean_participants=windows.get("mean_participants", 0.0), overwritten=overwritten)
 
 
 def _learners(
@@ -98,13 +97,14 @@ def _learners(
         found[-1],
     )
     shown = ", ".join(f"M={m} {100 * f['goodput']:.1f} %" for m, f in found)
+    holds = f"a learner needs {counted(least, 'chip')} to hold the model"
     if len(among) == 1:
-        return learners, figures, f"as asked for ({shown}); a learner needs {least} chips to hold the model"
+        return learners, figures, f"as asked for ({shown}); {holds}"
     return (
         learners,
         figures,
         f"the fewest within {WORTH_IT:.0%} of the best goodput ({shown}) and with {1 - WORTH_IT / 10:.1%} uptime; "
-        f"above 8 the paper's quality falls, and a learner needs {least} chips to hold the model",
+        f"above 8 the paper's quality falls; {holds}",
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.settings import SyncSettings
 from tests.docker.test_compose_files import KNOWN
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +51,20 @@ def test_skypilot_takes_it(tmp_path: Path) -> None:
     assert "diloco learner" in run
     assert "constraints.txt" in setup
     assert {"LEARNER", "DILOCO_RUN"} <= set(envs)
+
+
+def test_the_pages_users_and_syncers_are_of_the_run_that_its_learners_join() -> None:
+    """By name; and a syncer says nothing of what learners settle, but what they say too: it would end at the other."""
+    page = (ROOT / "docs/howto/spot-regions.md").read_text()
+    envs = yaml.safe_load(FILE.read_text())["envs"]
+    assert set(re.findall(r"--run (\S+)", page)) == {envs["DILOCO_RUN"]}
+    (syncer,) = re.findall(r"^diloco syncer (.*)", page, re.MULTILINE)
+    given = {flag.replace("-", "_"): value for flag, value in re.findall(r"--(\S+) (\S+)", syncer)}
+    agreed = {name: given[name] for name in SyncSettings.model_fields.keys() & given.keys() - {"tokens"}}
+    assert {name: envs.get(f"DILOCO_{name.upper()}") for name in agreed} == agreed  # its budget it may settle
+    loops = re.findall(r"export DILOCO_REDIS_URL.*\n.*for n in.*\n.*sky jobs launch.*\n.*done", page)
+    commented = "\n".join(line.removeprefix("#   ") for line in FILE.read_text().splitlines())
+    assert [loop.replace("PASSWORD", "<password>") in commented for loop in loops] == [True]
 
 
 def test_its_variables_are_settings_and_its_command_is_one() -> None:

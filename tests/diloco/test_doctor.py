@@ -350,6 +350,8 @@ def test_a_primary_of_a_cluster_without_a_replica_is_said_by_the_doctor_alone() 
     node = Server.of(INFO | {"cluster_enabled": 1}, at="10.0.0.1:7000")
     found = of_server.replaced(node)
     assert (found.level, "add-node NEW_HOST:PORT 10.0.0.1:7000" in found.remedy) == ("warning", True)
+    assert "--user setup --pass PASSWORD" in found.remedy
+    assert "--tls --cacert" in found.remedy
     assert not [one for one in of_server.warnings(node) if "replica" in one]
 
 
@@ -414,7 +416,7 @@ def test_a_user_of_one_run_need_not_name_it_or_is_told_to(healthy: EmbeddedRedis
         status, findings = look("--redis-url", url.format("operator"))
         assert (status, bad(findings)) == (0, {})
         assert "user operator is made for run theirs alone, so that one is looked at" in {one.found for one in findings}
-        assert any(one.found.startswith("no run theirs is there") for one in findings)
+        assert any(one.found.startswith("no run 'theirs' is there") for one in findings)
         status, findings = look("--redis-url", url.format("learner-anna"))
         found = bad(findings)["rights"]
         assert (status, set(bad(findings))) == (1, {"rights"})

@@ -11,8 +11,10 @@ from diloco.pipeline.bus.redis.calls import Script, script
 from diloco.pipeline.bus.redis_streams import RedisBus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import ScriptsMissing
-from diloco.pipeline.messages.run import SCRIPTS_FOUND, SCRIPTS_MISSING, Event
+from diloco.pipeline.messages.run import SCRIPTS_FOUND, SCRIPTS_MISSING, Event, SeenReport
+from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view import trouble
+from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.status_reader import read_status
 from diloco.pipeline.view.trouble import Told
@@ -50,7 +52,7 @@ async def test_a_syncer_puts_back_scripts_that_no_call_of_its_own_misses(
             server.admin.script_load(one.text)
     assert await syncer.announce_syncer(NONCE, "s0", 60) == (NONCE,)
     learner = await server.bus("learner-l0")
-    with pytest.raises(ScriptsMissing, match=SAID):
+    with pytest.raises(ScriptsMissing, match=f"a syncer of this release loads them within seconds.*{SAID}"):
         await learner.offer(samples.header("l0"))
     keeping = asyncio.create_task(service._keep_scripts(syncer.ensure_scripts, Metrics()))
     async with asyncio.timeout(10):
@@ -60,6 +62,25 @@ async def test_a_syncer_puts_back_scripts_that_no_call_of_its_own_misses(
     keeping.cancel()
     await asyncio.gather(keeping, return_exceptions=True)
     await learner.close()
+
+
+@pytest.mark.redis
+async def test_who_looks_on_needs_no_script_that_redis_has_lost(
+    server: Server,  # noqa: F811
+    syncer: RedisBus,
+) -> None:
+    """As after a restart of Redis, once a run is over: nobody is there who may load scripts."""
+    await syncer.propose_spec(encode(samples.spec()))
+    assert await syncer.announce_syncer(NONCE, "s0", 60) == (NONCE,)
+    await syncer.put_back_report(SeenReport(report=samples.report(), age_s=60.0))
+    server.admin.script_flush()
+    viewer = await server.bus("viewer")
+    status = await read_status(viewer, LoopClock())
+    assert ([one["id"] for one in status["syncers"]], len(status["learners"])) == (["s0"], 1)
+    assert (await read_ledger_inputs(viewer, 1, 5.0)).reports == (samples.report(),)
+    assert 60 <= (await viewer.read_reports())[0].age_s < 70
+    assert not any(server.admin.script_exists(*(one.sha for one in calls.scripts()[0])))
+    await viewer.close()
 
 
 @pytest.mark.redis
@@ -76,9 +97,6 @@ async def test_a_learner_whose_release_has_no_syncer_waits_and_says_so_in_the_st
             while not await viewer.read_events():
                 await asyncio.sleep(0.02)
         assert not reached.done()
-        # A viewer's calls need some of the scripts, which both releases may well have.
-        for name in ("read_reports", "read_syncers"):
-            server.admin.script_load(script(name).text)
         reader = Collector(viewer, LoopClock(), "page")._reader
         for status in (await read_status(viewer, LoopClock()), (await reader.look()).status):
             (warning,) = [one for one in status["warnings"] if "scripts" in one]

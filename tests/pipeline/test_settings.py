@@ -27,6 +27,7 @@ from diloco.pipeline.settings import (
     load,
     parse_duration,
 )
+from diloco.pipeline.site import Site
 from diloco.pipeline.sources import check_variables
 from diloco.pipeline.wrong_values import allowed, told
 
@@ -227,6 +228,8 @@ def test_secrets_are_not_shown():
 def test_every_bounded_field_says_what_it_takes():
     """Help and messages have words for each bound."""
     assert allowed(SyncSettings.model_fields["grace_gamma"]) == "at least 0, less than 1"
+    closest = {"params": "at least 10k, at most 10T", "step_time": "more than 0", "link": "at least 1k"}
+    assert {name: allowed(Site.model_fields[name]) for name in closest} == closest
     assert allowed(SyncSettings.model_fields["merge"]) == "one of rda, rda-row, rda-all, mean"
 
 

@@ -1,10 +1,12 @@
 """Real learners behind one line, with a cache beside them: what the line carries, also where one of them is killed."""
 
 import math
+from typing import get_args
 
 import pytest
 from rich.console import Console
 
+from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.studies.bench.region.measuring import Case, measure
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(400)]
@@ -14,7 +16,7 @@ def measured(**given: object) -> dict[str, float]:
     return measure(Case(**{"model": "tiny", "line_bytes_s": 2e6, **given}), Console(quiet=True))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("global_codec", ["fp32", "int8"])
+@pytest.mark.parametrize("global_codec", get_args(GlobalCodec))
 def test_the_line_carries_one_learners_pull(global_codec: str) -> None:
     """From the first load on. Headers, heads and reports of all of them are in the sum; small ones count for more."""
     found = measured(global_codec=global_codec, model="small", line_bytes_s=8e6, seconds=25.0)

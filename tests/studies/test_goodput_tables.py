@@ -130,6 +130,18 @@ def test_bandwidth_is_within_one_step_of_the_published_rows(params):
     assert sum(off) <= 5
 
 
+def test_the_table_says_why_equal_figures_and_high_ones_are_in_it():
+    """At 99 % no step may be lost, and the usual eight fragments are large: smaller ones need what streaming needs."""
+    model, usual = bandwidth.Model(10e9, 0.8, 48), bandwidth.Run()
+    said = bandwidth.how_to_read(usual)
+    assert "21% apart" in said
+    assert "beyond 2 steps: one is 3.7% of a round" in said
+    assert "1/8 of the model" in said
+    many, few = (bandwidth.table(model, bandwidth.methods(replace(usual, fragments=count))) for count in (24, 8))
+    assert few["decoupled"][99] > 3 * few["streaming, overlap"][99]
+    assert many["decoupled"][99] == many["streaming, overlap"][99]
+
+
 def test_more_bandwidth_never_lowers_utilisation():
     """For every method, and without bandwidth there is next to none, but for decoupled learners' overlap."""
     model = bandwidth.Model(10e9, 0.8, 48)
@@ -206,6 +218,15 @@ def test_a_plan_keeps_to_the_link_and_says_why():
     hopeless = plan(Constants(**given, link="10Mbps"), 20_000)
     assert any("times the bandwidth" in warning for warning in hopeless.warnings)
     assert any("too few for the model" in warning for warning in plan(Constants(**given), 10).warnings)
+
+
+def test_a_simulated_plan_has_one_word_on_what_is_lost():
+    """Not the share that `diloco plan` reckons without a simulation beside the simulated one."""
+    made = plan(Constants(mtbi="0.1y", params="1B", step_time="1s", link="1Gbps"), 64, learners=12)
+    assert 0 < made.overwritten < 0.1
+    assert made.merged_share == pytest.approx(1 - made.overwritten, abs=0.01)
+    assert f"merges {made.merged_share:.0%} of" in made.lines()
+    assert "a learner needs 1 chip to hold" in made.why["learners"]
 
 
 def test_a_plan_takes_fewer_bits_only_where_the_link_wants_them():

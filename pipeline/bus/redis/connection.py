@@ -1,7 +1,5 @@
 """The run's names and the way to the server: what all parts of the bus on Redis have. They have one state."""
 
-from collections.abc import Sequence
-
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Connection
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms
@@ -47,8 +45,3 @@ class RedisConnection(Connection):
 
     async def _claim(self, key: str, nonce: str, ttl_s: float) -> bool:
         return await self._redis.script("claim", [key], nonce, to_ms(ttl_s)) == [1]
-
-
-def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    """A hash, of the names and values by turns that a script gives it as."""
-    return dict(zip(flat[::2], flat[1::2], strict=True))

@@ -15,7 +15,7 @@ from diloco.pipeline.bus.ports import (
     SyncerBoard,
 )
 from diloco.pipeline.bus.redis.calls import to_ms
-from diloco.pipeline.bus.redis.connection import RedisConnection, pairs
+from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
@@ -80,8 +80,8 @@ class RedisReports(RedisConnection, Reports):
         )
 
     async def read_reports(self) -> list[SeenReport]:
-        now_ms, reports, seen = await self._redis.script("read_reports", [self.keys.learners, self.keys.seen])
-        return stored_values.seen_reports(int(now_ms), pairs(reports), pairs(seen), self.format)
+        now_ms, (reports, seen) = await self._redis.timed_hashes(self.keys.learners, self.keys.seen)
+        return stored_values.seen_reports(now_ms, reports, seen, self.format)
 
 
 class RedisRunLogs(RedisConnection, RunLogs):
@@ -127,8 +127,8 @@ class RedisSyncerBoard(RedisConnection, SyncerBoard):
         await self._redis.command("HDEL", self.keys.syncers, nonce)
 
     async def read_syncers(self) -> dict[str, str]:
-        now_ms, found = await self._redis.script("read_syncers", [self.keys.syncers])
-        return stored_values.live_syncers(int(now_ms), pairs(found))
+        now_ms, (found,) = await self._redis.timed_hashes(self.keys.syncers)
+        return stored_values.live_syncers(now_ms, found)
 
 
 class RedisInitialUploads(RedisConnection, InitialUploads):

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import WorkQueue
-from diloco.pipeline.bus.redis.calls import to_ms
-from diloco.pipeline.bus.redis.connection import RedisConnection, pairs
+from diloco.pipeline.bus.redis.calls import pairs, to_ms
+from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.payload.codec import encode

@@ -34,6 +34,7 @@ def bandwidth(params: str, step_time: str, layers: int, run: links.Run, files: P
     for name, needs in found.items():
         shown.add_row(name, *_for_what(kinds[name]), *("more" if at is None else f"{at:.3g}" for at in needs.values()))
     console.print(shown)
+    console.print(links.how_to_read(run))
     regions = {
         name: {link: links.speed_up(links.REGIONS, method, link * 1e9) for link in links.REGION_LINKS_GBIT_S}
         for name, method in kinds.items()
@@ -79,7 +80,7 @@ def plan(constants: Constants, chips: str, learners: int | None, codec: str, glo
     console.print(choices(made, f"{count:,} chips, {written(constants.params)} parameters"))
     console.print(
         f"goodput {made.goodput:.1%}, uptime {made.uptime:.2%}, longest stall {made.longest_stall_s:.0f} s, "
-        f"{made.mean_participants:.1f} learners a merge, {made.overwritten:.1%} of the steps overwritten\n"
+        f"{made.mean_participants:.1f} learners a merge\n"
         f"{made.lines()}"
     )
     show(console, made)
