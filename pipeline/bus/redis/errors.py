@@ -137,8 +137,8 @@ def scripts_missing(where: str) -> ScriptsMissing:
     """What a party is told that may not load the scripts that it calls."""
     return ScriptsMissing(
         f"Redis at {where} does not have all scripts of this release, and this user may not load them",
-        "start a syncer of this release (`diloco --version` here says which), or replace one by it; then it goes on by "
-        "itself",
+        "a syncer of this release loads them within seconds, as after each restart of Redis; if none is there, start a "
+        "syncer of this release (`diloco --version` here says which), or replace one by it: then it goes on by itself",
     )
 
 
