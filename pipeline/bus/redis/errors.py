@@ -84,8 +84,9 @@ _TLS = (
 """What OpenSSL says, what it means, and what to do."""
 
 
+IS_IT_THERE = "has a Redis been started, and is DILOCO_REDIS_URL its address?"
 _NOT_THERE = (
-    ("connecting to", "nobody answers there", "has a Redis been started, and is DILOCO_REDIS_URL its address?"),
+    ("connecting to", "nobody answers there", IS_IT_THERE),
     ("Protocol error", "what answers there is no Redis", "does DILOCO_REDIS_URL have the right port?"),
 )
 """What redis-py says, what it means, and what to look at: nothing of it was ever there, or it is away for now."""
