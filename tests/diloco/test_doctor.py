@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import redis as redis_py
@@ -42,6 +43,8 @@ from diloco.pipeline.process import cores as cores_module
 from diloco.pipeline.process.cgroup import Limits
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.settings import SyncSettings
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.units import as_bytes
 from diloco.studies.strikes.proxy import Proxy
 from diloco.syncer.checkpoints.saving import OLD_S
@@ -351,6 +354,21 @@ def test_a_primary_of_a_cluster_without_a_replica_is_said_by_the_doctor_alone() 
     found = of_server.replaced(node)
     assert (found.level, "add-node NEW_HOST:PORT 10.0.0.1:7000" in found.remedy) == ("warning", True)
     assert not [one for one in of_server.warnings(node) if "replica" in one]
+
+
+@pytest.mark.parametrize(("takes_writes", "live"), [(True, 0), (False, 1)])
+def test_who_cannot_report_since_redis_refuses_writes_is_not_missed(takes_writes: bool, live: int) -> None:
+    async def main() -> Run | None:
+        bus = MemoryBus("r", VirtualClock())
+        await bus.propose_spec(encode(samples.spec()))
+        await bus.write_report(samples.report())
+        await asyncio.sleep(30)
+        bus.info = AsyncMock(return_value=replace(await bus.info(), takes_writes=takes_writes))  # type: ignore[method-assign]
+        return await measure.read_run(bus, None)
+
+    found = run_virtual(main())
+    assert found is not None
+    assert found.live == live
 
 
 # --- who may come -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import pytest
 import structlog
@@ -39,11 +40,11 @@ def test_a_file_gets_one_json_object_a_line():
 
 def test_an_outage_is_said_once_in_ten_seconds_in_each_of_its_wordings(monkeypatch: pytest.MonkeyPatch):
     """However many works of a party meet with it."""
-    stream, now_s = io.StringIO(), 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    stream = io.StringIO()
     logs.configure("info", stream)
     log = structlog.get_logger().bind(learner="a")
     for now_s in (0.0, 0.1, 9.9, 10.1):
+        monkeypatch.setattr(time, "monotonic", partial(float, now_s))
         for task in ("follow", "upload"):
             log.warning("bus_unavailable", error="no answer", task=task)
         log.warning("bus_full", error="too few replicas answer")

@@ -1,7 +1,11 @@
 """The status: its shape, its token accounting, its warnings."""
 
 import asyncio
+import dataclasses
 import json
+import math
+from typing import Any
+from unittest.mock import AsyncMock
 
 import msgpack
 import numpy as np
@@ -12,7 +16,7 @@ from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
-from diloco.pipeline.view.status import build_status
+from diloco.pipeline.view.status import LearnerStatus, build_status
 from diloco.pipeline.view.status_reader import read_status
 from tests import samples
 
@@ -346,6 +350,41 @@ def test_status_is_read_from_the_bus():
         assert status["elapsed_s"] == silence_s
         assert status["learners"][0]["age_s"] == pytest.approx(silence_s)
         assert status["warnings"][0] == f"quorum 2 > {1 if silence_s < 5 else 0} live"
+
+
+HOUR_S = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("info", "answers_s", "shown_s"),
+    [
+        ({}, math.inf, [9.0, 3600.0]),
+        ({"takes_writes": False}, math.inf, [0.0, 3591.0]),
+        ({"up_s": 2.0}, math.inf, [2.0, 3593.0]),
+        ({}, 2.0, [2.0, 3593.0]),
+        ({"up_s": 8.0}, math.inf, [9.0, 3600.0]),
+        ({"up_s": 10.0}, math.inf, [9.0, 3600.0]),
+    ],
+)
+def test_nobody_is_silent_for_as_long_as_redis_took_no_writes(
+    info: dict[str, Any], answers_s: float, shown_s: list[float]
+) -> None:
+    """It refused them, was started a moment ago, or has just answered again: who was silent before still is."""
+
+    async def main() -> list[LearnerStatus]:
+        bus = MemoryBus("r", VirtualClock())
+        await bus.write_report(samples.report("gone"))
+        await asyncio.sleep(HOUR_S - 9)
+        await bus.write_report(samples.report())
+        await asyncio.sleep(9)
+        told = dataclasses.replace(await bus.info(), **info)
+        bus.info = AsyncMock(return_value=told)  # type: ignore[method-assign]
+        return (await read_status(bus, VirtualClock(), answers_s=answers_s))["learners"]
+
+    learners = {one["id"]: one for one in run_virtual(main())}
+    assert [learners[name]["age_s"] for name in ("l0", "gone")] == pytest.approx(shown_s)
+    assert learners["l0"]["live"] is (shown_s[0] < 5)
+    assert not learners["gone"]["live"]
 
 
 @pytest.mark.parametrize(("said", "asked", "live"), [(None, None, False), (20.0, None, True), (20.0, 5.0, False)])

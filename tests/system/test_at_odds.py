@@ -94,7 +94,7 @@ def test_one_of_five_that_pulls_against_the_others_is_shown_and_left_out_where_a
         run_virtual(main())
     told = [one for one in logs if one["event"] == "delta_rejected" and "lost_tokens" in one]
     assert [(one["learner"], one["reason"]) for one in told] == ([(BAD, "at_odds")] if leave_out else [])
-    assert all("look at its loss" in one["detail"] for one in told)
+    assert all("loss (is its sign right" in one["detail"] for one in told)
 
 
 def test_a_window_whose_commit_fails_counts_once_in_the_standings() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -106,6 +107,7 @@ class RedisCalls:
             nodes=len(told),
             warnings=tuple(sorted(warnings)),
             takes_writes=not all(one.cut_off for one in servers),
+            up_s=math.inf if self.nodes.cluster else float(nodes[0].get("uptime_in_seconds", math.inf)),
             received_bytes=sum(int(node.get("total_net_input_bytes", 0)) for node in nodes),
             sent_bytes=sum(int(node.get("total_net_output_bytes", 0)) for node in nodes),
             node=max(limited, key=lambda one: one[0] / one[1], default=None),
