@@ -149,5 +149,6 @@ async def read_status_of(
         holders,
         told,
         info.takes_writes,
+        [p for p in fragments if p not in there],
     )
     return status, heads, state

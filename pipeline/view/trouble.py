@@ -1,6 +1,6 @@
 """What a run waits for, or has lost, and learners that stall each other: for the status, in words. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diloco.pipeline.messages.head import Head
@@ -97,11 +97,31 @@ def awaited(
     return f"{AWAITED} a syncer and learners" if abandoned else ""
 
 
-def gone(spec: Spec | None, state: RunState | None, heads: Sequence[Head | None], tokens: int) -> str:
-    """What the bus has lost of a run that has trained, and what to do; "" if nothing."""
+def unreachable(away: Iterable[int]) -> str:
+    """What is not known of a run whose bus has several servers; "" if all is. away: fragments whose server is."""
+    named = ", ".join(map(str, sorted(away)))
+    if not named:
+        return ""
+    return (
+        f"the server of fragments {named} does not answer, so nothing is merged there until it is back or a replica "
+        "has its place; nothing of them is lost as far as is known, but their figures are old here, or missing"
+    )
+
+
+def gone(
+    spec: Spec | None,
+    state: RunState | None,
+    heads: Sequence[Head | None],
+    tokens: int,
+    away: Collection[int] = (),
+) -> str:
+    """What the bus has lost of a run that has trained, and what to do; "" if nothing.
+
+    away: fragments whose heads could not be asked for.
+    """
     if not tokens or (state is not None and state.phase is Phase.FINISHED):
         return ""
-    missing = [str(p) for p, head in enumerate(heads) if head is None]
+    missing = [str(p) for p, head in enumerate(heads) if head is None and p not in away]
     if spec is not None and not missing:
         return ""
     what = f"the heads of fragments {', '.join(missing)} are" if spec is not None else "the run's spec is"
