@@ -348,12 +348,27 @@ def test_a_disk_that_the_server_cannot_write_to_is_named() -> None:
     assert {one.level for one in checks.server([Server.of(INFO)])} == {"ok"}
 
 
-def test_a_primary_of_a_cluster_without_a_replica_is_said_by_the_doctor_alone() -> None:
-    """A run goes on with it, and its status need not warn of it for as long."""
+def test_a_cluster_whose_primaries_have_no_replicas_is_said_by_the_doctor_and_a_single_one_by_all() -> None:
+    """The first is meant so, and a status need not warn of it for as long as the run goes on."""
     node = Server.of(INFO | {"cluster_enabled": 1}, at="10.0.0.1:7000")
     found = of_server.replaced(node)
     assert (found.level, "add-node NEW_HOST:PORT 10.0.0.1:7000" in found.remedy) == ("warning", True)
-    assert not [one for one in of_server.warnings(node) if "replica" in one]
+    assert not list(of_server.warnings([node, node]))
+    other = Server.of(INFO | {"cluster_enabled": 1, "connected_slaves": 1}, at="10.0.0.2:7000")
+    (said,) = of_server.warnings([node, other])
+    assert said.startswith("10.0.0.1:7000: this primary has no replica")
+
+
+@pytest.mark.parametrize(("replicas", "waits", "last"), [(1, True, True), (1, False, None), (2, True, None)])
+def test_a_replica_that_sentinels_miss_is_named_with_what_the_next_loss_does(
+    replicas: int, waits: bool, last: bool | None
+) -> None:
+    """By doctor and status, as long as the primary takes writes; with all of them there, nothing is said."""
+    good = {"min_slaves_good_slaves": replicas} if waits else {}
+    node = Server.of(INFO | {"connected_slaves": replicas} | good, known_replicas=2)
+    said = [one.found for one in checks.server([node]) if one.about == "replicas" and one.level == "warning"]
+    assert len(said) == len(list(of_server.warnings([node]))) == (replicas < 2 or not waits)
+    assert any("once one more server is lost, all writes are refused" in one for one in said) is bool(last)
 
 
 @pytest.mark.parametrize(("takes_writes", "live"), [(True, 0), (False, 1)])

@@ -92,11 +92,14 @@ class RedisCalls:
     async def info(self) -> BusInfo:
         """The server, or all primaries of a cluster, about themselves; of one that is away, that it is."""
         told = await self.everywhere("INFO")
-        nodes = [reply for reply in told.values() if not isinstance(reply, DilocoError)]
+        there = {address: reply for address, reply in told.items() if not isinstance(reply, DilocoError)}
+        nodes, known_replicas = list(there.values()), self.nodes.known_replicas
         limits = [int(node.get("maxmemory", 0)) for node in nodes]
         limited = [(int(node["used_memory"]), limit) for node, limit in zip(nodes, limits, strict=True) if limit]
-        servers = list(map(server.Server.of, nodes))
-        warnings = {warning for one in servers for warning in server.warnings(one)}
+        servers = [
+            server.Server.of(node, at=str(address), known_replicas=known_replicas) for address, node in there.items()
+        ]
+        warnings = set(server.warnings(servers))
         warnings |= {str(reply) for reply in told.values() if isinstance(reply, DilocoError)}
         return BusInfo(
             server_id="+".join(sorted(str(node["run_id"]) for node in nodes)),
