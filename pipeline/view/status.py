@@ -351,7 +351,7 @@ def build_status(
     if goes_on and takes_writes and syncers is not None and not syncers and present:
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
     warnings += [state.problem] if state is not None and state.problem else []
-    warnings += [one] if (one := trouble.without_scripts(told.scriptless)) else []
+    warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
     doubted = sorted({learner for head in present for learner in head.window.doubted} - left_out)
     if at_odds and goes_on:
         done = "left out of merges" if left_out else "merged all the same (leave_out = true leaves them out)"
