@@ -1,8 +1,11 @@
 """`diloco status`: a live run as its display shows it, a finished one by its report."""
 
 import asyncio
+import math
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,9 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status import Status, is_missed, present
 from diloco.pipeline.view.status_reader import read_status
+
+SOON_S = 2.0
+"""A Redis that answers does so within this; else somebody who waits is told what for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +97,12 @@ async def _read(url: str, run: str, known: bool) -> Status:
     Raises:
         DilocoError: nothing on this Redis is of that run.
     """
+    clock = LoopClock()
+    began_s = clock.now()
     async with open_bus(url, run) as bus:
         there = known or await bus.read_spec() is not None
-        status = await read_status(bus, LoopClock())
+        away = clock.now() - began_s > SOON_S  # so until now nobody else could write either
+        status = await read_status(bus, clock, answers_s=0.0 if away else math.inf)
     check_there(status, there)
     return status
 
@@ -108,6 +117,18 @@ def check_there(status: Status, agreed: bool) -> None:
         raise DilocoError(f"no run {status['run']!r} on this Redis: is it --run?")
 
 
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Says what is waited for, should it not be there soon."""
+    said = "Redis has not answered yet (as in a failover); waiting for it"
+    timer = threading.Timer(SOON_S, typer.echo, (said,), {"err": True})
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _find(settings: BusSettings, folder: Path | None) -> _Found:
     """What there is of a run.
 
@@ -117,7 +138,9 @@ def _find(settings: BusSettings, folder: Path | None) -> _Found:
     place = locate(settings, folder)
     if place.redis_url is not None:
         try:
-            return _Found(place, asyncio.run(_read(place.redis_url, place.run, known=place.folder is not None)))
+            with _patience():
+                status = asyncio.run(_read(place.redis_url, place.run, known=place.folder is not None))
+            return _Found(place, status)
         except BusError:
             if place.folder is None:
                 raise

@@ -103,7 +103,8 @@ def server(nodes: Iterable[Server]) -> Iterator[Finding]:
     nodes = list(nodes)
     for look in (of_server.version, of_server.role, of_server.eviction, of_server.disk):
         yield from _of_each(nodes, look)
-    yield from _of_each([one for one in nodes if one.replicas or one.cut_off or one.cluster], of_server.replaced)
+    replicated = [one for one in nodes if one.replicas or one.known_replicas or one.cut_off or one.cluster]
+    yield from _of_each(replicated, of_server.replaced)
     yield from _of_each([one for one in nodes if one.cluster], of_server.coverage)
 
 

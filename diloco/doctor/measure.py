@@ -40,6 +40,7 @@ from diloco.pipeline.site import Site, outer_operations
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.pipeline.units import as_maxmemory
 from diloco.pipeline.view.status import LIVE_S
+from diloco.pipeline.view.status_reader import as_heard
 from diloco.syncer.checkpoints.places import Folder as FolderPlace
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import run_folder
@@ -166,7 +167,8 @@ async def read_run(bus: Bus, step_s: float | None) -> Run | None:
         return None
     spec = decode(Spec, data)
     layout = layout_of(spec.tensors)
-    live = [one.report for one in await bus.read_reports() if one.age_s < LIVE_S and not one.report.left]
+    heard = as_heard(await bus.read_reports(), await bus.info(), LIVE_S)
+    live = [one.report for one in heard if one.age_s < LIVE_S and not one.report.left]
     steps = known_steps([report.step_s_median or report.step_s for report in live])
     state, heads = await bus.read_state(), await bus.read_heads(range(len(layout.fragments)))
     present = [head for head in heads if head is not None]

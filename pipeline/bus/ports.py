@@ -12,6 +12,7 @@ on all of them):
 - An owner's writes (`OwnerWrites`) check the lease nonce and the head inside the same atomic step.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -90,6 +91,8 @@ class BusInfo:
     """E.g. an eviction policy that may drop keys."""
     takes_writes: bool = True
     """Some node does; False: none has a replica that is in touch with it, as it was told to have."""
+    up_s: float = math.inf
+    """Since a single server was started; inf: not told."""
     received_bytes: int = 0
     """From all its clients since it was started, those of other runs too."""
     sent_bytes: int = 0

@@ -3,7 +3,7 @@
 One judgement for all who ask: the bus as it connects and warns, the syncer before it begins, `diloco doctor`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -11,7 +11,7 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.redis_memory import redis_bytes, redis_holds, round_bytes
-from diloco.pipeline.units import as_bytes, as_maxmemory
+from diloco.pipeline.units import as_bytes, as_maxmemory, counted
 
 OLDEST = (6, 2)
 """Version from which on a server has what scripts and streams need."""
@@ -60,6 +60,8 @@ class Server:
     """A replica, which refuses writes."""
     replicas: int = 0
     """Those that follow it."""
+    known_replicas: int = 0
+    """Those that should, as its sentinels know them; 0: nobody tells."""
     waits: bool = False
     """It refuses writes while no replica is in touch with it, as min-replicas-to-write says or a cluster's rules do."""
     cut_off: bool = False
@@ -78,7 +80,9 @@ class Server:
     """One of ours, which lasts as long as the command that has started it (`embedded`)."""
 
     @classmethod
-    def of(cls, info: Mapping[str, Any], config: Mapping[str, str] | None = None, at: str = "") -> Self:
+    def of(
+        cls, info: Mapping[str, Any], config: Mapping[str, str] | None = None, at: str = "", known_replicas: int = 0
+    ) -> Self:
         """Of a node's INFO, as a client library reads it."""
         config = config or {}
         mode, coverage = config.get("protected-mode"), config.get(FULL_COVERAGE)
@@ -92,6 +96,7 @@ class Server:
             disk_fails="err" in (info.get("aof_last_write_status"), info.get("rdb_last_bgsave_status")),
             follows=info.get("role") == "slave",
             replicas=int(info.get("connected_slaves", 0)),
+            known_replicas=known_replicas,
             waits="min_slaves_good_slaves" in info or bool(info.get("cluster_enabled")),
             cut_off=info.get("min_slaves_good_slaves") == 0,
             save=config.get("save"),
@@ -221,11 +226,20 @@ def replicas(server: Server) -> Finding:
             "another one has become primary",
             f"on all of them: {to_set('min-replicas-to-write 1')}, with min-replicas-max-lag 10, or less",
         )
+    if server.replicas < server.known_replicas:
+        known = counted(server.known_replicas, "replica")
+        found = f"in touch with this primary: {server.replicas} of the {known} that its sentinels know"
+        last = server.waits and server.replicas == 1
+        return warning(
+            "replicas",
+            f"{found}{' (once one more server is lost, all writes are refused)' if last else ''}",
+            "start the others again; one that is gone for good is forgotten by SENTINEL RESET on each sentinel",
+        )
     return ok("replicas", str(server.replicas) if server.replicas else "none")
 
 
 def replaced(server: Server) -> Finding:
-    """Whether another one takes over where a cluster loses it: a run goes on, so it is told once, by the doctor."""
+    """Whether another one takes over where a cluster loses it."""
     if server.cluster and not server.replicas:
         return warning(
             "replicas",
@@ -253,9 +267,16 @@ def coverage(server: Server) -> Finding:
     )
 
 
-def warnings(server: Server) -> Iterator[str]:
-    """What somebody should mend while a run goes on; besides, its `fill`, for which the run is to be known."""
-    yield from (str(found) for found in (eviction(server), disk(server), replicas(server)) if found.level != "ok")
+def warnings(nodes: Sequence[Server]) -> Iterator[str]:
+    """What somebody should mend while a run goes on; besides, each one's `fill`, for which the run is to be known.
+
+    A cluster of which no primary has a replica is meant so: that is told once, by the doctor.
+    """
+    for node in nodes:
+        spent = node.cluster and not node.replicas and any(one.replicas for one in nodes)
+        for found in (eviction(node), disk(node), replaced(node) if spent else replicas(node)):
+            if found.level != "ok":
+                yield f"{node.at}: {found}" if spent and found.about == "replicas" else str(found)
 
 
 def room(

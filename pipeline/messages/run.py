@@ -107,6 +107,8 @@ SCRIPTS_MISSING, SCRIPTS_FOUND = "scripts_missing", "scripts_found"
 """Events of a learner that does not find its release's scripts at Redis, and that does again."""
 LEARNER_REVOKED = "learner_revoked"
 """Event: the invitation of the learner was taken back."""
+REDIS_CHANGED = "redis_changed"
+"""Event: a server has some of the run's keys that had none: another one has taken over, or one was restarted."""
 
 
 class Event(Message):

@@ -1,12 +1,36 @@
 """Log set-up of a process: readable on a terminal, one JSON object a line anywhere else."""
 
 import sys
+import time
+from collections.abc import MutableMapping
 from typing import Any, TextIO
 
 import structlog
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.output import outlive_errors_reader
+
+OUTAGES = frozenset({"bus_unavailable", "bus_full", "scripts_missing"})
+"""Events of `outage_event`: each of a party's works meets with an outage, and tries again some times a second."""
+OUTAGE_AGAIN_S = 10.0
+"""An outage is said again after so long."""
+
+
+class _OutagesOnce:
+    """Drops a line about an outage that was there a moment ago in the same words."""
+
+    def __init__(self) -> None:
+        self._said_s: dict[tuple[Any, ...], float] = {}
+
+    def __call__(self, logger: Any, method: str, line: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+        if line["event"] not in OUTAGES:
+            return line
+        now_s, what = time.monotonic(), (line["event"], line.get("learner"), line.get("error"))
+        self._said_s = {one: said_s for one, said_s in self._said_s.items() if now_s - said_s < OUTAGE_AGAIN_S}
+        if what in self._said_s:
+            raise structlog.DropEvent
+        self._said_s[what] = now_s
+        return line
 
 
 def configure(level: str, stream: TextIO | None = None) -> None:
@@ -15,6 +39,8 @@ def configure(level: str, stream: TextIO | None = None) -> None:
     Args:
         level: least severe line shown: debug, info, warning or error.
         stream: where to; a terminal gets colours and aligned columns, the rest JSON with UTC times.
+
+    What an outage has each work say again and again stands there once in `OUTAGE_AGAIN_S`.
     """
     outlive_errors_reader()
     target = sys.stderr if stream is None else stream
@@ -28,7 +54,12 @@ def configure(level: str, stream: TextIO | None = None) -> None:
             structlog.processors.JSONRenderer(dumps, default=repr),
         ]
     structlog.configure(
-        processors=[structlog.contextvars.merge_contextvars, structlog.processors.add_log_level, *output],
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            _OutagesOnce(),
+            structlog.processors.add_log_level,
+            *output,
+        ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(target),
         cache_logger_on_first_use=False,  # tests configure again, and a line is rare

@@ -10,7 +10,7 @@ and the rest "died" (or was lost before this part of a resumed run began). The r
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from diloco.pipeline.fragments import Layout, layout_of
@@ -252,9 +252,17 @@ def merged_tokens(layout: Layout, heads: Sequence[Head]) -> int:
 
 
 def _tokens(
-    layout: Layout | None, state: RunState | None, reports: Sequence[SeenReport], heads: Sequence[Head], live_s: float
+    layout: Layout | None,
+    state: RunState | None,
+    reports: Sequence[SeenReport],
+    heads: Sequence[Head],
+    live_s: float,
+    away: Collection[int],
 ) -> tuple[int, int, TokensLost]:
-    """(trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of it."""
+    """(trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of it.
+
+    While some heads cannot be asked for, no less is merged than the lead has noted last.
+    """
     base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
     earlier = (0, 0) if state is None else (state.base_overwritten, state.base_rejected)
     tokens = min(MOST_TOKENS, max(written, base + sum(seen.report.tokens for seen in reports)))
@@ -262,8 +270,9 @@ def _tokens(
     if layout is not None:
         elements = [fragment.elements for fragment in layout.fragments]
         total = layout.elements
+        noted = state.samples[-1][2] if away and state is not None and state.samples else 0
         known = (
-            sum(head.merged_tokens * elements[head.fragment] for head in heads),
+            max(noted * total, sum(head.merged_tokens * elements[head.fragment] for head in heads)),
             earlier[0] + sum(seen.report.overwritten for seen in reports),
             earlier[1] + sum(head.rejected_tokens * elements[head.fragment] for head in heads),
         )
@@ -314,22 +323,23 @@ def build_status(
     holders: Sequence[str | None] = (),
     told: trouble.Told = NOTHING_TOLD,
     takes_writes: bool = True,
+    away: Collection[int] = (),
 ) -> Status:
     """The status from its parts.
 
     `syncers`: nonce -> name of those that are here; `holders`: under which nonce each fragment's lease is held;
-    `told`: what events say of learners.
+    `told`: what events say of learners; `away`: fragments whose heads could not be asked for.
     Before a spec and a state exist the phase is "waiting", and the shape is the same.
     """
     present = [head for head in heads if head is not None]
     layout = layout_of(spec.tensors) if spec is not None else None
-    tokens, merged, lost = _tokens(layout, state, reports, present, live_s)
+    tokens, merged, lost = _tokens(layout, state, reports, present, live_s, away)
     budget = state.budget_tokens if state is not None else spec.sync.tokens if spec is not None else 0
     quorum = spec.sync.quorum if spec is not None else 0
     live = len({seen.report.learner for seen in reports if is_live(seen, live_s)})
     warnings = list(bus_warnings)
-    gone = trouble.gone(spec, state, heads, tokens)
-    warnings += [gone] if gone else []
+    gone, unreachable = trouble.gone(spec, state, heads, tokens, away), trouble.unreachable(away)
+    warnings += [one for one in (gone, unreachable) if one]
     awaited = trouble.awaited(spec, state, syncers, live, takes_writes)
     at_odds = {learner for head in present for learner in head.window.at_odds}
     left_out = at_odds if spec is not None and spec.sync.leave_out else set()
@@ -341,7 +351,7 @@ def build_status(
     if goes_on and takes_writes and syncers is not None and not syncers and present:
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
     warnings += [state.problem] if state is not None and state.problem else []
-    warnings += [one] if (one := trouble.without_scripts(told.scriptless)) else []
+    warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
     doubted = sorted({learner for head in present for learner in head.window.doubted} - left_out)
     if at_odds and goes_on:
         done = "left out of merges" if left_out else "merged all the same (leave_out = true leaves them out)"
@@ -358,9 +368,9 @@ def build_status(
         slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)
         warnings += [str(slow)] if slow else []
         warnings += trouble.crowded(here)
-        if away := sorted({seen.report.learner for seen in here if seen.report.region == "away"}):
+        if alone := sorted({seen.report.learner for seen in here if seen.report.region == "away"}):
             what = "pull from the run's Redis, since that of their region cannot be used (their logs say why)"
-            warnings.append(f"{', '.join(away[:5])}{' ...' if away[5:] else ''} {what}")
+            warnings.append(f"{', '.join(alone[:5])}{' ...' if alone[5:] else ''} {what}")
     elapsed_s = _elapsed_s(state, reports, now_unix_s)
     samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)
     merged_share = shares(samples, (began + elapsed_s, tokens, merged), lost["pending"])

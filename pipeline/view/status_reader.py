@@ -1,5 +1,6 @@
 """Reads the status of a run from its bus."""
 
+import math
 from collections.abc import Collection, Sequence
 
 from diloco.pipeline.bus.by_group import by_group
@@ -8,7 +9,7 @@ from diloco.pipeline.bus.server import fill_of_run
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.run import Evaluation, RunState, SeenReport
+from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view import trouble
@@ -30,6 +31,29 @@ async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
         if last is not None:
             break
     return last
+
+
+def as_heard(
+    reports: Sequence[SeenReport], info: BusInfo, live_s: float, answers_s: float = math.inf
+) -> list[SeenReport]:
+    """Reports with their ages, without the time in which nobody could write: who was not let is not silent.
+
+    That time lies between the last report and when the bus took writes again, if none has come since.
+
+    Args:
+        reports: all.
+        info: of the bus: whether it takes writes, and since when it is up.
+        live_s: a learner not heard from for this long is not live.
+        answers_s: for how long the bus has answered without a break, as far as the caller knows.
+    """
+    writable_s = min(info.up_s, answers_s) if info.takes_writes else 0.0
+    away_s = min((seen.age_s for seen in reports), default=0.0) - writable_s
+    if away_s <= 0 or writable_s >= live_s:
+        return list(reports)
+    return [
+        seen.model_copy(update={"age_s": seen.age_s - away_s, "read_unix_s": seen.read_unix_s - away_s})
+        for seen in reports
+    ]
 
 
 def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[str]:
@@ -57,8 +81,8 @@ class StatusReader:
         self._bus, self._clock, self._live_s = bus, clock, live_s
         self._told, self._cursor = NOTHING_TOLD, START
 
-    async def read(self) -> Status:
-        """The status now.
+    async def read(self, answers_s: float = math.inf) -> Status:
+        """The status now. answers_s: as `as_heard`.
 
         Raises:
             BusError: the bus cannot be read.
@@ -73,13 +97,13 @@ class StatusReader:
         while events := await bus.read_events(self._cursor):
             self._cursor, self._told = events[-1][0], self._told.after(events, clock.unix())
         self._told = self._told.after((), clock.unix())
-        status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, self._live_s, self._told)
+        status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, self._live_s, self._told, answers_s)
         return status
 
 
-async def read_status(bus: Bus, clock: Clock, live_s: float | None = None) -> Status:
+async def read_status(bus: Bus, clock: Clock, live_s: float | None = None, answers_s: float = math.inf) -> Status:
     """As `StatusReader`, once."""
-    return await StatusReader(bus, clock, live_s).read()
+    return await StatusReader(bus, clock, live_s).read(answers_s)
 
 
 async def read_status_of(
@@ -90,10 +114,11 @@ async def read_status_of(
     info: BusInfo,
     live_s: float | None,
     told: trouble.Told,
+    answers_s: float = math.inf,
 ) -> tuple[Status, list[Head | None], RunState | None]:
     """As `read_status`, for who knows what changes seldom; with the heads and the state that it is of.
 
-    bus: groups set, if there is a spec. told: what events say of learners.
+    bus: groups set, if there is a spec. told: what events say of learners. answers_s: as `as_heard`.
     """
     # Totals of heads before those of reports: what was merged was reported as trained earlier.
     fragments = range(0 if spec is None else spec.sync.fragments)
@@ -104,6 +129,9 @@ async def read_status_of(
     holders = [held.get(p) for p in fragments]
     reports = await bus.read_reports()
     state = await bus.read_state()
+    liveness_s = _liveness(state, live_s)
+    if state is None or state.phase is not Phase.FINISHED:
+        reports = as_heard(reports, info, liveness_s, answers_s)
     warnings = list(info.warnings)
     if spec is not None and (found := redis_fill(info, spec, live_learners(reports, state))).level != "ok":
         warnings.append(str(found))
@@ -116,10 +144,11 @@ async def read_status_of(
         evaluation,
         warnings,
         clock.unix(),
-        _liveness(state, live_s),
+        liveness_s,
         syncers,
         holders,
         told,
         info.takes_writes,
+        [p for p in fragments if p not in there],
     )
     return status, heads, state

@@ -1,17 +1,26 @@
 """What a run waits for, or has lost, and learners that stall each other: for the status, in words. Pure."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.run import LEARNER_REVOKED, SCRIPTS_MISSING, Event, Phase, RunState, SeenReport
+from diloco.pipeline.messages.run import (
+    LEARNER_REVOKED,
+    REDIS_CHANGED,
+    SCRIPTS_MISSING,
+    Event,
+    Phase,
+    RunState,
+    SeenReport,
+)
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.units import duration
 
 AWAITED = "waiting for"
 """How the reason begins of a run that waits, unless the bus has lost a part of it."""
 
 RECENT_S = 3600.0
-"""Scripts that were missed longer ago do not count."""
+"""Scripts that were missed longer ago, or a server that has changed, do not count."""
 MOST_TOLD = 512
 """Learners of either kind."""
 SKEW_S = 5.0
@@ -27,20 +36,25 @@ class Told:
     """Who does not find its scripts at Redis, by when it told it last, in Unix seconds: anything else ends that."""
     revoked: Mapping[str, float] = field(default_factory=dict)
     """Whose invitation was taken back, by when Redis was told, in Unix seconds of its clock."""
+    changes: tuple[float, ...] = ()
+    """When another server came, or one was restarted, lately; in Unix seconds."""
 
     def after(self, events: Iterable[tuple[str, Event]], now_s: float) -> "Told":
-        """With what later events say, by their ids; now_s: Unix seconds, by which `scriptless` is forgotten."""
-        scriptless, revoked = dict(self.scriptless), dict(self.revoked)
+        """With what later events say, by their ids; now_s: Unix seconds, by which all but `revoked` is forgotten."""
+        scriptless, revoked, changes = dict(self.scriptless), dict(self.revoked), list(self.changes)
         for entry_id, event in events:
             scriptless.pop(event.who, None)
             if event.name == SCRIPTS_MISSING and len(scriptless) < MOST_TOLD:
                 scriptless[event.who] = event.unix_s
+            if event.name == REDIS_CHANGED:
+                changes.append(min(event.unix_s, now_s))
             if event.name == LEARNER_REVOKED:
                 revoked.pop(event.who, None)
                 revoked[event.who] = int(entry_id.partition("-")[0]) / 1000
                 if len(revoked) > MOST_TOLD:
                     del revoked[next(iter(revoked))]
-        return Told({who: told_s for who, told_s in scriptless.items() if now_s - told_s < RECENT_S}, revoked)
+        recent = {who: told_s for who, told_s in scriptless.items() if now_s - told_s < RECENT_S}
+        return Told(recent, revoked, tuple(one for one in changes if now_s - one < RECENT_S)[-MOST_TOLD:])
 
     def is_revoked(self, seen: SeenReport) -> bool:
         """Whether nobody misses a learner that is not live.
@@ -50,6 +64,18 @@ class Told:
         """
         told_s = self.revoked.get(seen.report.learner)
         return told_s is not None and seen.read_unix_s - seen.age_s - SKEW_S <= told_s <= seen.read_unix_s + SKEW_S
+
+
+def changed(told: Told, now_s: float) -> str:
+    """That Redis was another server or was restarted, lately; "" if not. now_s: Unix seconds."""
+    if not told.changes:
+        return ""
+    times, last_s = len(told.changes), max(0.0, now_s - max(told.changes))
+    often = "once" if times == 1 else f"{times} times"
+    return (
+        f"Redis failed over or was restarted {often} in the last hour, last {duration(last_s)} ago: the last moments "
+        "before it may be lost (`primary_moved` in logs says which server came)"
+    )
 
 
 def crowded(reports: Sequence[SeenReport]) -> list[str]:
@@ -97,11 +123,31 @@ def awaited(
     return f"{AWAITED} a syncer and learners" if abandoned else ""
 
 
-def gone(spec: Spec | None, state: RunState | None, heads: Sequence[Head | None], tokens: int) -> str:
-    """What the bus has lost of a run that has trained, and what to do; "" if nothing."""
+def unreachable(away: Iterable[int]) -> str:
+    """What is not known of a run whose bus has several servers; "" if all is. away: fragments whose server is."""
+    named = ", ".join(map(str, sorted(away)))
+    if not named:
+        return ""
+    return (
+        f"the server of fragments {named} does not answer, so nothing is merged there until it is back or a replica "
+        "has its place; nothing of them is lost as far as is known, but their figures are old here, or missing"
+    )
+
+
+def gone(
+    spec: Spec | None,
+    state: RunState | None,
+    heads: Sequence[Head | None],
+    tokens: int,
+    away: Collection[int] = (),
+) -> str:
+    """What the bus has lost of a run that has trained, and what to do; "" if nothing.
+
+    away: fragments whose heads could not be asked for.
+    """
     if not tokens or (state is not None and state.phase is Phase.FINISHED):
         return ""
-    missing = [str(p) for p, head in enumerate(heads) if head is None]
+    missing = [str(p) for p, head in enumerate(heads) if head is None and p not in away]
     if spec is not None and not missing:
         return ""
     what = f"the heads of fragments {', '.join(missing)} are" if spec is not None else "the run's spec is"

@@ -13,9 +13,10 @@ from typing import Any
 
 import structlog
 
+from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.server import fill_of_run
 from diloco.pipeline.errors import BusError
-from diloco.pipeline.messages.run import Phase, RunState, SeenReport
+from diloco.pipeline.messages.run import REDIS_CHANGED, Event, Phase, RunState, SeenReport
 from diloco.pipeline.pacing import merge_share, outer_room, slow_merges
 from diloco.pipeline.settings import SyncerProcess
 from diloco.syncer.checkpoints.keeping import Checkpoints
@@ -51,6 +52,8 @@ class Serving:
         self.leases = Leases(self._bus, self._clock, self.owners, context.nonce, context.name, settings.lease_s)
         self._lost = Lost(self._bus, self._clock, context.agreed, self.owners)
         self._lead = Lead(context)
+        self._servers: frozenset[str] = frozenset()
+        """Ids of those that the run was on."""
         self._archive, self._checkpoints = None, None
         if settings.tape_dir:
             groups = context.sync.groups
@@ -249,7 +252,20 @@ class Serving:
             info = await self._bus.info()
             fill = fill_of_run(info, self.context.layout.elements, len(self._watch.live()), self.context.sync)
             self._bus_warnings.tell(info, fill)
+            await self._tell_change(info)
             await self._lost.spec()
+
+    async def _tell_change(self, info: BusInfo) -> None:
+        """Leave word of it in the run where a server has come: that a failover took place is else in logs alone."""
+        now = frozenset(info.server_id.split("+"))
+        if self._servers and not now <= self._servers:
+            if self.leads():
+                told_by = f"told by {self.context.name}"
+                unix_s = self._clock.unix()
+                await self._bus.add_event(Event(name=REDIS_CHANGED, who="Redis", detail=told_by, unix_s=unix_s))
+            elif await self._bus.read_leases([0]) == [None]:
+                return  # whoever leads next tells
+        self._servers |= now
 
     async def _keep_tape_short(self) -> None:
         """Without an archive the tape is for waking only: what is old goes."""

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import redis as redis_py
@@ -42,6 +43,8 @@ from diloco.pipeline.process import cores as cores_module
 from diloco.pipeline.process.cgroup import Limits
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.settings import SyncSettings
+from diloco.pipeline.testing.memory import MemoryBus
+from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.units import as_bytes
 from diloco.studies.strikes.proxy import Proxy
 from diloco.syncer.checkpoints.saving import OLD_S
@@ -345,14 +348,44 @@ def test_a_disk_that_the_server_cannot_write_to_is_named() -> None:
     assert {one.level for one in checks.server([Server.of(INFO)])} == {"ok"}
 
 
-def test_a_primary_of_a_cluster_without_a_replica_is_said_by_the_doctor_alone() -> None:
-    """A run goes on with it, and its status need not warn of it for as long."""
+def test_a_cluster_whose_primaries_have_no_replicas_is_said_by_the_doctor_and_a_single_one_by_all() -> None:
+    """The first is meant so, and a status need not warn of it for as long as the run goes on."""
     node = Server.of(INFO | {"cluster_enabled": 1}, at="10.0.0.1:7000")
     found = of_server.replaced(node)
     assert (found.level, "add-node NEW_HOST:PORT 10.0.0.1:7000" in found.remedy) == ("warning", True)
     assert "--user setup --pass PASSWORD" in found.remedy
     assert "--tls --cacert" in found.remedy
-    assert not [one for one in of_server.warnings(node) if "replica" in one]
+    assert not list(of_server.warnings([node, node]))
+    other = Server.of(INFO | {"cluster_enabled": 1, "connected_slaves": 1}, at="10.0.0.2:7000")
+    (said,) = of_server.warnings([node, other])
+    assert said.startswith("10.0.0.1:7000: this primary has no replica")
+
+
+@pytest.mark.parametrize(("replicas", "waits", "last"), [(1, True, True), (1, False, None), (2, True, None)])
+def test_a_replica_that_sentinels_miss_is_named_with_what_the_next_loss_does(
+    replicas: int, waits: bool, last: bool | None
+) -> None:
+    """By doctor and status, as long as the primary takes writes; with all of them there, nothing is said."""
+    good = {"min_slaves_good_slaves": replicas} if waits else {}
+    node = Server.of(INFO | {"connected_slaves": replicas} | good, known_replicas=2)
+    said = [one.found for one in checks.server([node]) if one.about == "replicas" and one.level == "warning"]
+    assert len(said) == len(list(of_server.warnings([node]))) == (replicas < 2 or not waits)
+    assert any("once one more server is lost, all writes are refused" in one for one in said) is bool(last)
+
+
+@pytest.mark.parametrize(("takes_writes", "live"), [(True, 0), (False, 1)])
+def test_who_cannot_report_since_redis_refuses_writes_is_not_missed(takes_writes: bool, live: int) -> None:
+    async def main() -> Run | None:
+        bus = MemoryBus("r", VirtualClock())
+        await bus.propose_spec(encode(samples.spec()))
+        await bus.write_report(samples.report())
+        await asyncio.sleep(30)
+        bus.info = AsyncMock(return_value=replace(await bus.info(), takes_writes=takes_writes))  # type: ignore[method-assign]
+        return await measure.read_run(bus, None)
+
+    found = run_virtual(main())
+    assert found is not None
+    assert found.live == live
 
 
 # --- who may come -------------------------------------------------------------------------------------

@@ -2,18 +2,20 @@
 
 import asyncio
 import json
+import math
 import os
 import pty
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from diloco import status as status_command
 from diloco.cli import main
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import open_bus
@@ -117,3 +119,29 @@ def test_in_a_terminal_it_is_drawn_in_place(redis_server: str) -> None:
     os.close(master)
     assert process.returncode == 0
     assert b"\x1b[1A" in seen or b"\x1b[A" in seen, "lines up, to draw over what was there"
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.3])
+def test_who_waits_for_redis_is_told_so(
+    wait_s: float, redis_server: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a failover: a command that only stands there looks broken. Nobody could write until then either."""
+    read, asked = status_command.read_status, list[float]()
+
+    async def noted(*given: Any, answers_s: float) -> Any:
+        asked.append(answers_s)
+        return await read(*given, answers_s=answers_s)
+
+    @asynccontextmanager
+    async def late(url: str, run: str) -> AsyncIterator[Any]:
+        await asyncio.sleep(wait_s)
+        async with open_bus(url, run) as bus:
+            yield bus
+
+    monkeypatch.setattr(status_command, "SOON_S", 0.2)
+    monkeypatch.setattr(status_command, "open_bus", late)
+    monkeypatch.setattr(status_command, "read_status", noted)
+    asyncio.run(begin(redis_server, "late", samples.run_state(tokens=700)))
+    assert main(["status", "--run", "late", "--redis-url", redis_server]) == 0
+    assert ("Redis has not answered yet" in capsys.readouterr().err) is bool(wait_s)
+    assert asked == [0.0 if wait_s else math.inf]

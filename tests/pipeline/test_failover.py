@@ -157,11 +157,16 @@ async def test_who_still_reaches_a_primary_that_was_replaced_leaves_it(sentinels
 
 @pytest.mark.slow
 async def test_a_primary_without_replicas_refuses_writes_and_says_so(sentinels: SentinelServers) -> None:
+    """With the first one that is lost it is said that there is none to spare any more."""
     bus = await connect(sentinels.url, "r")
     (primary,) = sentinels.primaries()
-    for name in ("redis-0", "redis-1", "redis-2"):
-        if name != primary:
-            sentinels.kill(name)
+    others = [name for name in ("redis-0", "redis-1", "redis-2") if name != primary]
+    sentinels.kill(others[0])
+    deadline = time.monotonic() + AGAIN_S
+    while not any("once one more server is lost" in one for one in (await bus.info()).warnings):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.2)
+    sentinels.kill(others[1])
 
     async def refused() -> None:
         with pytest.raises(BusFull, match="min-replicas-to-write"):

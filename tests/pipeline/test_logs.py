@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from functools import partial
 
 import pytest
 import structlog
@@ -34,6 +36,21 @@ def test_a_file_gets_one_json_object_a_line():
     assert record["event"] == "delta_published"
     assert (record["learner"], record["tokens"], record["level"]) == ("a", 12, "info")
     assert record["timestamp"].endswith("Z")
+
+
+def test_an_outage_is_said_once_in_ten_seconds_in_each_of_its_wordings(monkeypatch: pytest.MonkeyPatch):
+    """However many works of a party meet with it."""
+    stream = io.StringIO()
+    logs.configure("info", stream)
+    log = structlog.get_logger().bind(learner="a")
+    for now_s in (0.0, 0.1, 9.9, 10.1):
+        monkeypatch.setattr(time, "monotonic", partial(float, now_s))
+        for task in ("follow", "upload"):
+            log.warning("bus_unavailable", error="no answer", task=task)
+        log.warning("bus_full", error="too few replicas answer")
+        log.info("fragment_pulled")
+    told = [json.loads(line)["event"] for line in stream.getvalue().splitlines()]
+    assert told == ["bus_unavailable", "bus_full", *["fragment_pulled"] * 3, *told[:2], "fragment_pulled"]
 
 
 def test_an_exception_stays_on_its_json_line():

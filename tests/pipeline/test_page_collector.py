@@ -21,7 +21,7 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.lanes import In, Of
 from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Look, Model, PageModel
-from diloco.pipeline.view.status import NOTHING_TOLD, build_status
+from diloco.pipeline.view.status import LIVE_S, NOTHING_TOLD, build_status
 from diloco.pipeline.view.trouble import MOST_TOLD, Told
 from tests import samples
 from tests.pipeline.test_page_timeline import Follower
@@ -263,14 +263,16 @@ def test_a_server_that_took_over_with_less_is_read_from_its_start() -> None:
             while page.last_id != f"e1-{collector._number}":
                 page.take(await next_event(events))
             assert page.same_as(collector.model.snapshot())
+        running.cancel()
+        await asyncio.sleep(LIVE_S)  # who had no time to write since the outage is not silent yet
         fresh = collector_of(world)
-        await fresh.look()
+        for one in (collector, fresh):
+            await one.look()
         seen, wanted = collector.model.snapshot(), fresh.model.snapshot()
         assert seen["totals"] == wanted["totals"]
         for name in ("merges", "merged"):
             of = [[one for one in model["coarse"]["series"][name] if one is not None] for model in (seen, wanted)]
             assert of[0][-1] == of[1][-1]
-        running.cancel()
 
     run_virtual(main())
 

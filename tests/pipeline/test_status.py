@@ -1,18 +1,24 @@
 """The status: its shape, its token accounting, its warnings."""
 
 import asyncio
+import dataclasses
 import json
+import math
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import AsyncMock
 
 import msgpack
 import numpy as np
 import pytest
 
-from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
-from diloco.pipeline.view.status import build_status
+from diloco.pipeline.view.status import LearnerStatus, Status, build_status
 from diloco.pipeline.view.status_reader import read_status
 from tests import samples
 
@@ -276,6 +282,19 @@ def test_what_a_checkpoint_lacked_is_not_pending_after_a_resume():
     assert (status["tokens_lost"]["died"], status["tokens_lost"]["pending"]) == (1000, 500)
 
 
+def test_heads_whose_server_is_away_are_not_gone_and_what_was_merged_there_still_is():
+    """Nobody is told that a syncer has to put them back; what was merged is as the lead has noted it last."""
+    state = samples.run_state(tokens=1000, samples=((1000.0, 900, 600),))
+    heads = [samples.head(0, merged_tokens=640), None]
+    status = build(state=state, heads=heads, away=[1])
+    assert (status["phase"], status["reason"], status["merged_tokens"]) == ("running", "training", 600)
+    (warning,) = status["warnings"]
+    assert "the server of fragments 1 does not answer" in warning
+    lost_head = build(state=state, heads=heads)
+    assert "the heads of fragments 1 are not on the bus" in lost_head["reason"]
+    assert lost_head["merged_tokens"] == 480
+
+
 def test_what_was_overwritten_and_rejected_before_a_resume_keeps_its_kind():
     """Only the rest of what the checkpoint lacked died; both parts of the run are in each number."""
     state = samples.run_state(
@@ -346,6 +365,61 @@ def test_status_is_read_from_the_bus():
         assert status["elapsed_s"] == silence_s
         assert status["learners"][0]["age_s"] == pytest.approx(silence_s)
         assert status["warnings"][0] == f"quorum 2 > {1 if silence_s < 5 else 0} live"
+
+
+def test_a_fragments_server_that_does_not_answer_is_told_from_a_head_that_is_gone():
+    async def main() -> Status:
+        bus = MemoryBus("r", VirtualClock())
+        await bus.propose_spec(encode(samples.spec(groups=2)))
+        await bus.write_report(samples.report())
+        read = bus.read_heads
+
+        async def some(fragments: Sequence[int]) -> list[Head | None]:
+            if 1 in fragments:
+                raise BusUnavailable("away")
+            return await read(fragments)
+
+        bus.read_heads = some  # type: ignore[method-assign]
+        return await read_status(bus, VirtualClock())
+
+    status = run_virtual(main())
+    assert "the heads of fragments 0 are not on the bus" in status["reason"]
+    assert any("the server of fragments 1 does not answer" in warning for warning in status["warnings"])
+
+
+HOUR_S = 3600.0
+
+
+@pytest.mark.parametrize(
+    ("info", "answers_s", "shown_s"),
+    [
+        ({}, math.inf, [9.0, 3600.0]),
+        ({"takes_writes": False}, math.inf, [0.0, 3591.0]),
+        ({"up_s": 2.0}, math.inf, [2.0, 3593.0]),
+        ({}, 2.0, [2.0, 3593.0]),
+        ({"up_s": 8.0}, math.inf, [9.0, 3600.0]),
+        ({"up_s": 10.0}, math.inf, [9.0, 3600.0]),
+    ],
+)
+def test_nobody_is_silent_for_as_long_as_redis_took_no_writes(
+    info: dict[str, Any], answers_s: float, shown_s: list[float]
+) -> None:
+    """It refused them, was started a moment ago, or has just answered again: who was silent before still is."""
+
+    async def main() -> list[LearnerStatus]:
+        bus = MemoryBus("r", VirtualClock())
+        await bus.write_report(samples.report("gone"))
+        await asyncio.sleep(HOUR_S - 9)
+        await bus.write_report(samples.report())
+        await asyncio.sleep(9)
+        told = dataclasses.replace(await bus.info(), **info)
+        bus.info = AsyncMock(return_value=told)  # type: ignore[method-assign]
+        return (await read_status(bus, VirtualClock(), answers_s=answers_s))["learners"]
+
+    learners = {one["id"]: one for one in run_virtual(main())}
+    assert [learners[name]["age_s"] for name in ("l0", "gone")] == pytest.approx(shown_s)
+    assert learners["l0"]["live"] is (shown_s[0] < 5)
+    assert not learners["gone"]["live"]
 
 
 @pytest.mark.parametrize(("said", "asked", "live"), [(None, None, False), (20.0, None, True), (20.0, 5.0, False)])

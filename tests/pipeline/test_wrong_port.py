@@ -4,9 +4,15 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from unittest.mock import AsyncMock
 
 import pytest
+import redis.exceptions as rx
 
+from diloco.pipeline.bus.hosts import HostPort
+from diloco.pipeline.bus.redis.address import parse
+from diloco.pipeline.bus.redis.lanes import Lanes
+from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from tests.serving import serving
@@ -42,6 +48,17 @@ async def test_where_nobody_answers_the_address_is_named_and_what_to_look_at(whe
     text = await said(f"redis://somebody:secret@{where}/0")
     assert text.startswith(f"Redis at {where}: ")
     assert "has a Redis been started, and is DILOCO_REDIS_URL its address?" in text
+
+
+@pytest.mark.parametrize(("url", "asked"), [("redis://h:1", True), ("redis://h:1,h:2", False)])
+async def test_a_server_that_the_url_does_not_name_is_no_reason_to_look_at_the_url(url: str, asked: bool) -> None:
+    """A cluster's nodes, or sentinels, have told its address; it is named."""
+    place, found = parse(url), HostPort("10.0.0.7", 6379)
+    lanes = Lanes(place, Nodes(found) if asked else ClusterNodes(place), AsyncMock())
+    text = str(lanes.translate(rx.ConnectionError("Error 111 connecting to 10.0.0.7:6379."), found))
+    assert ("DILOCO_REDIS_URL" in text) is asked
+    assert ("Redis at 10.0.0.7:6379: nobody answers there; start it again, unless a replica" in text) is not asked
+    await lanes.close()
 
 
 async def test_a_server_of_another_kind_is_told_from_a_redis(no_redis: int) -> None:

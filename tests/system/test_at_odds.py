@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structlog
 
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
@@ -57,7 +58,8 @@ def committed(tape: list[Any], after: int = 0) -> list[Committed]:
 
 @pytest.mark.parametrize("leave_out", [False, True])
 def test_one_of_five_that_pulls_against_the_others_is_shown_and_left_out_where_asked(leave_out: bool) -> None:
-    """Within eight versions: in status, heads, tape and metrics. Its tokens are rejected, and the ledger closes."""
+    """Within eight versions: in status, heads, tape and metrics, and in its own log once it is left out. Its tokens are
+    rejected, and the ledger closes."""
 
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=20_000, quorum=3, leave_out=leave_out))
@@ -88,7 +90,11 @@ def test_one_of_five_that_pulls_against_the_others_is_shown_and_left_out_where_a
         inputs = await read_ledger_inputs(world.bus, 2, 5.0)
         assert problems(accounts(tape, inputs, layout_of(world.spec.tensors))) == []
 
-    run_virtual(main())
+    with structlog.testing.capture_logs() as logs:
+        run_virtual(main())
+    told = [one for one in logs if one["event"] == "delta_rejected" and "lost_tokens" in one]
+    assert [(one["learner"], one["reason"]) for one in told] == ([(BAD, "at_odds")] if leave_out else [])
+    assert all("loss (is its sign right" in one["detail"] for one in told)
 
 
 def test_a_window_whose_commit_fails_counts_once_in_the_standings() -> None:

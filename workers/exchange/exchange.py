@@ -87,14 +87,18 @@ class Exchange:
         return flushed
 
     async def _look_for_syncers(self) -> None:
-        """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use."""
+        """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use.
+
+        While Redis takes no reports of this learner, no syncer can say either that it is here.
+        """
         missed = 0
         while True:
             await asyncio.sleep(LOOK_FOR_SYNCERS_S)
             here = await self.member.bus.read_syncers()
             if here and missed > 1:
                 self.member.log.info("syncer_found", syncers=list(here.values()))
-            missed = 0 if here else missed + 1
+            takes_writes = self.member.clock.now() - self.reporting.taken_s < LOOK_FOR_SYNCERS_S
+            missed = missed + 1 if takes_writes and not here else 0
             if missed == 2:
-                remedy = "start `diloco syncer` for this run; training goes on, and all of it is offered again"
+                remedy = "start `diloco syncer` for this run; training goes on, and a part of it may be lost meanwhile"
                 self.member.log.warning("no_syncer", detail=f"nothing is merged: {remedy}")

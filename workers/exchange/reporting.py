@@ -38,6 +38,8 @@ class Reporting:
         self._written_s = 0.0
         self.written = 0
         """Reports so far."""
+        self.taken_s = 0.0
+        """When the bus took the last one, by the clock."""
         self.left = False
         """What is reported from now on is that it has left."""
 
@@ -60,6 +62,7 @@ class Reporting:
             own |= {"region": region.state, "pulled_bytes": (region.pulled, region.shared)}
         report = self._make(self.left).model_copy(update=own)
         self._shared.state = await self._identity.write(report)
+        self.taken_s = self._clock.now()
         return report
 
     async def keep_reporting(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import math
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -96,11 +97,14 @@ class RedisCalls:
     async def info(self) -> BusInfo:
         """The server, or all primaries of a cluster, about themselves; of one that is away, that it is."""
         told = await self.everywhere("INFO")
-        nodes = [reply for reply in told.values() if not isinstance(reply, DilocoError)]
+        there = {address: reply for address, reply in told.items() if not isinstance(reply, DilocoError)}
+        nodes, known_replicas = list(there.values()), self.nodes.known_replicas
         limits = [int(node.get("maxmemory", 0)) for node in nodes]
         limited = [(int(node["used_memory"]), limit) for node, limit in zip(nodes, limits, strict=True) if limit]
-        servers = list(map(server.Server.of, nodes))
-        warnings = {warning for one in servers for warning in server.warnings(one)}
+        servers = [
+            server.Server.of(node, at=str(address), known_replicas=known_replicas) for address, node in there.items()
+        ]
+        warnings = set(server.warnings(servers))
         warnings |= {str(reply) for reply in told.values() if isinstance(reply, DilocoError)}
         return BusInfo(
             server_id="+".join(sorted(str(node["run_id"]) for node in nodes)),
@@ -111,6 +115,7 @@ class RedisCalls:
             nodes=len(told),
             warnings=tuple(sorted(warnings)),
             takes_writes=not all(one.cut_off for one in servers),
+            up_s=math.inf if self.nodes.cluster else float(nodes[0].get("uptime_in_seconds", math.inf)),
             received_bytes=sum(int(node.get("total_net_input_bytes", 0)) for node in nodes),
             sent_bytes=sum(int(node.get("total_net_output_bytes", 0)) for node in nodes),
             node=max(limited, key=lambda one: one[0] / one[1], default=None),

@@ -84,8 +84,9 @@ _TLS = (
 """What OpenSSL says, what it means, and what to do."""
 
 
+IS_IT_THERE = "has a Redis been started, and is DILOCO_REDIS_URL its address?"
 _NOT_THERE = (
-    ("connecting to", "nobody answers there", "has a Redis been started, and is DILOCO_REDIS_URL its address?"),
+    ("connecting to", "nobody answers there", IS_IT_THERE),
     ("Protocol error", "what answers there is no Redis", "does DILOCO_REDIS_URL have the right port?"),
 )
 """What redis-py says, what it means, and what to look at: nothing of it was ever there, or it is away for now."""
@@ -137,9 +138,8 @@ def scripts_missing(where: str) -> ScriptsMissing:
     """What a party is told that may not load the scripts that it calls."""
     return ScriptsMissing(
         f"Redis at {where} does not have all scripts of this release, and this user may not load them",
-        "a syncer of this release loads them within seconds, as after each restart of Redis; if this is said for "
-        "longer, start a syncer of this release (`diloco --version` here says which), or replace one by it; then it "
-        "goes on by itself",
+        "a syncer of this release loads them within seconds, as after each restart of Redis; if none is there, start a "
+        "syncer of this release (`diloco --version` here says which), or replace one by it: then it goes on by itself",
     )
 
 

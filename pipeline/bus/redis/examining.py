@@ -109,7 +109,8 @@ class RedisExamination:
             if not isinstance(node, DilocoError):
                 names = (*CONFIG, FULL_COVERAGE) if cluster else CONFIG
                 config = await self._config(address, names)
-                found.append(Server.of(node, config, str(address) if cluster else ""))
+                at = str(address) if cluster else ""
+                found.append(Server.of(node, config, at, self._calls.nodes.known_replicas))
         return found
 
     async def user(self) -> str:

@@ -18,7 +18,7 @@ from redis.asyncio import ConnectionPool, Redis
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.address import Place
 from diloco.pipeline.bus.redis.bulk import drop_all
-from diloco.pipeline.bus.redis.errors import ERRORS, translate
+from diloco.pipeline.bus.redis.errors import ERRORS, IS_IT_THERE, translate
 from diloco.pipeline.bus.redis.nodes import LOOK_S, Nodes
 from diloco.pipeline.errors import BusUnavailable, DilocoError
 
@@ -28,6 +28,9 @@ LANES: dict[Lane, int] = {"control": 8, "bulk": 8, "blocking": 256}
 """Calls in flight at a node at most; further ones wait for their turn."""
 LOOK_AGAIN_S = 0.2
 """Least time between two looks that failed calls ask for."""
+
+TAKEN_PLACE = "start it again, unless a replica takes its place, which is found by itself"
+"""What to do about a server that sentinels or a cluster have named."""
 
 _CLOSED = re.compile(r"the handler is closed|transport is clos")
 """How an event loop (uvloop's) refuses to write to a connection that was reset a moment ago: as a RuntimeError."""
@@ -91,7 +94,10 @@ class Lanes:
         """A node's error as one of ours. key: of what was asked for."""
         if isinstance(error, DilocoError):
             return error
-        return translate(error, self.where(address), self.place.user, key)
+        told = translate(error, self.where(address), self.place.user, key)
+        if self.nodes.moves and told.remedy == IS_IT_THERE:  # its address is not the URL's
+            told.remedy = TAKEN_PLACE
+        return told
 
     def node_of(self, key: bytes | str | None) -> HostPort | None:
         """Who has a key; of no key: any node.

@@ -8,6 +8,7 @@ word, or which was demoted while it answers, is left as soon as another one has 
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from statistics import median_low
 from typing import Any, TypeVar
 
 import redis.exceptions as rx
@@ -36,6 +37,8 @@ class Nodes:
     moves = False
     """They are to be looked for; else the address is always the same."""
     cluster = False
+    known_replicas = 0
+    """Servers that sentinels take for replicas of the primary, dead ones too; 0: nobody tells."""
 
     def __init__(self, address: HostPort | None) -> None:
         """address: None: a unix socket."""
@@ -87,7 +90,8 @@ class SentinelNodes(Nodes):
         return self._primary
 
     async def look(self) -> None:
-        told, errors = _read(await self._ask("MASTER"), _primary_of)
+        answers = await self._ask("MASTER")
+        told, errors = _read(answers, _primary_of)
         if not told:
             raise self._nobody(errors)
         ((named, votes),) = Counter(told).most_common(1)
@@ -101,6 +105,8 @@ class SentinelNodes(Nodes):
                 "replica has been promoted yet"
             )
         self._primary = named
+        counts, _ = _read(answers, lambda answer: int(_fields(answer).get("num-slaves", 0)))
+        self.known_replicas = median_low(counts)
 
     async def replicas(self) -> list[HostPort]:
         told, _ = _read(await self._ask("REPLICAS"), lambda answer: [_address_of(_fields(one)) for one in answer])

@@ -5,6 +5,7 @@ has come since the last one (tape, events, evaluations). What came of it is enco
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -194,6 +195,8 @@ class RunReader:
         self._told = NOTHING_TOLD
         self._info: BusInfo | None = None
         self._asked_s = 0.0
+        self._answers_from_s: float | None = -math.inf
+        """Since when the bus has answered; None: it did not, the last time."""
 
     async def look(self) -> Look:
         """Read what has come since the last look; all of it anew from another server that lacks some of it.
@@ -202,6 +205,13 @@ class RunReader:
             BusError: the bus cannot be read. What was read so far of the streams is read again.
             PeerError: what is stored there is not a run of this build.
         """
+        try:
+            return await self._look()
+        except BusError:
+            self._answers_from_s = None
+            raise
+
+    async def _look(self) -> Look:
         bus = self._bus
         await self._read_spec()
         info = await self._ask_server()
@@ -222,7 +232,9 @@ class RunReader:
         evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
         evaluation = evaluations[-1][1] if evaluations else self._evaluation
         told = self._told.after(events, self._clock.unix())
-        given = self._spec, evaluation, info, self._live_s, told
+        if self._answers_from_s is None:
+            self._answers_from_s = self._clock.now()
+        given = self._spec, evaluation, info, self._live_s, told, self._clock.now() - self._answers_from_s
         status, heads, state = await read_status_of(bus, self._clock, *given)
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
         self._evaluation, self._told = evaluation, told

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.pipeline.bus.ports import BusInfo
-from diloco.pipeline.messages.run import LEARNER_REVOKED, Evaluation, Event, Phase
+from diloco.pipeline.messages.run import LEARNER_REVOKED, REDIS_CHANGED, Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
 from diloco.pipeline.view.page.joining import Way
@@ -38,6 +38,7 @@ NAMES = {
     LEARNER_REVOKED: "is revoked",
     "syncer_died": "died",
     "evaluator_died": "died",
+    REDIS_CHANGED: "failed over or was restarted",
 }
 """Events that are marked, and how."""
 ENDS = ("learner_killed", "learner_died", LEARNER_REVOKED)
