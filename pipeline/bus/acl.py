@@ -168,7 +168,6 @@ def viewer(run: str = "*") -> User:
     return User(
         "viewer",
         _rules(
-            ("+evalsha", keys.all()),
             (_READ, [*keys.of_run(*about, rights=read), *keys.of_groups(*of_fragments, rights=read)]),
         ),
     )

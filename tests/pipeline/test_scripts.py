@@ -53,7 +53,7 @@ async def test_a_syncer_puts_back_scripts_that_no_call_of_its_own_misses(
             server.admin.script_load(one.text)
     assert await syncer.announce_syncer(NONCE, "s0", 60) == (NONCE,)
     learner = await server.bus("learner-l0")
-    with pytest.raises(ScriptsMissing, match=f"a syncer of this release loads them within seconds.*{SAID}"):
+    with pytest.raises(ScriptsMissing, match=SAID):
         await learner.offer(samples.header("l0"))
     keeping = asyncio.create_task(service._keep_scripts(syncer.ensure_scripts, Metrics()))
     async with asyncio.timeout(10):
