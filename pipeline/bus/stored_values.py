@@ -23,7 +23,7 @@ from diloco.pipeline.messages.payload import Sums, Update, Updates
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.messages.wire import MAX_NAME_CHARS, PARTY, Message
+from diloco.pipeline.messages.wire import MAX_NAME_CHARS, MOST_TOKENS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
 
 V = TypeVar("V")
@@ -137,18 +137,18 @@ def decode_shard(blob: bytes, format: int) -> Shard:
 
 
 def _is_count(blob: bytes) -> bool:
-    """Digits, and not more of them than any number of ours has."""
-    return blob.isdigit() and len(blob) <= 20
+    """Digits, not more of them than any number of ours has, and a number that a message may have."""
+    return blob.isdigit() and len(blob) <= 20 and int(blob) <= MOST_TOKENS
 
 
 def decode_count(what: str, blob: bytes | None) -> int:
     """A stored decimal number, 0 where there is none.
 
     Raises:
-        BadMessage: not a number.
+        BadMessage: not a number, or one above `MOST_TOKENS`.
     """
     if blob and not _is_count(blob):
-        raise BadMessage(f"{what} is not a number: {blob!r:.80}")
+        raise BadMessage(f"{what} is not a number up to 2^62: {blob!r:.80}")
     return int(blob or 0)
 
 
