@@ -27,9 +27,13 @@ from diloco.pipeline.messages.wire import MAX_NAME_CHARS, MOST_TOKENS, PARTY, Me
 from diloco.pipeline.payload.codec import Encoded, decode, encode
 
 V = TypeVar("V")
+T = TypeVar("T", bound=Message)
 
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
+
+MOMENTS_S = 120.0
+"""No wish, claim or offer of moments that we write lives for longer."""
 
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
@@ -117,12 +121,19 @@ def _decoded_state(blob: bytes, format: int) -> RunState:
     return decode(RunState, blob, format=format)
 
 
+def readable(kind: type[T], blob: bytes | None, format: int) -> T | None:
+    """What any learner may write: what cannot be read is as good as none, and is written over."""
+    with suppress(BadMessage):
+        return None if blob is None else decode(kind, blob, format=format)
+    return None
+
+
 def moments_board(format: int, wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:
     """Who asks for which moments, whether a peer has taken it up, and the complete offer."""
     return MomentsBoard(
-        wish=None if wish is None else decode(MomentsWish, wish, format=format),
+        wish=readable(MomentsWish, wish, format),
         claimed=claim is not None,
-        offer=None if offer is None else decode(MomentsOffer, offer, format=format),
+        offer=readable(MomentsOffer, offer, format),
     )
 
 

@@ -258,9 +258,9 @@ async def _data_queue(bus: Bus) -> tuple[ShardQueue, DataOrder | None]:
         _log().warning(
             "data_queue_not_saved",
             error=str(error),
-            detail="a learner has damaged it. The checkpoint has all parameters; who resumes it reads the data from their "
-            "start. To mend this run's queue, cut that learner off and delete these keys of Redis: the others queue the "
-            "data again",
+            detail="a learner has damaged it. The checkpoint has all parameters; who resumes it reads the data from "
+            "their start. To mend this run's queue, cut that learner off and delete these keys of Redis: the others "
+            "queue the data again",
             keys=[keys.shards, keys.shard_positions, keys.shard_epoch, keys.data_order],
         )
         return ShardQueue(epochs=0, open=()), None
