@@ -232,6 +232,12 @@ def test_a_pipe_is_no_settings_file(tmp_path):
     os.close(reading)
 
 
+def test_a_lease_lasts_an_hour_at_most():
+    """Redis takes no number that large, and a run would wait for its first step for ever."""
+    with pytest.raises(UsageError, match=r"^lease_s='1e300': too large .*at most 3600"):
+        load(SyncerProcess, {"lease_s": "1e300", "redis_url": "redis://host"})
+
+
 def test_secrets_are_not_shown():
     """Neither in the settings' text, nor in a complaint."""
     settings = load(SyncerProcess, {"redis_url": "redis://:hunter2@host"})
