@@ -319,7 +319,8 @@ def sample(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     sampler = load_extra("diloco.workers.trainer.sample", "sample")
     checkpoints = importlib.import_module("diloco.export")
+    wire = importlib.import_module("diloco.pipeline.messages.wire")
     loaded = checkpoints.make_of_globals(
         checkpoint, lambda found: sampler.load_model(found.folder, found.trainer, found.tensors)
     )
-    typer.echo(checkpoints.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed, data)))
+    typer.echo(wire.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed, data), "\n\t"))

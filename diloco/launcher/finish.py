@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from diloco.export import Globals, find_checkpoint, printable, read_globals
+from diloco.export import Globals, find_checkpoint, read_globals
 from diloco.launcher.folder import PICTURE_FILE, SAMPLE_FILE, Folder
 from diloco.launcher.page import MODEL_FILE, PAGE_FILE, write_page
 from diloco.launcher.report import Outcome, build, ledger_line, summary
@@ -14,12 +14,14 @@ from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.units import counted
 from diloco.syncer.checkpoints.loading import is_of
 from diloco.syncer.checkpoints.places import Place
 
 SAMPLE_TOKENS = 300
 TEMPERATURE, TOP_K = 0.8, 40
+LINES = "\n\t"
 
 
 def sample_text(found: Globals, prompt: str, seed: int) -> str:
@@ -75,7 +77,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     draw(report["evaluations"], kept, title if loss is None else f"{title} {loss:.3f}", ledger_line(report), picture)
     _write(report | {"sample": text, "plot": str(picture)}, settings, folder)
     if text is not None:
-        typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text)}\n" + "-" * 80)
+        typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text, LINES)}\n" + "-" * 80)
     typer.echo(summary(report))
     typer.echo(f"picture    {picture}\nreport     {folder.report}")
     tell_page(folder.path)
