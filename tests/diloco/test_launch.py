@@ -28,7 +28,7 @@ from diloco.options import (
     method_notes,
     with_preset,
 )
-from diloco.pipeline.errors import BusUnavailable, UsageError
+from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.wire import printable
@@ -663,6 +663,12 @@ def test_whose_checkpoint_it_is_shows_in_it_and_not_in_its_name(tmp_path, capsys
     assert capsys.readouterr().err.startswith(
         "error: renamed/globals.safetensors cannot be read as a safetensors file: "
     )
+
+
+def test_a_report_that_cannot_be_written_names_its_file(tmp_path):
+    """A folder here; a disk that is full says no path of its own."""
+    with pytest.raises(DilocoError, match=f"the report cannot be written to {tmp_path}"):
+        finish._write({}, tmp_path)
 
 
 def test_generated_text_cannot_command_the_terminal():
