@@ -16,6 +16,7 @@ from diloco.extras import load_extra
 from diloco.launcher.option_checks import check_data, check_evaluator, check_model_name
 from diloco.options import SettingsCommand, WatchProcess, takes
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
 
@@ -322,4 +323,4 @@ def sample(
     loaded = checkpoints.make_of_globals(
         checkpoint, lambda found: sampler.load_model(found.folder, found.trainer, found.tensors)
     )
-    typer.echo(checkpoints.printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed, data)))
+    typer.echo(printable(sampler.sample(loaded, prompt, tokens, temperature, top_k, seed, data), "\n\t"))

@@ -23,11 +23,6 @@ BASELINE = "checkpoint"
 """Folder of the data-parallel baseline's only checkpoint; it holds the global parameters and the spec alone."""
 
 
-def printable(text: str) -> str:
-    """Generated text, safe for a terminal: control characters other than line ends and tabs become `?`."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
-
-
 class Globals(NamedTuple):
     """What a checkpoint holds of a model."""
 

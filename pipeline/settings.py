@@ -311,7 +311,7 @@ class SyncerSettings(HttpSettings):
     """One syncer process."""
 
     syncer_id: PartyName | None = Field(None, description="Name of this syncer (default: made up)")
-    lease_s: Duration = Field(LEASE_S, gt=0.1, description="How long a lease lasts without being renewed")
+    lease_s: Duration = Field(LEASE_S, gt=0.1, le=3600, description="How long a lease lasts without being renewed")
     liveness_s: Duration = expert(
         default_factory=_following(1, LEASE_S),
         gt=0,

@@ -6,7 +6,7 @@ from typing import Any
 
 import typer
 
-from diloco.export import Globals, find_checkpoint, printable, read_globals
+from diloco.export import Globals, find_checkpoint, read_globals
 from diloco.launcher.folder import PICTURE_FILE, SAMPLE_FILE, Folder
 from diloco.launcher.page import MODEL_FILE, PAGE_FILE, write_page
 from diloco.launcher.report import Outcome, build, ledger_line, summary
@@ -14,12 +14,14 @@ from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.units import counted
 from diloco.syncer.checkpoints.loading import is_of
 from diloco.syncer.checkpoints.places import Place
 
 SAMPLE_TOKENS = 300
 TEMPERATURE, TOP_K = 0.8, 40
+LINES = "\n\t"
 
 
 def sample_text(found: Globals, prompt: str, seed: int) -> str:
@@ -31,11 +33,17 @@ def sample_text(found: Globals, prompt: str, seed: int) -> str:
     return sample(loaded, prompt, SAMPLE_TOKENS, TEMPERATURE, TOP_K, seed)
 
 
-def _write(report: dict[str, Any], settings: RunProcess, folder: Folder) -> None:
-    for path in (folder.report, settings.json_report):
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(dumps(report, indent=1) + "\n")
+def _write(report: dict[str, Any], path: Path) -> None:
+    """Write a report to a file.
+
+    Raises:
+        DilocoError: that is not possible.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise DilocoError(f"the report cannot be written to {path}", said=str(error)) from error
 
 
 def tell_page(folder: Path) -> None:
@@ -48,14 +56,14 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     """Write and print what a finished run leaves.
 
     Raises:
-        DilocoError: the run left no checkpoint; the report is written all the same.
+        DilocoError: the run left no checkpoint; the report is written all the same. Or one cannot be written.
     """
     from diloco.launcher.plot import draw
 
     typer.echo(f"all processes have ended; writing text, picture and report to {folder.path}")
     checkpoint: Place | None = None
     text = None
-    _write(build(outcome), settings, folder)  # whatever becomes of the rest, which takes some seconds
+    _write(build(outcome), folder.report)  # whatever becomes of the rest, which takes some seconds
     try:
         checkpoint = find_checkpoint(folder.path)
         text = sample_text(read_globals(str(checkpoint)), settings.prompt, settings.seed)
@@ -73,12 +81,15 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     loss = report["global_val_loss"]
     title = f"{outcome.method}, {counted(len(report['learners']), 'learner')}: global validation loss"
     draw(report["evaluations"], kept, title if loss is None else f"{title} {loss:.3f}", ledger_line(report), picture)
-    _write(report | {"sample": text, "plot": str(picture)}, settings, folder)
+    whole = report | {"sample": text, "plot": str(picture)}
+    _write(whole, folder.report)
     if text is not None:
-        typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text)}\n" + "-" * 80)
+        typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text, LINES)}\n" + "-" * 80)
     typer.echo(summary(report))
     typer.echo(f"picture    {picture}\nreport     {folder.report}")
     tell_page(folder.path)
+    if settings.json_report is not None:
+        _write(whole, settings.json_report)
     if unsaved:
         raise DilocoError(f"the run's last state was not saved; the logs in {folder.logs} say why")
     if checkpoint is None:

@@ -106,7 +106,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
             ("+get +set +type", keys.of_run(f"holder:{own}")),
             ("+xadd", keys.of_run("events")),
             (
-                "+get +set +unlink +pexpire +exists +type",
+                "+get +set +unlink +pttl +pexpire +exists +type",
                 keys.of_run("init-claim", "initial", "moments-wish", "moments-claim", "moments-offer"),
             ),
             (_CHUNKS, [*keys.of_groups("initial:*"), *keys.of_run("moments:*")]),

@@ -214,7 +214,7 @@ class InitialUploads(Keyed, Protocol):
     """Version 0: one learner at a time may upload it."""
 
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
-        """Win (or keep, same nonce: prolongs it) the right to upload version 0."""
+        """Win (or keep, same nonce: prolongs it) the right to upload version 0; another's has `ttl_s` more at most."""
         ...
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
@@ -234,7 +234,10 @@ class MomentsExchange(Keyed, Protocol):
         ...
 
     async def read_moments(self) -> MomentsBoard:
-        """Whether somebody asks, whether a peer answers, and the complete offer, if there is one."""
+        """Whether somebody asks, whether a peer answers, and the complete offer, if there is one.
+
+        Any learner may write there: what cannot be read is as good as none, and nothing stays longer than two minutes.
+        """
         ...
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:

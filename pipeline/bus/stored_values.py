@@ -23,13 +23,17 @@ from diloco.pipeline.messages.payload import Sums, Update, Updates
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.messages.wire import MAX_NAME_CHARS, PARTY, Message
+from diloco.pipeline.messages.wire import MAX_NAME_CHARS, MOST_TOKENS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
 
 V = TypeVar("V")
+T = TypeVar("T", bound=Message)
 
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
+
+MOMENTS_S = 120.0
+"""No wish, claim or offer of moments that we write lives for longer."""
 
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
@@ -117,12 +121,19 @@ def _decoded_state(blob: bytes, format: int) -> RunState:
     return decode(RunState, blob, format=format)
 
 
+def readable(kind: type[T], blob: bytes | None, format: int) -> T | None:
+    """What any learner may write: what cannot be read is as good as none, and is written over."""
+    with suppress(BadMessage):
+        return None if blob is None else decode(kind, blob, format=format)
+    return None
+
+
 def moments_board(format: int, wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:
     """Who asks for which moments, whether a peer has taken it up, and the complete offer."""
     return MomentsBoard(
-        wish=None if wish is None else decode(MomentsWish, wish, format=format),
+        wish=readable(MomentsWish, wish, format),
         claimed=claim is not None,
-        offer=None if offer is None else decode(MomentsOffer, offer, format=format),
+        offer=readable(MomentsOffer, offer, format),
     )
 
 
@@ -137,18 +148,18 @@ def decode_shard(blob: bytes, format: int) -> Shard:
 
 
 def _is_count(blob: bytes) -> bool:
-    """Digits, and not more of them than any number of ours has."""
-    return blob.isdigit() and len(blob) <= 20
+    """Digits, not more of them than any number of ours has, and a number that a message may have."""
+    return blob.isdigit() and len(blob) <= 20 and int(blob) <= MOST_TOKENS
 
 
 def decode_count(what: str, blob: bytes | None) -> int:
     """A stored decimal number, 0 where there is none.
 
     Raises:
-        BadMessage: not a number.
+        BadMessage: not a number, or one above `MOST_TOKENS`.
     """
     if blob and not _is_count(blob):
-        raise BadMessage(f"{what} is not a number: {blob!r:.80}")
+        raise BadMessage(f"{what} is not a number up to 2^62: {blob!r:.80}")
     return int(blob or 0)
 
 

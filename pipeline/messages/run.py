@@ -13,6 +13,7 @@ from diloco.pipeline.messages.wire import (
     PartyId,
     Samples,
     Seconds,
+    Shown,
     StepSeconds,
     Text,
     TokenElements,
@@ -57,8 +58,8 @@ class LearnerReport(Message):
     """Time since the first step."""
     left: bool
     """True in the last report of a clean leave."""
-    host: Text
-    device: Text
+    host: Shown
+    device: Shown
     number: Count = 0
     """Counts this incarnation's reports, so that an older one never replaces a newer."""
     outages: Count = 0
@@ -115,8 +116,8 @@ class Event(Message):
     """Something that happened to a party: `learner_joined`, `learner_left`, `learner_killed` ..."""
 
     name: Annotated[str, Field(pattern=r"^[a-z_]{1,64}$")]
-    who: Text
-    detail: Text
+    who: Shown
+    detail: Shown
     unix_s: UnixSeconds
 
 

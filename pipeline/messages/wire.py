@@ -132,6 +132,15 @@ StepSeconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 
+
+def printable(text: str, kept: str = "") -> str:
+    """Text for a terminal, which control characters might command: they become `?`, but for those `kept`."""
+    return "".join(c if c.isprintable() or c in kept else "?" for c in text)
+
+
+Shown = Annotated[Text, AfterValidator(printable)]
+"""Text of a peer that people read."""
+
 Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
 """(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`shares`)."""
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from math import inf
 
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.keys import RunKeys
@@ -93,9 +94,16 @@ class MemoryCalls(Connection):
             self._set(key, value)
         return value if holds is None else holds
 
-    async def _claim(self, key: str, nonce: str, ttl_s: float) -> bool:
+    def _bound(self, key: str, most_s: float) -> None:
+        until_s = self._clock.now() + most_s
+        if self.store.expiries.get(key, inf) > until_s:
+            self._expire(key, most_s)
+
+    async def _claim(self, key: str, nonce: str, ttl_s: float, shared: bool = False) -> bool:
         await self._turn()
         if self._bytes(key) not in (None, nonce.encode()):
+            if shared:
+                self._bound(key, ttl_s)
             return False
         self._set(key, nonce.encode(), ttl_s)
         return True

@@ -137,15 +137,14 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         return True
 
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.init_claim, nonce, ttl_s)
+        return await self._claim(self.keys.init_claim, nonce, ttl_s, shared=True)
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
         return await self._announce(self.keys.init_claim, self.keys.initial, upload.nonce, upload, ttl_s)
 
     async def read_initial(self) -> InitialUpload | None:
         await self._turn()
-        blob = self._bytes(self.keys.initial)
-        return None if blob is None else decode(InitialUpload, blob, format=self.format)
+        return stored_values.readable(InitialUpload, self._bytes(self.keys.initial), self.format)
 
     # --- an inner optimizer's moments ------------------------------------------------------------
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
@@ -156,12 +155,14 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
 
     async def read_moments(self) -> MomentsBoard:
         await self._turn()
-        keys = self.keys
-        stored = map(self._bytes, (keys.moments_wish, keys.moments_claim, keys.moments_offer))
+        keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
+        stored = [self._bytes(key) for key in keys]  # types before the first write
+        for key in keys:
+            self._bound(key, stored_values.MOMENTS_S)
         return stored_values.moments_board(self.format, *stored)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.moments_claim, nonce, ttl_s)
+        return await self._claim(self.keys.moments_claim, nonce, ttl_s, shared=True)
 
     async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
         keys = self.keys

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.errors import BadPayload, UsageError
+from diloco.pipeline.errors import BadMessage, BadPayload, UsageError
 from diloco.pipeline.files.replacing import digested
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.files.tensor_file import Tensor, parts_of
@@ -26,6 +26,7 @@ from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.formats import fields
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MOST_ELEMENTS, MOST_TOKENS
 from diloco.pipeline.payload.codec import as_bytes
@@ -237,14 +238,32 @@ async def run_state(bus: Bus) -> RunState:
 
 async def _saved_state(bus: Bus, spec: Spec, folder: Place, offload: Offload) -> SavedState:
     """The manifest of what lies in a folder; read after the fragments, so that no tokens of theirs are missing."""
+    shards, data_order = await _data_queue(bus)
     return SavedState(
         spec=spec,
         run=await run_state(bus),
         overwritten=min(MOST_ELEMENTS, sum(seen.report.overwritten for seen in await bus.read_reports())),
         fragments=await offload(_fragments, folder, spec.sync.fragments),
-        shards=await bus.read_shards(),
-        data_order=await bus.read_data_order(),  # after the shards: who queues them has agreed on it
+        shards=shards,
+        data_order=data_order,
     )
+
+
+async def _data_queue(bus: Bus) -> tuple[ShardQueue, DataOrder | None]:
+    """The data queue and its order; neither where one is damaged: any learner may write there, and it costs no more."""
+    try:
+        return await bus.read_shards(), await bus.read_data_order()  # who queues shards has agreed on their order
+    except BadMessage as error:
+        keys = bus.keys
+        _log().warning(
+            "data_queue_not_saved",
+            error=str(error),
+            detail="a learner has damaged it. The checkpoint has all parameters; who resumes it reads the data from "
+            "their start. To mend this run's queue, cut that learner off and delete these keys of Redis: the others "
+            "queue the data again",
+            keys=[keys.shards, keys.shard_positions, keys.shard_epoch, keys.data_order],
+        )
+        return ShardQueue(epochs=0, open=()), None
 
 
 def _fragments(folder: Place, count: int) -> tuple[SavedFragment, ...]:

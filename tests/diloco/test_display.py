@@ -215,6 +215,14 @@ def test_time_left_needs_somebody_who_trains():
     assert time_left(status(learners=[learner("a", live=False)])) is None
 
 
+def test_a_learner_that_claims_no_speed_leaves_a_time_that_nobody_writes():
+    """The smallest number above zero is a speed that a report may have."""
+    slow = status(learners=[learner("a", tokens_per_s=5e-324)])
+    assert "- left" in plain_line(slow)
+    assert "- left" in text_of(slow)
+    assert (duration(float("inf")), duration(float("nan")), duration(1e300)) == ("-", "-", "-")
+
+
 def test_without_a_terminal_one_line_comes_every_ten_seconds(monkeypatch):
     now = 100.0
     monkeypatch.setattr("diloco.launcher.display.time.monotonic", lambda: now)

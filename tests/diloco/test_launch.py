@@ -14,8 +14,8 @@ import pytest
 import safetensors.numpy
 
 from diloco import cli, commands
-from diloco.export import export, printable
-from diloco.launcher import launch
+from diloco.export import export
+from diloco.launcher import finish, launch
 from diloco.launcher.display import render
 from diloco.launcher.folder import Folder, choose, plain, to_toml
 from diloco.launcher.launch import Children, environment, threads_for
@@ -28,9 +28,10 @@ from diloco.options import (
     method_notes,
     with_preset,
 )
-from diloco.pipeline.errors import BusUnavailable, UsageError
+from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.methods import METHODS, PAPER
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
 from diloco.pipeline.view.page.joining import Started
@@ -664,8 +665,14 @@ def test_whose_checkpoint_it_is_shows_in_it_and_not_in_its_name(tmp_path, capsys
     )
 
 
+def test_a_report_that_cannot_be_written_names_its_file(tmp_path):
+    """A folder here; a disk that is full says no path of its own."""
+    with pytest.raises(DilocoError, match=f"the report cannot be written to {tmp_path}"):
+        finish._write({}, tmp_path)
+
+
 def test_generated_text_cannot_command_the_terminal():
-    assert printable("a\x1b[2Jb\n\tc\x07") == "a?[2Jb\n\tc?"
+    assert printable("a\x1b[2Jb\n\tc\x07", finish.LINES) == "a?[2Jb\n\tc?"
 
 
 def test_the_status_of_a_baseline_run_comes_from_its_progress_file(tmp_path):

@@ -221,6 +221,25 @@ async def test_one_learner_holds_the_claim_to_version_0_until_it_lapses(bus: Bus
     assert not await bus.claim_initial(A, 10)
 
 
+async def test_a_claim_to_version_0_that_would_last_lapses_as_any_other(bus: Bus, backdoor: Backdoor) -> None:
+    """Any learner may write there: one that never expires would keep the run from beginning for good."""
+    backdoor.plant(bus.keys.init_claim, "string")
+    assert not await bus.claim_initial(B, 0.15)
+    await asyncio.sleep(0.2)
+    assert await bus.claim_initial(B, 10**6)
+    assert not await bus.claim_initial(A, 10)
+    assert (backdoor.ttl_s(bus.keys.init_claim) or 99) <= 10
+
+
+async def test_an_upload_of_version_0_that_cannot_be_read_is_none(bus: Bus, backdoor: Backdoor) -> None:
+    backdoor.plant(bus.keys.initial, "string")
+    assert await bus.read_initial() is None
+    await bus.claim_initial(A, 10)
+    upload = InitialUpload(learner="l0", nonce=A, chunks=(1, 2))
+    assert await bus.finish_initial(upload, 10)
+    assert await bus.read_initial() == upload
+
+
 async def test_an_upload_of_version_0_counts_only_while_its_claim_is_held(bus: Bus) -> None:
     upload = InitialUpload(learner="l0", nonce=A, chunks=(1, 2))
     assert not await bus.finish_initial(upload, 10)

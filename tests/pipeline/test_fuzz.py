@@ -136,9 +136,9 @@ def test_a_spec_that_could_not_be_sent_is_refused() -> None:
         decode(spec_messages.Spec, fuzz.msgpack.packb(raw))
 
 
-@pytest.mark.parametrize("digits", [b"9" * 5000, b"9" * 21])
-def test_counters_with_too_many_digits_are_refused(digits: bytes) -> None:
-    """Python refuses to read long numbers with an error of another kind, which would end a syncer."""
+@pytest.mark.parametrize("digits", [b"9" * 5000, b"9" * 21, b"9" * 20, b"%d" % (2**62 + 1)])
+def test_counters_that_no_message_may_have_are_refused(digits: bytes) -> None:
+    """Python refuses long numbers, and a message those out of bounds, with errors of other kinds: they end a syncer."""
     with pytest.raises(BadMessage):
         stored_values.decode_count("a count", digits)
     assert stored_values.live_syncers(0, {b"n": digits + b" name"}) == {}

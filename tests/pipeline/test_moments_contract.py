@@ -63,6 +63,21 @@ async def test_what_is_asked_and_offered_lies_in_the_runs_own_slot(bus: Bus) -> 
     assert {name[name.index("{") : name.index("}") + 1] for name in names} == {f"{{{keys.run}}}"}
 
 
+async def test_what_a_learner_writes_over_wish_claim_and_offer_is_gone_in_two_minutes(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    """Garbage is as good as none, and whoever looks gives it an end: else nobody would be given moments any more."""
+    names = [bus.keys.moments_wish, bus.keys.moments_claim, bus.keys.moments_offer]
+    for name in names:
+        backdoor.plant(name, "string")
+    assert await bus.read_moments() == MomentsBoard(wish=None, claimed=True, offer=None)
+    assert all(110 < (backdoor.ttl_s(name) or 0) <= 120 for name in names)
+    backdoor.delete(bus.keys.moments_wish)
+    await bus.ask_moments(samples.moments_wish("l0"), 5000)
+    assert (await bus.read_moments()).wish == samples.moments_wish("l0")
+    assert (backdoor.ttl_s(bus.keys.moments_wish) or 999) <= 120
+
+
 async def test_full_memory_refuses_wishes_and_offers(bus: Bus, backdoor: Backdoor) -> None:
     await bus.claim_moments(A, 50)
     backdoor.fill_memory()

@@ -1,7 +1,9 @@
 """Settings: where a value comes from, how a wrong one is named, and how a party agrees with its run."""
 
+import os
 from difflib import get_close_matches
 from pathlib import Path
+from threading import Thread
 from typing import Annotated, Literal
 
 import pytest
@@ -213,6 +215,28 @@ def test_an_unreadable_file_is_named(tmp_path, content):
         path.write_text(content)
     with pytest.raises(UsageError, match=r"run\.toml"):
         load(SyncSettings, config=path)
+
+
+def test_a_pipe_is_no_settings_file(tmp_path):
+    """Nobody may write to it, and a command would wait for ever; that of a shell, `--config <(...)`, has its writer."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = Thread(target=path.write_text, args=("",), daemon=True)
+    writer.start()
+    with pytest.raises(UsageError, match="pipe: it is a pipe; give a file"):
+        load(SyncSettings, config=path)
+    os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+    reading, writing = os.pipe()
+    os.write(writing, b"quorum = 3\n")
+    os.close(writing)
+    assert load(SyncSettings, config=Path(f"/dev/fd/{reading}")).quorum == 3
+    os.close(reading)
+
+
+def test_a_lease_lasts_an_hour_at_most():
+    """Redis takes no number that large, and a run would wait for its first step for ever."""
+    with pytest.raises(UsageError, match=r"^lease_s='1e300': too large .*at most 3600"):
+        load(SyncerProcess, {"lease_s": "1e300", "redis_url": "redis://host"})
 
 
 def test_secrets_are_not_shown():

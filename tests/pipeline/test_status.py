@@ -14,7 +14,7 @@ import pytest
 
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.head import Head, WindowView
-from diloco.pipeline.messages.run import Evaluation, Phase
+from diloco.pipeline.messages.run import Evaluation, Event, Phase
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
@@ -222,6 +222,20 @@ def test_learners_with_more_threads_than_cores_are_told_what_to_do():
         [samples.seen("a", threads=(2, 2)), samples.seen("b", 60.0, threads=(2, 2))],
     ):
         assert build(reports=fine)["warnings"] == []
+
+
+@pytest.mark.parametrize(
+    ("sample", "fields"),
+    [
+        (samples.report(), ["host", "device"]),
+        (Event(name="learner_joined", who="l0", detail="", unix_s=1.0), ["who", "detail"]),
+    ],
+)
+def test_what_learners_say_cannot_command_the_terminal_of_who_reads_it(sample, fields):
+    """It stands in warnings, tables and lines: it is printable from where it is read on."""
+    said = sample.model_dump() | dict.fromkeys(fields, "\x1b]0;pwned\x07\u202e\n")
+    read = decode(type(sample), msgpack.packb(said))
+    assert [getattr(read, name) for name in fields] == ["?]0;pwned???"] * 2
 
 
 def test_merged_tokens_are_never_above_tokens():

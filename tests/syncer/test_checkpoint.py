@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.errors import BadPayload, UsageError
@@ -402,6 +403,39 @@ def test_a_damaged_payload_is_no_endless_loop(tmp_path):
     with pytest.raises(BadPayload):
         run_virtual(main())
     assert not list(tmp_path.iterdir())
+
+
+DAMAGED = {
+    "epochs above all bounds": lambda bus: bus.store.values.update({bus.keys.shard_epoch: b"9000000000000000000"}),
+    "epochs that are no number": lambda bus: bus.store.values.update({bus.keys.shard_epoch: b"abc"}),
+    "positions above all bounds": lambda bus: bus.store.hset(
+        bus.keys.shard_positions, {f"{ms}-{seq}": b"9" * 20 for ms, seq in bus.store.stream(bus.keys.shards).ids}
+    ),
+    "an order that is none": lambda bus: bus.store.values.update({bus.keys.data_order: b"\xc1"}),
+    "a shard that is none": lambda bus: bus.store.stream(bus.keys.shards).append((2**40, 0), b"\x91" * 1000),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_data_queue_that_a_learner_has_damaged_costs_no_fragment(tmp_path, damage):
+    """It is saved as none, and the log says so once; the run is resumed, and its data are read from their start."""
+
+    async def main() -> None:
+        spec = samples.spec()
+        bus = await trained(spec)
+        DAMAGED[damage](bus)
+        with capture_logs() as logs:
+            await save_checkpoint(bus, spec, place_of(tmp_path), here)
+        (told,) = [line for line in logs if line["event"] == "data_queue_not_saved"]
+        assert told["log_level"] == "warning"
+        assert bus.keys.shard_epoch in told["keys"]
+
+    run_virtual(main())
+    checkpoint = load_checkpoint(tmp_path)
+    assert globals_of(checkpoint) == [one.tobytes() for one in THETA]
+    assert (checkpoint.shards, checkpoint.data_order) == (ShardQueue(epochs=0, open=()), None)
+    bus = restore(checkpoint, samples.spec(tokens=20_000))
+    assert run_virtual(bus.count_epochs()) == 0
 
 
 def test_a_run_without_a_version_cannot_be_saved(tmp_path):

@@ -43,5 +43,6 @@ class RedisConnection(Connection):
             raise BusUnavailable(f"{key} vanished as it was set")
         return bytes(holds)
 
-    async def _claim(self, key: str, nonce: str, ttl_s: float) -> bool:
-        return await self._redis.script("claim", [key], nonce, to_ms(ttl_s)) == [1]
+    async def _claim(self, key: str, nonce: str, ttl_s: float, shared: bool = False) -> bool:
+        """shared: any learner may write there, so that nobody else's lasts for longer than ours would."""
+        return await self._redis.script("claim", [key], nonce, to_ms(ttl_s), int(shared)) == [1]

@@ -135,7 +135,7 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
     """Claim and upload are strings that expire."""
 
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.init_claim, nonce, ttl_s)
+        return await self._claim(self.keys.init_claim, nonce, ttl_s, shared=True)
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
         keys = [self.keys.init_claim, self.keys.initial]
@@ -143,8 +143,7 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
         return await self._redis.script("announce", keys, *args) == [1]
 
     async def read_initial(self) -> InitialUpload | None:
-        blob = await self._redis.command("GET", self.keys.initial)
-        return None if blob is None else decode(InitialUpload, blob, format=self.format)
+        return stored_values.readable(InitialUpload, await self._redis.command("GET", self.keys.initial), self.format)
 
 
 class RedisMomentsExchange(RedisConnection, MomentsExchange):
@@ -154,11 +153,12 @@ class RedisMomentsExchange(RedisConnection, MomentsExchange):
         await self._redis.script("ask", [self.keys.moments_wish], encode(wish, self.format), to_ms(ttl_s))
 
     async def read_moments(self) -> MomentsBoard:
-        keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
-        return stored_values.moments_board(self.format, *await self._redis.many(("GET", key) for key in keys))
+        keys = [self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer]
+        found = await self._redis.script("read_moments", keys, to_ms(stored_values.MOMENTS_S))
+        return stored_values.moments_board(self.format, *found)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.moments_claim, nonce, ttl_s)
+        return await self._claim(self.keys.moments_claim, nonce, ttl_s, shared=True)
 
     async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
         keys = [self.keys.moments_claim, self.keys.moments_offer, self.keys.moments_wish, self.keys.moments_claim]

@@ -14,6 +14,12 @@ local function mistyped(...)
   end
 end
 
+-- Where any learner may write: what would live for longer than any of ours, or for ever, lives for so long from now.
+local function bound(key, most_ms)
+  local left = redis.call('PTTL', key)
+  if left == -1 or left > tonumber(most_ms) then redis.call('PEXPIRE', key, most_ms) end
+end
+
 -- Nil if HINCRBY can add to a total and it stays in bounds.
 local function bad_total(key, field, more)
   local have = redis.call('HGET', key, field) or '0'
