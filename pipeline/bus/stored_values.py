@@ -34,6 +34,9 @@ EVALUATIONS_CAP = 100_000
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
 
+LATE_REPORTS = 16
+"""Reports by which one that its sender gave up may come late; also in `write_report.lua`."""
+
 _LEARNER = re.compile(PARTY.encode())
 _HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
 
@@ -178,6 +181,14 @@ def seen_reports(
 def holder(report: LearnerReport) -> bytes:
     """What a report makes its learner's holder."""
     return b"%d %s" % (report.generation, report.incarnation.encode())
+
+
+def is_late(number: int, last: int) -> bool:
+    """Whether a report was given up by its sender, by the number of the last that was taken.
+
+    Any learner may write another's number: what is far above it is no later report, and silences nobody.
+    """
+    return number < last <= number + LATE_REPORTS
 
 
 def check_holder(key: str, held: bytes | None, mine: bytes, generation: int) -> None:

@@ -78,7 +78,8 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         before = self._hash(self.keys.learners).get(name.encode())
         self._hash(self.keys.seen)  # types before the first write
         with suppress(BadMessage):
-            if before and decode(LearnerReport, before, format=self.format).number > report.number:
+            last = decode(LearnerReport, before, format=self.format).number if before else 0
+            if stored_values.is_late(report.number, last):
                 return stored_values.decode_state(state, self.format)
         self._set(holder, mine)
         self.store.hset(self.keys.learners, {name: encode(report, self.format)})

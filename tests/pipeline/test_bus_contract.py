@@ -10,7 +10,7 @@ import pytest
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.bus.stored_values import LATE_REPORTS, parse_offer_id
 from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, LearnerReplaced, PayloadIncomplete
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard
@@ -130,6 +130,18 @@ async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, back
     backdoor.hset(bus.keys.learners, "l1/00000000", b"\xc1")  # one that cannot be read is replaced by any
     await bus.write_report(samples.report("l1", step=4, number=0))
     assert [s.report.step for s in await bus.read_reports()] == [3, 4]
+
+
+@pytest.mark.parametrize("ahead", [2**61, LATE_REPORTS])
+async def test_a_number_that_another_learner_made_up_silences_nobody_for_long(
+    bus: Bus, backdoor: Backdoor, ahead: int
+) -> None:
+    """The hash of reports is everybody's; one call that comes late is a few reports behind, not many."""
+    forged = encode(samples.report(number=ahead, left=True), bus.format)
+    backdoor.hset(bus.keys.learners, "l0/" + "0" * 8, forged)
+    for number in range(LATE_REPORTS + 1):
+        await bus.write_report(samples.report(number=number, step=number))
+    assert [(s.report.step, s.report.left) for s in await bus.read_reports()] == [(LATE_REPORTS, False)]
 
 
 async def test_of_those_with_one_learners_id_the_first_of_the_greatest_generation_is_heard(
