@@ -37,6 +37,9 @@ COUNTER_LIMIT = 2**62
 LATE_REPORTS = 16
 """Reports by which one that its sender gave up may come late; also in `write_report.lua`."""
 
+MOST_NEW_SENDERS = 512
+"""Names of learners that a reader of headers knows nothing of, and reads; of more, only those that have a header."""
+
 _LEARNER = re.compile(PARTY.encode())
 _HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
 
@@ -73,11 +76,16 @@ def by_learner(entries: Iterable[str]) -> dict[str, list[str]]:
 def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> dict[str, str]:
     """Learner -> entry id after which its stream is read: from the start where none is named.
 
-    A sender that cannot be a learner's name has no stream: any learner may have put it there.
+    Any learner may have put a sender there that is none.
     """
-    names = {name.decode() for name in senders if len(name) <= MAX_NAME_CHARS and _LEARNER.fullmatch(name)}
+    names = {name.decode() for name in senders if is_learner(name)}
     known = after or {}
     return {learner: known.get(learner, START) for learner in sorted({*names, *known})}
+
+
+def is_learner(name: bytes) -> bool:
+    """Whether a sender can be a learner's name; what cannot has no stream."""
+    return len(name) <= MAX_NAME_CHARS and _LEARNER.fullmatch(name) is not None
 
 
 def entry_id(text: str) -> tuple[int, int]:

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
@@ -219,6 +220,29 @@ async def test_the_server_says_who_it_is(bus: Bus) -> None:
     assert info.server_id
     assert info.used_bytes >= 0
     assert not info.warnings
+
+
+# --- floods ------------------------------------------------------------------------------------------
+
+
+async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
+    bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name is anybody's to add, and each costs every read of headers."""
+    monkeypatch.setattr(stored_values, "MOST_NEW_SENDERS", 3)
+    bus.use_spec(samples.spec())
+    senders = bus.keys.senders(0)
+    pending = {await bus.offer(samples.header("l0")), await bus.offer(samples.header("l1", fragment=1))}
+    for name in ("a", "b", "c", "not a name"):
+        backdoor.hset(senders, name, b"")
+    found = {one.entry_id for p in (0, 1) for one in await bus.read_offers(p)}
+    assert found == pending
+    assert set(backdoor.dump()[senders][0]) == {b"l0", b"l1"}
+    waiting = asyncio.create_task(bus.read_offers(0, {"l0": "9999999999999-0"}, block_s=10))
+    await asyncio.sleep(0.1)
+    entry = await bus.offer(samples.header("b"))
+    async with asyncio.timeout(5):
+        assert [one.entry_id for one in await waiting] == [entry]
 
 
 # --- version 0 ---------------------------------------------------------------------------------------
