@@ -23,7 +23,7 @@ from diloco.pipeline.messages.payload import Sums, Update, Updates
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.messages.wire import MAX_NAME_CHARS, PARTY, Message
+from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
 
 V = TypeVar("V")
@@ -39,6 +39,16 @@ LATE_REPORTS = 16
 
 MOST_NEW_SENDERS = 512
 """Names of learners that a reader of headers knows nothing of, and reads; of more, only those that have a header."""
+
+MOST_REPORTS = 2 * MAX_LEARNERS
+REPORTS_LEFT = MAX_LEARNERS
+"""Reports on the bus: of more than the first, those that matter least go, until there are so few as the second."""
+
+NOTHING = False, -1
+"""What a report that cannot be read is worth."""
+
+Known = dict[bytes, tuple[bytes, int, LearnerReport | None]]
+"""Name of a report -> as it was stored, its format, and what that says; None: nothing."""
 
 _LEARNER = re.compile(PARTY.encode())
 _HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
@@ -174,16 +184,57 @@ def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
 
 
 def seen_reports(
-    now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], format: int
+    now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], format: int, known: Known
 ) -> list[SeenReport]:
-    """Stored reports with their ages, by name; one that cannot be read is as good as none."""
+    """Stored reports with their ages, by name; one that cannot be read is as good as none.
+
+    known: what the last reading found, and then this one: most reports are as they were.
+    """
+    for name in known.keys() - reports.keys():
+        del known[name]
     found = []
     for name, blob in sorted(reports.items()):
+        before = known.get(name)
+        if before is None or before[:2] != (blob, format):
+            before = known[name] = blob, format, _read_report(blob, format)
         with suppress(BadMessage):
             age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
-            report = decode(LearnerReport, blob, format=format)
-            found.append(SeenReport(report=report, age_s=age_s, read_unix_s=now_ms / 1000))
+            if before[2] is not None:
+                found.append(SeenReport(report=before[2], age_s=age_s, read_unix_s=now_ms / 1000))
     return found
+
+
+def _read_report(blob: bytes, format: int) -> LearnerReport | None:
+    try:
+        return decode(LearnerReport, blob, format=format)
+    except BadMessage:
+        return None
+
+
+def reporting(names: Iterable[bytes]) -> list[str]:
+    """Learners of whom there are reports, by the names of these."""
+    learners = {name.partition(b"/")[0] for name in names}
+    return [learner.decode() for learner in sorted(learners) if is_learner(learner)]
+
+
+def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes | None], format: int) -> set[bytes]:
+    """Those that go, where there are too many.
+
+    Kept are those of who holds its learner's id, which no other learner can make up; then those of most tokens, since
+    what is trained is counted by them. What cannot be read counts for nothing.
+
+    holders: learner -> what its holder's key has.
+    """
+
+    def worth(name: bytes) -> tuple[bool, int]:
+        report = _read_report(reports[name], format)
+        if report is None or name != f"{report.learner}/{report.incarnation}".encode():
+            return NOTHING
+        return holders.get(report.learner) == holder(report), report.tokens
+
+    worths = {name: worth(name) for name in sorted(reports)}
+    ranked = sorted(worths, key=lambda name: worths[name], reverse=True)
+    return {*ranked[REPORTS_LEFT:], *(name for name in ranked if worths[name] == NOTHING)}
 
 
 def holder(report: LearnerReport) -> bytes:

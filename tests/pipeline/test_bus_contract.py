@@ -245,6 +245,31 @@ async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
         assert [one.entry_id for one in await waiting] == [entry]
 
 
+async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_trained(
+    bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of too many, the latest of each learner stay, also a newcomer's, and those of most tokens."""
+    monkeypatch.setattr(stored_values, "MOST_REPORTS", 6)
+    monkeypatch.setattr(stored_values, "REPORTS_LEFT", 3)
+
+    def plant(report: LearnerReport, name: str = "") -> None:
+        name = name or f"{report.learner}/{report.incarnation}"
+        backdoor.hset(bus.keys.learners, name, encode(report, bus.format))
+        backdoor.hset(bus.keys.seen, name, b"1")
+
+    await bus.write_report(samples.report("l0", tokens=900))
+    await bus.write_report(samples.report("l0", tokens=0, incarnation="1" * 8, generation=1))
+    for n in range(3):
+        plant(samples.report("l0", tokens=n, incarnation=f"{n + 2:08}", generation=9))
+        plant(samples.report(f"x{n}", tokens=n))
+    plant(samples.report("l0", tokens=2**60), "elsewhere")
+    await bus.write_report(samples.report("l1", tokens=0))
+    found = await bus.read_reports()
+    assert [(s.report.learner, s.report.tokens) for s in found] == [("l0", 900), ("l0", 0), ("l1", 0)]
+    stored = backdoor.dump()
+    assert len(stored[bus.keys.learners][0]) == len(stored[bus.keys.seen][0]) == 3
+
+
 # --- version 0 ---------------------------------------------------------------------------------------
 
 
