@@ -156,7 +156,10 @@ class RunKeys:
         return self._of_group(self.group(p), f"deltas:{p}:{learner}")
 
     def senders(self, group: int) -> str:
-        """Hash: names of the learners that ever offered a header in the group; only ever added to."""
+        """Hash: names of the learners that offered a header in the group.
+
+        Where they are very many, syncers take those off under which nothing is pending; an offer puts one on again.
+        """
         return self._of_group(group, "senders")
 
     def arrivals(self, group: int) -> str:

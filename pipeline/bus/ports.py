@@ -186,7 +186,10 @@ class Reports(Keyed, Protocol):
         ...
 
     async def read_reports(self) -> list[SeenReport]:
-        """Last report of every incarnation that ever reported, with ages by the server's clock."""
+        """Last report of every incarnation that ever reported, with ages by the server's clock.
+
+        Of more than `stored_values.MOST_REPORTS`, those that matter least go from the bus, where this user may.
+        """
         ...
 
 
@@ -325,7 +328,8 @@ class Offers(Keyed, Protocol):
     ) -> list[Offered]:
         """Headers by learner, of each in the order in which they came and at most `limit`. What is there is pending.
 
-        Waits up to `block_s` for the first one.
+        Waits up to `block_s` for the first one. Where very many senders are new, those that have nothing pending go
+        from the bus, if this user may.
 
         Args:
             fragment: id.

@@ -23,7 +23,7 @@ from diloco.pipeline.messages.payload import Sums, Update, Updates
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.messages.wire import MAX_NAME_CHARS, MOST_TOKENS, PARTY, Message
+from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, MOST_TOKENS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
 
 V = TypeVar("V")
@@ -37,6 +37,22 @@ MOMENTS_S = 120.0
 
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
+
+LATE_REPORTS = 16
+"""Reports by which one that its sender gave up may come late; also in `write_report.lua`."""
+
+MOST_NEW_SENDERS = 512
+"""Names of learners that a reader of headers knows nothing of, and reads; of more, only those that have a header."""
+
+MOST_REPORTS = 2 * MAX_LEARNERS
+REPORTS_LEFT = MAX_LEARNERS
+"""Reports on the bus: of more than the first, those that matter least go, until there are so few as the second."""
+
+NOTHING = False, -1
+"""What a report that cannot be read is worth."""
+
+Known = dict[bytes, tuple[bytes, int, LearnerReport | None]]
+"""Name of a report -> as it was stored, its format, and what that says; None: nothing."""
 
 _LEARNER = re.compile(PARTY.encode())
 _HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
@@ -74,11 +90,16 @@ def by_learner(entries: Iterable[str]) -> dict[str, list[str]]:
 def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> dict[str, str]:
     """Learner -> entry id after which its stream is read: from the start where none is named.
 
-    A sender that cannot be a learner's name has no stream: any learner may have put it there.
+    Any learner may have put a sender there that is none.
     """
-    names = {name.decode() for name in senders if len(name) <= MAX_NAME_CHARS and _LEARNER.fullmatch(name)}
+    names = {name.decode() for name in senders if is_learner(name)}
     known = after or {}
     return {learner: known.get(learner, START) for learner in sorted({*names, *known})}
+
+
+def is_learner(name: bytes) -> bool:
+    """Whether a sender can be a learner's name; what cannot has no stream."""
+    return len(name) <= MAX_NAME_CHARS and _LEARNER.fullmatch(name) is not None
 
 
 def entry_id(text: str) -> tuple[int, int]:
@@ -174,21 +195,70 @@ def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
 
 
 def seen_reports(
-    now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], format: int
+    now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], format: int, known: Known
 ) -> list[SeenReport]:
-    """Stored reports with their ages, by name; one that cannot be read is as good as none."""
+    """Stored reports with their ages, by name; one that cannot be read is as good as none.
+
+    known: what the last reading found, and then this one: most reports are as they were.
+    """
+    for name in known.keys() - reports.keys():
+        del known[name]
     found = []
     for name, blob in sorted(reports.items()):
+        before = known.get(name)
+        if before is None or before[:2] != (blob, format):
+            before = known[name] = blob, format, _read_report(blob, format)
         with suppress(BadMessage):
             age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
-            report = decode(LearnerReport, blob, format=format)
-            found.append(SeenReport(report=report, age_s=age_s, read_unix_s=now_ms / 1000))
+            if before[2] is not None:
+                found.append(SeenReport(report=before[2], age_s=age_s, read_unix_s=now_ms / 1000))
     return found
+
+
+def _read_report(blob: bytes, format: int) -> LearnerReport | None:
+    try:
+        return decode(LearnerReport, blob, format=format)
+    except BadMessage:
+        return None
+
+
+def reporting(names: Iterable[bytes]) -> list[str]:
+    """Learners of whom there are reports, by the names of these."""
+    learners = {name.partition(b"/")[0] for name in names}
+    return [learner.decode() for learner in sorted(learners) if is_learner(learner)]
+
+
+def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes | None], format: int) -> set[bytes]:
+    """Those that go, where there are too many.
+
+    Kept are those of who holds its learner's id, which no other learner can make up; then those of most tokens, since
+    what is trained is counted by them. What cannot be read counts for nothing.
+
+    holders: learner -> what its holder's key has.
+    """
+
+    def worth(name: bytes) -> tuple[bool, int]:
+        report = _read_report(reports[name], format)
+        if report is None or name != f"{report.learner}/{report.incarnation}".encode():
+            return NOTHING
+        return holders.get(report.learner) == holder(report), report.tokens
+
+    worths = {name: worth(name) for name in sorted(reports)}
+    ranked = sorted(worths, key=lambda name: worths[name], reverse=True)
+    return {*ranked[REPORTS_LEFT:], *(name for name in ranked if worths[name] == NOTHING)}
 
 
 def holder(report: LearnerReport) -> bytes:
     """What a report makes its learner's holder."""
     return b"%d %s" % (report.generation, report.incarnation.encode())
+
+
+def is_late(number: int, last: int) -> bool:
+    """Whether a report was given up by its sender, by the number of the last that was taken.
+
+    Any learner may write another's number: what is far above it is no later report, and silences nobody.
+    """
+    return number < last <= number + LATE_REPORTS
 
 
 def check_holder(key: str, held: bytes | None, mine: bytes, generation: int) -> None:

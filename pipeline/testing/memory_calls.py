@@ -19,6 +19,7 @@ class MemoryCalls(Connection):
     def __init__(self, run: str, clock: Clock, store: MemoryStore | None = None) -> None:
         self.keys = RunKeys(run)
         self.format = FORMAT
+        self._fragments = 0
         self.store = store or MemoryStore()
         self._clock = clock
         self._closed = False
@@ -27,6 +28,7 @@ class MemoryCalls(Connection):
 
     def use_spec(self, spec: Spec) -> None:
         self.keys, self.format = RunKeys(self.keys.run, spec.sync.groups), spec.format
+        self._fragments = spec.sync.fragments
 
     async def info(self) -> BusInfo:
         await self._turn()

@@ -137,6 +137,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
     ) -> list[Offered]:
         await self._turn()
         group = self.keys.group(fragment)
+        self._drop_senders(group, after)
 
         def cursors() -> dict[str, str]:
             return stored_values.offer_cursors(self._hash(self.keys.senders(group)), after)
@@ -149,3 +150,15 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
             for name, cursor in cursors().items()
             for at, data in self._stream(self.keys.deltas(fragment, name)).after(stored_values.entry_id(cursor), limit)
         ]
+
+    def _drop_senders(self, group: int, after: Mapping[str, str] | None) -> None:
+        """Where too many are new, those under which nothing is pending go."""
+        senders = self._hash(self.keys.senders(group))
+        new = set(senders).difference(name.encode() for name in after or ())
+        if not self._fragments or len(new) <= stored_values.MOST_NEW_SENDERS:
+            return
+        fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
+        for name in new:
+            learner = name.decode() if stored_values.is_learner(name) else ""
+            if not learner or not any(self._stream(self.keys.deltas(p, learner)).ids for p in fragments):
+                del senders[name]

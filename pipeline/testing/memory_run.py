@@ -78,7 +78,8 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         before = self._hash(self.keys.learners).get(name.encode())
         self._hash(self.keys.seen)  # types before the first write
         with suppress(BadMessage):
-            if before and decode(LearnerReport, before, format=self.format).number > report.number:
+            last = decode(LearnerReport, before, format=self.format).number if before else 0
+            if stored_values.is_late(report.number, last):
                 return stored_values.decode_state(state, self.format)
         self._set(holder, mine)
         self.store.hset(self.keys.learners, {name: encode(report, self.format)})
@@ -95,8 +96,15 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
 
     async def read_reports(self) -> list[SeenReport]:
         await self._turn()
-        seen = self._hash(self.keys.seen)
-        return stored_values.seen_reports(self._unix_ms(), self._hash(self.keys.learners), seen, self.format)
+        seen, reports = self._hash(self.keys.seen), self._hash(self.keys.learners)
+        if len(reports) > stored_values.MOST_REPORTS:
+            holders = {name: self._bytes(self.keys.holder(name)) for name in stored_values.reporting(reports)}
+            for name in stored_values.surplus_reports(reports, holders, self.format):
+                del reports[name]
+        if max(len(reports), len(seen)) > stored_values.MOST_REPORTS:
+            for name in seen.keys() - reports.keys():
+                del seen[name]
+        return stored_values.seen_reports(self._unix_ms(), reports, seen, self.format, {})
 
     async def _add_capped(self, key: str, message: Message, cap: int) -> None:
         await self._turn()

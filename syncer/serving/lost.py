@@ -10,6 +10,7 @@ import structlog
 
 from diloco.pipeline.agreement import PATIENCE_S
 from diloco.pipeline.bus.ports import Bus, Clock
+from diloco.pipeline.bus.stored_values import REPORTS_LEFT
 from diloco.pipeline.errors import BusFull, SpecMismatch
 from diloco.pipeline.messages.run import RunState, SeenReport
 from diloco.syncer.context import AgreedSpec
@@ -44,6 +45,8 @@ class Lost:
             for name, (seen, seen_s) in self._reports.items()
             if name not in there
         }
+        if len(there) >= REPORTS_LEFT:  # the bus has lost none: there were too many
+            self._reports, gone = {}, {}
         self._reports |= there
         self._put_back -= there.keys()
         if (lost := gone.keys() - self._put_back) and not await self._agreed.another():

@@ -7,10 +7,11 @@ import time
 import numpy as np
 import pytest
 
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.bus.stored_values import LATE_REPORTS, parse_offer_id
 from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, LearnerReplaced, PayloadIncomplete
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard
@@ -132,6 +133,18 @@ async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, back
     assert [s.report.step for s in await bus.read_reports()] == [3, 4]
 
 
+@pytest.mark.parametrize("ahead", [2**61, LATE_REPORTS])
+async def test_a_number_that_another_learner_made_up_silences_nobody_for_long(
+    bus: Bus, backdoor: Backdoor, ahead: int
+) -> None:
+    """The hash of reports is everybody's; one call that comes late is a few reports behind, not many."""
+    forged = encode(samples.report(number=ahead, left=True), bus.format)
+    backdoor.hset(bus.keys.learners, "l0/" + "0" * 8, forged)
+    for number in range(LATE_REPORTS + 1):
+        await bus.write_report(samples.report(number=number, step=number))
+    assert [(s.report.step, s.report.left) for s in await bus.read_reports()] == [(LATE_REPORTS, False)]
+
+
 async def test_of_those_with_one_learners_id_the_first_of_the_greatest_generation_is_heard(
     bus: Bus, backdoor: Backdoor
 ) -> None:
@@ -207,6 +220,54 @@ async def test_the_server_says_who_it_is(bus: Bus) -> None:
     assert info.server_id
     assert info.used_bytes >= 0
     assert not info.warnings
+
+
+# --- floods ------------------------------------------------------------------------------------------
+
+
+async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
+    bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name is anybody's to add, and each costs every read of headers."""
+    monkeypatch.setattr(stored_values, "MOST_NEW_SENDERS", 3)
+    bus.use_spec(samples.spec())
+    senders = bus.keys.senders(0)
+    pending = {await bus.offer(samples.header("l0")), await bus.offer(samples.header("l1", fragment=1))}
+    for name in ("a", "b", "c", "not a name"):
+        backdoor.hset(senders, name, b"")
+    found = {one.entry_id for p in (0, 1) for one in await bus.read_offers(p)}
+    assert found == pending
+    assert set(backdoor.dump()[senders][0]) == {b"l0", b"l1"}
+    waiting = asyncio.create_task(bus.read_offers(0, {"l0": "9999999999999-0"}, block_s=10))
+    await asyncio.sleep(0.1)
+    entry = await bus.offer(samples.header("b"))
+    async with asyncio.timeout(5):
+        assert [one.entry_id for one in await waiting] == [entry]
+
+
+async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_trained(
+    bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of too many, the latest of each learner stay, also a newcomer's, and those of most tokens."""
+    monkeypatch.setattr(stored_values, "MOST_REPORTS", 6)
+    monkeypatch.setattr(stored_values, "REPORTS_LEFT", 3)
+
+    def plant(report: LearnerReport, name: str = "") -> None:
+        name = name or f"{report.learner}/{report.incarnation}"
+        backdoor.hset(bus.keys.learners, name, encode(report, bus.format))
+        backdoor.hset(bus.keys.seen, name, b"1")
+
+    await bus.write_report(samples.report("l0", tokens=900))
+    await bus.write_report(samples.report("l0", tokens=0, incarnation="1" * 8, generation=1))
+    for n in range(3):
+        plant(samples.report("l0", tokens=n, incarnation=f"{n + 2:08}", generation=9))
+        plant(samples.report(f"x{n}", tokens=n))
+    plant(samples.report("l0", tokens=2**60), "elsewhere")
+    await bus.write_report(samples.report("l1", tokens=0))
+    found = await bus.read_reports()
+    assert [(s.report.learner, s.report.tokens) for s in found] == [("l0", 900), ("l0", 0), ("l1", 0)]
+    stored = backdoor.dump()
+    assert len(stored[bus.keys.learners][0]) == len(stored[bus.keys.seen][0]) == 3
 
 
 # --- version 0 ---------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable, SpecMismatch
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
@@ -17,7 +18,9 @@ from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull_state
 from diloco.pipeline.view.status_reader import read_status
+from diloco.syncer.context import AgreedSpec
 from diloco.syncer.replay.replay import replay
+from diloco.syncer.serving import lost
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, spec_of, sync_spec, under_way
 
@@ -579,5 +582,23 @@ def test_the_status_of_a_run_whose_heads_or_spec_are_gone_says_so_and_what_to_do
         assert any(f"{what}" in one and "diloco syncer" in one for one in status["warnings"]), status["warnings"]
         assert status["phase"] != "running"
         await end(*party)
+
+    run_virtual(main())
+
+
+def test_reports_that_were_too_many_are_not_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A syncer remembers reports for a bus that loses them. Those that were left out would come again for ever."""
+    monkeypatch.setattr(lost, "REPORTS_LEFT", 3)
+
+    async def main() -> None:
+        bus = MemoryBus("run", LoopClock())
+        memory = lost.Lost(bus, LoopClock(), AgreedSpec(bus, samples.spec()), ())
+        for name in ("a", "b", "c", "d"):
+            await bus.write_report(samples.report(name))
+        await memory.reports(await bus.read_reports())
+        for gone, then in (("d", ["a", "b", "c"]), ("c", ["a", "b", "c"])):  # three are as many as are left of too many
+            del bus._hash(bus.keys.learners)[f"{gone}/{'0' * 8}".encode()]
+            await memory.reports(await bus.read_reports())
+            assert [seen.report.learner for seen in await bus.read_reports()] == then
 
     run_virtual(main())

@@ -1,11 +1,19 @@
 """The run's names and the way to the server: what all parts of the bus on Redis have. They have one state."""
 
+import asyncio
+import math
+
+import structlog
+
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Connection
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import FORMAT
+
+WARN_S = 60.0
+"""Between two warnings of the same."""
 
 
 class RedisConnection(Connection):
@@ -14,10 +22,13 @@ class RedisConnection(Connection):
     def __init__(self, calls: RedisCalls, run: str) -> None:
         self.keys = RunKeys(run)
         self.format = FORMAT
+        self._fragments = 0
         self._redis = calls
+        self._warned_s: dict[str, float] = {}
 
     def use_spec(self, spec: Spec) -> None:
         self.keys, self.format = RunKeys(self.keys.run, spec.sync.groups), spec.format
+        self._fragments = spec.sync.fragments
 
     async def info(self) -> BusInfo:
         return await self._redis.info()
@@ -33,6 +44,13 @@ class RedisConnection(Connection):
 
     async def close(self) -> None:
         await self._redis.close()
+
+    def _warn(self, event: str, **said: object) -> None:
+        """In the log, at most once in a while."""
+        now = asyncio.get_running_loop().time()
+        if now - self._warned_s.get(event, -math.inf) >= WARN_S:
+            self._warned_s[event] = now
+            structlog.get_logger().warning(event, **said)
 
     async def _propose(self, key: str, value: bytes) -> bytes:
         """What a key holds: this value, if it held none."""

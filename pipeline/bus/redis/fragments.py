@@ -25,7 +25,7 @@ from diloco.pipeline.bus.ports import (
     TapeEntry,
 )
 from diloco.pipeline.bus.redis import bulk
-from diloco.pipeline.bus.redis.calls import BULK_S, key_of, script, to_ms
+from diloco.pipeline.bus.redis.calls import BULK_S, RedisCalls, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.bus.redis.errors import THERE
 from diloco.pipeline.errors import BusUnavailable, NotPermitted
@@ -34,9 +34,23 @@ from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 
+AT_ONCE = 2048
+"""Keys, or names, of one call."""
+SENDERS_DROPPED = (
+    "the list of learners that offer deltas had this many names with no delta pending, which are off it until they "
+    "offer one. If the run never had as many learners, somebody with a learner's password makes them up: CLIENT KILL "
+    "and ACL SETUSER learner-NAME off end that"
+)
+
 
 class RedisOffers(RedisConnection, Offers):
     """Headers: a stream for each fragment and learner, the set of names that have one, and the group's arrivals."""
+
+    def __init__(self, calls: RedisCalls, run: str) -> None:
+        super().__init__(calls, run)
+        self._dropping = asyncio.Lock()
+        self._senders: dict[int, set[bytes]] = {}
+        """Group -> names that had something pending, where there were so many that they were asked."""
 
     async def offer(self, header: DeltaHeader, renews: str = "") -> str:
         p, learner = header.fragment, header.learner
@@ -55,6 +69,8 @@ class RedisOffers(RedisConnection, Offers):
         while True:
             # The last arrival before the names: whoever comes after them is a later one, and ends the read.
             last, names = await self._redis.many([("XREVRANGE", arrivals, "+", "-", "COUNT", 1), ("HKEYS", senders)])
+            if self._too_many(group, names, after):
+                names = await self._with_headers(group, after)
             streams = {
                 self.keys.deltas(fragment, name): (name, at)
                 for name, at in stored_values.offer_cursors(names, after).items()
@@ -70,6 +86,37 @@ class RedisOffers(RedisConnection, Offers):
                     for name in sorted(of)
                     for at, data in of[name]
                 ]
+
+    def _too_many(self, group: int, names: Iterable[bytes], after: Mapping[str, str] | None) -> set[bytes]:
+        """Names that are not known here, if there are too many. Without the spec, nor are the streams of a name."""
+        new = set(names).difference(self._senders.get(group, ()), (name.encode() for name in after or ()))
+        return new if self._fragments and len(new) > stored_values.MOST_NEW_SENDERS else set()
+
+    async def _with_headers(self, group: int, after: Mapping[str, str] | None) -> list[bytes]:
+        """A group's senders, without the new ones under which nothing is pending; these go, where this user may.
+
+        A name is anybody's to add, a stream only its learner's. Each read costs by the name: a flood would end merges.
+        """
+        key = self.keys.senders(group)
+        fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
+        async with self._dropping:  # the readers of all fragments come here at once
+            names = await self._redis.command("HKEYS", key)
+            new, idle = self._too_many(group, names, after), set[bytes]()
+            asked = [name for name in new if stored_values.is_learner(name)]
+            others = [name for name in new if not stored_values.is_learner(name)]
+            with suppress(NotPermitted):
+                for i in range(0, len(others), AT_ONCE):
+                    await self._redis.command("HDEL", key, *others[i : i + AT_ONCE])
+            step = max(1, AT_ONCE // len(fragments))
+            for i in range(0, len(asked), step):
+                some = asked[i : i + step]
+                streams = [self.keys.deltas(p, name.decode()) for name in some for p in fragments]
+                (found,) = await self._redis.script("drop_senders", [key, *streams], *some)
+                idle |= set(found)
+            self._senders.setdefault(group, set()).update(set(asked) - idle)
+        if gone := len(idle) + len(others):
+            self._warn("senders_dropped", names=gone, detail=SENDERS_DROPPED)
+        return [name for name in names if name not in idle]
 
 
 class RedisPayloadStore(RedisConnection, PayloadStore):

@@ -1,5 +1,7 @@
 """What concerns a run as a whole, on Redis: spec and state, reports, logs, syncers, version 0, moments."""
 
+import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -14,15 +16,21 @@ from diloco.pipeline.bus.ports import (
     SpecAndState,
     SyncerBoard,
 )
-from diloco.pipeline.bus.redis.calls import to_ms
+from diloco.pipeline.bus.redis.calls import SCANNED, RedisCalls, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
-from diloco.pipeline.errors import BadMessage
+from diloco.pipeline.errors import BadMessage, NotPermitted
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import decode, encode
 
 T = TypeVar("T", bound=Message)
+
+REPORTS_DROPPED = (
+    "so many reports were too many: the latest of each learner were kept, then those of most tokens. If the run never "
+    "had as many processes, somebody with a learner's password makes them up: CLIENT KILL and ACL SETUSER learner-NAME "
+    "off end that"
+)
 
 
 class RedisSpecAndState(RedisConnection, SpecAndState):
@@ -63,6 +71,10 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
 class RedisReports(RedisConnection, Reports):
     """Two hashes, of the last reports and of when they came, and a string for who holds an id."""
 
+    def __init__(self, calls: RedisCalls, run: str) -> None:
+        super().__init__(calls, run)
+        self._known: stored_values.Known = {}
+
     async def write_report(self, report: LearnerReport) -> RunState | None:
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
         name = f"{report.learner}/{report.incarnation}"
@@ -81,7 +93,29 @@ class RedisReports(RedisConnection, Reports):
 
     async def read_reports(self) -> list[SeenReport]:
         now_ms, (reports, seen) = await self._redis.timed_hashes(self.keys.learners, self.keys.seen)
-        return stored_values.seen_reports(now_ms, reports, seen, self.format)
+        if max(len(reports), len(seen)) > stored_values.MOST_REPORTS:
+            with suppress(NotPermitted):  # a syncer may
+                reports = await self._without_surplus(reports, seen)
+        return stored_values.seen_reports(now_ms, reports, seen, self.format, self._known)
+
+    async def _without_surplus(self, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+        """Reports without those that are too many. These go, and times without a report.
+
+        A report is anybody's to write, and each costs every reading.
+        """
+        gone: set[bytes] = set()
+        if len(reports) > stored_values.MOST_REPORTS:
+            learners = stored_values.reporting(reports)
+            held = await self._redis.many(("GET", self.keys.holder(learner)) for learner in learners)
+            holders = dict(zip(learners, held, strict=True))
+            gone = await asyncio.to_thread(stored_values.surplus_reports, reports, holders, self.format)
+        kept = {name: blob for name, blob in reports.items() if name not in gone}
+        for key, names in ((self.keys.learners, sorted(gone)), (self.keys.seen, sorted(seen.keys() - kept.keys()))):
+            for i in range(0, len(names), SCANNED):
+                await self._redis.command("HDEL", key, *names[i : i + SCANNED])
+        if gone:
+            self._warn("reports_dropped", reports=len(gone), kept=len(kept), detail=REPORTS_DROPPED)
+        return kept
 
 
 class RedisRunLogs(RedisConnection, RunLogs):
