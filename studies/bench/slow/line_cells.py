@@ -19,6 +19,8 @@ LEARNERS = 2
 FRAGMENTS: int = USUAL["fragments"]
 INTERVAL: int = USUAL["sync_interval"]
 OVERLAP_STEPS: int = USUAL["overlap_steps"]
+MEASURE = ("bf16", "fp32")
+"""Codecs of deltas and globals of which a line of rate 1 carries a round in a round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +29,8 @@ class Cell:
 
     rate: float
     """Of a line, in what a round with bf16 deltas and fp32 globals asks of its party's busier direction."""
-    codec: str = "bf16"
-    global_codec: str = "fp32"
+    codec: str = USUAL["codec"]
+    global_codec: str = USUAL["global_codec"]
     latency_ms: float = 50.0
     """There and back."""
     jitter_ms: float = 0.0
@@ -53,7 +55,7 @@ def cells() -> Iterator[Cell]:
     half = replace(USUAL_CELL, rate=0.5)
     for codec in ("fp32", "int8", "int4"):
         yield replace(half, codec=codec)
-    for global_codec in ("bf16", "int8"):
+    for global_codec in ("fp32", "int8"):
         yield replace(half, global_codec=global_codec)
     for codec in ("int8", "int4"):
         yield replace(half, codec=codec, global_codec="int8")
@@ -82,7 +84,7 @@ def asked(params: float, codec: str, global_codec: str, round_s: float) -> dict[
 
 def line_rates(cell: Cell, params: float, round_s: float) -> dict[str, float]:
     """Party -> bytes a second that its line carries, each way."""
-    parties = asked(params, USUAL_CELL.codec, USUAL_CELL.global_codec, round_s)
+    parties = asked(params, *MEASURE, round_s)
     return {party: cell.rate * max(both) for party, both in parties.items()}
 
 

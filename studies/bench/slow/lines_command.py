@@ -68,10 +68,10 @@ def main(
     ] = 60.0,
     for_s: Annotated[
         float, typer.Option("--for", min=5.0, max=600.0, help="Seconds of a cell that are measured")
-    ] = 40.0,
+    ] = 120.0,
     settle_s: Annotated[
         float, typer.Option("--settle", min=1.0, max=600.0, help="Seconds before, on the cell's lines")
-    ] = 20.0,
+    ] = 180.0,
     only: Annotated[
         str, typer.Option(metavar="CELL;...", help="These: rate,codec,globals,latency ms,jitter ms,loss,congestion")
     ] = "",
