@@ -311,37 +311,40 @@ async def _finish(url: str, run: str, wait: bool) -> None:
         if state.phase is Phase.FINISHED:
             typer.echo(f"run {run!r} is finished already, with {count(state.tokens)} tokens")
             return
-        if await _finished(bus, run, stop, typer.echo, wait):
-            return
-        typer.echo("it finishes by itself; `diloco status` shows how far it is")
+        await _finished(bus, run, stop, typer.echo, wait)
 
 
-async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str], None], wait: bool) -> bool:
-    """Ask a run to finish, again if Redis loses it, and tell what it waits for until it has; False: `stop` came first.
+async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str], None], wait: bool) -> None:
+    """Ask a run to finish, again if Redis loses it, and tell what it waits for until it has, or `stop` is set.
 
     wait: else it ends once the run is asked.
     """
-    clock, told, asked = LoopClock(), "", False
+    clock, told, first = LoopClock(), "", None
+    later = "it finishes by itself; `diloco status` shows how far it is"
     while not stop.is_set():
         try:
             state = await bus.read_state()
             if state is None:
                 raise DilocoError("the run is not on this Redis any more: it was deleted, or Redis has lost it")
+            if first is not None and not first.same_part(state):
+                raise DilocoError(f"run {run!r} was finished, and has been extended or begun anew since")
             if state.phase is Phase.RUNNING:
                 wish = {"phase": Phase.DRAINING, "reason": "asked by `diloco finish`"}
                 await bus.write_state(state.model_copy(update=wish))
-                what = "was asked again to finish, since Redis had lost it" if asked else "was asked to finish"
+                what = "was asked again to finish, since Redis had lost it" if first else "was asked to finish"
                 tell(f"run {run!r} {what}, at {count(state.tokens)} of {count(state.budget_tokens)} tokens")
-                asked = True
+            first = state
             if not wait:
-                return False
+                tell(later)
+                return
             status = await read_status(bus, clock)
         except (BusUnavailable, BusFull) as error:
             line = f"{error}; asking again every {LOOK_S:g} s"
         else:
             if state.phase is Phase.FINISHED:
-                tell(f"finished: {count(status['tokens'])} tokens, {count(status['merged_tokens'])} of them merged")
-                return True
+                merged = count(status["merged_tokens"])
+                tell(f"finished: {count(status['tokens'])} tokens, {merged} of them merged")
+                return
             line = _awaited(status)
         if line != told:
             tell(line)
@@ -351,7 +354,7 @@ async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str
                 await stop.wait()
         except TimeoutError:
             continue
-    return False
+    tell(later if first else f"run {run!r} was not asked to finish")
 
 
 def _awaited(status: Status) -> str:

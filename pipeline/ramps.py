@@ -31,6 +31,11 @@ def interval_in_force(sync: SyncSpec, version: int, told: int) -> int:
     return told or interval_at(sync, version)
 
 
+def is_stretched(sync: SyncSpec, version: int, told: int) -> bool:
+    """Whether the interval of a base is longer than planned, by round trips."""
+    return interval_in_force(sync, version, told) > interval_at(sync, version)
+
+
 def overlap_in_force(sync: SyncSpec, version: int, told: int) -> int:
     """Tau of a base whose head says this interval: as many times longer as that is, and whole."""
     return math.ceil(sync.overlap_steps * interval_in_force(sync, version, told) / interval_at(sync, version))

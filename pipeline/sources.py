@@ -68,9 +68,9 @@ def read_file(config: Path | None) -> dict[str, Any]:
     """
     if config is None:
         return {}
-    if config.is_fifo() and config.parts[1:2] != ("dev",):  # that of a shell, /dev/fd/63, has its writer already
-        raise UsageError(f"cannot read settings file {config}: it is a pipe", "give a file of settings in TOML")
     try:
+        if config.is_fifo() and config.parts[1:2] != ("dev",):  # that of a shell, /dev/fd/63, has its writer already
+            raise UsageError(f"cannot read settings file {config}: it is a pipe", "give a file of settings in TOML")
         table = tomllib.loads(config.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read settings file {config}: {error}") from error

@@ -61,7 +61,7 @@ class GraceEstimator:
             overlap_steps: tau in force (`ramps.overlap_in_force`).
             gamma: share of the slack, below 1.
             control_latency_s: from a learner's decision to follow to its header at the syncer.
-            stretched: the interval was made longer than planned, by the round trip (`ramps.stretched`).
+            stretched: the interval was made longer than planned, by the round trip (`ramps.is_stretched`).
 
         Returns:
             Seconds, 0 or more; None if no step time, quorum time or sync time is known.

@@ -17,7 +17,7 @@ from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import RefusalReason, WindowChanged
 from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
-from diloco.pipeline.ramps import overlap_in_force, stretched
+from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.waiting import TICK_S, pause
 from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
 from diloco.syncer.committing import (
@@ -198,8 +198,8 @@ class Session:
         watch, sync, state, version = self._context.watch, self._context.sync, self._state, self.window.version
         steps, pulls = self._reported()
         overlap = overlap_in_force(sync, version, self._loaded.head.interval)
-        stretched = overlap > sync.overlap_steps
-        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s, stretched)
+        longer = is_stretched(sync, version, self._loaded.head.interval)
+        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s, longer)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         arriving = self._downloads.arriving(self.window.awaited())

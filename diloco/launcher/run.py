@@ -169,7 +169,6 @@ class Launcher:
             BusUnavailable: Redis has been away for too long.
         """
         silent_since: float | None = None
-        give_up_s = None
         while True:
             self._check_folder()
             try:
@@ -177,7 +176,7 @@ class Launcher:
                 self._note(status)
                 await self._check(status)
                 asks = stop.is_set() and (not self.stopped or status["phase"] == Phase.RUNNING)  # Redis may lose it
-                if asks and await self._ask_to_drain(bool(status["fragments"])):
+                if asks and await self._ask_to_drain(self.stopped or bool(status["fragments"])):
                     self._children.kill()  # nothing was merged: there is nothing to wait for
                     return
                 silent_since = None
@@ -193,10 +192,9 @@ class Launcher:
             else:
                 if status["phase"] == Phase.FINISHED:
                     return
-            if self._drained_from_s is not None:
-                give_up_s = self._drained_from_s + self._settings.drain_s + self._settings.leave_s + 2 * MARGIN_S
-                give_up_s += 2 * self._settings.lease_s  # of a syncer that died in the end
-            if give_up_s is not None and self._clock.now() > give_up_s:
+            ends_s = self._settings.drain_s + self._settings.leave_s + 2 * MARGIN_S
+            ends_s += 2 * self._settings.lease_s  # of a syncer that died in the end
+            if self._drained_from_s is not None and self._clock.now() > self._drained_from_s + ends_s:
                 self._warn("the run did not finish its drain in time: SIGTERM to its processes")
                 self._children.terminate()
                 return
@@ -220,7 +218,9 @@ class Launcher:
 
     def _note(self, status: Status) -> None:
         now = self._clock.now()
-        if self._drained_from_s is None and status["phase"] in (Phase.DRAINING, Phase.CLOSING):
+        if status["phase"] == Phase.RUNNING:
+            self._drained_from_s = None  # also once more, where Redis has lost that it was asked to end
+        elif self._drained_from_s is None and status["phase"] in (Phase.DRAINING, Phase.CLOSING):
             self._drained_from_s = now
         if status["tokens"]:
             self._progress.append((time.time(), status["tokens"]))

@@ -85,11 +85,11 @@ def _check_users(file: Path, password: str | None) -> None:
     if password is not None:
         raise UsageError("a password and a file of users: the file has all passwords, so leave the other one out")
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text().lower().splitlines()  # rules may be in either case
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the users' file {file} cannot be read: {error}") from error
     defaults = [line for line in lines if line.split()[:2] == ["user", "default"]]
-    if not defaults or not all(_is_off(line) or _only_pings(line) for line in defaults):
+    if not defaults or not all(map(_is_off, defaults)):
         raise UsageError(
             f"{file} does not keep out who has not logged in: make it by `diloco acl`, which begins with\n{NOBODY}"
         )
@@ -101,9 +101,9 @@ def _check_users(file: Path, password: str | None) -> None:
 
 
 def _is_off(line: str) -> bool:
-    """Whether nobody can log in as this user: of "on" and "off" the last one counts."""
+    """Whether nobody can log in as this user (of "on" and "off" the last one counts), whose rights Redis needs."""
     said = [word for word in line.split() if word in ("on", "off")]
-    return said[-1:] == ["off"]
+    return said[-1:] == ["off"] and "+@all" in line
 
 
 def _only_pings(line: str) -> bool:

@@ -164,3 +164,7 @@ class RunState(Message):
     """What the lead cannot write to a disk or a store, in words; "": it can."""
     origin_unix_s: UnixSeconds | None = None
     """Of a resumed run: when its first part began. What learners saved in any of its parts is their own."""
+
+    def same_part(self, other: "RunState") -> bool:
+        """Whether both are of one run that was neither extended nor begun anew in between."""
+        return (self.started_unix_s, self.budget_tokens) == (other.started_unix_s, other.budget_tokens)

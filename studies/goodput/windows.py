@@ -22,7 +22,7 @@ from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.outer_cost import CORE_FLOPS
-from diloco.pipeline.ramps import overlap_in_force, stretched
+from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.site import outer_operations
 from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.job import Stops, Timeline
@@ -337,9 +337,10 @@ class Follower:
     def _conditions(self, now: float) -> Conditions:
         watch, doubted = self._watch, self._doubts.learners
         steps, pulls = self._reported(now)
-        overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
-        stretched = overlap > self._sync.overlap_steps
-        grace_s = self._grace.grace_s(steps, pulls, overlap, self._gamma, 2 * watch.latency_s, stretched)
+        told = self._intervals[self._version]
+        overlap = overlap_in_force(self._sync, self._version, told)
+        longer = is_stretched(self._sync, self._version, told)
+        grace_s = self._grace.grace_s(steps, pulls, overlap, self._gamma, 2 * watch.latency_s, longer)
         return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, doubted)
 
     def _reported(self, now: float) -> tuple[list[float], list[float]]:

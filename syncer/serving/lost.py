@@ -60,14 +60,15 @@ class Lost:
     async def state(self, found: RunState | None, known: RunState | None) -> RunState | None:
         """The run's state, as last known if the bus has lost it; then all else that it may have lost is looked after.
 
-        A bus that has lost only that the run is to end is told so again: learners may have left for it.
+        A bus that has lost only that the run is to end is told so again: learners may have left for it. Not so one on
+        which the run was extended, or begun anew, while this syncer saw nothing.
 
         Raises:
             BusError, SpecMismatch: as `spec`.
         """
         if found is not None:
             self._emptied = False
-            if known is not None and known.phase.rank > found.phase.rank:
+            if known is not None and known.phase.rank > found.phase.rank and known.same_part(found):
                 found = await self._bus.write_state(known)
                 self._log.warning("state_put_back", phase=found.phase.value, reason=found.reason)
         elif known is not None and not self._emptied:

@@ -15,7 +15,7 @@ import structlog
 
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.server import fill_of_run
-from diloco.pipeline.errors import BusError
+from diloco.pipeline.errors import BusError, BusUnavailable
 from diloco.pipeline.messages.run import REDIS_CHANGED, Event, Phase, RunState, SeenReport
 from diloco.pipeline.pacing import merge_share, outer_room, slow_merges
 from diloco.pipeline.settings import SyncerProcess
@@ -252,8 +252,8 @@ class Serving:
             info = await self._bus.info()
             fill = fill_of_run(info, self.context.layout.elements, len(self._watch.live()), self.context.sync)
             self._bus_warnings.tell(info, fill)
-            await self._tell_change(info)
             await self._lost.spec()
+            await self._tell_change(info)
 
     async def _tell_change(self, info: BusInfo) -> None:
         """Leave word of it in the run where a server has come: that a failover took place is else in logs alone."""
@@ -262,7 +262,12 @@ class Serving:
             if self.leads():
                 told_by = f"told by {self.context.name}"
                 unix_s = self._clock.unix()
-                await self._bus.add_event(Event(name=REDIS_CHANGED, who="Redis", detail=told_by, unix_s=unix_s))
+                try:
+                    await self._bus.add_event(Event(name=REDIS_CHANGED, who="Redis", detail=told_by, unix_s=unix_s))
+                except BusUnavailable:
+                    raise
+                except BusError as error:  # no room, or events that a learner has spoilt: nobody waits for it
+                    self._log.warning("event_not_told", event_name=REDIS_CHANGED, error=str(error))
             elif await self._bus.read_leases([0]) == [None]:
                 return  # whoever leads next tells
         self._servers |= now

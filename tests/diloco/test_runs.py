@@ -13,6 +13,7 @@ from diloco import runs
 from diloco.cli import main
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.redis_streams import RedisBus, open_bus
+from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode, encode
@@ -258,7 +259,25 @@ def test_finish_asks_again_when_redis_loses_that_it_was_asked(held: Held, capsys
     held.on(lambda bus: bus.write_state(samples.run_state(phase=Phase.FINISHED)))
     finished = held.backdoor.client.hgetall(key)
     held.backdoor.client.hset(key, mapping=before)
-    assert held.on(lambda bus: runs._finished(bus, held.name, asyncio.Event(), tell, True))
+    held.on(lambda bus: runs._finished(bus, held.name, asyncio.Event(), tell, True))
     assert told[0].startswith(f"run '{held.name}' was asked to finish, at ")
     assert any("was asked again to finish, since Redis had lost it" in line for line in told)
     assert told[-1].startswith("finished: ")
+
+
+def test_finish_leaves_a_run_alone_that_was_extended_meanwhile(held: Held, capsys: pytest.CaptureFixture[str]) -> None:
+    """It had finished while nobody looked."""
+    held.begin()
+    key = f"diloco:{{{held.name}}}:state"
+    before = held.backdoor.client.hgetall(key)
+    held.on(lambda bus: bus.write_state(samples.run_state().model_copy(update={"budget_tokens": 10**9})))
+    extended, told = held.backdoor.client.hgetall(key), []
+    held.backdoor.client.hset(key, mapping=before)
+
+    def tell(line: str) -> None:
+        told.append(line)
+        held.backdoor.client.hset(key, mapping=extended)
+
+    with pytest.raises(DilocoError, match="has been extended or begun anew since"):
+        held.on(lambda bus: runs._finished(bus, held.name, asyncio.Event(), tell, True))
+    assert held.state.phase is Phase.RUNNING

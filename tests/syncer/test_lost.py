@@ -15,12 +15,13 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import inline, run_virtual
+from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull_state
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.context import AgreedSpec
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving import lost
+from diloco.syncer.serving.lost import Lost
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, spec_of, sync_spec, under_way
 
@@ -99,6 +100,21 @@ def test_a_wish_to_finish_that_the_bus_loses_is_put_back() -> None:
         async with asyncio.timeout(30):
             while (await world.bus.read_state()).phase is not Phase.FINISHED:
                 await asyncio.sleep(0.1)
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_a_run_that_was_extended_is_not_ended_by_a_syncer_that_was_away() -> None:
+    """It last saw the run drain, to a smaller budget."""
+
+    async def main() -> None:
+        world, party = await under_way(4, quorum=2)
+        state = await world.bus.read_state()
+        known = state.model_copy(update={"phase": Phase.DRAINING, "budget_tokens": state.budget_tokens - 1})
+        agreed = AgreedSpec(world.bus, world.spec)
+        assert await Lost(world.bus, VirtualClock(), agreed, []).state(state, known) == state
+        assert (await world.bus.read_state()).phase is Phase.RUNNING
         await end(*party)
 
     run_virtual(main())
