@@ -49,7 +49,7 @@ REPORTS_LEFT = MAX_LEARNERS
 """Reports on the bus: of more than the first, those that matter least go, until there are so few as the second."""
 
 NOTHING = False, -1
-"""What a report that cannot be read is worth."""
+"""What a report is worth that cannot be read, or has another's name."""
 
 Known = dict[bytes, tuple[bytes, int, LearnerReport | None]]
 """Name of a report -> as it was stored, its format, and what that says; None: nothing."""
@@ -197,7 +197,7 @@ def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
 def seen_reports(
     now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], format: int, known: Known
 ) -> list[SeenReport]:
-    """Stored reports with their ages, by name; one that cannot be read is as good as none.
+    """Stored reports with their ages, by name; one that cannot be read, or has another's name, is as good as none.
 
     known: what the last reading found, and then this one: most reports are as they were.
     """
@@ -207,7 +207,7 @@ def seen_reports(
     for name, blob in sorted(reports.items()):
         before = known.get(name)
         if before is None or before[:2] != (blob, format):
-            before = known[name] = blob, format, _read_report(blob, format)
+            before = known[name] = blob, format, _read_report(name, blob, format)
         with suppress(BadMessage):
             age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
             if before[2] is not None:
@@ -215,11 +215,10 @@ def seen_reports(
     return found
 
 
-def _read_report(blob: bytes, format: int) -> LearnerReport | None:
-    try:
-        return decode(LearnerReport, blob, format=format)
-    except BadMessage:
-        return None
+def _read_report(name: bytes, blob: bytes, format: int) -> LearnerReport | None:
+    """None: it cannot be read, or does not stand under its own name."""
+    report = readable(LearnerReport, blob, format)
+    return report if report and name == f"{report.learner}/{report.incarnation}".encode() else None
 
 
 def reporting(names: Iterable[bytes]) -> list[str]:
@@ -238,8 +237,8 @@ def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes 
     """
 
     def worth(name: bytes) -> tuple[bool, int]:
-        report = _read_report(reports[name], format)
-        if report is None or name != f"{report.learner}/{report.incarnation}".encode():
+        report = _read_report(name, reports[name], format)
+        if report is None:
             return NOTHING
         return holders.get(report.learner) == holder(report), report.tokens
 
