@@ -38,7 +38,7 @@ MOMENTS_S = 120.0
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
 
-LATE_REPORTS = 16
+LATE_REPORTS = 64
 """Reports by which one that its sender gave up may come late; also in `write_report.lua`."""
 
 MOST_NEW_SENDERS = 512

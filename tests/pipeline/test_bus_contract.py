@@ -137,7 +137,7 @@ async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, back
 async def test_a_number_that_another_learner_made_up_silences_nobody_for_long(
     bus: Bus, backdoor: Backdoor, ahead: int
 ) -> None:
-    """The hash of reports is everybody's; one call that comes late is a few reports behind, not many."""
+    """The hash of reports is everybody's; one call that comes late is some dozens of reports behind, not more."""
     forged = encode(samples.report(number=ahead, left=True), bus.format)
     backdoor.hset(bus.keys.learners, "l0/" + "0" * 8, forged)
     for number in range(LATE_REPORTS + 1):
