@@ -5,7 +5,7 @@ that need no server.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar
@@ -43,6 +43,9 @@ LATE_REPORTS = 64
 
 MOST_NEW_SENDERS = 512
 """Names of learners that a reader of headers knows nothing of, and reads; of more, only those that have a header."""
+
+MOST_SENDERS = MAX_LEARNERS
+"""Of more names than so many none is known, also of those that had headers."""
 
 MOST_REPORTS = 2 * MAX_LEARNERS
 REPORTS_LEFT = MAX_LEARNERS
@@ -90,11 +93,28 @@ def by_learner(entries: Iterable[str]) -> dict[str, list[str]]:
 def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> dict[str, str]:
     """Learner -> entry id after which its stream is read: from the start where none is named.
 
-    Any learner may have put a sender there that is none.
+    Any learner may have put a sender there that is none. Those of `after` are read as well, in case the bus has lost
+    the senders, if they are no more than a run may have.
     """
     names = {name.decode() for name in senders if is_learner(name)}
     known = after or {}
-    return {learner: known.get(learner, START) for learner in sorted({*names, *known})}
+    return {learner: known.get(learner, START) for learner in sorted(names.union(known if _few(known) else ()))}
+
+
+def new_senders(senders: Collection[bytes], after: Mapping[str, str] | None, seen: Iterable[bytes] = ()) -> set[bytes]:
+    """Those of which a reader of headers knows nothing, if there are too many; else none.
+
+    after: as `offer_cursors`.
+    seen: also known.
+    """
+    new = set(senders)
+    if _few(senders):
+        new = new.difference(seen, (name.encode() for name in after or ()))
+    return new if len(new) > MOST_NEW_SENDERS else set()
+
+
+def _few(names: Collection[Any]) -> bool:
+    return len(names) <= MOST_SENDERS
 
 
 def is_learner(name: bytes) -> bool:

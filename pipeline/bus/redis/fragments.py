@@ -4,7 +4,7 @@ An owner's write is one script, which checks the lease and the head before it ch
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -87,10 +87,9 @@ class RedisOffers(RedisConnection, Offers):
                     for at, data in of[name]
                 ]
 
-    def _too_many(self, group: int, names: Iterable[bytes], after: Mapping[str, str] | None) -> set[bytes]:
+    def _too_many(self, group: int, names: Collection[bytes], after: Mapping[str, str] | None) -> set[bytes]:
         """Names that are not known here, if there are too many. Without the spec, nor are the streams of a name."""
-        new = set(names).difference(self._senders.get(group, ()), (name.encode() for name in after or ()))
-        return new if self._fragments and len(new) > stored_values.MOST_NEW_SENDERS else set()
+        return stored_values.new_senders(names, after, self._senders.get(group, ())) if self._fragments else set()
 
     async def _with_headers(self, group: int, after: Mapping[str, str] | None) -> list[bytes]:
         """A group's senders, without the new ones under which nothing is pending; these go, where this user may.
@@ -113,7 +112,7 @@ class RedisOffers(RedisConnection, Offers):
                 streams = [self.keys.deltas(p, name.decode()) for name in some for p in fragments]
                 (found,) = await self._redis.script("drop_senders", [key, *streams], *some)
                 idle |= set(found)
-            self._senders.setdefault(group, set()).update(set(asked) - idle)
+            self._senders[group] = self._senders.get(group, set()).union(asked) - idle
         if gone := len(idle) + len(others):
             self._warn("senders_dropped", names=gone, detail=SENDERS_DROPPED)
         return [name for name in names if name not in idle]
