@@ -28,7 +28,7 @@ from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.calls import BULK_S, RedisCalls, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.bus.redis.errors import THERE
-from diloco.pipeline.errors import BusUnavailable, NotPermitted
+from diloco.pipeline.errors import BusUnavailable, NotPermitted, ScriptsMissing
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
@@ -100,20 +100,24 @@ class RedisOffers(RedisConnection, Offers):
         fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
         async with self._dropping:  # the readers of all fragments come here at once
             names = await self._redis.command("HKEYS", key)
-            new, idle = self._too_many(group, names, after), set[bytes]()
+            new, idle, gone = self._too_many(group, names, after), set[bytes](), 0
             asked = [name for name in new if stored_values.is_learner(name)]
             others = [name for name in new if not stored_values.is_learner(name)]
             with suppress(NotPermitted):
                 for i in range(0, len(others), AT_ONCE):
-                    await self._redis.command("HDEL", key, *others[i : i + AT_ONCE])
+                    gone += await self._redis.command("HDEL", key, *others[i : i + AT_ONCE])
             step = max(1, AT_ONCE // len(fragments))
             for i in range(0, len(asked), step):
                 some = asked[i : i + step]
                 streams = [self.keys.deltas(p, name.decode()) for name in some for p in fragments]
-                (found,) = await self._redis.script("drop_senders", [key, *streams], *some)
+                try:
+                    found, removed = await self._redis.script("drop_senders", [key, *streams], *some)
+                except ScriptsMissing:  # for who looks on: it reads all, which takes longer
+                    return list(names)
                 idle |= set(found)
+                gone += removed
             self._senders[group] = self._senders.get(group, set()).union(asked) - idle
-        if gone := len(idle) + len(others):
+        if gone:
             self._warn("senders_dropped", names=gone, detail=SENDERS_DROPPED)
         return [name for name in names if name not in idle]
 
