@@ -38,8 +38,9 @@ AT_ONCE = 2048
 """Keys, or names, of one call."""
 SENDERS_DROPPED = (
     "the list of learners that offer deltas had this many names with no delta pending, which are off it until they "
-    "offer one. If the run never had as many learners, somebody with a learner's password makes them up: CLIENT KILL "
-    "and ACL SETUSER learner-NAME off end that"
+    "offer one. A run of more than 512 learners meets this where a fragment gets another owner, and nothing is lost. "
+    "If the run never had as many learners, somebody with a learner's password makes them up: CLIENT KILL and ACL "
+    "SETUSER learner-NAME off end that"
 )
 
 
