@@ -42,10 +42,9 @@ LATE_REPORTS = 64
 """Reports by which one that its sender gave up may come late; also in `write_report.lua`."""
 
 MOST_NEW_SENDERS = 512
-"""Names of learners that a reader of headers knows nothing of, and reads; of more, only those that have a header."""
-
 MOST_SENDERS = MAX_LEARNERS
-"""Of more names than so many none is known, also of those that had headers."""
+"""Names that a reader of headers does not know, and reads; of more, those that have one. Of more than the second, none
+is known."""
 
 MOST_REPORTS = 2 * MAX_LEARNERS
 REPORTS_LEFT = MAX_LEARNERS
@@ -93,28 +92,19 @@ def by_learner(entries: Iterable[str]) -> dict[str, list[str]]:
 def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> dict[str, str]:
     """Learner -> entry id after which its stream is read: from the start where none is named.
 
-    Any learner may have put a sender there that is none. Those of `after` are read as well, in case the bus has lost
-    the senders, if they are no more than a run may have.
+    Any learner may have put a sender there that is none. Those of `after`, if few, are read though they are not there.
     """
     names = {name.decode() for name in senders if is_learner(name)}
     known = after or {}
-    return {learner: known.get(learner, START) for learner in sorted(names.union(known if _few(known) else ()))}
+    also = known if len(known) <= MOST_SENDERS else ()
+    return {learner: known.get(learner, START) for learner in sorted(names.union(also))}
 
 
 def new_senders(senders: Collection[bytes], after: Mapping[str, str] | None, seen: Iterable[bytes] = ()) -> set[bytes]:
-    """Those of which a reader of headers knows nothing, if there are too many; else none.
-
-    after: as `offer_cursors`.
-    seen: also known.
-    """
-    new = set(senders)
-    if _few(senders):
-        new = new.difference(seen, (name.encode() for name in after or ()))
+    """Those that are neither in `after` nor `seen`, if there are too many; else none."""
+    known = {*seen, *(name.encode() for name in after or ())} if len(senders) <= MOST_SENDERS else set()
+    new = set(senders) - known
     return new if len(new) > MOST_NEW_SENDERS else set()
-
-
-def _few(names: Collection[Any]) -> bool:
-    return len(names) <= MOST_SENDERS
 
 
 def is_learner(name: bytes) -> bool:
@@ -257,8 +247,7 @@ def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes 
     """
 
     def worth(name: bytes) -> tuple[bool, int]:
-        report = _read_report(name, reports[name], format)
-        if report is None:
+        if (report := _read_report(name, reports[name], format)) is None:
             return NOTHING
         return holders.get(report.learner) == holder(report), report.tokens
 
