@@ -5,7 +5,7 @@ that need no server.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Annotated, Any, TypeVar
@@ -38,18 +38,20 @@ MOMENTS_S = 120.0
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
 
-LATE_REPORTS = 16
+LATE_REPORTS = 64
 """Reports by which one that its sender gave up may come late; also in `write_report.lua`."""
 
 MOST_NEW_SENDERS = 512
-"""Names of learners that a reader of headers knows nothing of, and reads; of more, only those that have a header."""
+MOST_SENDERS = MAX_LEARNERS
+"""Names that a reader of headers does not know, and reads; of more, those that have one. Of more than the second, none
+is known."""
 
 MOST_REPORTS = 2 * MAX_LEARNERS
 REPORTS_LEFT = MAX_LEARNERS
 """Reports on the bus: of more than the first, those that matter least go, until there are so few as the second."""
 
 NOTHING = False, -1
-"""What a report that cannot be read is worth."""
+"""What a report is worth that cannot be read, or has another's name."""
 
 Known = dict[bytes, tuple[bytes, int, LearnerReport | None]]
 """Name of a report -> as it was stored, its format, and what that says; None: nothing."""
@@ -90,11 +92,19 @@ def by_learner(entries: Iterable[str]) -> dict[str, list[str]]:
 def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> dict[str, str]:
     """Learner -> entry id after which its stream is read: from the start where none is named.
 
-    Any learner may have put a sender there that is none.
+    Any learner may have put a sender there that is none. Those of `after`, if few, are read though they are not there.
     """
     names = {name.decode() for name in senders if is_learner(name)}
     known = after or {}
-    return {learner: known.get(learner, START) for learner in sorted({*names, *known})}
+    also = known if len(known) <= MOST_SENDERS else ()
+    return {learner: known.get(learner, START) for learner in sorted(names.union(also))}
+
+
+def new_senders(senders: Collection[bytes], after: Mapping[str, str] | None, seen: Iterable[bytes] = ()) -> set[bytes]:
+    """Those that are neither in `after` nor `seen`, if there are too many; else none."""
+    known = {*seen, *(name.encode() for name in after or ())} if len(senders) <= MOST_SENDERS else set()
+    new = set(senders) - known
+    return new if len(new) > MOST_NEW_SENDERS else set()
 
 
 def is_learner(name: bytes) -> bool:
@@ -197,7 +207,7 @@ def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
 def seen_reports(
     now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], format: int, known: Known
 ) -> list[SeenReport]:
-    """Stored reports with their ages, by name; one that cannot be read is as good as none.
+    """Stored reports with their ages, by name; one that cannot be read, or has another's name, is as good as none.
 
     known: what the last reading found, and then this one: most reports are as they were.
     """
@@ -207,7 +217,7 @@ def seen_reports(
     for name, blob in sorted(reports.items()):
         before = known.get(name)
         if before is None or before[:2] != (blob, format):
-            before = known[name] = blob, format, _read_report(blob, format)
+            before = known[name] = blob, format, _read_report(name, blob, format)
         with suppress(BadMessage):
             age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
             if before[2] is not None:
@@ -215,11 +225,10 @@ def seen_reports(
     return found
 
 
-def _read_report(blob: bytes, format: int) -> LearnerReport | None:
-    try:
-        return decode(LearnerReport, blob, format=format)
-    except BadMessage:
-        return None
+def _read_report(name: bytes, blob: bytes, format: int) -> LearnerReport | None:
+    """None: it cannot be read, or does not stand under its own name."""
+    report = readable(LearnerReport, blob, format)
+    return report if report and name == f"{report.learner}/{report.incarnation}".encode() else None
 
 
 def reporting(names: Iterable[bytes]) -> list[str]:
@@ -238,8 +247,7 @@ def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes 
     """
 
     def worth(name: bytes) -> tuple[bool, int]:
-        report = _read_report(reports[name], format)
-        if report is None or name != f"{report.learner}/{report.incarnation}".encode():
+        if (report := _read_report(name, reports[name], format)) is None:
             return NOTHING
         return holders.get(report.learner) == holder(report), report.tokens
 

@@ -154,11 +154,8 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
     def _drop_senders(self, group: int, after: Mapping[str, str] | None) -> None:
         """Where too many are new, those under which nothing is pending go."""
         senders = self._hash(self.keys.senders(group))
-        new = set(senders).difference(name.encode() for name in after or ())
-        if not self._fragments or len(new) <= stored_values.MOST_NEW_SENDERS:
-            return
         fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
-        for name in new:
+        for name in stored_values.new_senders(senders, after) if fragments else ():
             learner = name.decode() if stored_values.is_learner(name) else ""
             if not learner or not any(self._stream(self.keys.deltas(p, learner)).ids for p in fragments):
                 del senders[name]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import redis as redis_py
 import redis.exceptions as rx
+import structlog
 
 from diloco.pipeline.bus import acl, stored_values
 from diloco.pipeline.bus.commits import Refusal, Republication
@@ -504,7 +505,9 @@ async def test_names_and_reports_that_a_learner_made_up_go_and_nobody_elses(
     client.close()
     for name in ("viewer", "syncer"):
         parties[name].use_spec(samples.spec())
-        found = await parties[name].read_offers(0)
+        with structlog.testing.capture_logs() as said:
+            found = await parties[name].read_offers(0)
+        assert [one["names"] for one in said if one["event"] == "senders_dropped"] == [5] * (name == "syncer")
         assert [parse_offer_id(one.entry_id)[0] for one in found] == ["l0", "l1"]
         assert server.admin.hlen(senders) == (7 if name == "viewer" else 2)
         reports = await parties[name].read_reports()

@@ -137,7 +137,7 @@ async def test_an_older_report_that_arrives_late_replaces_nothing(bus: Bus, back
 async def test_a_number_that_another_learner_made_up_silences_nobody_for_long(
     bus: Bus, backdoor: Backdoor, ahead: int
 ) -> None:
-    """The hash of reports is everybody's; one call that comes late is a few reports behind, not many."""
+    """The hash of reports is everybody's; one call that comes late is some dozens of reports behind, not more."""
     forged = encode(samples.report(number=ahead, left=True), bus.format)
     backdoor.hset(bus.keys.learners, "l0/" + "0" * 8, forged)
     for number in range(LATE_REPORTS + 1):
@@ -243,6 +243,31 @@ async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
     entry = await bus.offer(samples.header("b"))
     async with asyncio.timeout(5):
         assert [one.entry_id for one in await waiting] == [entry]
+
+
+async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than_a_run_may_have(
+    bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without users of their own a learner may offer under any number of names."""
+    monkeypatch.setattr(stored_values, "MOST_NEW_SENDERS", 2)
+    monkeypatch.setattr(stored_values, "MOST_SENDERS", 4)
+    bus.use_spec(samples.spec())
+    senders, names = bus.keys.senders(0), ("a", "b", "c", "d")
+    for name in names:
+        await bus.offer(samples.header(name))
+    after = dict(map(parse_offer_id, [one.entry_id for one in await bus.read_offers(0)]))
+    for name in names:
+        backdoor.delete(bus.keys.deltas(0, name))
+    await bus.read_offers(0, after)
+    assert len(backdoor.dump()[senders][0]) == 4
+    pending = await bus.offer(samples.header("l0"))
+    await bus.read_offers(0, after)
+    assert set(backdoor.dump()[senders][0]) == {b"l0"}
+    after |= {"e": START}
+    assert stored_values.offer_cursors([b"l0"], after) == {"l0": START}, "nor is a name read that is off the list"
+    assert [one.entry_id for one in await bus.read_offers(0, after)] == [pending]
+    again = await bus.offer(samples.header("a"))
+    assert [one.entry_id for one in await bus.read_offers(0, after)] == [again, pending]
 
 
 async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_trained(

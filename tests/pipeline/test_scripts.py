@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import structlog
 
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.redis import calls
 from diloco.pipeline.bus.redis.calls import Script, script
 from diloco.pipeline.bus.redis_streams import RedisBus
@@ -69,17 +70,24 @@ async def test_a_syncer_puts_back_scripts_that_no_call_of_its_own_misses(
 async def test_who_looks_on_needs_no_script_that_redis_has_lost(
     server: Server,  # noqa: F811
     syncer: RedisBus,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As after a restart of Redis, once a run is over: nobody is there who may load scripts."""
     await syncer.propose_spec(encode(samples.spec()))
     assert await syncer.announce_syncer(NONCE, "s0", 60) == (NONCE,)
     await syncer.put_back_report(SeenReport(report=samples.report(), age_s=60.0))
+    learner = await server.bus("learner-l0")
+    offered = await learner.offer(samples.header("l0"))
+    await learner.close()
     server.admin.script_flush()
     viewer = await server.bus("viewer")
     status = await read_status(viewer, LoopClock())
     assert ([one["id"] for one in status["syncers"]], len(status["learners"])) == (["s0"], 1)
     assert (await read_ledger_inputs(viewer, 1, 5.0)).reports == (samples.report(),)
     assert 60 <= (await viewer.read_reports())[0].age_s < 70
+    monkeypatch.setattr(stored_values, "MOST_NEW_SENDERS", 0)
+    viewer.use_spec(samples.spec())
+    assert [one.entry_id for one in await viewer.read_offers(0)] == [offered]
     assert not any(server.admin.script_exists(*(one.sha for one in calls.scripts()[0])))
     await viewer.close()
 

@@ -4,7 +4,7 @@ An owner's write is one script, which checks the lease and the head before it ch
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -28,7 +28,7 @@ from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.calls import BULK_S, RedisCalls, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.bus.redis.errors import THERE
-from diloco.pipeline.errors import BusUnavailable, NotPermitted
+from diloco.pipeline.errors import BusUnavailable, NotPermitted, ScriptsMissing
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
@@ -38,8 +38,9 @@ AT_ONCE = 2048
 """Keys, or names, of one call."""
 SENDERS_DROPPED = (
     "the list of learners that offer deltas had this many names with no delta pending, which are off it until they "
-    "offer one. If the run never had as many learners, somebody with a learner's password makes them up: CLIENT KILL "
-    "and ACL SETUSER learner-NAME off end that"
+    "offer one. A run of more than 512 learners meets this where a fragment gets another owner, and nothing is lost. "
+    "If the run never had as many learners, somebody with a learner's password makes them up: CLIENT KILL and ACL "
+    "SETUSER learner-NAME off end that"
 )
 
 
@@ -87,10 +88,9 @@ class RedisOffers(RedisConnection, Offers):
                     for at, data in of[name]
                 ]
 
-    def _too_many(self, group: int, names: Iterable[bytes], after: Mapping[str, str] | None) -> set[bytes]:
+    def _too_many(self, group: int, names: Collection[bytes], after: Mapping[str, str] | None) -> set[bytes]:
         """Names that are not known here, if there are too many. Without the spec, nor are the streams of a name."""
-        new = set(names).difference(self._senders.get(group, ()), (name.encode() for name in after or ()))
-        return new if self._fragments and len(new) > stored_values.MOST_NEW_SENDERS else set()
+        return stored_values.new_senders(names, after, self._senders.get(group, ())) if self._fragments else set()
 
     async def _with_headers(self, group: int, after: Mapping[str, str] | None) -> list[bytes]:
         """A group's senders, without the new ones under which nothing is pending; these go, where this user may.
@@ -101,20 +101,24 @@ class RedisOffers(RedisConnection, Offers):
         fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
         async with self._dropping:  # the readers of all fragments come here at once
             names = await self._redis.command("HKEYS", key)
-            new, idle = self._too_many(group, names, after), set[bytes]()
+            new, idle, gone = self._too_many(group, names, after), set[bytes](), 0
             asked = [name for name in new if stored_values.is_learner(name)]
             others = [name for name in new if not stored_values.is_learner(name)]
             with suppress(NotPermitted):
                 for i in range(0, len(others), AT_ONCE):
-                    await self._redis.command("HDEL", key, *others[i : i + AT_ONCE])
+                    gone += await self._redis.command("HDEL", key, *others[i : i + AT_ONCE])
             step = max(1, AT_ONCE // len(fragments))
             for i in range(0, len(asked), step):
                 some = asked[i : i + step]
                 streams = [self.keys.deltas(p, name.decode()) for name in some for p in fragments]
-                (found,) = await self._redis.script("drop_senders", [key, *streams], *some)
+                try:
+                    found, removed = await self._redis.script("drop_senders", [key, *streams], *some)
+                except ScriptsMissing:  # for who looks on: it reads all, which takes longer
+                    return list(names)
                 idle |= set(found)
-            self._senders.setdefault(group, set()).update(set(asked) - idle)
-        if gone := len(idle) + len(others):
+                gone += removed
+            self._senders[group] = self._senders.get(group, set()).union(asked) - idle
+        if gone:
             self._warn("senders_dropped", names=gone, detail=SENDERS_DROPPED)
         return [name for name in names if name not in idle]
 

@@ -1,7 +1,7 @@
 """What concerns a run as a whole, on Redis: spec and state, reports, logs, syncers, version 0, moments."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
@@ -110,12 +110,17 @@ class RedisReports(RedisConnection, Reports):
             holders = dict(zip(learners, held, strict=True))
             gone = await asyncio.to_thread(stored_values.surplus_reports, reports, holders, self.format)
         kept = {name: blob for name, blob in reports.items() if name not in gone}
-        for key, names in ((self.keys.learners, sorted(gone)), (self.keys.seen, sorted(seen.keys() - kept.keys()))):
-            for i in range(0, len(names), SCANNED):
-                await self._redis.command("HDEL", key, *names[i : i + SCANNED])
+        await self._delete(self.keys.learners, gone)
+        # Asked anew: a report may have come between the reading of the two hashes.
+        await self._delete(self.keys.seen, seen.keys() - set(await self._redis.command("HKEYS", self.keys.learners)))
         if gone:
             self._warn("reports_dropped", reports=len(gone), kept=len(kept), detail=REPORTS_DROPPED)
         return kept
+
+    async def _delete(self, key: str, names: Collection[bytes]) -> None:
+        listed = sorted(names)
+        for i in range(0, len(listed), SCANNED):
+            await self._redis.command("HDEL", key, *listed[i : i + SCANNED])
 
 
 class RedisRunLogs(RedisConnection, RunLogs):

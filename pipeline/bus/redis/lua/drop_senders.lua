@@ -1,9 +1,10 @@
 -- Names under which nothing is pending go from a group's senders, where this user may: `offer` adds one again.
--- KEYS: senders, then of each name its streams, as many of each. ARGV: names. Answers those names.
+-- KEYS: senders, then of each name its streams, as many of each. ARGV: names.
+-- Answers those names, and how many of them went.
 local senders, each = KEYS[1], (#KEYS - 1) / #ARGV
 local wrong = mistyped(senders, 'hash')
 if wrong then return wrong end
-local idle = {}
+local idle, gone = {}, 0
 for i, name in ipairs(ARGV) do
   local pending = false
   for j = 2 + (i - 1) * each, 1 + i * each do
@@ -13,7 +14,8 @@ for i, name in ipairs(ARGV) do
   end
   if not pending then
     idle[#idle + 1] = name
-    redis.pcall('HDEL', senders, name)
+    local removed = redis.pcall('HDEL', senders, name)
+    if type(removed) == 'number' then gone = gone + removed end
   end
 end
-return {'OK', idle}
+return {'OK', idle, gone}

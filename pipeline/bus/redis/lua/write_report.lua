@@ -11,11 +11,11 @@ local theirs = held:match('^(%d+) %x+$')
 if theirs and #theirs < 16 and tonumber(theirs) >= tonumber(generation) and held ~= claim then
   return {'HOLDER', holder, theirs}
 end
--- A call that its sender gave up may be served after the next ones. More than a few later is no such call: any learner
--- may write another number here, which must not silence this one (LATE_REPORTS).
+-- A call that its sender gave up may be served after the next ones. One that is some dozens behind is no such
+-- call: any learner may write another number here, which must not silence this one (LATE_REPORTS).
 local readable, before = pcall(cmsgpack.unpack, redis.call('HGET', learners, name))
 local last = readable and type(before) == 'table' and before.number
-if type(last) == 'number' and last > tonumber(number) and last <= tonumber(number) + 16 then
+if type(last) == 'number' and last > tonumber(number) and last <= tonumber(number) + 64 then
   return {'OK', redis.call('HGET', state, 'blob')}
 end
 
