@@ -146,7 +146,8 @@ def literals() -> Iterator[tuple[str, str]]:
 def test_every_flag_that_a_message_names_is_a_flag():
     """Of some command, of torchrun, which the baseline and ranks are started with, or of Redis' own client."""
     torchrun = {"--standalone", "--max-restarts", "--nproc-per-node", "--rdzv-backend", "--rdzv-endpoint"}
-    known = {"--help", "--version", "--no", "--cluster", "--cluster-slave"} | torchrun
+    client = {"--cluster", "--cluster-slave", "--user", "--pass", "--tls", "--cacert", "--cert", "--key"}
+    known = {"--help", "--version", "--no"} | torchrun | client
     for name in cli.COMMANDS:
         top: Any = get_command(cli.load_command(name))
         for command in (top, *getattr(top, "commands", {}).values()):
