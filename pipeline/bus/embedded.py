@@ -85,7 +85,7 @@ def _check_users(file: Path, password: str | None) -> None:
     if password is not None:
         raise UsageError("a password and a file of users: the file has all passwords, so leave the other one out")
     try:
-        lines = file.read_text().lower().splitlines()  # rules may be in either case
+        lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"the users' file {file} cannot be read: {error}") from error
     defaults = [line for line in lines if line.split()[:2] == ["user", "default"]]
@@ -96,18 +96,19 @@ def _check_users(file: Path, password: str | None) -> None:
     for number, line in enumerate(lines, 1):
         if _opens(line):  # Valkey crashes
             raise _wrong_line(file, number, "a parenthesis is without its other one")
-    if open_to_all := [line.split()[1] for line in lines if " nopass" in line and not _only_pings(line)]:
+    if open_to_all := [line.split()[1] for line in lines if " nopass" in line.lower() and not _only_pings(line)]:
         raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: make it by `diloco acl`")
 
 
 def _is_off(line: str) -> bool:
     """Whether nobody can log in as this user (of "on" and "off" the last one counts), whose rights Redis needs."""
-    said = [word for word in line.split() if word in ("on", "off")]
-    return said[-1:] == ["off"] and "+@all" in line
+    rules = line.lower().split()[2:]  # in either case, unlike names
+    said = [rule for rule in rules if rule in ("on", "off")]
+    return said[-1:] == ["off"] and "+@all" in rules
 
 
 def _only_pings(line: str) -> bool:
-    return re.search(r"-@all \+ping\s*$", line) is not None and "(" not in line
+    return re.search(r"-@all \+ping\s*$", line, re.IGNORECASE) is not None and "(" not in line
 
 
 def _opens(line: str) -> bool:

@@ -88,6 +88,7 @@ def test_a_file_of_users_is_taken_in_place_of_a_password(
         "user default off on ~* &* +@all",
         "user default OFF ON NOPASS ~* &* +@all",
         "user default off",
+        "user Default off ~* &* +@all",
         "user default on nopass sanitize-payload resetchannels -@all +ping",
         f"{NOBODY}\nuser health on nopass ~* +@all",
         "user default on nopass -@all +ping (~* +@all)",
