@@ -47,7 +47,7 @@ from tests.world.pulls import Pulls
 from tests.world.record import Seen
 from tests.world.refusals import Refusals
 from tests.world.shards import Shards
-from tests.world.surviving import Float64, Surviving
+from tests.world.surviving import Float64, Surviving, base_of, training_of
 from tests.world.windows import Windows
 
 REPORTED_S = 3.0
@@ -274,10 +274,10 @@ class Oracle:
             state.pending[outcome] = self._offers[p, outcome] = header
             self._refusals.offered(p, outcome)
             if header.due:
-                state.due.add(header.base_digest)
+                state.due.add(base_of(header))
             self._windows.changed(p, state)
             self._check_report(header)
-            told = self._intervals.get((p, header.base_version, header.base_digest), {0})
+            told = self._intervals.get((p, *base_of(header)), {0})
             given = header, len(self.fragments), self._spec.sync
             wrong = [reference.wrongly_due(*given, one, self._is_set(header.learner)) for one in sorted(told)]
             if all(wrong) and not self._ever_drained:
@@ -296,7 +296,7 @@ class Oracle:
         """An earlier attempt at the same training goes, once all of the later one is on the bus. Where a later one yet
         came before it, its message is late, and of its payload nothing may be left."""
         before = self._offers[p, entry]
-        same = all(getattr(before, name) == getattr(header, name) for name in ("learner", "incarnation", "base_digest"))
+        same = training_of(before) == training_of(header)
         if not same or before.tokens > header.tokens or before.attempt >= header.attempt:
             self.broken("a delta is renewed by more of the same training", f"fragment {p}: {before} by {header}")
         if self.fragments[p].pending.pop(entry, None) is not None:
@@ -343,7 +343,7 @@ class Oracle:
         self._check_close(p, self._windows.shown(link, p, window, state))
         if link.sent_s <= self._rewound_s or self._ever_drained:
             return  # decided by what was lost while it was on its way: its owner reads anew
-        if window.state != "idle" and state.digests.get(state.version) not in state.due:
+        if window.state != "idle" and not state.may_open:
             self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
 
     def _read_offers(
@@ -394,7 +394,7 @@ class Oracle:
                 self.broken("a delta is refused for a reason that holds", f"fragment {p}: {wrong}")
             for entry, record in zip(refusal.entries, refusal.records, strict=False):
                 if record.reason is RefusalReason.UNKNOWN_BASE and (header := self._offers.get((p, entry))):
-                    self.fragments[p].due.discard(header.base_digest)  # a merge after a rewind may make it anew
+                    self.fragments[p].due.discard(base_of(header))  # a merge after a rewind may make it anew
             self._windows.changed(p, self.fragments[p])
         self._check_pending(p)
 

@@ -24,8 +24,9 @@ class Surviving:
     pending: dict[str, DeltaHeader] = field(default_factory=dict)
     merged: dict[tuple[str, str, int], int] = field(default_factory=dict)
     """(learner, incarnation, base version) -> tokens."""
-    due: set[bytes] = field(default_factory=set)
-    """Digests of bases on which a due delta was offered."""
+    due: set[tuple[int, bytes]] = field(default_factory=set)
+    """Bases, as (version, digest), on which a due delta was offered. A digest alone is no base: where nobody remembers
+    the head, version 0 has the values, and so the digest, of the version that a learner had adopted."""
     before: Float64 = field(default_factory=lambda: np.zeros(0))
     """(elements,) theta of the version before; of none before the second one."""
 
@@ -41,10 +42,24 @@ class Surviving:
         twin.merged, twin.due = dict(self.merged), set(self.due)
         return twin
 
+    @property
+    def may_open(self) -> bool:
+        """Whether a due delta on the present version was offered."""
+        return (self.version, self.digests.get(self.version)) in self.due
+
     def is_outdone(self, header: DeltaHeader) -> bool:
         """Whether a later attempt at the same training is pending."""
-        same = (header.learner, header.incarnation, header.base_digest)
         return any(
-            (other.learner, other.incarnation, other.base_digest) == same and other.attempt > header.attempt
+            training_of(other) == training_of(header) and other.attempt > header.attempt
             for other in self.pending.values()
         )
+
+
+def base_of(header: DeltaHeader) -> tuple[int, bytes]:
+    """What a delta is measured from: (version, digest)."""
+    return header.base_version, header.base_digest
+
+
+def training_of(header: DeltaHeader) -> tuple[str, str, int, bytes]:
+    """Whose training on which base it has; attempts at it share this."""
+    return header.learner, header.incarnation, *base_of(header)

@@ -38,7 +38,7 @@ def both_in(windows: Windows) -> Surviving:
     pending = dict(zip("ab", headers, strict=True))
     for header in headers:
         windows.joined(header.learner)
-    state = replace(Surviving.none(1), version=1, digests={1: b"b" * 16}, pending=pending, due={b"b" * 16})
+    state = replace(Surviving.none(1), version=1, digests={1: b"b" * 16}, pending=pending, due={(1, b"b" * 16)})
     windows.changed(0, state)
     return state
 

@@ -82,7 +82,7 @@ class Windows:
                 there.add(header.learner)
         self._in[p] = there
         now, quorum = self._now(), self._quorum_at[p]
-        if state.digests.get(version) not in state.due or len(there) < self._sync.quorum:
+        if not state.may_open or len(there) < self._sync.quorum:
             self._quorum_at[p] = self._all_at[p] = None
             return
         self._quorum_at[p] = now if quorum is None else quorum

@@ -1,0 +1,107 @@
+"""What the simulated world's onlooker takes for the base of a delta: a version and its values, not the values alone."""
+
+from typing import Any, cast
+
+import numpy as np
+
+from diloco.pipeline.bus.commits import Refusal
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.messages.tape import RefusalReason, Rejected
+from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco.syncer.serving.initial import IDLE_VIEW
+from tests import samples
+from tests.world import reference
+from tests.world.link import Link
+from tests.world.oracle import Oracle
+from tests.world.plan import plan
+from tests.world.record import WorldBus, WorldStore
+from tests.world.surviving import Surviving
+
+LOST = 4
+"""A version that is lost. Its values are version 0 now: a learner that had adopted them uploaded them."""
+NONCE = "ab" * 8
+
+
+class Owner:
+    """The link of fragment 0's owner, and of whoever offers it a delta; the bus takes all that it is told to do."""
+
+    late = beside = False
+    sent_s = 0.0
+    party = "syncer-0"
+
+    def __init__(self) -> None:
+        self.clock, self.store, given = VirtualClock(), WorldStore(), plan(0)
+        self.bus = WorldBus("run", self.clock, self.store)
+        self.bus.keys = RunKeys("run", 1)
+        self.sync = given.spec.sync
+        self.oracle = Oracle(given, layout_of(given.spec.tensors), self.store, self.bus.keys, self.clock.now)
+        self.digest = b""
+
+    async def begins(self) -> "Owner":
+        """Version 0 is there."""
+        self.digest = await samples.commit(self.bus, 0, 0, np.zeros(4, np.float32), nonce=NONCE)
+        state = self.oracle.fragments[0]
+        state.version, state.digests = 0, {0: self.digest}
+        return self
+
+    async def offered(self, learner: str, version: int) -> tuple[str, DeltaHeader]:
+        """A due delta on a version with these values comes."""
+        steps = reference.interval(self.sync, version)
+        header = samples.header(learner, base_version=version, base_digest=self.digest, steps=steps)
+        entry = await self.bus.offer(header)
+        self._saw("offer", entry, header)
+        return entry, header
+
+    async def refuses(self, entry: str, header: DeltaHeader) -> None:
+        """Its base is unknown."""
+        why = {"lost_tokens": header.tokens, "reason": RefusalReason.UNKNOWN_BASE, "detail": ""}
+        record = Rejected.of(header, (0, 0), **why, unix_s=self.clock.unix())
+        refusal = Refusal(NONCE, (0, self.digest), (entry,), (), (record,))
+        self._saw("refuse", await self.bus.refuse(0, refusal), 0, refusal)
+
+    def opens(self) -> str | None:
+        """The window at version 0; returns which promise was broken by then."""
+        window = IDLE_VIEW.model_copy(update={"state": "collecting"})
+        self._saw("write_window", None, 0, NONCE, (0, self.digest), window, None)
+        return self.oracle.violation and self.oracle.violation.promise
+
+    def _saw(self, method: str, outcome: Any, *args: Any) -> None:
+        self.oracle.observe(cast(Link, self), method, args, outcome)
+
+
+def test_a_window_stays_due_while_deltas_on_a_lost_version_of_the_same_values_are_refused() -> None:
+    """They are on the stream still when the first delta on version 0 comes, and are refused one after the other."""
+
+    async def main() -> str | None:
+        owner = await Owner().begins()
+        lost = await owner.offered("learner-2", LOST)
+        await owner.offered("learner-1", 0)
+        await owner.refuses(*lost)
+        return owner.opens()
+
+    assert run_virtual(main()) is None
+
+
+def test_a_due_delta_on_a_lost_version_of_the_same_values_opens_no_window() -> None:
+    """It cannot be merged into version 0: nobody there is due yet."""
+
+    async def main() -> str | None:
+        owner = await Owner().begins()
+        await owner.offered("learner-2", LOST)
+        return owner.opens()
+
+    assert run_virtual(main()) == "a window opens for a due delta on the current base"
+
+
+def test_an_attempt_is_outdone_by_a_later_one_on_its_base_only() -> None:
+    """Not by the many that were made on a lost version of the same values."""
+    first, later = (samples.header("learner-1", attempt=attempt) for attempt in (1, 2))
+    lost = samples.header("learner-1", base_version=LOST, attempt=17)
+    assert lost.base_digest == first.base_digest
+    state = Surviving.none(1)
+    state.pending = {"a": first, "b": lost}
+    assert not state.is_outdone(first)
+    state.pending["c"] = later
+    assert state.is_outdone(first)
