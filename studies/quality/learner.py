@@ -23,7 +23,7 @@ from diloco.pipeline.testing.chance import Chance
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline
 from diloco.studies.quality.bus import LabBus
 from diloco.studies.quality.curve import Recorder
-from diloco.studies.quality.inner import inner_optimizer
+from diloco.studies.quality.inner import Gradients, inner_optimizer
 from diloco.studies.quality.poison.sending import Poison
 from diloco.studies.quality.schedule import Schedule
 from diloco.studies.quality.settings import LabRun
@@ -72,6 +72,7 @@ class LabLearner:
         self.world, self.number, self.model = world, number, model
         self.id = f"learner-{number}"
         self.optimizer = inner_optimizer(model, run)
+        self._gradients = Gradients(world.task, model)
         self.ramp_steps = FRESH_MOMENTS_STEPS
         """Of its own steps; 0 with recovered moments."""
         self.bus = world.link()
@@ -172,8 +173,7 @@ class LabLearner:
             batch = task.batch(list(islice(order, run.batch)), self.number)
             if self._poison.shuffles:
                 batch = (torch.from_numpy(self._poison.shuffled(batch[0].numpy(force=True))).to(batch[0]), *batch[1:])
-            loss = task.loss(self.model, batch)
-            torch.autograd.backward(loss)
+            loss = self._gradients(batch)
             lr = learning_rate(
                 progress,
                 self._steps,
@@ -187,7 +187,7 @@ class LabLearner:
         self._step_s = 0.9 * self._step_s + 0.1 * takes_s
         self._stepping = False
         self._rounds.trained(self._step_tokens)
-        world.stepped(self._step_tokens, takes_s, loss.detach())
+        world.stepped(self._step_tokens, takes_s, loss)
 
     # --- fragments ---------------------------------------------------------------------------------------
 

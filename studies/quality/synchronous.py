@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from itertools import count, islice
 from typing import Any
 
-import torch
 from torch import nn
 
 from diloco.studies.quality.curve import Recorder
-from diloco.studies.quality.inner import inner_optimizer
+from diloco.studies.quality.inner import Gradients, inner_optimizer
 from diloco.studies.quality.schedule import Schedule
 from diloco.studies.quality.settings import LabRun
 from diloco.workers.trainer.recipe import update
@@ -34,14 +33,13 @@ def train_synchronous(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
         Stopped: the recorder said so.
     """
     run, task = recorder.run, recorder.task
-    optimizer = inner_optimizer(model, run)
+    optimizer, gradients = inner_optimizer(model, run), Gradients(task, model)
     order = (divmod(position, task.examples) for position in count())  # (epoch, index)
     now = 0.0
     for steps, (now, busy_s, learners) in enumerate(step_times(run)):
         examples = learners * run.batch
         with recorder.computing():
-            loss = task.loss(model, task.batch(list(islice(order, examples))))
-            torch.autograd.backward(loss)
+            loss = gradients(task.batch(list(islice(order, examples))))
             lr = learning_rate(
                 recorder.tokens / recorder.budget_tokens,
                 steps,
@@ -50,7 +48,7 @@ def train_synchronous(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
                 warmup=run.warmup,
             )
             update(model, optimizer, lr, run.clip)
-        recorder.trained(examples * task.example_tokens, busy_s, loss.detach())
+        recorder.trained(examples * task.example_tokens, busy_s, loss)
         if recorder.tokens >= recorder.budget_tokens:
             break
         if recorder.due:

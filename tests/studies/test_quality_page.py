@@ -344,6 +344,16 @@ def many() -> Iterator[list[float]]:
     yield [*(merged(run) for run in (*done, f"{usual}, steps carried", f"{slower}, steps carried")), 100.0]
 
 
+def paper_cell() -> Iterator[list[float]]:
+    for label in ("decoupled", "the paper's"):
+        run = f"paper-cell/{label}"
+        yield [*mid(run), *values(run), *cost(run)[1:], mean(one.syncer_s or 0.0 for one in summaries(run))]
+    yield first("paper-cell/data-parallel, lr=0.004")
+    for label in ("decoupled, RDA of rows", "the paper's, with the ramp", "DiLoCo", "Streaming DiLoCo"):
+        run = f"paper-cell/{label}"
+        yield [*cost(run), summaries(run)[0].syncer_s or 0.0]
+
+
 def codecs() -> Iterator[list[float]]:
     def row(label: str) -> list[float]:
         return first(f"codec/{label}")
@@ -444,6 +454,7 @@ def agreement() -> Iterator[list[float]]:
 TABLES = {
     "From scratch: the defaults": defaults,
     "The gap at other lengths and batches": lengths_and_batches,
+    "The paper's cell": paper_cell,
     "Methods": methods,
     "What was tried with Nesterov's outer step": tried,
     "Outer steps": outer_steps,

@@ -49,6 +49,7 @@ class CaptionTask:
 
     measure = "held-out loss (nats a byte)"
     higher_is_better = False
+    same_kernels = False
 
     def __init__(self, run: LabRun, device: torch.device) -> None:
         self._run, self._device, self._digits = run, device, Digits()

@@ -38,6 +38,7 @@ class KeywordTask:
 
     measure = "held-out loss (nats a byte)"
     higher_is_better = False
+    same_kernels = False
 
     def __init__(self, run: LabRun, device: torch.device) -> None:
         """Read the statements.

@@ -31,6 +31,9 @@ class Task(Protocol):
     example_tokens: int
     """What one example counts in budgets, headers and merge weights."""
 
+    same_kernels: bool
+    """Whether a step runs the same kernels whatever its batch holds, and draws nothing: CUDA may replay it."""
+
     def build(self) -> nn.Module:
         """The model with its initial parameters, on the device; the same for every learner."""
         ...

@@ -24,6 +24,7 @@ class TextTask:
     def __init__(self, run: LabRun, device: torch.device) -> None:
         text = open_text(run.data)
         self._run, self._device, self._vocab = run, device, text.vocab
+        self.same_kernels = run.experts is None
         self._blocks = Blocks(text.train, run.seq_len, run.seed)
         self._own = _stretches(run, text.train)
         self._held_out = Blocks(text.validation, run.seq_len).spread(run.eval_tokens)

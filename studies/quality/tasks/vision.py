@@ -55,6 +55,7 @@ class VisionTask:
 
     measure = "held-out accuracy (%)"
     higher_is_better = True
+    same_kernels = False
     example_tokens = 1
 
     def __init__(self, run: LabRun, device: torch.device, pictures: Pictures) -> None:
