@@ -15,7 +15,7 @@ from diloco.workers.trainer.data import bpe
 from diloco.workers.trainer.data.shards import TOKENIZER_FILE, check_digest, read_index
 from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES
 from diloco.workers.trainer.models.named import model_of
-from diloco.workers.trainer.recipe import TrainerSpec, logits_of
+from diloco.workers.trainer.recipe import TrainerSpec, choose_device, logits_of
 
 
 class Loaded(NamedTuple):
@@ -145,11 +145,23 @@ def sample(
         UsageError: the model's tokens are no bytes, and nothing here can read them.
     """
     words, context = words_of(loaded.spec, data), loaded.spec.get("seq_len")
-    given = torch.tensor([words.end, *words.encode(prompt)])
+    device = _on_the_fastest(loaded.model)
+    given = torch.tensor([words.end, *words.encode(prompt)], device=device)
     context = context if isinstance(context, int) else 128
     drawn = generate(loaded.model, given, tokens, context, temperature, top_k, seed, words.count)
     text = drawn[1:].tolist()
     return words.decode(text[: text.index(words.end)] if words.end in text else text)
+
+
+def _on_the_fastest(model: nn.Module) -> torch.device:
+    """Move a model to a GPU if there is one with room for it: on a CPU a large one takes minutes for its text."""
+    device = choose_device("auto")
+    try:
+        model.to(device)
+    except torch.OutOfMemoryError:
+        device = torch.device("cpu")
+        model.to(device)
+    return device
 
 
 @torch.inference_mode()
