@@ -135,12 +135,14 @@ def packages(
 ) -> None:
     """Write the source text of all installed Python packages, for `--data FOLDER`: a file for each package.
 
-    So whole packages are held out. Text that is there twice is written once. Another environment has other text.
+    So whole packages are held out. Text that is there twice is written once, and a megabyte of a package at most.
+    Another environment has other text.
     """
     made = write_packages(out)
     typer.echo(
         f"{out}: {counted(made.packages, 'package')}, {counted(made.files, 'file')}, {made.bytes / 1e6:.1f} MB; "
         f"{counted(made.again, 'repeated file')} left out; fingerprint {made.fingerprint}\n"
+        f"held out: {', '.join(made.held_out) or 'none by name; the last part of all'}\n"
         f"to train on it: diloco run --data {out}"
     )
 

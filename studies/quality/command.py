@@ -64,8 +64,17 @@ def run(
     names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
     kept = {store.parameters(one.after) for one in missing if one.after is not None}
     status, at_once = 0, jobs or max(1, usable_cores() // threads)
-    for _, wave in itertools.groupby(sorted(missing, key=_runs_before), _runs_before):
-        status = status or _sweep(console, names, list(wave), out, kept, at_once, threads, device)
+    for _, group in itertools.groupby(sorted(missing, key=_runs_before), _runs_before):
+        wave, able = list(group), []
+        for one in wave:
+            if one.after is None or store.parameters(one.after).exists():
+                able.append(one)
+            else:
+                console.print(f"left out  {names[one]}: what it begins with failed", style="red", markup=False)
+        failed, left = _sweep(console, names, able, out, kept, at_once, threads, device) if able else (0, 0)
+        status = 1 if failed or left or len(able) < len(wave) else status
+        if left:
+            break
     raise typer.Exit(status)
 
 
@@ -98,8 +107,8 @@ def _sweep(
     jobs: int,
     threads: int,
     device: str,
-) -> int:
-    """Do runs with a progress bar; the exit status."""
+) -> tuple[int, int]:
+    """Do runs with a progress bar: how many failed, and how many are left, since it was asked to stop."""
     outlive_readers()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     shares, failed, done = [0.0] * len(runs), 0, 0
@@ -124,7 +133,7 @@ def _sweep(
                 )
     left = len(runs) - done - failed
     console.print(f"{done} done, {failed} failed, {left} left" + ("; the same command goes on" if left else ""))
-    return 1 if failed or done < len(runs) else 0
+    return failed, left
 
 
 @app.command()

@@ -73,7 +73,7 @@ class Recorder:
         return tokens * self.run.evaluations // self.budget_tokens
 
     def begin_step(self, tokens: int) -> bool:
-        """Whether there is a step left to do; it counts as begun then. No method trains past the budget."""
+        """Whether there is a step left to do; it counts as begun then. No decoupled learner trains past the budget."""
         if self.begun_tokens >= self.budget_tokens:
             return False
         self.begun_tokens += tokens

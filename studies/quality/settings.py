@@ -166,7 +166,7 @@ class LabRun(BaseModel):
     fail_every_s: float | None = Field(None, gt=0, description="Mean time between failures of one learner")
     fail_down_s: float = Field(60.0, gt=0, description="Time until a failed learner is back")
     moments: Literal["own", "peer", "fresh"] = Field("peer", description="Whose moments a learner comes back with")
-    resize_s: float = Field(10.0, ge=0, description="Pause of elastic data-parallel when its size changes")
+    resize_s: float = Field(10.0, ge=0, description="Pause of data-parallel when its size changes; one for all in it")
     elastic: bool = Field(True, description="Data-parallel goes on with fewer; if not, it stops until all are back")
     late_join_s: float | None = Field(None, gt=0, description="When the last learner joins")
     scavengers: int | None = Field(
@@ -189,6 +189,10 @@ class LabRun(BaseModel):
             raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
         if self.task != "text" and (self.poison == "shuffled" or self.apart or self.odd_data is not None):
             raise ValueError("poison='shuffled', apart and odd_data are for task='text'")
+        if not self.decoupled and (self.poison is not None or self.apart or self.odd_data is not None):
+            raise ValueError(f"poison, apart and odd_data are for decoupled learners: method={self.method!r} has none")
+        if self.poisoners is not None and (self.poison is None or self.poisoners > self.learners):
+            raise ValueError(f"poisoners={self.poisoners} of {self.learners} learners with poison={self.poison!r}")
         if self.late_join_s is not None and self.learners < 2:
             raise ValueError("late_join_s needs 2 learners or more")
         if self.global_codec == "int8" and self.outer not in get_args(Production):
@@ -270,13 +274,13 @@ class LabRun(BaseModel):
         if self.method == "single":
             left_out |= {*LEARNERS_ONLY, "slowdown"}
         if self.fail_every_s is None:
-            left_out |= {"fail_down_s", "resize_s", "elastic"}
-            left_out |= {"moments"} if self.late_join_s is None else set()
+            left_out.add("fail_down_s")
         if self.scavengers is None:
-            left_out |= {"scavenge_from_s"}
-        elif not self.decoupled:
-            left_out -= {"resize_s", "elastic"}
-        if self.decoupled:
+            left_out.add("scavenge_from_s")
+        alike = self.fail_every_s is None and self.late_join_s is None and self.scavengers is None
+        if alike:
+            left_out.add("moments")
+        if alike or self.decoupled:
             left_out |= {"resize_s", "elastic"}
         if not self.first_interval:
             left_out.add("doubling")
@@ -289,14 +293,14 @@ class LabRun(BaseModel):
 
 PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
-    *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments", "late_join_s"),
+    *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments"),
     *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "outer_delay", "stale"),
     *("delta_clip", "leave_out", "poison", "poisoners", "packing"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (
     *("learners", "fail_every_s", "fail_down_s", "resize_s", "elastic"),
-    *("scavengers", "scavenge_from_s", "scavenge_s"),
+    *("scavengers", "scavenge_from_s", "scavenge_s", "late_join_s"),
 )
 
 

@@ -3,7 +3,8 @@
 Data-parallel here is what its processes compute together: the mean of all learners' gradients at each step, on the
 same order of data that the decoupled methods draw from. Its steps take as long as the slowest learner's. A failure of
 any learner costs all of them a pause, and then the failed one's share of the batch until it is back (elastic), or
-all the time until then (not elastic); what was computed since the last step is lost.
+all the time until then (not elastic); what was computed since the last step is lost. What happens in a pause is dealt
+with by it, as in the simulator (`studies/goodput/job.py`).
 """
 
 import heapq
@@ -82,7 +83,8 @@ def step_times(run: LabRun) -> Iterator[tuple[float, float, int]]:
         else:
             present.add(learner)
             _push_next(changes, learner, outages)
-        now = max(now, at) + (run.resize_s if at > 0 else 0.0)  # what was computed of the step under way is lost
+        if at > now:  # else it falls into a pause, which deals with it too
+            now = at + run.resize_s  # what was computed of the step under way is lost
 
 
 def _push_next(changes: list[Change], learner: int, outages: Outages) -> None:

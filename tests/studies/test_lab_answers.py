@@ -188,6 +188,15 @@ def test_held_out_statements_are_of_held_out_files(folder):
         statements(str(folder / "nowhere"), 64)
 
 
+def test_a_folder_of_which_too_much_is_held_out_is_refused(tmp_path):
+    """Of such a one pre-training holds out the last part instead, and would train on what is held out here."""
+    names = [f"{number}.py" for number in range(400)]
+    for name in names:
+        (tmp_path / name).write_text("if True:\n    pass\n" * (900 if is_held_out(name) else 1))
+    with pytest.raises(UsageError, match="bytes are in files that are held out"):
+        statements(str(tmp_path), 64)
+
+
 def small(folder, **told):
     given = {"task": "keywords", "data": str(folder), "seq_len": 64, "model": "nano", "learners": 2, "fragments": 2}
     given |= {"batch": 4, "steps": 8, "sync_interval": 4, "evaluations": 2, "lr": 8e-3}

@@ -381,6 +381,25 @@ def test_parameters_are_kept_of_runs_that_others_begin_from(text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_path):
+    """They are named; the others are done."""
+    file, out = tiny(tmp_path, text, method="single"), tmp_path / "out"
+    file.write_text(
+        file.read_text()
+        + "".join(
+            f'[[variants]]\nname = "pre {model}"\nmodel = "{model}"\n'
+            f'[[variants]]\nname = "fine {model}"\nmodel = "{model}"\nafter = "pre {model}"\nlr = 1e-3\n'
+            for model in ("no-such", "nano")
+        )
+    )
+    done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "left out  fine no-such, seed 0" in done.stderr
+    assert [file.suffix for file in sorted(out.iterdir())].count(".json") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
     """The long run is given up within a step, the short one's result is there, nothing else is, and no process."""

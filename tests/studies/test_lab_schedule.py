@@ -78,8 +78,20 @@ def test_scavengers_are_there_for_a_part_of_the_run(method):
 
 
 def test_scavengers_cost_data_parallel_a_pause_when_they_come_and_when_they_go():
-    """None at the start, where nobody runs yet; half a second for each, and the step under way is lost both times."""
+    """None at the start, where nobody runs yet; half a second for both, and the step under way is lost both times."""
     told = {"scavengers": 2, "scavenge_from_s": 5.5, "scavenge_s": 9.7, "resize_s": 0.5}
     steps = list(islice(step_times(LabRun(method="data-parallel", learners=2, **told)), 15))
-    assert [members for _, _, members in steps] == [2] * 5 + [4] * 8 + [2] * 2
-    assert [round(at, 6) for at, _, _ in steps] == [1, 2, 3, 4, 5, *(6.5 + n for n in range(1, 9)), 17.2, 18.2]
+    assert [members for _, _, members in steps] == [2] * 5 + [4] * 9 + [2]
+    assert [round(at, 6) for at, _, _ in steps] == [1, 2, 3, 4, 5, *(6.0 + n for n in range(1, 10)), 16.7]
+
+
+def test_what_happens_in_a_pause_is_dealt_with_by_it(monkeypatch):
+    """One learner goes at 3.5 and is back at 4.5, another goes at 4 and is back at 9: two pauses of 2 s, not four."""
+    outages = {0: [(3.5, 4.5)], 1: [(4.0, 9.0)]}
+    monkeypatch.setattr(Schedule, "outages", lambda self, m: iter(outages.get(m, [])))
+    run = LabRun(method="data-parallel", learners=3, fail_every_s=1.0, resize_s=2.0)
+    assert [(round(at, 6), n) for at, _, n in islice(step_times(run), 8)] == [
+        *((1.0, 3), (2.0, 3), (3.0, 3)),
+        *((6.5, 2), (7.5, 2), (8.5, 2)),
+        *((12.0, 3), (13.0, 3)),
+    ]

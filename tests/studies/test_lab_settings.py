@@ -67,6 +67,10 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("lr = 1", "unknown 'lr' at the top"),
         ("[settings]\nglobal_codec = 'int8'\nouter = 'agreement'", "goes with no other 'outer'"),
         ("question = 1", "question must be a str"),
+        ("[settings]\nmethod = 'data-parallel'\npoison = 'flipped'", "are for decoupled learners"),
+        ("[settings]\nmethod = 'data-parallel'\napart = true", "are for decoupled learners"),
+        ("[settings]\npoisoners = 1", "poisoners=1 of 4 learners with poison=None"),
+        ("[settings]\npoison = 'flipped'\npoisoners = 5", "poisoners=5 of 4 learners"),
         ("reference = 'x'", "reference='x' is no variant"),
         ("best_of = ['x']", "best_of names 'x'"),
         ("[[variants]]\nlr = 1", "variant 1 needs a name"),
@@ -138,6 +142,11 @@ def test_settings_that_a_method_does_not_look_at_do_not_make_another_run():
     assert relevant(sync_interval=2) != relevant(sync_interval=24)
     assert relevant(moments="own") == relevant(moments="peer")
     assert relevant(moments="own", late_join_s=9.0) != relevant(moments="peer", late_join_s=9.0)
+    assert relevant(moments="own", scavengers=1) != relevant(moments="peer", scavengers=1)
+    late = {"method": "data-parallel", "late_join_s": 9.0}
+    assert relevant(**late) != relevant(method="data-parallel")
+    assert relevant(**late, resize_s=1.0) != relevant(**late, resize_s=2.0)
+    assert relevant(method="data-parallel", resize_s=1.0) == relevant(method="data-parallel", resize_s=2.0)
     assert relevant(fail_down_s=5.0) == relevant(fail_down_s=6.0)
     assert relevant(fail_every_s=9.0, fail_down_s=5.0) != relevant(fail_every_s=9.0, fail_down_s=6.0)
 

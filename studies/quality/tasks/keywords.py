@@ -21,7 +21,7 @@ from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.tasks.answers import Scored, loss_of_answers, rows_of
 from diloco.workers.trainer.data.blocks import permuted
 from diloco.workers.trainer.data.files import stdlib_files, stdlib_root, visible_files
-from diloco.workers.trainer.data.tokens import is_held_out
+from diloco.workers.trainer.data.tokens import balanced, is_held_out
 from diloco.workers.trainer.models.gpt import build
 
 BLANK, ASKED = b"?", b"\n# "
@@ -85,13 +85,15 @@ def statements(data: str, length: int) -> tuple[list[Example], list[Example]]:
     """Those to train on and those held out, in the order of their files; prompt and answer have `length` bytes at most.
 
     Raises:
-        UsageError: `data` is neither 'stdlib' nor a folder, or one of the two is empty.
+        UsageError: `data` is neither 'stdlib' nor a folder, or one of the two is empty or too large a part.
     """
     folder = Path(data)
     root, files = (stdlib_root(), stdlib_files()) if data == "stdlib" else (folder, visible_files(folder))
     train: list[Example] = []
     held_out: list[Example] = []
+    sizes = [0, 0]
     for path in files:
+        sizes[is_held_out(path.relative_to(root).as_posix())] += path.stat().st_size
         if path.suffix == ".py":
             place = held_out if is_held_out(path.relative_to(root).as_posix()) else train
             place += examples_of(path.read_text("utf-8", "replace"), length)
@@ -99,6 +101,11 @@ def statements(data: str, length: int) -> tuple[list[Example], list[Example]]:
         raise UsageError(
             f"data={data!r}: {len(train)} statements to train on and {len(held_out)} held out; task='keywords' needs "
             "'stdlib', or a folder of many Python files"
+        )
+    if not balanced(sizes[1], sum(sizes)):  # task='text' would train on files that are held out here
+        raise UsageError(
+            f"data={data!r}: {sizes[1]} of {sum(sizes)} bytes are in files that are held out; task='keywords' needs "
+            "'stdlib', or a folder of more files"
         )
     return train, held_out
 

@@ -1,8 +1,11 @@
-"""Text of the Python packages that are installed here: a file for each, so that whole packages are held out."""
+"""Text of the Python packages that are installed here: a file for each, so that whole packages are held out.
+
+Of a large package it is a part, or a few of them would be most of what is trained on, and of what is held out.
+"""
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
 
@@ -10,12 +13,16 @@ import xxhash
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.data.files import stdlib_files
-from diloco.workers.trainer.data.tokens import BOUNDARY
+from diloco.workers.trainer.data.tokens import BOUNDARY, is_held_out
 
 STDLIB = "python"
 """Name of Python's own source text among packages."""
 LEAST_FILE = 200
 """Bytes: shorter files are mostly lists of imports."""
+MOST = 1_000_000
+"""Bytes of a package: of a larger one as many files, drawn by their names, as have room."""
+COPIES = {"_vendor", "_vendored", "vendor", "vendored"}
+"""Folders with copies of other packages, often with other imports, so that they are not found to be copies."""
 
 
 @dataclass(slots=True)
@@ -27,6 +34,8 @@ class Corpus:
     bytes: int = 0
     again: int = 0
     """Files left out, since the same text was there before: packages carry copies of others."""
+    held_out: list[str] = field(default_factory=list)
+    """Packages whose text is kept for validation."""
     fingerprint: str = ""
     """Of all the text: another environment has other packages."""
 
@@ -45,20 +54,23 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
         raise UsageError(f"{folder} is not empty: choose another folder, or delete it")
     folder.mkdir(parents=True, exist_ok=True)
     corpus, seen, digest = Corpus(), set[bytes](), xxhash.xxh3_128()
-    for name, paths in [(STDLIB, stdlib_files()), *_of_packages(distributions() if found is None else found)]:
-        kept = list[bytes]()
-        for path in paths:
-            if (text := _text(path)) is None:
+    own = ((path.as_posix(), path) for path in stdlib_files())
+    for name, paths in [(STDLIB, list(own)), *_of_packages(distributions() if found is None else found)]:
+        kept, size = dict[str, bytes](), 0
+        for place, path in sorted(paths, key=lambda one: xxhash.xxh3_64_digest(one[0].rpartition("/")[2].encode())):
+            if (text := _text(path)) is None or size + len(text) > MOST:
                 continue
             if (one := xxhash.xxh3_128_digest(text)) in seen:
                 corpus.again += 1
                 continue
             seen.add(one)
-            kept.append(text)
+            kept[place] = text
+            size += len(text)
         if kept:
-            text = b"\n".join(kept)
-            (folder / f"{name}.txt").write_bytes(text)
+            text = b"\n".join(kept[place] for place in sorted(kept))
+            (folder / (file := f"{name}.txt")).write_bytes(text)
             digest.update(name.encode() + text)
+            corpus.held_out += [name] if is_held_out(file) else []
             corpus.packages, corpus.files = corpus.packages + 1, corpus.files + len(kept)
             corpus.bytes += len(text)
     if not corpus.packages:
@@ -67,15 +79,15 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
     return corpus
 
 
-def _of_packages(found: Iterable[Distribution]) -> Iterator[tuple[str, list[Path]]]:
-    """Each package's Python files, in order; of two that have one name, the first, which is what Python imports."""
+def _of_packages(found: Iterable[Distribution]) -> Iterator[tuple[str, list[tuple[str, Path]]]]:
+    """Each package's Python files as (place in it, path); of two that have one name, the first: Python imports it."""
     by_name: dict[str, Distribution] = {}
     for one in found:
         name = re.sub(r"[^a-z0-9]+", "-", str(one.metadata["Name"] or "").lower())
         by_name.setdefault(name, one)
     for name, one in sorted(by_name.items()):
-        files = one.files or []
-        yield name, sorted(Path(str(one.locate_file(file))) for file in files if file.suffix == ".py")
+        files = [file for file in one.files or [] if file.suffix == ".py" and not COPIES & set(file.parts)]
+        yield name, [(file.as_posix(), Path(str(one.locate_file(file)))) for file in files]
 
 
 def _text(path: Path) -> bytes | None:
