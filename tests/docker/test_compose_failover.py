@@ -53,5 +53,6 @@ def test_a_run_goes_on_to_its_end_after_the_container_of_a_primary_was_killed_fo
 
 
 def _replication(project: Project) -> str:
-    ask = "REDISCLI_AUTH=$REDIS_SYNCER_PASSWORD redis-cli --user syncer --no-auth-warning info replication"
+    """What the server says of it; nothing while it does not answer yet."""
+    ask = "REDISCLI_AUTH=$REDIS_SYNCER_PASSWORD redis-cli --user syncer --no-auth-warning info replication || true"
     return project.compose("exec", "redis", "sh", "-c", ask)
