@@ -344,6 +344,18 @@ def many() -> Iterator[list[float]]:
     yield [*(merged(run) for run in (*done, f"{usual}, steps carried", f"{slower}, steps carried")), 100.0]
 
 
+def fair() -> Iterator[list[float]]:
+    same, plain = "data-parallel, the same outer step", "data-parallel"
+    for size, rate in (("0.2M", ""), ("0.9M", RATE_OF_SAME)):
+        base = f"defaults/{size}: {same}{rate}"
+        yield [*mid(base), *values(base), *cost(base)[1:]]
+        for label in ("decoupled", "decoupled, RDA of rows"):
+            run = f"defaults/{size}: {label}"
+            yield [*mid(run), *values(run), *cost(run)[1:], change(run, base), *changes(run, base)]
+        run = f"defaults/{size}: {plain}"
+        yield [*mid(run), *values(run), change(run, base), *changes(run, base)]
+
+
 def paper_cell() -> Iterator[list[float]]:
     for label in ("decoupled", "the paper's"):
         run = f"paper-cell/{label}"
@@ -454,6 +466,7 @@ def agreement() -> Iterator[list[float]]:
 TABLES = {
     "From scratch: the defaults": defaults,
     "The gap at other lengths and batches": lengths_and_batches,
+    "The defaults, and data-parallel with the same outer step": fair,
     "The paper's cell": paper_cell,
     "Methods": methods,
     "What was tried with Nesterov's outer step": tried,
