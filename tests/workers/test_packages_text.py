@@ -78,10 +78,33 @@ def test_a_held_out_text_is_of_other_packages(tmp_path: Path, monkeypatch: pytes
 def test_what_is_there_is_not_mixed_with_other_text(site: Path, tmp_path: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "mine.txt").write_text("mine")
-    with pytest.raises(UsageError, match="text is not empty: choose another folder"):
+    with pytest.raises(UsageError, match="text is not an empty folder: choose another one"):
         write_packages(tmp_path / "text", distributions(path=[str(site)]))
+    with pytest.raises(UsageError, match=r"text/mine\.txt is not an empty folder"):
+        write_packages(tmp_path / "text" / "mine.txt", distributions(path=[str(site)]))
     with pytest.raises(UsageError, match="no package here has any Python source text"):
         write_packages(tmp_path / "none", [])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["site", "text"]
+
+
+def test_a_package_that_is_damaged_or_called_python_is_left_out(site: Path, tmp_path: Path) -> None:
+    installed(site, "Python", {"mine.py": (LONG + "mine").encode()})
+    installed(site, "broken", {"broken.py": (LONG + "broken").encode()})
+    (site / "broken-1.0.dist-info" / "RECORD").write_text("broken.py,,many\n")
+    (site / "nameless-1.0.dist-info").mkdir()
+    (site / "nameless-1.0.dist-info" / "RECORD").write_text("big/a.py,,\n")
+    write_packages(tmp_path / "text", distributions(path=[str(site)]))
+    assert sorted(file.name for file in (tmp_path / "text").iterdir()) == ["big-one.txt", "small.txt"]
+
+
+def test_what_is_interrupted_leaves_nothing(site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(path: Path, data: bytes) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_bytes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_packages(tmp_path / "text", distributions(path=[str(site)]))
+    assert [file.name for file in tmp_path.iterdir()] == ["site"]
 
 
 def test_the_command_says_what_it_wrote(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

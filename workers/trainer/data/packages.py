@@ -4,10 +4,11 @@ Of a large package it is a part, or a few of them would be most of what is train
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import Distribution, distributions
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import xxhash
 
@@ -48,12 +49,12 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
         found: the packages; None: all that this Python finds.
 
     Raises:
-        UsageError: the folder is not empty, or no package has any text.
+        UsageError: the folder is not empty or cannot be written, or no package has any text.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise UsageError(f"{folder} is not empty: choose another folder, or delete it")
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UsageError(f"{folder} is not an empty folder: choose another one, or delete it")
     corpus, seen, digest = Corpus(), set[bytes](), xxhash.xxh3_128()
+    texts: dict[str, bytes] = {}
     own = ((path.as_posix(), path) for path in stdlib_files())
     for name, paths in [(STDLIB, list(own)), *_of_packages(distributions() if found is None else found)]:
         kept, size = dict[str, bytes](), 0
@@ -67,16 +68,29 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
             kept[place] = text
             size += len(text)
         if kept:
-            text = b"\n".join(kept[place] for place in sorted(kept))
-            (folder / (file := f"{name}.txt")).write_bytes(text)
+            text = texts[f"{name}.txt"] = b"\n".join(kept[place] for place in sorted(kept))
             digest.update(name.encode() + text)
-            corpus.held_out += [name] if is_held_out(file) else []
+            corpus.held_out += [name] if is_held_out(f"{name}.txt") else []
             corpus.packages, corpus.files = corpus.packages + 1, corpus.files + len(kept)
             corpus.bytes += len(text)
     if not corpus.packages:
         raise UsageError("no package here has any Python source text")
     corpus.fingerprint = digest.hexdigest()[:16]
+    _write(folder, texts)
     return corpus
+
+
+def _write(folder: Path, texts: Mapping[str, bytes]) -> None:
+    """All of it, or nothing."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as unfinished:
+            (made := Path(unfinished) / "made").mkdir()
+            for name, text in texts.items():
+                (made / name).write_bytes(text)
+            made.rename(folder)
+    except OSError as error:
+        raise UsageError(f"cannot write {folder}: {error.strerror}") from error
 
 
 def _of_packages(found: Iterable[Distribution]) -> Iterator[tuple[str, list[tuple[str, Path]]]]:
@@ -86,7 +100,13 @@ def _of_packages(found: Iterable[Distribution]) -> Iterator[tuple[str, list[tupl
         name = re.sub(r"[^a-z0-9]+", "-", str(one.metadata["Name"] or "").lower())
         by_name.setdefault(name, one)
     for name, one in sorted(by_name.items()):
-        files = [file for file in one.files or [] if file.suffix == ".py" and not COPIES & set(file.parts)]
+        if name in ("", STDLIB):  # without metadata, or in the place of Python's own text
+            continue
+        try:
+            listed = one.files or []
+        except ValueError:  # its list of files is damaged
+            continue
+        files = [file for file in listed if file.suffix == ".py" and not COPIES & set(file.parts)]
         yield name, [(file.as_posix(), Path(str(one.locate_file(file)))) for file in files]
 
 
