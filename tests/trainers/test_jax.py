@@ -50,7 +50,7 @@ from tests.workers.test_learner_life import reports  # noqa: E402
 
 pytestmark = [pytest.mark.trainers, pytest.mark.usefixtures("one_thread")]
 
-ONE = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=2**40)
+ONE = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=2**40, global_codec="fp32")
 NOWHERE = {"redis_url": "unix:///nowhere"}
 WAIT_S = 180.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_model.py"
