@@ -370,6 +370,29 @@ def test_no_cache_neither_reads_nor_writes_what_is_kept(arguments, monkeypatch, 
     assert called("--no-cache") == (cells_made, cells_made)
 
 
+@pytest.mark.parametrize("damaged", ["", "[]", '{"a": 1}', '{"goodput": 0.5}'])
+def test_a_kept_file_that_is_no_result_is_made_anew(damaged, tmp_path, capsys):
+    """And the table is the same."""
+    asked = ["simulate", "table", "--chips", "1000", "--learners", "2", "--seeds", "1", "--days", "0.1", "--jobs", "1"]
+    assert main(asked) == 0
+    said, kept = capsys.readouterr().out, list((tmp_path / "cache" / "diloco").rglob("*.json"))
+    made = [path.read_text() for path in kept]
+    for path in kept:
+        path.write_text(damaged)
+    assert main(asked) == 0
+    assert capsys.readouterr().out == said
+    assert [path.read_text() for path in kept] == made
+
+
+def test_a_cache_that_cannot_be_written_says_how_to_do_without(tmp_path, capsys):
+    """A file lies where its folder should."""
+    (tmp_path / "cache").write_text("")
+    asked = ["simulate", "table", "--chips", "1000", "--learners", "2", "--seeds", "1", "--days", "0.1", "--jobs", "1"]
+    assert main(asked) == 2
+    assert "Say --no-cache, or set XDG_CACHE_HOME" in " ".join(capsys.readouterr().err.split())
+    assert main([*asked, "--no-cache"]) == 0
+
+
 def test_pictures_have_error_bars_from_the_seeds(tmp_path, monkeypatch):
     """Goodput and uptime of every line that has several seeds."""
     drawn, errorbar = [], Axes.errorbar

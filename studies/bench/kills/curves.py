@@ -117,7 +117,12 @@ def _interruptions(result: Result) -> str:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{part:,.0f} ({part / whole:.1%})"
+    return f"{part:,.0f} ({part / whole:.1%})" if whole else "-"
+
+
+def _step(result: Result) -> str:
+    """Its mean length; of a run in which each was an interruption there is none."""
+    return "-" if result["step_s"] is None else f"{1000 * result['step_s']:.0f} ms"
 
 
 def rows(results: Mapping[str, Result], plan: Plan) -> list[tuple[str, list[str]]]:
@@ -134,7 +139,7 @@ def rows(results: Mapping[str, Result], plan: Plan) -> list[tuple[str, list[str]
         ("trained in all", lambda one: f"{one['tokens']['trained']:,}"),
         ("in the final parameters", lambda one: _share(one["tokens"]["final"], one["tokens"]["trained"])),
         ("lost", lambda one: _share(one["tokens"]["lost"], one["tokens"]["trained"])),
-        ("a step, mean", lambda one: f"{1000 * one['step_s']:.0f} ms"),
+        ("a step, mean", _step),
         (f"steps more than {LATE - 1:.0%} longer than the pace", lambda one: f"{one['late_share']:.1%}"),
     ]
     return [(name, [value(one) for one in results.values()]) for name, value in lines]
