@@ -1,6 +1,7 @@
-"""A causal language model of transformers as a learner, in a plain loop; at the end the run's weights are in a folder.
+"""A causal language model of transformers as a learner, in a plain loop. Needs transformers.
 
 Start a syncer (`diloco syncer --run hf-model`), then this as often as you like, all with DILOCO_REDIS_URL set.
+At the end the run's weights are in a folder.
 """
 
 import os

@@ -113,17 +113,17 @@ def decode(text: str) -> dict[RunName, RunSummary]:
         UsageError: other columns, or a line that is none; says which.
     """
     lines = csv.reader(io.StringIO(text))
-    if (found := tuple(next(lines, ()))) != COLUMNS:
-        raise UsageError(f"columns are {', '.join(found)}; a table of summaries has {', '.join(COLUMNS)}")
-    summaries = {}
-    for line in lines:
-        try:
+    summaries = dict[RunName, RunSummary]()
+    try:
+        if (found := tuple(next(lines, ()))) != COLUMNS:
+            raise UsageError(f"columns are {', '.join(found)}; a table of summaries has {', '.join(COLUMNS)}")
+        for line in lines:
             name, one = _summary(*line)
-        except (TypeError, ValueError, KeyError) as error:
-            raise UsageError(f"line {lines.line_num} is no summary: {error}") from error
-        if name in summaries:
-            raise UsageError(f"line {lines.line_num} is of a run that an earlier line has: {name}")
-        summaries[name] = one
+            if name in summaries:
+                raise UsageError(f"line {lines.line_num} is of a run that an earlier line has: {name}")
+            summaries[name] = one
+    except (csv.Error, TypeError, ValueError, KeyError) as error:
+        raise UsageError(f"line {lines.line_num} is no summary: {error}") from error
     return summaries
 
 

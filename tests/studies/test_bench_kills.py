@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import dumps
 from diloco.studies.bench.kills import command, curves
 from diloco.studies.bench.kills.curves import Run, equal_time, loss_at, result_of, rows, trained_at
 from diloco.studies.bench.kills.plan import METHODS, RENDEZVOUS, Plan, in_words, kills, torchrun
@@ -147,12 +148,47 @@ def test_results_of_other_settings_are_not_shown_beside_these(tmp_path: Path) ->
         given(tmp_path)
 
 
+WHOLE = RESULT | {"plan": PLAN.written()}
+DAMAGED = {
+    "a number for a plan": WHOLE | {"plan": 5},
+    "no curve": WHOLE | {"curve": []},
+    "a short point": WHOLE | {"curve": [[1.0, 2]]},
+    "no kills": {name: value for name, value in WHOLE.items() if name != "kills"},
+    "no lost tokens": WHOLE | {"tokens": {"trained": 1, "final": 1}},
+    "a word for a time": WHOLE | {"ended_s": "late"},
+    "only its plan": {"plan": PLAN.written()},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_result_is_named_before_anything_is_run(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "elastic.json").write_text(json.dumps(DAMAGED[damage]))
+    with pytest.raises(UsageError, match=r"elastic.json: no result of .*delete it, so that it is made again"):
+        given(tmp_path)
+
+
+def test_a_run_that_came_to_nothing_still_has_a_table_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One machine's only step, nothing trained, and a loss that is no number: now and when it is read again."""
+    run = replace(RUN, evaluations=[(103.0, 0, float("nan"))], steps={"learner-0": [101.0]}, strikes=[])
+    made = result_of(replace(run, tokens={"trained": 0, "final": 0, "lost": 0}), PLAN)
+    found = dict(rows({"elastic": made}, PLAN))
+    assert (found["a step, mean"], found["lost"], found["final held-out loss"]) == (["-"], ["-"], ["nan"])
+    for name in METHODS:
+        (tmp_path / f"{name}.json").write_text(dumps(made | {"plan": PLAN.written()}))
+    given(tmp_path)
+    assert "| a step, mean | - | - | - | - |" in capsys.readouterr().out
+    assert (tmp_path / "kills.png").stat().st_size > 5000
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
         ({"only": "ddp"}, "--only ddp: one of decoupled, elastic, data-parallel, undisturbed"),
         ({"pace": "fast"}, "--pace fast: give a length of time"),
         ({"away": "0s"}, "--away 0s: give a length of time"),
+        ({"every": "0.000001s"}, "--every 0.000001s: 600,000,000 kills --within 10m, and 10,000 at most"),
         ({"tokens": "many"}, "--tokens many: numbers with commas"),
     ],
 )

@@ -18,7 +18,6 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.needs import GLOBALS, LINK_SHARE
 from diloco.studies.goodput import bandwidth, calibrate, figures, studies
-from diloco.studies.goodput.commands import runs
 from diloco.studies.goodput.commands.runs import PACKAGE, SOURCES
 from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.fleet import simulate
@@ -337,37 +336,6 @@ def test_the_table_command_writes_json_csv_and_a_picture(tmp_path, capsys):
     assert all(r["goodput"] > 1 for r in json.loads(files[3].read_text())["rows"])
     assert main(["simulate", "table", *SMALL, "--no-cache", "--json", str(files[3])]) == 0
     assert json.loads(files[3].read_text())["rows"] == rows
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["table", "--chips", "1000"],
-        ["mtbi", "--chips", "1000", "--learners", "2"],
-        ["calibrate"],
-        ["link", "--chips", "1000", "--link-trace", str(Path(__file__).parents[2] / "examples" / "link-trace.txt")],
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_no_cache_neither_reads_nor_writes_what_is_kept(arguments, monkeypatch, tmp_path):
-    """In every command that keeps results: it computes all of them again, and leaves none."""
-    made = runs.one(runs.Task(Constants(), Cell("decoupled", 2, 1000), 0.1, 0))
-    computed = []
-    monkeypatch.setattr(runs, "one", lambda task: computed.append(task) or made)
-    monkeypatch.setattr(calibrate, "calibrate", lambda constants, *_, **__: constants)
-    given = ["simulate", *arguments, "--jobs", "1", "--days", "0.1"]
-
-    def called(*more):
-        computed.clear()
-        assert main([*given, *more]) == 0
-        return len(computed), len(list((tmp_path / "cache").rglob("*.json")))
-
-    cells_made, kept = called("--no-cache")
-    assert cells_made > 0
-    assert kept == 0
-    assert called() == (cells_made, cells_made)
-    assert called() == (0, cells_made)
-    assert called("--no-cache") == (cells_made, cells_made)
 
 
 def test_pictures_have_error_bars_from_the_seeds(tmp_path, monkeypatch):

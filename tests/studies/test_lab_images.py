@@ -135,3 +135,14 @@ def test_what_is_wrong_with_a_folder_is_named(pictures, tmp_path):
         task.batch([(0, index) for index in range(task.examples)]), task.evaluate(task.build())
     with pytest.raises(ValueError, match="no multiple"):
         small(pictures, patch_size=3)
+
+
+@pytest.mark.parametrize(("kind", "mode"), [("uint16", "I;16"), ("int32", "I"), ("float32", "F")])
+def test_an_image_of_more_than_eight_bits_is_refused_with_its_mode(pictures, kind, mode):
+    """Pillow would make it white in colour, whatever is on it."""
+    for number in range(20):  # some are held out, some not
+        Image.fromarray(np.full((8, 8), 300, kind)).save(pictures / "left" / f"deep{number}.tif")
+    found = ImageFolder(small(pictures))
+    deep = next(n for n, (path, _) in enumerate(found._train) if path.suffix == ".tif")
+    with pytest.raises(UsageError, match=rf"deep\d+.tif has more than 8 bits a channel \(mode {mode}\)"):
+        found.train(deep)

@@ -274,7 +274,7 @@ def test_a_long_curve_is_thinned(marks, kept):
 
 
 def test_a_broken_csv_says_where(experiment):
-    """Other columns, a line too short, a word for a number."""
+    """Other columns, a line too short, a word for a number, a cell larger than the csv module reads."""
     whole = encode(dict(told(experiment, {("dp", 1e-3): (2.0, 2.1, 2.5)}).named()))
     for broken, reason in [
         ("", "columns are"),
@@ -282,6 +282,7 @@ def test_a_broken_csv_says_where(experiment):
         (whole.replace(",1,loss", ",loss", 1), "line 3"),
         (whole.replace("2.5,", "two,", 1), "line 4"),
         (whole.replace("less", "worse", 1), "line 2"),
+        (whole.replace("less", "l" * 2**18, 1), "line 2 is no summary: field larger"),
     ]:
         with pytest.raises(UsageError, match=reason):
             decode(broken)

@@ -50,7 +50,7 @@ from tests.workers.test_learner_life import reports  # noqa: E402
 
 pytestmark = [pytest.mark.trainers, pytest.mark.usefixtures("one_thread")]
 
-ONE = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=2**40)
+ONE = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=2**40, global_codec="fp32")
 NOWHERE = {"redis_url": "unix:///nowhere"}
 WAIT_S = 180.0
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_model.py"
@@ -387,6 +387,16 @@ REFUSED = {
         "names: the pytree has no leaf 'hidden.weight'",
     ),
     "one name for two": (jax_params, {"names": {"out.bias": "hidden.bias"}}, "out.bias and hidden.bias are both"),
+    "names in a list": (
+        jax_params,
+        {"names": ["out.bias"]},
+        "names=.*: pass a dict of own name -> its name in the run",
+    ),
+    "names as text": (jax_params, {"names": "out.bias"}, "names='out.bias': pass a dict"),
+    "an embedding as text": (jax_params, {"embeddings": "out.kernel"}, "embeddings='out.kernel': pass a list of own"),
+    "an embedding as a number": (jax_params, {"embeddings": 1}, "embeddings=1: pass a list of own names"),
+    "moments kept in words": (jax_params, {"moments_kept": "no"}, "moments_kept='no': pass True or False"),
+    "keys of two types": (lambda: {1: jnp.ones(1), "a": jnp.ones(1)}, {}, "Give each dict in it keys of one type"),
     "axes of another": (jax_params, {"names": {"out.kernel": ("w", (0,))}}, r"out.kernel -> 'w' with axes \(0,\)"),
     "an embedding of nothing": (jax_params, {"embeddings": ["table"]}, "embeddings: the pytree has no leaf 'table'"),
     "many fragments": (jax_params, {"sync": SyncSettings(fragments=9)}, "fragments=9, but the model has 4 trained"),
@@ -399,6 +409,39 @@ def test_a_pytree_that_cannot_be_trained_is_refused_at_once(case):
     make, how, said = REFUSED[case]
     with pytest.raises(UsageError, match=said):
         Learner(make(), **how, **NOWHERE)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, 3, ("x",), ("x", (0, 1), 2), ("x", None), ("x", (0.0, 1.0)), ("x", "ab"), (5, (1, 0))], ids=repr
+)
+def test_a_name_that_is_none_is_refused_with_the_form_that_is_wanted(wrong):
+    """At once, and not where the run is proposed."""
+    with pytest.raises(UsageError, match=r"names: out.kernel -> .*; give its name in the run, or \(that name"):
+        Learner(jax_params(), names={"out.kernel": wrong}, **NOWHERE)
+
+
+def test_embeddings_may_come_one_after_another():
+    """A generator gives its names once, and each is heeded."""
+    tree = Tree(jax_params(), embeddings=(name for name in ("out.kernel", "hidden.kernel")))
+    assert {leaf.path for leaf in tree.leaves if leaf.embedding} == {"out.kernel", "hidden.kernel"}
+
+
+@pytest.mark.redis
+def test_arrays_of_numpy_train_as_those_that_jax_makes_of_them(redis_server):
+    """Of float64 and of another order of bytes: the run has float32, and takes both a step later."""
+    values = np.array([1.5, -2.0, 3.0])
+    params = {"double": values, "turned": values.astype(">f4"), "half": values.astype(">f2")}
+    how = {"run": "jax-numpy", "redis_url": redis_server, "sync": ONE}
+    with a_syncer(redis_server, "jax-numpy"), Learner(params, **how) as one:
+        assert {name: leaf.dtype.name for name, leaf in one.params.items()} == {
+            "double": "float32",
+            "turned": "float32",
+            "half": "float16",
+        }
+        assert all(np.array_equal(leaf, values) for leaf in one.params.values())
+        one.step(one.params, tokens=1)
+        given = one.step(jax.tree.map(lambda leaf: leaf + 1, params), tokens=1)
+        assert all(np.array_equal(leaf, values + 1) for leaf in given.values())
 
 
 @pytest.mark.redis
@@ -415,6 +458,7 @@ def test_another_pytree_than_the_one_that_joined_is_refused_at_its_step(redis_se
             ({"hidden": params["hidden"]}, "leaf out.bias is no longer there"),
             (tuple(params.values()), "leaf 0.bias was not there"),
             (wide, r"leaf out.bias was float32 of shape \(4,\) on joining and is float32 of shape \(9,\)"),
+            (params | {1: jnp.ones(2)}, "Give each dict in it keys of one type"),
             (half, "leaf hidden.bias was float32 .* and is bfloat16"),
         ):
             with pytest.raises(UsageError, match=said):

@@ -337,9 +337,11 @@ def test_no_redis_is_a_usage_error(book: Path) -> None:
         trainer.train(settings(book).model_copy(update={"redis_url": None}))
 
 
-def test_a_device_that_is_not_here_is_refused() -> None:
-    with pytest.raises(UsageError, match="cuda:99"):
-        choose_device("cuda:99")
+@pytest.mark.parametrize("name", ["cuda:99", "cuda:-1", "meta", "xpu", "hpu:0", "nonsense", ""])
+def test_a_device_that_is_not_here_is_refused(name: str) -> None:
+    """Also one that only torch knows, and one that nobody does."""
+    with pytest.raises(UsageError, match=f"device='{name}' is not available .*; 'auto' takes what is there"):
+        choose_device(name)
 
 
 def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:

@@ -10,7 +10,7 @@ An array never changes, so what is adopted comes back from `step`. The optimizer
 they stay as a fragment is adopted, and no peer is asked for them.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import jax
@@ -53,14 +53,15 @@ class Learner(AnyLearner):
         trainer: Mapping[str, Any] | None = None,
         leave_s: float = LEAVE_S,
         names: Names | None = None,
-        embeddings: Collection[str] | None = None,
+        embeddings: Iterable[str] | None = None,
         moments_kept: bool = False,
     ) -> None:
         """Nothing is connected before `with`, or `open`.
 
         Args:
             params: a pytree of arrays in floating point, all of which are synchronised. Its structure, shapes and types
-                are settled here.
+                are settled here. One of numpy counts as the array that JAX makes of it: float64 is float32, unless
+                `jax_enable_x64` is set.
             run, redis_url, region_redis_url, learner_id, sync, tokens, trainer, leave_s: as torch's `Learner` has them.
             names: what leaves are called in the run, where learners of another framework call them otherwise: own name
                 -> name, or (name, order of the axes there). A learner that is first lists its tensors in this order.
@@ -88,6 +89,8 @@ class Learner(AnyLearner):
             encode_on="cpu",
             same_frozen=True,
         )
+        if not isinstance(moments_kept, bool):
+            raise UsageError(f"Learner: moments_kept={moments_kept!r}: pass True or False")
         self._tree = Tree(params, names, embeddings)
         super().__init__(given, Stopping())
         if given.sync is not None:
@@ -193,8 +196,11 @@ class Learner(AnyLearner):
 
 
 def arrays(leaves: list[Any]) -> list[Any]:
-    """Leaves as JAX's own: one of numpy may be written to."""
-    return [leaf if isinstance(leaf, jax.Array) else jnp.array(leaf) for leaf in leaves]
+    """Leaves as JAX's own: one of numpy may be written to, and JAX takes none with its bytes the other way round."""
+    return [
+        leaf if isinstance(leaf, jax.Array) else jnp.array(leaf.astype(leaf.dtype.newbyteorder("="), copy=False))
+        for leaf in leaves
+    ]
 
 
 def _is_concrete(name: str, value: Any) -> bool:

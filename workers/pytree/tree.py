@@ -5,7 +5,9 @@ axes in the run, so that learners of other frameworks have the same tensors.
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+import operator
+import reprlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,18 +64,24 @@ class Leaf:
 class Tree:
     """What the leaves of one pytree are, and must stay."""
 
-    def __init__(self, params: Any, names: Names | None = None, embeddings: Collection[str] | None = None) -> None:
+    def __init__(self, params: Any, names: Names | None = None, embeddings: Iterable[str] | None = None) -> None:
         """params: of arrays. names: of leaves that have others in the run. embeddings: own names of leaves whose rows
         are vectors; None: those that end in one of `EMBEDDINGS`.
 
         Raises:
-            UsageError: a leaf cannot be trained or travel, or something is named that is not there; by name.
+            UsageError: a leaf cannot be trained or travel, or something is named that is not there, by name; or an
+                argument is not of its form, with the form.
         """
-        named, self.structure = jax.tree_util.tree_flatten_with_path(params)
+        named, self.structure = _taken_apart(params, jax.tree_util.tree_flatten_with_path)
         paths = [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in named]
         names = {} if names is None else names
+        if not isinstance(names, Mapping):
+            raise UsageError(f"names={reprlib.repr(names)}: pass a dict of own name -> {FORMS}")
+        if embeddings is not None and (isinstance(embeddings, str) or not isinstance(embeddings, Iterable)):
+            raise UsageError(f"embeddings={embeddings!r}: pass a list of own names, such as ['table.embedding']")
+        embeddings = None if embeddings is None else tuple(embeddings)
         _check_named("names", names, paths)
-        _check_named("embeddings", () if embeddings is None else embeddings, paths)
+        _check_named("embeddings", embeddings or (), paths)
         self._paths, self._forms = paths, [_form(path, array) for path, (_, array) in zip(paths, named, strict=True)]
         found = []
         for at, (path, (shape, dtype)) in enumerate(zip(paths, self._forms, strict=True)):
@@ -93,7 +101,7 @@ class Tree:
             UsageError: it is not; names the leaf.
         """
         leaves: list[Any]
-        leaves, structure = jax.tree_util.tree_flatten(params)
+        leaves, structure = _taken_apart(params, jax.tree_util.tree_flatten)
         if structure != self.structure:
             raise UsageError(self._what_differs(params))
         for path, form, leaf in zip(self._paths, self._forms, leaves, strict=True):
@@ -119,8 +127,26 @@ REMEDY = (
 )
 
 
+FORMS = "its name in the run, or (that name, the order of its axes there), such as ('0.weight', (1, 0))"
+"""Of a value of `Names`."""
+
+
+def _taken_apart(params: Any, flatten: Callable[[Any], tuple[list[Any], Any]]) -> tuple[list[Any], Any]:
+    """(leaves, structure), as JAX's `flatten` gives them.
+
+    Raises:
+        UsageError: it cannot, as where a dict's keys have no order.
+    """
+    try:
+        return flatten(params)
+    except ValueError as error:
+        raise UsageError(
+            f"JAX cannot flatten the pytree: {error} Give each dict in it keys of one type, such as text"
+        ) from error
+
+
 def _form(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """(shape, type) of a leaf.
+    """(shape, type) of a leaf; of one of numpy those of the array that JAX makes of it.
 
     Raises:
         UsageError: it is no array that can be trained.
@@ -134,13 +160,14 @@ def _form(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:
             f"leaf {path} is {leaf.dtype.name}; trained leaves may be {', '.join(DTYPES)}: convert it, or keep it "
             "outside of what the learner is given"
         )
-    if isinstance(leaf, jax.Array):
-        if leaf.is_deleted():
-            raise UsageError(
-                f"leaf {path} was donated to a jitted function, and is no longer there: pass what that has returned"
-            )
-        if not leaf.is_fully_addressable:
-            raise UsageError(f"leaf {path} lies on devices of several processes: a JAX learner is one process")
+    if not isinstance(leaf, jax.Array):
+        return leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype.newbyteorder("="))
+    if leaf.is_deleted():
+        raise UsageError(
+            f"leaf {path} was donated to a jitted function, and is no longer there: pass what that has returned"
+        )
+    if not leaf.is_fully_addressable:
+        raise UsageError(f"leaf {path} lies on devices of several processes: a JAX learner is one process")
     return leaf.shape, leaf.dtype
 
 
@@ -150,8 +177,13 @@ def _said(form: tuple[tuple[int, ...], Any]) -> str:
 
 def _mapped(path: str, dims: int, given: Any) -> tuple[str, tuple[int, ...]]:
     """A leaf's name and axes in the run, as `names` has them."""
-    name, axes = (given, range(dims)) if isinstance(given, str) else given
-    axes = tuple(axes)
+    try:
+        name, axes = (given, range(dims)) if isinstance(given, str) else given
+        axes = tuple(map(operator.index, axes))
+    except (TypeError, ValueError):
+        name, axes = None, ()
+    if not isinstance(name, str):
+        raise UsageError(f"names: {path} -> {reprlib.repr(given)}; give {FORMS}")
     if sorted(axes) != list(range(dims)):
         raise UsageError(f"names: {path} -> {name!r} with axes {axes}, which are no order of its {dims} axes")
     return name, axes

@@ -28,13 +28,16 @@ def choose_device(name: str) -> torch.device:
     """ "auto" takes CUDA where there is one, else the CPU.
 
     Raises:
-        UsageError: the device asked for is not here.
+        UsageError: the device asked for is not here, or is none that the trainer knows.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    device = torch.device(name)
-    if not here[device.type] or (device.index or 0) >= max(1, torch.cuda.device_count()):
+    try:
+        device = torch.device(name)
+    except RuntimeError:  # no name of a device
+        device = None
+    if device is None or not here.get(device.type) or (device.index or 0) >= max(1, torch.cuda.device_count()):
         raise UsageError(f"device={name!r} is not available on this machine; 'auto' takes what is there")
     return device
 

@@ -25,6 +25,9 @@ from diloco.studies.bench.machine import describe
 from diloco.studies.goodput.commands.options import one_whole
 from diloco.studies.strikes.telling import one_error
 
+MOST_KILLS = 10_000
+"""In a run."""
+
 
 def settings_of(method: Method, plan: Plan) -> ChaosProcess:
     """Of a run of this method: what is not of the plan is as usual."""
@@ -48,24 +51,25 @@ def settings_of(method: Method, plan: Plan) -> ChaosProcess:
 
 
 def read_result(path: Path, plan: Plan) -> curves.Result | None:
-    """An earlier result; None: there is none.
+    """A result that is there; None: there is none.
 
     Raises:
-        UsageError: it cannot be read, or is of another plan.
+        UsageError: it cannot be read, is damaged, or is of another plan.
     """
     if not path.is_file():
         return None
     try:
         result: curves.Result = json.loads(path.read_text())
-        made_with = result["plan"]
-    except (ValueError, KeyError, TypeError) as error:
+        made_with = {**result["plan"]}
+        if made_with == plan.written():
+            return curves.read(result, plan)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(
-            f"{path}: no result of `diloco bench kills`: {error!r}; delete it, or give another --out"
+            f"{path}: no result of `diloco bench kills`: {error!r}; delete it, so that it is made again, or "
+            "give another --out"
         ) from error
-    if made_with != plan.written():
-        told = {name: value for name, value in made_with.items() if plan.written().get(name) != value}
-        raise UsageError(f"{path} was made with other settings ({told}): give those, or another --out")
-    return result
+    told = {name: value for name, value in made_with.items() if plan.written().get(name) != value}
+    raise UsageError(f"{path} was made with other settings ({told}): give those, or another --out")
 
 
 def make(method: Method, plan: Plan, out: Path) -> curves.Result | None:
@@ -83,10 +87,10 @@ def make(method: Method, plan: Plan, out: Path) -> curves.Result | None:
     share = (_cpu_s() - cpu_s) / (time.monotonic() - began_s) / before["cores"]
     result = {"method": method.name, "lr": method.lr, "plan": plan.written(), "machine": before}
     result |= {**curves.result_of(run, plan), "cpu_share": round(share, 3)}
-    beside = out / f".{method.name}.json"
+    beside, path = out / f".{method.name}.json", out / f"{method.name}.json"
     beside.write_text(dumps(result) + "\n")
-    beside.replace(out / f"{method.name}.json")
-    return result
+    beside.replace(path)
+    return read_result(path, plan)
 
 
 def _cpu_s() -> float:
@@ -145,6 +149,10 @@ def main(
         within_s=_seconds("--within", within),
         seed=seed,
     )
+    if (most := plan.within_s / plan.every_s) > MOST_KILLS:
+        raise UsageError(
+            f"--every {every}: {most:,.0f} kills --within {within}, and {MOST_KILLS:,} at most: make it longer"
+        )
     out.mkdir(parents=True, exist_ok=True)
     plot = plot or out / "kills.png"
     check_files(plot)

@@ -6,6 +6,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
+from diloco.pipeline.files.strict_json import number
 from diloco.studies.bench.kills.plan import Plan
 from diloco.studies.strikes.rates import Struck
 
@@ -77,10 +78,31 @@ def _rounded(at: float | None, zero_s: float) -> float | None:
 def _trained(steps_s: Sequence[float], step_tokens: int, every_s: float = 1.0) -> Iterable[tuple[float, int]]:
     """Time and trained tokens until then, about once a second; and at the end."""
     said_s = float("-inf")
-    for number, at in enumerate(steps_s, 1):
-        if at - said_s >= every_s or number == len(steps_s):
+    for count, at in enumerate(steps_s, 1):
+        if at - said_s >= every_s or count == len(steps_s):
             said_s = at
-            yield at, number * step_tokens
+            yield at, count * step_tokens
+
+
+WRITTEN = frozenset(
+    {"curve", "trained", "kills", "interruptions", "tokens", "finished", "ended_s", "step_s", "late_share", "broken"}
+)
+"""What a table and a picture need of a result."""
+
+
+def read(result: Result, plan: Plan) -> Result:
+    """A result that was written, with losses that are no numbers as such.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: no table can be made of it.
+    """
+    if lacking := WRITTEN - result.keys():
+        raise ValueError(f"it has no {', '.join(sorted(lacking))}")
+    if not result["curve"]:
+        raise ValueError("no loss was measured in it")
+    result = result | {"curve": [[at, tokens, number(loss)] for at, tokens, loss in result["curve"]]}
+    rows({"": result}, plan)
+    return result
 
 
 # --- side by side ------------------------------------------------------------------------------------------
@@ -117,7 +139,12 @@ def _interruptions(result: Result) -> str:
 
 
 def _share(part: float, whole: float) -> str:
-    return f"{part:,.0f} ({part / whole:.1%})"
+    return f"{part:,.0f} ({part / whole:.1%})" if whole else "-"
+
+
+def _step(result: Result) -> str:
+    """Its mean length; of a run in which each was an interruption there is none."""
+    return "-" if result["step_s"] is None else f"{1000 * result['step_s']:.0f} ms"
 
 
 def rows(results: Mapping[str, Result], plan: Plan) -> list[tuple[str, list[str]]]:
@@ -134,7 +161,7 @@ def rows(results: Mapping[str, Result], plan: Plan) -> list[tuple[str, list[str]
         ("trained in all", lambda one: f"{one['tokens']['trained']:,}"),
         ("in the final parameters", lambda one: _share(one["tokens"]["final"], one["tokens"]["trained"])),
         ("lost", lambda one: _share(one["tokens"]["lost"], one["tokens"]["trained"])),
-        ("a step, mean", lambda one: f"{1000 * one['step_s']:.0f} ms"),
+        ("a step, mean", _step),
         (f"steps more than {LATE - 1:.0%} longer than the pace", lambda one: f"{one['late_share']:.1%}"),
     ]
     return [(name, [value(one) for one in results.values()]) for name, value in lines]

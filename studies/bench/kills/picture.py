@@ -1,6 +1,7 @@
 """The picture of `diloco bench kills`: held-out loss by wall time; below it who was away, when nobody trained."""
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ def draw(results: Mapping[str, Result], plan: Plan, path: Path) -> None:
 
 
 def _draw_loss(axes: Axes, results: Mapping[str, Result], plan: Plan) -> None:
-    lowest = min(loss for one in results.values() for _, _, loss in one["curve"])
+    losses = (loss for one in results.values() for _, _, loss in one["curve"])
+    lowest = min(filter(isfinite, losses), default=0.0)
     for name, one in results.items():
         colour, style, label = LOOKS[name]
         curve = [(at, loss) for at, _, loss in one["curve"] if at >= 0]
@@ -77,7 +79,7 @@ def _draw_lanes(axes: Axes, results: Mapping[str, Result], kills: Sequence[Mappi
         bars = [(gap["at_s"], gap["length_s"]) for gap in one["interruptions"]]
         axes.broken_barh(bars, (len(lanes) - 0.4, 0.8), facecolors=LOOKS[name][0])
         if not bars:
-            axes.text(plan.every_s, len(lanes), " never", color=LOOKS[name][0], fontsize=11, va="center")
+            axes.text(plan.every_s, len(lanes), " never", color=LOOKS[name][0], fontsize=11, va="center", clip_on=True)
         axes.axhline(len(lanes) - 0.5, color="#dddddd", linewidth=0.6, zorder=0)
         lanes.append(f"nobody trains: {'fixed' if name == 'data-parallel' else name}")
     axes.set_yticks(range(len(lanes)), lanes, fontsize=11)

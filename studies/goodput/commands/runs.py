@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import diloco
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.studies.goodput.commands.options import Sample
 from diloco.studies.goodput.constants import Constants
@@ -67,7 +68,7 @@ def rows(cells: Sequence[tuple[Constants, Cell]], sample: Sample, console: Conso
     """One row a cell, in order.
 
     Raises:
-        UsageError: the constants describe no world that can be simulated.
+        UsageError: the constants describe no world that can be simulated, or results cannot be kept where they should.
     """
     seeds = sample.seeds
     tasks = [Task(constants, cell, sample.days, seed) for constants, cell in cells for seed in range(seeds)]
@@ -114,11 +115,17 @@ def _read(path: Path) -> dict[str, Any] | None:
         kept = json.loads(path.read_text())
     except (OSError, ValueError):  # not there, or cut short
         return None
-    return kept if isinstance(kept, dict) else None
+    return kept if isinstance(kept, dict) and kept.keys() == {field.name for field in fields(Run)} else None
 
 
 def _write(path: Path, data: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")
-    part.write_text(dumps(data))
-    part.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(dumps(data))
+        part.replace(path)
+    except OSError as error:
+        raise UsageError(
+            f"results cannot be kept in {path.parent}: {error}. Say --no-cache, or set XDG_CACHE_HOME to a folder that "
+            "can be written"
+        ) from error

@@ -18,6 +18,8 @@ from diloco.studies.quality.tasks.digits import HELD_OUT, Pixels
 
 SUFFIXES = frozenset({".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 KEPT_BYTES = 256 * 1024**2
+DEEP = ("I", "F")
+"""What Pillow's modes of more than eight bits a channel begin with; it would make them white, or black."""
 
 Bytes = npt.NDArray[np.uint8]
 Listed = tuple[tuple[Path, int], ...]
@@ -75,6 +77,11 @@ class ImageFolder:
 
         try:
             with Image.open(path) as image:
+                if image.mode.startswith(DEEP):
+                    raise UsageError(
+                        f"image {path} has more than 8 bits a channel (mode {image.mode}). Save it with 8 bits, or "
+                        "take it out of the folder"
+                    )
                 short = min(image.size)
                 left, top = ((full - short) // 2 for full in image.size)
                 middle = image.crop((left, top, left + short, top + short)).convert("RGB")
