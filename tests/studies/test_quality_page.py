@@ -346,7 +346,7 @@ def many() -> Iterator[list[float]]:
 
 def fair() -> Iterator[list[float]]:
     same, plain = "data-parallel, the same outer step", "data-parallel"
-    for size, rate in (("0.2M", ""), ("0.9M", RATE_OF_SAME)):
+    for size, rate in (("0.2M", ""), ("0.9M", ", lr=0.004")):
         base = f"defaults/{size}: {same}{rate}"
         yield [*mid(base), *values(base), *cost(base)[1:]]
         for label in ("decoupled", "decoupled, RDA of rows"):
