@@ -212,6 +212,38 @@ def test_where_more_is_better_the_best_is_the_highest(experiment):
     assert [line.mid for line in told(experiment, values, higher_is_better=True).best() if line.done] == [0.9]
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("more", [True, False])
+def test_a_row_of_which_a_seed_diverged_is_neither_best_nor_the_reference(experiment, lost, more):
+    """Wherever it stands: its median is not a number, and it has no distance to the reference."""
+    fine, diverged = (2.0, 2.0, 2.0), (1.0, lost, 3.0)
+    for first, second in ((fine, diverged), (diverged, fine)):
+        values = {("dp", 1e-3): first, ("dp", 2e-3): second, ("ours", 1e-3): diverged, ("ours", 2e-3): fine}
+        table = told(experiment, values, higher_is_better=more)
+        assert [line.mid for line in table.best()] == [2.0, 2.0]
+        assert table.reference(table.lines[2]).mid == 2.0
+        assert "| ours, lr=0.001 | nan | nan | 3 |  | 90.0 %" in markdown(table)
+    only = told(experiment, {("dp", 1e-3): diverged, ("ours", 2e-3): fine}, higher_is_better=more)
+    assert only.reference(only.lines[3]) is None
+
+
+def test_a_reference_of_nothing_is_at_no_distance(experiment):
+    """An accuracy of 0: nothing is so many percent of it."""
+    values = {("dp", 1e-3): (0.0, 0.0, 0.0), ("ours", 2e-3): (0.5, 0.5, 0.5)}
+    assert "| ours, lr=0.002 | 0.5000 | 0.0000 | 3 |  | 90.0 %" in markdown(told(experiment, values))
+
+
+def test_rows_are_compared_with_those_of_their_own_task(tmp_path):
+    """What was pre-trained has another loss than what was fine-tuned from it."""
+    path = tmp_path / "trial.toml"
+    path.write_text(
+        'reference = "fine"\n[[variants]]\nname = "pre"\n[[variants]]\nname = "fine"\ntask = "keywords"\n'
+        'after = "pre"\n[[variants]]\nname = "other"\ntask = "keywords"\n'
+    )
+    table = table_of(read_experiment(path), lambda row, run: summary_of(result(2.0)))
+    assert [line and line.label for line in map(table.reference, table.lines)] == [None, "fine", "fine"]
+
+
 def test_an_experiment_that_was_not_run_is_reported_as_such(experiment, tmp_path, capsys):
     """No error, no figure."""
     assert main(["lab", "report", str(tmp_path / "trial.toml"), "--out", str(tmp_path / "none")]) == 0
@@ -228,6 +260,18 @@ def test_the_picture_is_drawn(experiment, tmp_path):
     first[0] = replace(first[0], curve=first[0].curve[:-1])
     plot.draw([drawn, told(experiment, {})], tmp_path / "trial.png")
     assert (tmp_path / "trial.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_what_diverged_does_not_spoil_the_picture(experiment, lost):
+    """The axes show what is finite."""
+    plot = pytest.importorskip("diloco.studies.quality.plot")
+    table = told(experiment, {("dp", 1e-3): (2.0, 2.1, lost), ("ours", 2e-3): (2.0, 2.1, 2.2)})
+    axes = plot.Figure().subplots()
+    plot._curves(axes, table, [table.lines[0], table.lines[3]], "tokens", "tokens", 1)
+    low, high = axes.get_ylim()
+    assert 2.2 < low < 2.34
+    assert 2.7 < high < 2.8
 
 
 # --- the CSV ----------------------------------------------------------------------------------------------
