@@ -52,7 +52,7 @@ def run(
 
     Example: diloco lab run docs/quality/methods.toml
     """
-    experiments, store = [read_experiment(file) for file in files], Store(out)
+    experiments, store = _experiments(files), Store(out)
     runs = list(dict.fromkeys(one for experiment in experiments for one in experiment.runs))
     missing = _missing(runs, store)
     console = Console(stderr=True)
@@ -76,6 +76,14 @@ def run(
         if left:
             break
     raise typer.Exit(status)
+
+
+def _experiments(files: Sequence[Path]) -> list[Experiment]:
+    """Those of files, each of a name of its own: summaries are kept by it."""
+    stems = [file.stem for file in files]
+    if alike := [file for file in files if stems.count(file.stem) > 1]:
+        raise UsageError(f"experiments of one name in one command: {', '.join(map(str, alike))}; rename one of a name")
+    return [read_experiment(file) for file in files]
 
 
 def _missing(runs: Sequence[LabRun], store: Store) -> list[LabRun]:
@@ -163,7 +171,7 @@ def report(
             return table_of(experiment, lambda row, run: store.summary(run, any_code))
         return table_of(experiment, lambda row, run: kept.get(RunName(experiment.name, row.label, run.seed)))
 
-    tables = [table(read_experiment(file)) for file in files]
+    tables = [table(experiment) for experiment in _experiments(files)]
     typer.echo("\n".join(map(markdown, tables)), nl=False)
     if csv_file is not None:
         before = _read_csv(csv_file) if csv_file.exists() else {}

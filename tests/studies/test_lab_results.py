@@ -487,6 +487,16 @@ def test_a_bad_file_is_a_usage_error(tmp_path, capsys):
     assert "cannot read experiment" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "report"])
+def test_two_experiments_of_one_name_are_refused(command, experiment, tmp_path, capsys):
+    """Their lines of a CSV could not be told apart."""
+    other = tmp_path / "other" / "trial.toml"
+    other.parent.mkdir()
+    other.write_text(SWEEP)
+    assert main(["lab", command, str(tmp_path / "trial.toml"), str(other)]) == 2
+    assert f"of one name in one command: {tmp_path / 'trial.toml'}, {other}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [(), ("run",), ("report",), ("settings",)])
 def test_help_is_there(command, capsys):
     """Of the group and of each of its commands."""
