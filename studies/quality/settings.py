@@ -77,7 +77,9 @@ class LabRun(BaseModel):
     seq_len: int = Field(USUAL["seq_len"], ge=8, le=65536, description="Tokens in a sequence")
     eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
     evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
-    seed: int = Field(USUAL["seed"], ge=0, le=2**63 - 1, description="Of the parameters, the data's order and the world")
+    seed: int = Field(
+        USUAL["seed"], ge=0, le=2**63 - 1, description="Of the parameters, the data's order and the world"
+    )
     after: "LabRun | None" = Field(
         None,
         description="A row above in the file: this run begins with the final parameters of that row's run of its seed",
@@ -342,8 +344,8 @@ def read_experiment(path: Path) -> Experiment:
     """An experiment file.
 
     Raises:
-        UsageError: not readable, an unknown name, a value out of bounds, two rows of one label, or rows to compare whose
-            tasks measure different things: says where, and what is allowed.
+        UsageError: not readable, an unknown name, a value out of bounds, two rows of one label, or rows to compare
+            whose tasks measure different things: says where, and what is allowed.
     """
     try:
         table = tomllib.loads(path.read_text("utf-8-sig"))
