@@ -1,5 +1,6 @@
 """What was run is not run again, what another code gave is not taken for this one's, and the report says both."""
 
+import json
 import math
 from dataclasses import replace
 from itertools import pairwise
@@ -12,7 +13,7 @@ from diloco.studies.quality import source
 from diloco.studies.quality.command import _missing, _read_csv, _runs_before
 from diloco.studies.quality.report import markdown, table_of
 from diloco.studies.quality.settings import LabRun, read_experiment
-from diloco.studies.quality.store import Store, code_of, settings_digest
+from diloco.studies.quality.store import Store, _names_fingerprint, _text_fingerprint, code_of, settings_digest
 from diloco.studies.quality.summary import RunName, decode, encode, summary_of
 from tests.studies.test_lab_settings import SWEEP
 
@@ -52,12 +53,12 @@ def test_a_result_is_found_by_settings_data_and_code(text, tmp_path, monkeypatch
     """Another setting, a changed text or changed code, and it is not done; `any_code` shows the old one."""
     store, run = Store(tmp_path / "out"), LabRun(data=str(text))
     assert store.read(run) is None
-    store.write(run, {"final": 1})
-    assert store.read(run) == {"final": 1}
+    store.write(run, result(1.0))
+    assert store.read(run) == result(1.0)
     assert store.read(run.model_copy(update={"lr": 1.0})) is None
     monkeypatch.setattr("diloco.studies.quality.store.code_digest", lambda module: "other")
     assert store.read(run) is None
-    assert store.read(run, any_code=True) == {"final": 1}
+    assert store.read(run, any_code=True) == result(1.0)
     monkeypatch.setattr("diloco.studies.quality.store.data_fingerprint", lambda run: "other")
     assert store.read(run, any_code=True) is None
 
@@ -68,8 +69,22 @@ def test_a_result_is_whole_or_not_there(text, tmp_path):
     with pytest.raises(TypeError):
         store.write(run, {"final": object()})
     assert store.read(run) is None
-    store.write(run, {"final": 1})
+    store.write(run, result(1.0))
     assert [path.suffix for path in store.folder.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("damaged", ["", '{"final": {"val', "[]", "{}", '{"final": 1}', '"word"', "\xff"])
+def test_a_damaged_result_is_named_and_done_again(text, tmp_path, capsys, damaged):
+    """No error; where another code's is whole, that one is shown."""
+    store, run = Store(tmp_path / "out"), LabRun(data=str(text))
+    store.write(run, result(1.0))
+    store.path(run).write_text(damaged, "latin-1")
+    assert _missing([run], store) == [run]
+    assert f"warning: {store.path(run)} is no whole result" in capsys.readouterr().err
+    assert store.summary(run) is None
+    other = store.folder / f"{settings_digest(run)}-other.json"
+    other.write_text(json.dumps(result(2.0)))
+    assert store.read(run, any_code=True) == result(2.0)
 
 
 def test_the_text_itself_is_part_of_a_run(text):
@@ -78,6 +93,23 @@ def test_the_text_itself_is_part_of_a_run(text):
     other = text.with_name("other.txt")
     other.write_text(text.read_text() + "one more line\n")
     assert settings_digest(LabRun(data=str(other))) != before
+    odd = LabRun(data=str(text), odd_data=str(other))
+    before = settings_digest(odd)
+    other.write_text(text.read_text() + "yet another line\n")
+    _text_fingerprint.cache_clear()
+    assert settings_digest(odd) != before
+
+
+def test_which_files_are_python_is_part_of_a_run_that_learns_keywords(tmp_path):
+    """A file that is renamed has the same text, and no statements any more; other tasks do not care."""
+    runs = [LabRun(data=str(tmp_path), task=task) for task in ("text", "keywords")]
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text("if True:\n    pass\n" * 300)
+    before = [settings_digest(run) for run in runs]
+    (tmp_path / "b.py").rename(tmp_path / "b.txt")
+    _text_fingerprint.cache_clear()
+    _names_fingerprint.cache_clear()
+    assert [settings_digest(run) == digest for run, digest in zip(runs, before, strict=True)] == [True, False]
 
 
 def test_a_run_that_begins_from_another_is_told_by_that_one_s_settings_data_and_code(text, monkeypatch):
