@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.output import outlive_readers
 from diloco.studies.quality.report import Table, markdown, table_of
@@ -52,13 +54,14 @@ def run(
 
     Example: diloco lab run docs/quality/methods.toml
     """
-    experiments, store = [read_experiment(file) for file in files], Store(out)
+    experiments, store = _experiments(files), Store(out)
     runs = list(dict.fromkeys(one for experiment in experiments for one in experiment.runs))
     missing = _missing(runs, store)
     console = Console(stderr=True)
     console.print(f"{len(runs)} runs, {len(missing)} to do; results in {out}")
     if dry_run or not missing:
         return
+    _try_to_write(out)
     if find_spec("torch") is None:
         raise UsageError("`diloco lab run` needs torch, which is not installed: pip install 'diloco[run]'")
     names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
@@ -76,6 +79,24 @@ def run(
         if left:
             break
     raise typer.Exit(status)
+
+
+def _experiments(files: Sequence[Path]) -> list[Experiment]:
+    """Those of files, each of a name of its own: summaries are kept by it."""
+    stems = [file.stem for file in files]
+    if alike := [file for file in files if stems.count(file.stem) > 1]:
+        raise UsageError(f"experiments of one name in one command: {', '.join(map(str, alike))}; rename one of a name")
+    return [read_experiment(file) for file in files]
+
+
+def _try_to_write(folder: Path) -> None:
+    """Before hours of training, and not after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--out {folder}: nothing can be written there: {error}; name another folder") from error
 
 
 def _missing(runs: Sequence[LabRun], store: Store) -> list[LabRun]:
@@ -163,11 +184,15 @@ def report(
             return table_of(experiment, lambda row, run: store.summary(run, any_code))
         return table_of(experiment, lambda row, run: kept.get(RunName(experiment.name, row.label, run.seed)))
 
-    tables = [table(read_experiment(file)) for file in files]
+    tables = [table(experiment) for experiment in _experiments(files)]
     typer.echo("\n".join(map(markdown, tables)), nl=False)
     if csv_file is not None:
         before = _read_csv(csv_file) if csv_file.exists() else {}
-        csv_file.write_text(encode(before | {name: one for table in tables for name, one in table.named()}))
+        whole = encode(before | {name: one for table in tables for name, one in table.named()})
+        try:
+            replace(csv_file, [whole.encode()])
+        except OSError as error:
+            raise UsageError(f"cannot write summaries {csv_file}: {error}") from error
     if plot is not None:
         try:
             drawer = importlib.import_module("diloco.studies.quality.plot")

@@ -1,5 +1,6 @@
 """Pictures of an experiment: its curves with seeds as bands, and the final measure of each row."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,7 +26,8 @@ def draw(tables: Sequence[Table], path: Path) -> None:
     grid = figure.subplots(max(1, len(shown)), 3, squeeze=False)
     for row, table in zip(grid, shown, strict=False):
         done = [line for line in table.best() if line.done]
-        done.sort(key=lambda line: line.mid, reverse=table.higher_is_better)
+        sign = -1 if table.higher_is_better else 1
+        done.sort(key=lambda line: sign * line.mid if math.isfinite(line.mid) else math.inf)
         _curves(row[0], table, done[:MOST_CURVES], "tokens", "trained tokens (millions)", 1e6)
         _curves(row[1], table, done[:MOST_CURVES], "virtual_s", "virtual time (h)", 3600.0)
         _bars(row[2], done)
@@ -46,7 +48,8 @@ def _curves(axes: Axes, table: Table, lines: Sequence[Line], x: str, label: str,
         axes.plot(at, values.mean(axis=0), color=colour, linewidth=1.3, label=line.label)
         if len(curves) > 1:
             axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
-        ends += [values[:, length // 3 :].min(), values[:, length // 3 :].max()]
+        late = values[:, length // 3 :]
+        ends += late[np.isfinite(late)].tolist()
     if ends:  # what came first would make the rest a line
         margin = 0.08 * (max(ends) - min(ends)) + 1e-9
         axes.set_ylim(min(ends) - margin, max(ends) + margin)

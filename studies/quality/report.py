@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median, stdev
-from typing import Any
 
 from diloco.studies.quality.settings import Experiment, LabRun, Row
 from diloco.studies.quality.summary import RunName, RunSummary
@@ -35,8 +34,8 @@ class Line:
 
     @property
     def mid(self) -> float:
-        """Median over the seeds."""
-        return median(self.values)
+        """Median over the seeds; not a number where one has diverged."""
+        return median(self.values) if all(map(math.isfinite, self.values)) else math.nan
 
     @property
     def spread(self) -> float:
@@ -70,19 +69,28 @@ class Table:
                 yield RunName(self.experiment.name, line.label, seed), one
 
     def best(self) -> list[Line]:
-        """Of the rows that differ in `best_of` only, the best one by its median."""
-        chosen: dict[tuple[Any, ...], Line] = {}
+        """Of the rows that differ in `best_of` only, the best one by its median; one that diverged only among such."""
+        chosen: dict[tuple[str, ...], Line] = {}
         for line in self.lines:
             others = {n: v for n, v in line.row.swept.items() if n not in self.experiment.best_of}
-            key = (line.row.variant, repr(others))
+            key = (line.row.variant, line.row.runs[0].task, repr(others))
             held = chosen.get(key)
             if held is None or (line.done and (not held.done or self._better(line.mid, held.mid))):
                 chosen[key] = line
         return list(chosen.values())
 
     def reference(self, line: Line) -> Line | None:
-        """The reference's best row that a line is compared with: where it can, one with the line's learners."""
-        of_it = [other for other in self.best() if other.row.variant == self.experiment.reference and other.done]
+        """The reference's best row that a line is compared with: one of the line's task that has not diverged; where
+        it can, one with the line's learners."""
+        task = line.row.runs[0].task
+        of_it = [
+            other
+            for other in self.best()
+            if other.row.variant == self.experiment.reference
+            and other.row.runs[0].task == task
+            and other.done
+            and math.isfinite(other.mid)
+        ]
         same = [other for other in of_it if _shape(other) == _shape(line)]
         best = None
         for other in same or of_it:
@@ -91,6 +99,8 @@ class Table:
         return best
 
     def _better(self, a: float, b: float) -> bool:
+        if not (math.isfinite(a) and math.isfinite(b)):
+            return math.isfinite(a)
         return a > b if self.higher_is_better else a < b
 
 
@@ -142,7 +152,8 @@ def _row(table: Table, line: Line) -> str:
     done, of = len(summaries), len(line.row.runs)
     cells = [line.label, f"{line.mid:.4f}", f"{line.spread:.4f}", f"{done}" if done == of else f"{done} of {of}"]
     if table.experiment.reference:
-        cells.append("" if reference is None else f"{100 * (line.mid / reference.mid - 1):+.2f} %")
+        to = 0.0 if reference is None or not math.isfinite(line.mid) else reference.mid
+        cells.append(f"{100 * (line.mid / to - 1):+.2f} %" if to else "")
     if _has_exact(table):
         exact = [one.exact for one in summaries if one.exact is not None]
         cells.append(f"{100 * median(exact):.1f} %" if exact else "")

@@ -20,6 +20,7 @@ that is off by default leaves the results of earlier runs valid.
 import itertools
 import math
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -76,7 +77,9 @@ class LabRun(BaseModel):
     seq_len: int = Field(USUAL["seq_len"], ge=8, le=65536, description="Tokens in a sequence")
     eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
     evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
-    seed: int = Field(USUAL["seed"], ge=0, description="Of the parameters, the data's order and the world")
+    seed: int = Field(
+        USUAL["seed"], ge=0, le=2**63 - 1, description="Of the parameters, the data's order and the world"
+    )
     after: "LabRun | None" = Field(
         None,
         description="A row above in the file: this run begins with the final parameters of that row's run of its seed",
@@ -341,7 +344,8 @@ def read_experiment(path: Path) -> Experiment:
     """An experiment file.
 
     Raises:
-        UsageError: not readable, an unknown name, a value out of bounds: says where, and what is allowed.
+        UsageError: not readable, an unknown name, a value out of bounds, two rows of one label, or rows to compare
+            whose tasks measure different things: says where, and what is allowed.
     """
     try:
         table = tomllib.loads(path.read_text("utf-8-sig"))
@@ -354,22 +358,30 @@ def read_experiment(path: Path) -> Experiment:
         if not isinstance(value, known[name]):
             raise UsageError(f"{path}: {name} must be a {known[name].__name__}, and is {value!r}")
     settings, variants = table.get("settings", {}), table.get("variants", [{"name": path.stem}])
+    if not variants:
+        raise UsageError(f"{path}: variants is an empty list: there is nothing to run; leave it out, or give one")
     rows: list[Row] = []
     for number, given in enumerate(variants):
         if not isinstance(given, dict) or not isinstance(given.get("name"), str):
             raise UsageError(f"{path}: variant {number + 1} needs a name")
         variant = dict(given)
         rows += _rows(path, variant.pop("name"), {**settings, **variant}, rows)
-        if sum(len(row.runs) for row in rows) > MOST_RUNS:
-            raise UsageError(f"{path}: more than {MOST_RUNS} runs; make the sweeps smaller")
     names = [given["name"] for given in variants]
     if len(set(names)) < len(names):
         raise UsageError(f"{path}: two variants have the same name")
+    if twice := [label for label, count in Counter(row.label for row in rows).items() if count > 1]:
+        raise UsageError(f"{path}: two rows are {twice[0]!r}: rename a variant, or leave out what a sweep has twice")
     reference, best_of = table.get("reference"), table.get("best_of", [])
     if reference is not None and reference not in names:
         raise UsageError(f"{path}: reference={reference!r} is no variant; there are {', '.join(names)}")
-    if wrong := [name for name in best_of if name not in LabRun.model_fields]:
+    if wrong := [name for name in best_of if name not in list(LabRun.model_fields)]:
         raise UsageError(f"{path}: best_of names {wrong[0]!r}, which is no setting")
+    measured = {"text" if run.task in TEXT else run.task for row in rows for run in row.runs}
+    if len(measured) > 1 and (reference is not None or best_of):
+        raise UsageError(
+            f"{path}: tasks {', '.join(sorted(measured))} measure different things, which reference and best_of would "
+            "compare: leave these out, or make a file for each task"
+        )
     return Experiment(
         name=path.stem,
         question=table.get("question", ""),
@@ -387,8 +399,12 @@ def _rows(path: Path, variant: str, given: Mapping[str, Any], above: Sequence[Ro
             raise UsageError(f"{where}: unknown setting {name!r}; known are {', '.join(sorted(LabRun.model_fields))}")
         if value == []:
             raise UsageError(f"{where}: {name} is an empty list: there is nothing to run")
+        if wrong := [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, list | dict)]:
+            raise UsageError(f"{where}: {name}={wrong[0]!r}: give one value, or a plain list of values to sweep")
     swept = {name: value for name, value in given.items() if isinstance(value, list) and name != "seed"}
     seeds = given["seed"] if isinstance(given.get("seed"), list) else [given.get("seed", 0)]
+    if sum(len(row.runs) for row in above) + math.prod(map(len, swept.values())) * len(seeds) > MOST_RUNS:
+        raise UsageError(f"{path}: more than {MOST_RUNS} runs; make the sweeps smaller")
     for values in itertools.product(*swept.values()):
         chosen = dict(zip(swept, values, strict=True))
         runs = [_lab_run(where, {**given, **chosen, "seed": seed}, above) for seed in dict.fromkeys(seeds)]

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import typer
 import xxhash
 
 from diloco.pipeline.files.strict_json import dumps
@@ -17,6 +18,7 @@ from diloco.studies.quality.settings import TEXT, LabRun
 from diloco.studies.quality.source import code_digest
 from diloco.studies.quality.summary import RunSummary, summary_of
 from diloco.studies.quality.tasks import images
+from diloco.workers.trainer.data.files import visible_files
 from diloco.workers.trainer.data.text import open_text
 
 Result = dict[str, Any]
@@ -33,12 +35,21 @@ def data_fingerprint(run: LabRun) -> str:
     before = "" if run.after is None else f" {data_fingerprint(run.after)}"
     if run.task == "images":
         return images.fingerprint(run.data) + before
-    return (_text_fingerprint(run.data) if run.task in TEXT else "") + before
+    odd = "" if run.odd_data is None else f" {_text_fingerprint(run.odd_data)}"
+    names = f" {_names_fingerprint(run.data)}" if run.task == "keywords" and run.data != "stdlib" else ""
+    return (_text_fingerprint(run.data) if run.task in TEXT else "") + odd + names + before
 
 
 @cache
 def _text_fingerprint(data: str) -> str:
     return open_text(data).fingerprint
+
+
+@cache
+def _names_fingerprint(folder: str) -> str:
+    """Of the names of a folder's files: which are Python, and which are held out."""
+    names = [path.relative_to(folder).as_posix() for path in visible_files(Path(folder))]
+    return xxhash.xxh3_64_hexdigest("\0".join(names).encode())
 
 
 def code_of(run: LabRun) -> str:
@@ -62,14 +73,21 @@ class Store:
         return self.path(run).with_suffix(".safetensors")
 
     def read(self, run: LabRun, any_code: bool = False) -> Result | None:
-        """A run's result, or None. `any_code`: the newest of another code, if there is none of this one."""
-        found = [path] if (path := self.path(run)).exists() else []
-        if not found and any_code:
-            found = sorted(self.folder.glob(f"{settings_digest(run)}-*.json"), key=lambda p: p.stat().st_mtime)
-        if not found:
-            return None
-        result: Result = json.loads(found[-1].read_text())
-        return result
+        """A run's result, or None. `any_code`: the newest of another code, if there is none of this one.
+
+        Warns of a file that is no whole result, and passes it over.
+        """
+        own = self.path(run)
+        found = self.folder.glob(f"{settings_digest(run)}-*.json" if any_code else own.name)
+        for file in sorted(found, key=lambda one: (one == own, one.stat().st_mtime), reverse=True):
+            try:
+                result: Result = json.loads(file.read_bytes())
+                summary_of(result)
+            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+                typer.echo(f"warning: {file} is no whole result, so its run counts as not done ({error!r})", err=True)
+            else:
+                return result
+        return None
 
     def summary(self, run: LabRun, any_code: bool = False) -> RunSummary | None:
         """What tables need of a run's result; as `read`."""

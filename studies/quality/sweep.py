@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.cores import one_blas_thread
-from diloco.pipeline.process.lifecycle import end_signals, ignore_hangup, two_phases
+from diloco.pipeline.process.lifecycle import die_with_parent, end_signals, ignore_hangup, two_phases
 from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.store import Result, Store
 
@@ -49,7 +49,8 @@ def sweep(
 
     kept: files of parameters to keep; those that a run begins from must be there.
 
-    On Ctrl-C runs under way are given up within a step, and the iterator ends. A second one ends the process.
+    On Ctrl-C runs under way are given up within a step, and the iterator ends. At a second one their processes are
+    killed, and it is a KeyboardInterrupt.
 
     Raises:
         LabProcessDied: the system killed one.
@@ -59,7 +60,9 @@ def sweep(
     os.environ.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
     with (
         _interrupted(context) as (stop, news),
-        ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(stop, news, threads)) as pool,
+        ProcessPoolExecutor(
+            jobs, mp_context=context, initializer=_begin, initargs=(os.getpid(), stop, news, threads)
+        ) as pool,
     ):
         doing: dict[Future[Result | DilocoError | None], int] = {
             pool.submit(_train, number, run, folder, device, kept): number for number, run in enumerate(runs)
@@ -74,6 +77,9 @@ def sweep(
                 try:
                     result = future.result()
                 except BrokenProcessPool as error:
+                    _kill()
+                    if stop.is_set():  # the signal to end went to all, and to one that did not ignore it yet
+                        return
                     raise LabProcessDied(
                         "a process was killed, perhaps for want of memory: try fewer --jobs. What is done is kept"
                     ) from error
@@ -83,6 +89,12 @@ def sweep(
                 for future in list(doing):
                     if future.cancel():
                         del doing[future]
+
+
+def _kill() -> None:
+    """All processes of the pool: a request to end they ignore."""
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def _drain(news: Any) -> list[News]:
@@ -99,6 +111,7 @@ def _interrupted(context: Any) -> Iterator[tuple[Any, Any]]:
     """An event that the first signal to end sets, while a second one interrupts; and a queue for news."""
 
     def interrupt() -> None:
+        _kill()
         raise KeyboardInterrupt
 
     before = {number: signal.getsignal(number) for number in end_signals()}
@@ -120,10 +133,11 @@ _stop: Any = None
 _news: Any = None
 
 
-def _begin(stop: Any, news: Any, threads: int) -> None:
+def _begin(parent: int, stop: Any, news: Any, threads: int) -> None:
     global _stop, _news  # what a process of the pool has in common over its runs
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, and so is the terminal
-    ignore_hangup()
+    die_with_parent(parent)
+    for number in end_signals():  # which go to the parent too, and it ends the runs
+        signal.signal(number, signal.SIG_IGN)
     import torch
 
     torch.set_num_threads(threads)
@@ -151,9 +165,11 @@ def _train(number: int, run: LabRun, folder: Path, device: str, kept: Collection
         begin_from = None if run.after is None else store.parameters(run.after)
         own = store.parameters(run)
         result = train(run, device, progress, begin_from, own if own in kept else None)
+        store.write(run, result)
     except Stopped:
         return None
     except DilocoError as error:
         return error
-    store.write(run, result)
+    except Exception as error:  # whatever it is, the other runs go on
+        return DilocoError(f"{type(error).__name__}: {error}")
     return result

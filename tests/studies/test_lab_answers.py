@@ -166,7 +166,8 @@ def test_a_keyword_is_left_out_where_a_statement_begins():
     for prompt, answer in found:
         before, after = prompt.removesuffix(ASKED).split(BLANK)
         assert before + answer + after in source.encode()
-    assert list(examples_of("if x\n", 64)) == []
+    for source in ("if x\n", "if x: pass\nx = " + "(" * 999, "if x: pass\nx = " + "-" * 99_999 + "1"):
+        assert list(examples_of(source, 64)) == []
 
 
 def test_a_piece_around_a_keyword_fits_with_its_answer():
@@ -175,6 +176,14 @@ def test_a_piece_around_a_keyword_fits_with_its_answer():
     prompts = [prompt for prompt, _ in examples_of(source, 64)]
     assert [len(prompt) for prompt in prompts] == [54, 54]
     rows_of([(prompt, b"continue") for prompt in prompts], 64)  # which raises where something does not fit
+
+
+def test_a_sequence_without_room_for_a_statement_is_refused(folder):
+    """It says how long one must be; with that a byte of the source is on either side."""
+    with pytest.raises(UsageError, match="task='keywords' needs 15 or more") as error:
+        statements(str(folder), 14)
+    assert "seq_len=14" in str(error.value)
+    assert b"\n" + BLANK + b"\n" + ASKED in [prompt for prompt, _ in examples_of("x = y\npass\n", 15)]
 
 
 def test_held_out_statements_are_of_held_out_files(folder):

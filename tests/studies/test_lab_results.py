@@ -2,14 +2,8 @@
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -19,11 +13,9 @@ from diloco.studies.quality import source
 from diloco.studies.quality.command import _missing, _read_csv, _runs_before
 from diloco.studies.quality.report import markdown, table_of
 from diloco.studies.quality.settings import LabRun, read_experiment
-from diloco.studies.quality.store import Store, code_of, settings_digest
+from diloco.studies.quality.store import Store, _names_fingerprint, _text_fingerprint, code_of, settings_digest
 from diloco.studies.quality.summary import RunName, decode, encode, summary_of
 from tests.studies.test_lab_settings import SWEEP
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
@@ -61,12 +53,12 @@ def test_a_result_is_found_by_settings_data_and_code(text, tmp_path, monkeypatch
     """Another setting, a changed text or changed code, and it is not done; `any_code` shows the old one."""
     store, run = Store(tmp_path / "out"), LabRun(data=str(text))
     assert store.read(run) is None
-    store.write(run, {"final": 1})
-    assert store.read(run) == {"final": 1}
+    store.write(run, result(1.0))
+    assert store.read(run) == result(1.0)
     assert store.read(run.model_copy(update={"lr": 1.0})) is None
     monkeypatch.setattr("diloco.studies.quality.store.code_digest", lambda module: "other")
     assert store.read(run) is None
-    assert store.read(run, any_code=True) == {"final": 1}
+    assert store.read(run, any_code=True) == result(1.0)
     monkeypatch.setattr("diloco.studies.quality.store.data_fingerprint", lambda run: "other")
     assert store.read(run, any_code=True) is None
 
@@ -77,8 +69,22 @@ def test_a_result_is_whole_or_not_there(text, tmp_path):
     with pytest.raises(TypeError):
         store.write(run, {"final": object()})
     assert store.read(run) is None
-    store.write(run, {"final": 1})
+    store.write(run, result(1.0))
     assert [path.suffix for path in store.folder.iterdir()] == [".json"]
+
+
+@pytest.mark.parametrize("damaged", ["", '{"final": {"val', "[]", "{}", '{"final": 1}', '"word"', "\xff"])
+def test_a_damaged_result_is_named_and_done_again(text, tmp_path, capsys, damaged):
+    """No error; where another code's is whole, that one is shown."""
+    store, run = Store(tmp_path / "out"), LabRun(data=str(text))
+    store.write(run, result(1.0))
+    store.path(run).write_text(damaged, "latin-1")
+    assert _missing([run], store) == [run]
+    assert f"warning: {store.path(run)} is no whole result" in capsys.readouterr().err
+    assert store.summary(run) is None
+    other = store.folder / f"{settings_digest(run)}-other.json"
+    other.write_text(json.dumps(result(2.0)))
+    assert store.read(run, any_code=True) == result(2.0)
 
 
 def test_the_text_itself_is_part_of_a_run(text):
@@ -87,6 +93,23 @@ def test_the_text_itself_is_part_of_a_run(text):
     other = text.with_name("other.txt")
     other.write_text(text.read_text() + "one more line\n")
     assert settings_digest(LabRun(data=str(other))) != before
+    odd = LabRun(data=str(text), odd_data=str(other))
+    before = settings_digest(odd)
+    other.write_text(text.read_text() + "yet another line\n")
+    _text_fingerprint.cache_clear()
+    assert settings_digest(odd) != before
+
+
+def test_which_files_are_python_is_part_of_a_run_that_learns_keywords(tmp_path):
+    """A file that is renamed has the same text, and no statements any more; other tasks do not care."""
+    runs = [LabRun(data=str(tmp_path), task=task) for task in ("text", "keywords")]
+    for name in "ab":
+        (tmp_path / f"{name}.py").write_text("if True:\n    pass\n" * 300)
+    before = [settings_digest(run) for run in runs]
+    (tmp_path / "b.py").rename(tmp_path / "b.txt")
+    _text_fingerprint.cache_clear()
+    _names_fingerprint.cache_clear()
+    assert [settings_digest(run) == digest for run, digest in zip(runs, before, strict=True)] == [True, False]
 
 
 def test_a_run_that_begins_from_another_is_told_by_that_one_s_settings_data_and_code(text, monkeypatch):
@@ -212,6 +235,38 @@ def test_where_more_is_better_the_best_is_the_highest(experiment):
     assert [line.mid for line in told(experiment, values, higher_is_better=True).best() if line.done] == [0.9]
 
 
+@pytest.mark.parametrize("lost", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("more", [True, False])
+def test_a_row_of_which_a_seed_diverged_is_neither_best_nor_the_reference(experiment, lost, more):
+    """Wherever it stands: its median is not a number, and it has no distance to the reference."""
+    fine, diverged = (2.0, 2.0, 2.0), (1.0, lost, 3.0)
+    for first, second in ((fine, diverged), (diverged, fine)):
+        values = {("dp", 1e-3): first, ("dp", 2e-3): second, ("ours", 1e-3): diverged, ("ours", 2e-3): fine}
+        table = told(experiment, values, higher_is_better=more)
+        assert [line.mid for line in table.best()] == [2.0, 2.0]
+        assert table.reference(table.lines[2]).mid == 2.0
+        assert "| ours, lr=0.001 | nan | nan | 3 |  | 90.0 %" in markdown(table)
+    only = told(experiment, {("dp", 1e-3): diverged, ("ours", 2e-3): fine}, higher_is_better=more)
+    assert only.reference(only.lines[3]) is None
+
+
+def test_a_reference_of_nothing_is_at_no_distance(experiment):
+    """An accuracy of 0: nothing is so many percent of it."""
+    values = {("dp", 1e-3): (0.0, 0.0, 0.0), ("ours", 2e-3): (0.5, 0.5, 0.5)}
+    assert "| ours, lr=0.002 | 0.5000 | 0.0000 | 3 |  | 90.0 %" in markdown(told(experiment, values))
+
+
+def test_rows_are_compared_with_those_of_their_own_task(tmp_path):
+    """What was pre-trained has another loss than what was fine-tuned from it."""
+    path = tmp_path / "trial.toml"
+    path.write_text(
+        'reference = "fine"\n[[variants]]\nname = "pre"\n[[variants]]\nname = "fine"\ntask = "keywords"\n'
+        'after = "pre"\n[[variants]]\nname = "other"\ntask = "keywords"\n'
+    )
+    table = table_of(read_experiment(path), lambda row, run: summary_of(result(2.0)))
+    assert [line and line.label for line in map(table.reference, table.lines)] == [None, "fine", "fine"]
+
+
 def test_an_experiment_that_was_not_run_is_reported_as_such(experiment, tmp_path, capsys):
     """No error, no figure."""
     assert main(["lab", "report", str(tmp_path / "trial.toml"), "--out", str(tmp_path / "none")]) == 0
@@ -228,6 +283,18 @@ def test_the_picture_is_drawn(experiment, tmp_path):
     first[0] = replace(first[0], curve=first[0].curve[:-1])
     plot.draw([drawn, told(experiment, {})], tmp_path / "trial.png")
     assert (tmp_path / "trial.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("lost", [math.nan, math.inf])
+def test_what_diverged_does_not_spoil_the_picture(experiment, lost):
+    """The axes show what is finite."""
+    plot = pytest.importorskip("diloco.studies.quality.plot")
+    table = told(experiment, {("dp", 1e-3): (2.0, 2.1, lost), ("ours", 2e-3): (2.0, 2.1, 2.2)})
+    axes = plot.Figure().subplots()
+    plot._curves(axes, table, [table.lines[0], table.lines[3]], "tokens", "tokens", 1)
+    low, high = axes.get_ylim()
+    assert 2.2 < low < 2.34
+    assert 2.7 < high < 2.8
 
 
 # --- the CSV ----------------------------------------------------------------------------------------------
@@ -310,145 +377,6 @@ def test_the_csv_gives_the_tables_of_the_results(experiment, text, tmp_path, cap
     csv.write_text("a,b\n")
     assert main(["lab", "report", str(file), "--from", str(csv)]) == 2
     assert f"cannot read summaries {csv}: columns are a, b" in capsys.readouterr().err
-
-
-# --- the command ------------------------------------------------------------------------------------------
-
-
-def lab(*arguments):
-    return [sys.executable, "-m", "diloco", "lab", *map(str, arguments)]
-
-
-def alive(group):
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def tiny(tmp_path, text, **told):
-    path = tmp_path / "tiny.toml"
-    given = {
-        "data": str(text),
-        "batch": 1,
-        "seq_len": 8,
-        "steps": 4,
-        "learners": 2,
-        "evaluations": 2,
-        "eval_tokens": 64,
-    }
-    lines = [f"{name} = {json.dumps(value)}" for name, value in {**given, **told}.items()]
-    path.write_text("[settings]\n" + "\n".join(lines) + "\n")
-    return path
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
-    """Three runs of which one cannot be: two results; the second time only that one is tried."""
-    file, out = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model="tiny"), tmp_path / "out"
-    done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "2 runs, 2 to do" in done.stderr
-    assert len(list(out.glob("*.json"))) == 2
-    file = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model=["tiny", "no-such"])
-    again = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert again.returncode == 1
-    assert "4 runs, 2 to do" in again.stderr
-    assert "no such size" in again.stderr
-    assert len(list(out.glob("*.json"))) == 2
-    shown = subprocess.run(lab("report", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert shown.stdout.count("not run") == 2
-    assert "learners=2, model=tiny | " in shown.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_parameters_are_kept_of_runs_that_others_begin_from(text, tmp_path):
-    """Two jobs at a time, and yet none begins before what it begins from is there."""
-    file, out = tiny(tmp_path, text, method="single", model="nano"), tmp_path / "out"
-    row = '[[variants]]\nname = "{}"\n'
-    variants = row.format("pre") + row.format("fine") + 'after = "pre"\nlr = [1e-3, 2e-3]\n'
-    file.write_text(file.read_text() + variants)
-    done = subprocess.run(
-        lab("run", file, "--out", out, "--jobs", "2"), cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    pre = read_experiment(file).rows[0].runs[0]
-    assert list(out.glob("*.safetensors")) == [Store(out).parameters(pre)]
-    assert sorted(path.suffix for path in out.iterdir()) == [".json", ".json", ".json", ".safetensors"]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_path):
-    """They are named; the others are done."""
-    file, out = tiny(tmp_path, text, method="single"), tmp_path / "out"
-    file.write_text(
-        file.read_text()
-        + "".join(
-            f'[[variants]]\nname = "pre {model}"\nmodel = "{model}"\n'
-            f'[[variants]]\nname = "fine {model}"\nmodel = "{model}"\nafter = "pre {model}"\nlr = 1e-3\n'
-            for model in ("no-such", "nano")
-        )
-    )
-    done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "left out  fine no-such, seed 0" in done.stderr
-    assert [file.suffix for file in sorted(out.iterdir())].count(".json") == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
-def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
-    """The long run is given up within a step, the short one's result is there, nothing else is, and no process."""
-    file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000]), tmp_path / "out"
-    process = subprocess.Popen(
-        lab("run", file, "--out", out, "--jobs", "1"),
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    until = time.monotonic() + 240
-    while not list(out.glob("*.json")) and time.monotonic() < until:
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.2)
-    os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert "1 done, 0 failed, 1 left" in errors
-    assert "Traceback" not in errors
-    assert [path.suffix for path in out.iterdir()] == [".json"]
-    until = time.monotonic() + 60  # the last to go is Python's own tracker of what processes share
-    while alive(process.pid) and time.monotonic() < until:
-        time.sleep(0.2)
-    assert not alive(process.pid)
-
-
-def test_the_experiments_of_the_documentation_can_be_read():
-    """Each file, and the page names it."""
-    page = (ROOT / "docs" / "results" / "quality.md").read_text()
-    files = sorted((ROOT / "docs" / "quality").glob("*.toml"))
-    assert len(files) >= 12
-    for file in files:
-        assert read_experiment(file).runs
-        assert f"quality/{file.name}" in page, f"{file.name} is not in docs/results/quality.md"
-
-
-def test_a_bad_file_is_a_usage_error(tmp_path, capsys):
-    """Status 2, and the reason."""
-    assert main(["lab", "run", str(tmp_path / "none.toml")]) == 2
-    assert "cannot read experiment" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [(), ("run",), ("report",), ("settings",)])
-def test_help_is_there(command, capsys):
-    """Of the group and of each of its commands."""
-    assert main(["lab", *command, "--help"]) == 0
-    assert "Usage: diloco lab" in capsys.readouterr().out
 
 
 def test_a_table_that_a_spreadsheet_saved_is_read(experiment, tmp_path):

@@ -76,6 +76,18 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("[[variants]]\nlr = 1", "variant 1 needs a name"),
         ("[[variants]]\nname = 'a'\n[[variants]]\nname = 'a'", "two variants have the same name"),
         ("[settings]\nseed = " + str(list(range(101))) + "\nlearners = " + str(list(range(1, 101))), "more than 10000"),
+        ("[settings]\nseed = [[0], [1]]", "seed=[0]: give one value, or a plain list"),
+        ("[settings]\nmethod = 'paper'\nmodel = {a = 1}", "model={'a': 1}: give one value, or a plain list"),
+        ("best_of = [['lr']]", "best_of names ['lr']"),
+        ("variants = []", "variants is an empty list"),
+        ("[settings]\nlr = [1e-3, 2e-3, 1e-3]", "two rows are 'trial, lr=0.001'"),
+        (
+            "[settings]\nlr = 1e-3\n[[variants]]\nname = 'a, batch=1'\n[[variants]]\nname = 'a'\nbatch = [1, 2]",
+            "two rows are 'a, batch=1'",
+        ),
+        ("[settings]\nseed = " + str(2**63), "too large (allowed: at most 9223372036854775807)"),
+        (SWEEP + "task = 'digits'", "tasks digits, text measure different things"),
+        ("best_of = ['task']\n[settings]\ntask = ['digits', 'text']", "tasks digits, text measure different things"),
         ("[settings", "cannot read experiment"),
     ],
 )
@@ -85,6 +97,13 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, text, said):
         experiment(tmp_path, text)
     assert said in str(error.value)
     assert "trial.toml" in str(error.value)
+
+
+def test_too_many_runs_are_refused_before_they_are_made(tmp_path):
+    """Of sweeps whose crossing would take hours to write down."""
+    sweeps = "".join(f"{name} = {list(range(1, 101))}\n" for name in ("steps", "batch", "outer_delay", "doubling"))
+    with pytest.raises(UsageError, match="more than 10000 runs"):
+        experiment(tmp_path, f"[settings]\n{sweeps}")
 
 
 AFTER = """

@@ -27,6 +27,9 @@ from diloco.workers.trainer.models.gpt import build
 BLANK, ASKED = b"?", b"\n# "
 """In the keyword's place, and between the piece and the answer."""
 LONGEST = len(b"continue\n")
+AROUND = len(BLANK + ASKED) + LONGEST
+SHORTEST = AROUND + 2
+"""Of sequences: a byte on either side of the keyword."""
 EVALUATED_AT_ONCE = 32
 
 Example = tuple[bytes, bytes]
@@ -44,7 +47,7 @@ class KeywordTask:
         """Read the statements.
 
         Raises:
-            UsageError: there are none, or none in files that are held out.
+            UsageError: there are none, or none in files that are held out, or `seq_len` is too small for one.
         """
         self._run, self._device = run, device
         self._train, held_out = statements(run.data, run.seq_len)
@@ -85,8 +88,11 @@ def statements(data: str, length: int) -> tuple[list[Example], list[Example]]:
     """Those to train on and those held out, in the order of their files; prompt and answer have `length` bytes at most.
 
     Raises:
-        UsageError: `data` is neither 'stdlib' nor a folder, or one of the two is empty or too large a part.
+        UsageError: `length` leaves no byte beside a keyword, `data` is neither 'stdlib' nor a folder, or one of the two
+            is empty or too large a part.
     """
+    if length < SHORTEST:
+        raise UsageError(f"seq_len={length} has no room for a statement; task='keywords' needs {SHORTEST} or more")
     folder = Path(data)
     root, files = (stdlib_root(), stdlib_files()) if data == "stdlib" else (folder, visible_files(folder))
     train: list[Example] = []
@@ -115,11 +121,11 @@ def examples_of(source: str, length: int) -> Iterator[Example]:
     try:
         with warnings.catch_warnings(action="ignore"):
             tree = ast.parse(source)
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two of what is nested too deep
         return
     text = source.encode()
     begins = [0, *accumulate(len(line) + 1 for line in text.split(b"\n"))]
-    side = (length - len(BLANK + ASKED) - LONGEST) // 2
+    side = (length - AROUND) // 2
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt):
             at = begins[node.lineno - 1] + node.col_offset

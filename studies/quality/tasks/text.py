@@ -6,10 +6,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from diloco.pipeline.errors import UsageError
 from diloco.studies.quality.settings import LabRun
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
-from diloco.workers.trainer.data.tokens import TokenText
+from diloco.workers.trainer.data.tokens import TextData
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.models.moe import MixtureGPT, build_mixture
 from diloco.workers.trainer.recipe import held_out_loss, loss_of, to_device
@@ -22,11 +23,16 @@ class TextTask:
     higher_is_better = False
 
     def __init__(self, run: LabRun, device: torch.device) -> None:
+        """Open the text.
+
+        Raises:
+            UsageError: it cannot be read, or `odd_data` has other tokens.
+        """
         text = open_text(run.data)
         self._run, self._device, self._vocab = run, device, text.vocab
         self.same_kernels = run.experts is None
         self._blocks = Blocks(text.train, run.seq_len, run.seed)
-        self._own = _stretches(run, text.train)
+        self._own = _stretches(run, text)
         self._held_out = Blocks(text.validation, run.seq_len).spread(run.eval_tokens)
         self.examples, self.example_tokens = self._blocks.count, run.seq_len
 
@@ -54,12 +60,19 @@ class TextTask:
         return {"value": held_out_loss(model, self._held_out, self._device)}
 
 
-def _stretches(run: LabRun, train: TokenText) -> dict[int, Blocks]:
+def _stretches(run: LabRun, text: TextData) -> dict[int, Blocks]:
     """Learner -> what it trains on, where that is not the run's whole text."""
-    size, found = len(train) // run.members, {}
+    train, found = text.train, {}
+    size = len(train) // run.members
     if run.apart:
         parts = [train[m * size : (m + 1) * size] for m in range(run.members)]
         found = {m: Blocks(part, run.seq_len, run.seed) for m, part in enumerate(parts)}
     if run.odd_data is not None:
-        found[run.members - 1] = Blocks(open_text(run.odd_data).train, run.seq_len, run.seed)
+        odd = open_text(run.odd_data)
+        if odd.vocab != text.vocab:
+            raise UsageError(
+                f"odd_data={run.odd_data!r} has a vocabulary of {odd.vocab}, data={run.data!r} one of {text.vocab}: "
+                "give both as text, or as tokens of one tokenizer"
+            )
+        found[run.members - 1] = Blocks(odd.train, run.seq_len, run.seed)
     return found

@@ -1,0 +1,258 @@
+"""`diloco lab` at the command line: what is done once, what fails alone, what is kept, and that no process is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from diloco.cli import main
+from diloco.pipeline.errors import DilocoError
+from diloco.studies.quality import sweep
+from diloco.studies.quality.settings import LabRun, read_experiment
+from diloco.studies.quality.store import Store
+from tests.studies.test_lab_results import result
+from tests.studies.test_lab_settings import SWEEP
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(4000)))
+    return path
+
+
+def lab(*arguments):
+    return [sys.executable, "-m", "diloco", "lab", *map(str, arguments)]
+
+
+def alive(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def ends(group):
+    """All of it, soon: the last to go is Python's own tracker of what processes share."""
+    until = time.monotonic() + 60
+    while alive(group) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not alive(group)
+
+
+def begun(file, out, jobs="1"):
+    """A sweep that leads a group of its own."""
+    return subprocess.Popen(
+        lab("run", file, "--out", out, "--jobs", jobs),
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def first_result(process, out):
+    """Wait for it."""
+    until = time.monotonic() + 240
+    while not list(out.glob("*.json")) and time.monotonic() < until:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.2)
+
+
+def workers(parent):
+    """Processes that it has started for runs."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(one) for one in children if b"spawn_main" in Path(f"/proc/{one}/cmdline").read_bytes()]
+
+
+def tiny(tmp_path, text, **told):
+    path = tmp_path / "tiny.toml"
+    given = {
+        "data": str(text),
+        "batch": 1,
+        "seq_len": 8,
+        "steps": 4,
+        "learners": 2,
+        "evaluations": 2,
+        "eval_tokens": 64,
+    }
+    lines = [f"{name} = {json.dumps(value)}" for name, value in {**given, **told}.items()]
+    path.write_text("[settings]\n" + "\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
+    """Three runs of which one cannot be: two results; the second time only that one is tried."""
+    file, out = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model="tiny"), tmp_path / "out"
+    done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 runs, 2 to do" in done.stderr
+    assert len(list(out.glob("*.json"))) == 2
+    file = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model=["tiny", "no-such"])
+    again = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "4 runs, 2 to do" in again.stderr
+    assert "no such size" in again.stderr
+    assert len(list(out.glob("*.json"))) == 2
+    shown = subprocess.run(lab("report", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert shown.stdout.count("not run") == 2
+    assert "learners=2, model=tiny | " in shown.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_parameters_are_kept_of_runs_that_others_begin_from(text, tmp_path):
+    """Two jobs at a time, and yet none begins before what it begins from is there."""
+    file, out = tiny(tmp_path, text, method="single", model="nano"), tmp_path / "out"
+    row = '[[variants]]\nname = "{}"\n'
+    variants = row.format("pre") + row.format("fine") + 'after = "pre"\nlr = [1e-3, 2e-3]\n'
+    file.write_text(file.read_text() + variants)
+    done = subprocess.run(
+        lab("run", file, "--out", out, "--jobs", "2"), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    pre = read_experiment(file).rows[0].runs[0]
+    assert list(out.glob("*.safetensors")) == [Store(out).parameters(pre)]
+    assert sorted(path.suffix for path in out.iterdir()) == [".json", ".json", ".json", ".safetensors"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_path):
+    """They are named; the others are done."""
+    file, out = tiny(tmp_path, text, method="single"), tmp_path / "out"
+    file.write_text(
+        file.read_text()
+        + "".join(
+            f'[[variants]]\nname = "pre {model}"\nmodel = "{model}"\n'
+            f'[[variants]]\nname = "fine {model}"\nmodel = "{model}"\nafter = "pre {model}"\nlr = 1e-3\n'
+            for model in ("no-such", "nano")
+        )
+    )
+    done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "left out  fine no-such, seed 0" in done.stderr
+    assert [file.suffix for file in sorted(out.iterdir())].count(".json") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
+    """The long run is given up within a step, the short one's result is there, nothing else is, and no process."""
+    file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000]), tmp_path / "out"
+    process = begun(file, out)
+    first_result(process, out)
+    os.killpg(process.pid, number)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "1 done, 0 failed, 1 left" in errors
+    assert "Traceback" not in errors
+    assert [path.suffix for path in out.iterdir()] == [".json"]
+    ends(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_process_that_the_system_killed_ends_the_others(text, tmp_path):
+    """Which do not end by themselves; and it says why that may have been."""
+    file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000, 1_000_001]), tmp_path / "out"
+    process = begun(file, out, "2")
+    first_result(process, out)
+    os.kill(workers(process.pid)[0], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "a process was killed, perhaps for want of memory" in errors
+    ends(process.pid)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("how", ["a second Ctrl-C", "a parent that was killed"])
+def test_no_process_is_left_of_a_sweep(how, text, tmp_path):
+    """Also where a run does not look whether it is to end: here it has been stopped."""
+    file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000]), tmp_path / "out"
+    process = begun(file, out)
+    first_result(process, out)
+    if how == "a parent that was killed":
+        process.kill()
+    else:
+        for worker in workers(process.pid):
+            os.kill(worker, signal.SIGSTOP)
+        os.killpg(process.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+        os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    ends(process.pid)
+
+
+def test_the_experiments_of_the_documentation_can_be_read():
+    """Each file, and the page names it."""
+    page = (ROOT / "docs" / "results" / "quality.md").read_text()
+    files = sorted((ROOT / "docs" / "quality").glob("*.toml"))
+    assert len(files) >= 12
+    for file in files:
+        assert read_experiment(file).runs
+        assert f"quality/{file.name}" in page, f"{file.name} is not in docs/results/quality.md"
+
+
+def test_a_bad_file_is_a_usage_error(tmp_path, capsys):
+    """Status 2, and the reason."""
+    assert main(["lab", "run", str(tmp_path / "none.toml")]) == 2
+    assert "cannot read experiment" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_before_the_first_run(text, tmp_path, capsys):
+    """Here a file; nothing was trained."""
+    assert main(["lab", "run", str(tiny(tmp_path, text)), "--out", str(text)]) == 2
+    assert f"--out {text}: nothing can be written there" in capsys.readouterr().err
+
+
+def test_an_error_that_nobody_expected_is_one_run_s_alone(text, tmp_path, monkeypatch):
+    """Of training or of writing the result: it is named, and raised into nobody's sweep."""
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sweep, "_stop", threading.Event())
+    monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: result(1.0))
+    with monkeypatch.context() as full:
+        full.setattr(Store, "write", refuse)
+        failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu", ())
+    assert isinstance(failed, DilocoError)
+    assert str(failed) == "OSError: [Errno 28] No space left on device"
+    monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: [][1])
+    failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu", ())
+    assert str(failed) == "IndexError: list index out of range"
+
+
+@pytest.mark.parametrize("command", ["run", "report"])
+def test_two_experiments_of_one_name_are_refused(command, tmp_path, capsys):
+    """Their lines of a CSV could not be told apart."""
+    other = tmp_path / "other" / "trial.toml"
+    other.parent.mkdir()
+    for file in (tmp_path / "trial.toml", other):
+        file.write_text(SWEEP)
+    assert main(["lab", command, str(tmp_path / "trial.toml"), str(other)]) == 2
+    assert f"of one name in one command: {tmp_path / 'trial.toml'}, {other}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [(), ("run",), ("report",), ("settings",)])
+def test_help_is_there(command, capsys):
+    """Of the group and of each of its commands."""
+    assert main(["lab", *command, "--help"]) == 0
+    assert "Usage: diloco lab" in capsys.readouterr().out
