@@ -345,14 +345,14 @@ def many() -> Iterator[list[float]]:
 
 
 def fair() -> Iterator[list[float]]:
-    same, plain = "data-parallel, the same outer step", "data-parallel"
-    for size, rate in (("0.2M", ""), ("0.9M", ", lr=0.004")):
-        base = f"defaults/{size}: {same}{rate}"
+    rates = {"0.2M": ("", ""), "0.9M": (", lr=0.004", ", lr=0.008")}
+    for size, (rate, of_plain) in rates.items():
+        base = f"defaults/{size}: data-parallel, the same outer step{rate}"
         yield [*mid(base), *values(base), *cost(base)[1:]]
         for label in ("decoupled", "decoupled, RDA of rows"):
             run = f"defaults/{size}: {label}"
             yield [*mid(run), *values(run), *cost(run)[1:], change(run, base), *changes(run, base)]
-        run = f"defaults/{size}: {plain}"
+        run = f"defaults/{size}: data-parallel{of_plain}"
         yield [*mid(run), *values(run), change(run, base), *changes(run, base)]
 
 
