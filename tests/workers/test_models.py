@@ -10,7 +10,7 @@ from diloco.pipeline.settings import TrainerSettings
 from diloco.workers.trainer.models.gpt import GPT, build, rotary_table, rotate
 from diloco.workers.trainer.models.sizes import SIZES, Size, size_table
 from diloco.workers.trainer.recipe import loss_of
-from diloco.workers.trainer.sample import generate
+from diloco.workers.trainer.sample import Loaded, generate, sample
 
 SMALL = Size(layers=2, width=32, heads=2, hidden=48)
 
@@ -97,6 +97,23 @@ def test_generation_is_seeded_and_keeps_its_prompt() -> None:
     assert first.tolist()[:3] == [1, 2, 3]
     assert len(first) == 23
     assert first.tolist() == again.tolist() != other.tolist()
+
+
+def test_a_model_that_a_gpu_has_no_room_for_is_sampled_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU is taken where there is one; others may hold its memory."""
+    tried = []
+
+    class Large(GPT):
+        def to(self, device: torch.device) -> "Large":  # type: ignore[override]
+            tried.append(device.type)
+            if device.type == "cuda":
+                raise torch.OutOfMemoryError
+            return self
+
+    monkeypatch.setattr("diloco.workers.trainer.sample.choose_device", lambda name: torch.device("cuda"))
+    loaded = Loaded(Large(SMALL, 256, 0), {"seq_len": 8})
+    assert sample(loaded, "a", 3, 0.0, 0, 0).startswith("a")
+    assert tried == ["cuda", "cpu"]
 
 
 def test_temperature_0_and_top_1_take_the_likeliest_token() -> None:
