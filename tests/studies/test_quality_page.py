@@ -1,4 +1,4 @@
-"""Tables of the quality page and of the quality lab's page are those of the CSV.
+"""Tables of the pages on quality and of the quality lab's page are those of the CSV.
 
 The CSV holds nothing that its experiments do not ask for.
 """
@@ -17,7 +17,9 @@ from diloco.studies.quality.summary import Mark, RunName, RunSummary, decode, en
 
 ROOT = Path(__file__).resolve().parents[2]
 CSV = ROOT / "docs" / "quality" / "results.csv"
-PAGES = (ROOT / "docs" / "results" / "quality.md", ROOT / "docs" / "explanation" / "quality-lab.md")
+PAGES = tuple(
+    ROOT / "docs" / page for page in ("results/quality.md", "results/quality-choices.md", "explanation/quality-lab.md")
+)
 SUMMARIES = decode(CSV.read_text())
 
 
@@ -479,7 +481,7 @@ TABLES = {
     "The mean, or RDA?": mean_or_rda,
     "Mixed speeds": mixed_speeds,
     "Learners": learners,
-    "What closes the gap of many learners": many,
+    "Many learners": many,
     "Bytes of a delta, and of a global": codecs,
     "Few bits with the default outer step": few_bits,
     "Handwritten digits": digits,
