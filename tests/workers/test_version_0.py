@@ -1,6 +1,7 @@
 """Version 0 of a large model: its upload and its copy take longer than what they rest on lives by itself."""
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -99,3 +100,58 @@ def test_who_lost_its_claim_leaves_the_upload_to_the_other(monkeypatch: pytest.M
         await end(first, second)
 
     run_virtual(main())
+
+
+@pytest.mark.parametrize("lost", [range(FRAGMENTS), [3], [FRAGMENTS - 1]])
+@pytest.mark.parametrize("by_another", [False, True])
+def test_what_a_failover_has_lost_of_an_upload_is_uploaded_again(
+    lost: Iterable[int], by_another: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, by whoever claims it first, though the word that it is there has survived on another server."""
+    written, claim, refused = slow(monkeypatch, copy_s=0.9 * INITIAL_TTL_S), MemoryBus.claim_initial, set[str]()
+
+    async def claim_initial(self: MemoryBus, nonce: str, ttl_s: float) -> bool:
+        return nonce not in refused and await claim(self, nonce, ttl_s)
+
+    monkeypatch.setattr(MemoryBus, "claim_initial", claim_initial)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
+        party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        while (upload := await world.bus.read_initial()) is None:
+            await asyncio.sleep(0.01)
+        for p in lost:
+            world.store.delete(world.bus.keys.initial_payload(p, upload.nonce))
+        refused.update([upload.nonce] * by_another)
+        world.start_syncer()
+        await asyncio.sleep(CLAIM_TTL_S)
+        refused.clear()
+        await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
+        await end(*party)
+
+    run_virtual(main())
+    assert len(written) == 2 * FRAGMENTS
+
+
+def test_a_head_that_took_its_upload_with_it_is_not_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the payload is gone by the time a learner looks that saw no head."""
+    written = slow(monkeypatch)
+    commit, seen = MemoryBus.commit, asyncio.Event()
+
+    async def as_somebody_looks(self: MemoryBus, made: Commit) -> None:
+        if made.version == 0:
+            await seen.wait()
+        await commit(self, made)
+
+    count = MemoryBus.count_chunks
+
+    async def count_chunks(self: MemoryBus, key: str) -> int:
+        if ":initial:" in key:
+            seen.set()
+            await asyncio.sleep(0.5)
+        return await count(self, key)
+
+    monkeypatch.setattr(MemoryBus, "commit", as_somebody_looks)
+    monkeypatch.setattr(MemoryBus, "count_chunks", count_chunks)
+    run_virtual(begun(learners=2))
+    assert len(written) == FRAGMENTS

@@ -190,6 +190,7 @@ class Oracle:
         self.fragments = [fragment.copy() for fragment in saved]
         self._rewound_s = self._now()
         self._rewinds += 1
+        self._pulls.rewound()
         self._finished = False
         self._lost_its_end |= self._phase() is Phase.FINISHED
         for p in range(len(self.fragments)):
@@ -218,6 +219,7 @@ class Oracle:
         """From now on there are two histories: that of `store`, for links that are `beside`, is going to be lost."""
         self._side = {
             "fragments": self.snapshot(),
+            "_offers": self._offers.copy(),
             "_refusals": self._refusals.copy(),
             "_windows": self._windows_beside(),
             "_closing": list(self._closing),
@@ -235,7 +237,10 @@ class Oracle:
 
     def heal(self, come: Sequence[Link]) -> None:
         """Nobody is with the server that was replaced any more; who was is here now."""
+        if self._side is not None:
+            self._offers = self._side["_offers"] | self._offers
         self._side, self._healed_s = None, self._now()
+        self._pulls.rewound()
         for link in come:
             self._windows.came(link)
 

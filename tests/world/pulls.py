@@ -80,6 +80,11 @@ class Pulls:
         if (life := self._lives.get(link.party)) is not None and life.link is link:
             life.pulled = life.pulled or life.pulled_s < link.sent_s
 
+    def rewound(self) -> None:
+        """The bus may have a learner's earlier report again, until the next one comes."""
+        for life in self._lives.values():
+            life.pulled = False
+
     def wrong(self, report: LearnerReport) -> str | None:
         """What does not hold of what a learner has reported by now; None: nothing."""
         life = self._lives[report.learner]

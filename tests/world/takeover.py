@@ -4,7 +4,8 @@ The promise: no fragment's lease is free for longer than two lease times while a
 
 Two lease times are counted anew whenever something happens after which the syncers need another round: one of them
 starts, ends, dies, is paused or cut off, or comes back from that; a call of theirs about leases meets with a fault of
-its own; the bus was away or full. Where another server takes over whose clock is behind, what was to end by that clock
+its own, or takes effect late (the word of one that has left, that it is here, keeps the others waiting); the bus was
+away or full. Where another server takes over whose clock is behind, what was to end by that clock
 ends so much later, and the two lease times begin only then. The death of a syncer itself gives no time: its lease is
 held until it ends, and only then is it free. An owner that has lost a lease begins anew only when it has ended what it
 was at (a merge, a call that hangs); that time does not count either, for this fragment. Where the bus has lost the
@@ -14,7 +15,7 @@ head too, two more lease times go by: those who may remember it come first.
 from collections.abc import Collection, Sequence
 
 LEASE_CALLS = frozenset(("read_state", "announce_syncer", "read_leases", "acquire_lease", "release_lease"))
-"""A fault of one of these may cost a syncer a round."""
+"""A fault of one of these may cost a syncer a round, and so may one of them that comes late."""
 
 
 class Takeover:

@@ -1,10 +1,17 @@
 """The simulated world's onlooker of leases: what it calls a broken promise, and what it allows for."""
 
+import asyncio
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from diloco.pipeline.testing.virtual_time import run_virtual
+from tests.world.link import Link
+from tests.world.plan import plan
 from tests.world.takeover import Takeover
+from tests.world.world import World
 
 LEASE_S = 0.5
 TWO = ["syncer-0.1", "syncer-1.1"]
@@ -56,3 +63,18 @@ def test_what_costs_the_syncers_a_round_gives_them_two_lease_times_more() -> Non
         return True, TWO, True
 
     assert first_broken(watch, struck) == pytest.approx(1.65)
+
+
+@pytest.mark.parametrize(("call", "allowed"), [("announce_syncer", True), ("write_report", False)])
+def test_a_late_word_of_one_that_has_left_gives_two_lease_times_more(call: str, allowed: bool) -> None:
+    """That it is here: the others leave its share to it once more. A late call about anything else is no excuse."""
+
+    async def main() -> str | None:
+        world = World(plan(0), None, 1, traced=False)
+        world.takeover.look(0.0, [True], ["syncer-1.1"], True)
+        await asyncio.sleep(0.6)
+        late = SimpleNamespace(party="syncer-0", late=True, beside=False)
+        world.observe(cast(Link, late), call, (), {}, None)
+        return world.takeover.look(1.2, [True], ["syncer-1.1"], True)
+
+    assert (run_virtual(main()) is None) is allowed

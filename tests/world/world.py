@@ -187,6 +187,8 @@ class World:
             self.fired[Kind.TWO_HOLDERS] += 1
         elif method == "acquire_lease" and outcome is True and not link.beside:
             self.takeover.taken(args[0])
+        if link.late and method in LEASE_CALLS:
+            self.takeover.disturbed(self.clock.now())
         nonce = party.service.nonce if isinstance(party := self._parties.get(link.party), WorldSyncer) else ""
         if not (link.late or link.beside) and self._lapses.found(nonce, method, args, outcome):
             self.fired[Kind.LEASE_EXPIRED_IN_MERGE] += 1

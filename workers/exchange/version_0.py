@@ -51,15 +51,26 @@ class Version0:
             await self._prolong(nonce)
 
         async with meanwhile(self._member.outages.forever(prolong)):
-            while None in await retry(bus.read_heads, self._fragments):
+            while None in (heads := await retry(bus.read_heads, self._fragments)):
                 await retry(self._agreement.look, patience_s)
+                upload = await retry(bus.read_initial)
                 if (
-                    await retry(bus.read_initial) in (None, useless)
+                    (upload in (None, useless) or await retry(self._is_lost, upload, heads.index(None)))
                     and (trained or not await retry(self._agreement.others_trained))
                     and await retry(bus.claim_initial, nonce, CLAIM_TTL_S)
                 ):
                     await self._upload(nonce)
                 await asyncio.sleep(POLL_S)
+
+    async def _is_lost(self, upload: InitialUpload, p: int) -> bool:
+        """Whether the bus has the word of an upload, and not what a fragment without a head needs of it.
+
+        A failover of a cluster can leave it so: the word and the payloads are on different nodes.
+        """
+        bus, wanted = self._bus, upload.chunks[p] if p < len(upload.chunks) else 1
+        if await bus.count_chunks(bus.keys.initial_payload(p, upload.nonce)) >= wanted:
+            return False
+        return None in await bus.read_heads([p])  # else it went with the commit that made it a head
 
     async def _upload(self, nonce: str) -> None:
         """All fragments, under a claim that is kept however long one of them takes; then announce them."""
@@ -87,5 +98,6 @@ class Version0:
             await asyncio.sleep(PROLONG_S)
             for p, count in enumerate(self._chunks):
                 await bus.read_chunks(bus.keys.initial_payload(p, nonce), count, 1, extend_s=INITIAL_TTL_S)
-            if (announced := self._announced) is not None and await bus.claim_initial(nonce, CLAIM_TTL_S):
-                await bus.finish_initial(announced, INITIAL_TTL_S)
+            mine = self._announced
+            if mine and await bus.read_initial() in (None, mine) and await bus.claim_initial(nonce, CLAIM_TTL_S):
+                await bus.finish_initial(mine, INITIAL_TTL_S)
