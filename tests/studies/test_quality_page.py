@@ -347,15 +347,22 @@ def many() -> Iterator[list[float]]:
 
 
 def fair() -> Iterator[list[float]]:
-    rates = {"0.2M": ("", ""), "0.9M": (", lr=0.004", ", lr=0.008")}
-    for size, (rate, of_plain) in rates.items():
-        base = f"defaults/{size}: data-parallel, the same outer step{rate}"
-        yield [*mid(base), *values(base), *cost(base)[1:]]
+    rates = {"defaults": ("", ""), "defaults-deep": (", lr=0.004", ", lr=0.008")}
+    for name, (rate, of_plain) in rates.items():
+        base = f"{name}/data-parallel, the same outer step{rate}"
+        yield [*mid(base), *values(base), 100.0]
         for label in ("decoupled", "decoupled, RDA of rows"):
-            run = f"defaults/{size}: {label}"
+            run = f"{name}/{label}"
             yield [*mid(run), *values(run), *cost(run)[1:], change(run, base), *changes(run, base)]
-        run = f"defaults/{size}: data-parallel{of_plain}"
+        run = f"{name}/data-parallel{of_plain}"
         yield [*mid(run), *values(run), change(run, base), *changes(run, base)]
+    # The rates of a size that was run on a GPU.
+    base, run = (
+        f"sizes-rates/{label}, model=10m, lr={lr}"
+        for label, lr in (("data-parallel, the same outer step", 0.002), ("decoupled", 0.004))
+    )
+    yield [*first(base), 100.0]
+    yield [*cost(run), changes(run, base)[0]]
 
 
 def paper_cell() -> Iterator[list[float]]:
