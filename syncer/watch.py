@@ -74,10 +74,8 @@ class RunWatch:
         return any(seen.report.region for seen in self.live())
 
     def is_here(self, learner: str, incarnation: str) -> bool:
-        """Whether what it announced may still come: it is live, or has left in order (all of it is on the bus then)."""
-        who = (learner, incarnation)
-        left = (s for s in self.reports if s.report.left)
-        return any((s.report.learner, s.report.incarnation) == who for s in (*self.live(), *left))
+        """Whether what it announced may still come: it is live. Of one that has left, all was on the bus by then."""
+        return any((s.report.learner, s.report.incarnation) == (learner, incarnation) for s in self.live())
 
     def tokens(self) -> int:
         """Trained tokens of all learners in this run, earlier parts of a resumed run included."""

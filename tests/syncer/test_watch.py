@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from diloco.pipeline.messages.run import Phase, SeenReport
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.syncer.admission import DeltaFormat, Offer
@@ -85,10 +87,16 @@ def test_who_still_joins_when_the_run_ends_is_no_part_of_the_quorum() -> None:
         assert watch.conditions(0, 0, None, 1.0).quorum == quorum
 
 
-def test_an_upload_that_has_stopped_is_given_up_once_a_merge_needs_it_and_its_learner_is_gone() -> None:
-    """Not before it was quiet for the liveness time; a learner that is here is waited for; a doubted one is not."""
+@pytest.mark.parametrize("left", [[], [samples.seen("l1", left=True)]])
+def test_an_upload_that_has_stopped_is_given_up_once_a_merge_needs_it_and_its_learner_is_gone(
+    left: list[SeenReport],
+) -> None:
+    """Not before it was quiet for the liveness time; a learner that is here is waited for; a doubted one is not.
+
+    One that has left is gone too: all of its upload was on the bus, and a failover may have lost the end of it.
+    """
     watch = watch_of()
-    live_after(watch, 0.0, samples.seen("l0"))
+    live_after(watch, 0.0, samples.seen("l0"), *left)
     window = Window(samples.head(), DeltaFormat(bytes(16), "fp32", 3), 0.0)
     here, gone = (Offer(f"1-0@{name}", samples.header(name)) for name in ("l0", "l1"))
     for offer in (here, gone):
