@@ -1,8 +1,9 @@
 """Tables of an experiment's summaries: rows of runs that differ in their seeds only. Pure: summaries in, text out."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean, median, stdev
 
 from diloco.studies.quality.settings import Experiment, LabRun, Row
@@ -31,6 +32,11 @@ class Line:
     def values(self) -> list[float]:
         """Final measures."""
         return [one.value for one in self.summaries.values()]
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of its runs, done or not; the lowest first."""
+        return sorted(run.seed for run in self.row.runs)
 
     @property
     def mid(self) -> float:
@@ -129,39 +135,82 @@ def markdown(table: Table) -> str:
 
 
 def _rows(table: Table, lines: Sequence[Line]) -> str:
-    versus = f" against {table.experiment.reference} |" if table.experiment.reference else ""
-    exact = " exact |" if _has_exact(table) else ""
-    costs = "tokens merged | bytes a token | syncer s | goodput | virtual h |"
-    head = f"| run | {table.measure}: median | +- | seeds |{versus}{exact} {costs}"
-    rule = "|---" * (head.count("|") - 1) + "|"
-    return "\n".join([head, rule, *(_row(table, line) for line in lines)])
+    columns = _columns(table, lines)
+    rows = [list(columns), *(_cells(line, columns) for line in lines)]
+    head, *rest = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([head, "|---" * len(columns) + "|", *rest])
 
 
-def _has_exact(table: Table) -> bool:
-    return any(one.exact is not None for _, one in table.named())
+Columns = dict[str, Callable[[Line], str]]
+"""By its head, what a column says of a row of which a run was done."""
 
 
-def _row(table: Table, line: Line) -> str:
-    reference = table.reference(line)
-    if not line.done:
-        cells = [line.label, "not run", "", f"0 of {len(line.row.runs)}"]
-        cells += [""] if table.experiment.reference else []
-        cells += [""] if _has_exact(table) else []
-        return f"| {' | '.join([*cells, *[''] * 5])} |"
-    summaries = list(line.summaries.values())
-    done, of = len(summaries), len(line.row.runs)
-    cells = [line.label, f"{line.mid:.4f}", f"{line.spread:.4f}", f"{done}" if done == of else f"{done} of {of}"]
+def _columns(table: Table, lines: Sequence[Line]) -> Columns:
+    columns: Columns = {
+        "run": lambda line: line.label,
+        f"{table.measure}: median": lambda line: f"{line.mid:.4f}",
+        "+-": lambda line: f"{line.spread:.4f}",
+    }
+    if any(len(line.summaries) > 1 for line in lines):
+        columns["by seed"] = _by_seed
+    columns["seeds"] = _seeds
     if table.experiment.reference:
-        to = 0.0 if reference is None or not math.isfinite(line.mid) else reference.mid
-        cells.append(f"{100 * (line.mid / to - 1):+.2f} %" if to else "")
-    if _has_exact(table):
-        exact = [one.exact for one in summaries if one.exact is not None]
-        cells.append(f"{100 * median(exact):.1f} %" if exact else "")
-    merged = [one.merged_share for one in summaries if one.merged_share is not None]
-    cells.append(f"{100 * mean(merged):.1f} %" if merged else "")
-    for counted in ([one.bytes_a_token for one in summaries], [one.syncer_s for one in summaries]):
-        known = [one for one in counted if one is not None]
-        cells.append(f"{mean(known):.3g}" if known else "")
-    cells.append(f"{100 * mean(one.goodput for one in summaries):.1f} %")
-    cells.append(f"{mean(one.virtual_s for one in summaries) / 3600:.2f}")
-    return f"| {' | '.join(cells)} |"
+        columns[f"against {table.experiment.reference}"] = partial(_against, table)
+    if any(one.exact is not None for _, one in table.named()):
+        columns["exact"] = _exact
+    return columns | {
+        "tokens merged": _merged,
+        "bytes a token": lambda line: _mean(one.bytes_a_token for one in line.summaries.values()),
+        "syncer s": lambda line: _mean(one.syncer_s for one in line.summaries.values()),
+        "goodput": lambda line: f"{100 * mean(one.goodput for one in line.summaries.values()):.1f} %",
+        "virtual h": lambda line: f"{mean(one.virtual_s for one in line.summaries.values()) / 3600:.2f}",
+    }
+
+
+def _cells(line: Line, columns: Columns) -> list[str]:
+    if line.done:
+        return [tell(line) for tell in columns.values()]
+    return [line.label, "not run", *(_seeds(line) if head == "seeds" else "" for head in list(columns)[2:])]
+
+
+def _by_seed(line: Line) -> str:
+    """Final values; '-' of a seed that was not done."""
+    if len(line.seeds) == 1:
+        return ""
+    return ", ".join(f"{line.summaries[seed].value:#.4g}" if seed in line.summaries else "-" for seed in line.seeds)
+
+
+def _seeds(line: Line) -> str:
+    done, of = len(line.summaries), len(line.row.runs)
+    return f"{done}" if done == of and line.done else f"{done} of {of}"
+
+
+def _against(table: Table, line: Line) -> str:
+    """Of the medians; of a row of several seeds besides of each seed that the reference has too, '-' of others."""
+    other = table.reference(line)
+    if other is None or not math.isfinite(line.mid) or not other.mid:
+        return ""
+    of_medians = f"{_percent(line.mid, other.mid)} %"
+    if other is line or len(line.summaries) == 1 or not line.summaries.keys() & other.summaries.keys():
+        return of_medians
+    pairs = ((line.summaries.get(seed), other.summaries.get(seed)) for seed in line.seeds)
+    return f"{of_medians} ({', '.join(_percent(a.value, b.value) if a and b else '-' for a, b in pairs)})"
+
+
+def _percent(value: float, of: float) -> str:
+    return f"{100 * (value / of - 1):+.2f}" if of else "-"
+
+
+def _exact(line: Line) -> str:
+    exact = [one.exact for one in line.summaries.values() if one.exact is not None]
+    return f"{100 * median(exact):.1f} %" if exact else ""
+
+
+def _merged(line: Line) -> str:
+    merged = [one.merged_share for one in line.summaries.values() if one.merged_share is not None]
+    return f"{100 * mean(merged):.1f} %" if merged else ""
+
+
+def _mean(counted: Iterable[float | None]) -> str:
+    known = [one for one in counted if one is not None]
+    return f"{mean(known):.3g}" if known else ""
