@@ -182,7 +182,11 @@ def report(
     def table(experiment: Experiment) -> Table:
         if source is None:
             return table_of(experiment, lambda row, run: store.summary(run, any_code))
-        return table_of(experiment, lambda row, run: kept.get(RunName(experiment.name, row.label, run.seed)))
+        return table_of(
+            experiment,
+            lambda row, run: kept.get(RunName(experiment.name, row.label, run.seed)),
+            f"not in {source.name}",
+        )
 
     tables = [table(experiment) for experiment in _experiments(files)]
     typer.echo("\n".join(map(markdown, tables)), nl=False)

@@ -57,6 +57,8 @@ class Table:
 
     experiment: Experiment
     lines: list[Line]
+    missing: str = "not run"
+    """What to say of a row without a summary."""
 
     @property
     def measure(self) -> str:
@@ -115,13 +117,15 @@ def _shape(line: Line) -> tuple[object, ...]:
     return run.task, run.model, run.learners, run.steps, run.batch, run.fail_every_s is None
 
 
-def table_of(experiment: Experiment, find: Callable[[Row, LabRun], RunSummary | None]) -> Table:
-    """An experiment with what `find` knows of its runs; None: not done."""
+def table_of(
+    experiment: Experiment, find: Callable[[Row, LabRun], RunSummary | None], missing: str = "not run"
+) -> Table:
+    """An experiment with what `find` knows of its runs; None: nothing. missing: what that means."""
     lines = []
     for row in experiment.rows:
         found = ((run.seed, find(row, run)) for run in row.runs)
         lines.append(Line(row, {seed: one for seed, one in found if one is not None}))
-    return Table(experiment, lines)
+    return Table(experiment, lines, missing)
 
 
 def markdown(table: Table) -> str:
@@ -136,7 +140,7 @@ def markdown(table: Table) -> str:
 
 def _rows(table: Table, lines: Sequence[Line]) -> str:
     columns = _columns(table, lines)
-    rows = [list(columns), *(_cells(line, columns) for line in lines)]
+    rows = [list(columns), *(_cells(table, line, columns) for line in lines)]
     head, *rest = [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n".join([head, "|---" * len(columns) + "|", *rest])
 
@@ -167,10 +171,10 @@ def _columns(table: Table, lines: Sequence[Line]) -> Columns:
     }
 
 
-def _cells(line: Line, columns: Columns) -> list[str]:
+def _cells(table: Table, line: Line, columns: Columns) -> list[str]:
     if line.done:
         return [tell(line) for tell in columns.values()]
-    return [line.label, "not run", *(_seeds(line) if head == "seeds" else "" for head in list(columns)[2:])]
+    return [line.label, table.missing, *(_seeds(line) if head == "seeds" else "" for head in list(columns)[2:])]
 
 
 def _by_seed(line: Line) -> str:

@@ -308,6 +308,16 @@ def test_an_experiment_that_was_not_run_is_reported_as_such(experiment, tmp_path
     assert "### trial" in written
 
 
+def test_a_row_that_a_csv_lacks_is_not_said_to_be_not_run(experiment, tmp_path, capsys):
+    """It may have been, and stand there under another experiment's name."""
+    csv = tmp_path / "kept.csv"
+    csv.write_text(encode(dict(told(experiment, {("ours", 2e-3): (2.0, 2.1, 2.2)}).named())))
+    assert main(["lab", "report", str(tmp_path / "trial.toml"), "--from", str(csv)]) == 0
+    written = capsys.readouterr().out
+    assert written.count("| dp, lr=0.001 | not in kept.csv | ") == 2
+    assert "not run" not in written
+
+
 def test_the_picture_is_drawn(experiment, tmp_path):
     """With one row unfinished and curves of different length."""
     plot = pytest.importorskip("diloco.studies.quality.plot")
