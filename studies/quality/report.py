@@ -135,7 +135,26 @@ def markdown(table: Table) -> str:
     if experiment.best_of:
         parts.append(f"Best {', '.join(experiment.best_of)} of each:\n\n{_rows(table, table.best())}\n\nAll:\n")
     parts.append(_rows(table, table.lines))
+    parts += [f"\n{said}" for said in _no_difference(table)]
     return "\n".join(parts) + "\n"
+
+
+def _no_difference(table: Table) -> Iterator[str]:
+    """Of rows whose measures are the same all along, in all seeds: not of the same value by chance."""
+    alike: dict[object, list[str]] = {}
+    for line in table.lines:
+        if line.done and math.isfinite(line.mid):
+            measures = {
+                seed: (one.measure, one.value, *(mark.value for mark in one.curve))
+                for seed, one in line.summaries.items()
+            }
+            alike.setdefault(tuple(sorted(measures.items())), []).append(repr(line.label))
+    for *labels, last in alike.values():
+        if labels:
+            yield (
+                f"rows {', '.join(labels)} and {last} ended with the same values to the last digit: "
+                "their settings made no difference"
+            )
 
 
 def _rows(table: Table, lines: Sequence[Line]) -> str:

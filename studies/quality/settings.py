@@ -101,7 +101,7 @@ class LabRun(BaseModel):
     eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as a learner's")
     # --- synchronisation -----------------------------------------------------------------------------
     fragments: int = Field(USUAL["fragments"], ge=1, le=4096, description="P")
-    sync_interval: int = Field(USUAL["sync_interval"], ge=1, description="H")
+    sync_interval: int = Field(USUAL["sync_interval"], ge=1, description="H, once it has grown from first_interval")
     quorum: int | Literal["all"] = Field(USUAL["quorum"], description="K; 'all': M")
     overlap_steps: int = Field(USUAL["overlap_steps"], ge=0, description="tau")
     grace_gamma: float = Field(

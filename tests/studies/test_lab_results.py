@@ -260,6 +260,28 @@ def test_single_seeds_need_no_column(experiment):
     assert "| 1 of 3 | +0.00 % | 90.0 % |" in written
 
 
+SAME = "ended with the same values to the last digit: their settings made no difference"
+
+
+def test_rows_whose_settings_made_no_difference_are_named_under_the_table(experiment):
+    """Whoever swept H in a run that ends before H has grown would else compare a run with itself."""
+    values = {("dp", 1e-3): (2.0, 2.1, 2.2), ("dp", 2e-3): (2.0, 2.1, 2.3), ("ours", 2e-3): (2.0, 2.1, 2.2)}
+    written = markdown(told(experiment, values))
+    assert written.endswith(f" |\n\nrows 'dp, lr=0.001' and 'ours, lr=0.002' {SAME}\n")
+    three = markdown(told(experiment, dict.fromkeys([*values, ("ours", 1e-3)], (2.0, 2.1, 2.2))))
+    assert f"rows 'dp, lr=0.001', 'dp, lr=0.002', 'ours, lr=0.001' and 'ours, lr=0.002' {SAME}\n" in three
+    assert three.count(SAME) == 1
+
+
+def test_rows_of_one_end_and_another_course_are_not_called_the_same(experiment):
+    """Accuracies on few images often end alike. Nor are rows that diverged called so."""
+    one, other = summary_of(result(2.0)), summary_of(result(3.0))
+    found = {"dp, lr=0.001": one, "ours, lr=0.002": replace(other, value=one.value)}
+    assert SAME not in markdown(table_of(experiment, lambda row, run: found.get(row.label)))
+    diverged = dict.fromkeys([("dp", 1e-3), ("ours", 2e-3)], (2.0, math.inf, 2.2))
+    assert SAME not in markdown(told(experiment, diverged))
+
+
 def test_where_more_is_better_the_best_is_the_highest(experiment):
     """Accuracies."""
     values = {("dp", 1e-3): (0.5, 0.5, 0.5), ("dp", 2e-3): (0.9, 0.9, 0.9)}
