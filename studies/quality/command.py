@@ -214,5 +214,5 @@ def _read_csv(path: Path) -> dict[RunName, RunSummary]:
 
 @app.command()
 def settings() -> None:
-    """List all that an experiment file may say of a run: name, default, allowed words, meaning."""
+    """Show an experiment file, and all that it may say of a run: name, default, allowed words, meaning."""
     typer.echo(settings_help())

@@ -1,20 +1,7 @@
 """What an experiment is: a TOML file with settings, in which a list means a sweep. Pure: pydantic only.
 
-    question = "Which outer optimizer?"
-    reference = "data-parallel"          # variant that the others are compared with
-    best_of = ["lr"]                     # the report also shows each row at its best of these
-
-    [settings]                           # for every run; lists are swept, crossed with each other
-    learners = 4
-    seed = [0, 1, 2]                     # seeds of one row are its error bars
-
-    [[variants]]                         # bundles of settings that belong together; each is swept on its own
-    name = "data-parallel"
-    method = "data-parallel"
-    lr = [2e-3, 4e-3]
-
-`LabRun` is one run, all of it decided. What is None is switched off, and no part of a run's digest: so a new option
-that is off by default leaves the results of earlier runs valid.
+`SKELETON` is such a file. `LabRun` is one run, all of it decided. What is None is switched off, and no part of a run's
+digest: so a new option that is off by default leaves the results of earlier runs valid.
 """
 
 import itertools
@@ -45,6 +32,24 @@ PoisonName = Literal["flipped", "flipped-3", "random", "shuffled", "turns", "wea
 TEXT = ("text", "keywords")
 """Tasks of the GPT alone."""
 MOST_RUNS = 10_000
+SKELETON = """\
+question = "Which outer optimizer?"    # heads the report; all but the variants' names may be left out
+reference = "data-parallel"            # the variant that the others are compared with
+best_of = ["lr"]                       # the report also shows each row at its best of these
+
+[settings]                             # of every run; lists are swept, crossed with each other
+lr = [8e-3, 16e-3]
+seed = [0, 1, 2]                       # seeds of one row are its error bars
+
+[[variants]]                           # settings that belong together; they have the last word
+name = "data-parallel"
+method = "data-parallel"
+
+[[variants]]
+name = "Nesterov's"
+outer = "nesterov"
+"""
+"""An experiment file, as short as it can be with everything in it."""
 
 _WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
 """What the papers' learners do and those of `diloco run` do not."""
@@ -439,8 +444,8 @@ def _lab_run(where: str, given: dict[str, Any], above: Sequence[Row]) -> LabRun:
 
 
 def settings_help() -> str:
-    """All settings with defaults and meaning, one a line."""
-    lines = []
+    """An experiment file, and all settings with defaults and meaning, one a line."""
+    lines = ["An experiment file:", "", SKELETON, "What may stand among its settings, and in a variant:", ""]
     for name, info in LabRun.model_fields.items():
         choices = [part for choice in get_args(info.annotation) for part in (choice, *get_args(choice))]
         words = [choice for choice in choices if isinstance(choice, str)]
