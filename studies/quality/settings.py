@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import SyncSpec
@@ -20,6 +20,7 @@ from diloco.pipeline.messages.wire import Codec, GlobalCodec, MergeName, Weights
 from diloco.pipeline.messages.wire import OuterName as Production
 from diloco.pipeline.methods import METHODS, RunMethod
 from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
+from diloco.pipeline.sources import NEAR, nearest
 from diloco.pipeline.wrong_values import told
 from diloco.workers.trainer.models.sizes import SIZES
 
@@ -31,6 +32,8 @@ Packing = Literal["contiguous", "strided"]
 PoisonName = Literal["flipped", "flipped-3", "random", "shuffled", "turns", "weak", "seldom", "mixed"]
 TEXT = ("text", "keywords")
 """Tasks of the GPT alone."""
+VIT_SIZES = ("tiny", "small", "base")
+"""Sizes of what tells classes of images apart; torch would be loaded to look them up."""
 MOST_RUNS = 10_000
 SKELETON = """\
 question = "Which outer optimizer?"    # heads the report; all but the variants' names may be left out
@@ -69,7 +72,9 @@ class LabRun(BaseModel):
 
     # --- what is trained -----------------------------------------------------------------------------
     task: Literal["text", "digits", "images", "captions", "keywords"] = Field("text", description="What is learnt")
-    model: str = Field(USUAL["model"], description="Size: tiny, small, base; text also nano, medium, large")
+    model: str = Field(
+        USUAL["model"], description=f"Size: {', '.join(SIZES)}; of digits and images {', '.join(VIT_SIZES)}"
+    )
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, description="Experts that a token goes through")
     balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
@@ -182,6 +187,17 @@ class LabRun(BaseModel):
     )
     scavenge_from_s: float = Field(0.0, ge=0, description="When they come")
     scavenge_s: float | None = Field(None, gt=0, description="How long they stay, then killed; off: to the end")
+
+    @field_validator("model")
+    @classmethod
+    def _is_a_size(cls, model: str, info: ValidationInfo) -> str:
+        task = info.data.get("task")
+        known = VIT_SIZES if task in ("digits", "images") else tuple(SIZES)
+        if model not in known:
+            near = nearest(model, known, NEAR)
+            meant = f" (is {near!r} meant?)" if near else ""
+            raise ValueError(f"task={task!r} has no such size{meant}")
+        return model
 
     @model_validator(mode="after")
     def _fits(self) -> "LabRun":

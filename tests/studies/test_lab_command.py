@@ -94,20 +94,21 @@ def tiny(tmp_path, text, **told):
 @pytest.mark.timeout(600)
 def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
     """Three runs of which one cannot be: two results; the second time only that one is tried."""
-    file, out = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model="tiny"), tmp_path / "out"
+    given = {"method": "data-parallel", "learners": [1, 2], "model": "nano", "experts": 4}
+    file, out = tiny(tmp_path, text, **given, experts_a_token=2), tmp_path / "out"
     done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "2 runs, 2 to do" in done.stderr
     assert len(list(out.glob("*.json"))) == 2
-    file = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model=["tiny", "no-such"])
+    file = tiny(tmp_path, text, **given, experts_a_token=[2, 3])
     again = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "4 runs, 2 to do" in again.stderr
-    assert "no such size" in again.stderr
+    assert "it must divide 256" in again.stderr
     assert len(list(out.glob("*.json"))) == 2
     shown = subprocess.run(lab("report", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.stdout.count("not run") == 2
-    assert "learners=2, model=tiny | " in shown.stdout
+    assert "learners=2, experts_a_token=2 | " in shown.stdout
 
 
 @pytest.mark.slow
@@ -131,18 +132,18 @@ def test_parameters_are_kept_of_runs_that_others_begin_from(text, tmp_path):
 @pytest.mark.timeout(600)
 def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_path):
     """They are named; the others are done."""
-    file, out = tiny(tmp_path, text, method="single"), tmp_path / "out"
+    file, out = tiny(tmp_path, text, method="single", model="nano", experts=4), tmp_path / "out"
     file.write_text(
         file.read_text()
         + "".join(
-            f'[[variants]]\nname = "pre {model}"\nmodel = "{model}"\n'
-            f'[[variants]]\nname = "fine {model}"\nmodel = "{model}"\nafter = "pre {model}"\nlr = 1e-3\n'
-            for model in ("no-such", "nano")
+            f'[[variants]]\nname = "pre {chosen}"\nexperts_a_token = {chosen}\n'
+            f'[[variants]]\nname = "fine {chosen}"\nexperts_a_token = {chosen}\nafter = "pre {chosen}"\nlr = 1e-3\n'
+            for chosen in (3, 2)
         )
     )
     done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "left out  fine no-such, seed 0" in done.stderr
+    assert "left out  fine 3, seed 0" in done.stderr
     assert [file.suffix for file in sorted(out.iterdir())].count(".json") == 2
 
 

@@ -92,6 +92,13 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         (SWEEP + "task = 'digits'", "tasks digits, text measure different things"),
         ("best_of = ['task']\n[settings]\ntask = ['digits', 'text']", "tasks digits, text measure different things"),
         ("[settings", "cannot read experiment"),
+        ("[settings]\nmodel = 'huge'", "model='huge': task='text' has no such size (Size: nano, deep, tiny, 2m, small"),
+        ("[settings]\nmodel = 'lagre'", "has no such size (is 'large' meant?)"),
+        (
+            "[settings]\nmodel = ['base', 'bsae']\ntask = 'captions'",
+            "'bsae': task='captions' has no such size (is 'b",
+        ),
+        ("[settings]\nmodel = 'nano'\ntask = 'digits'", "task='digits' has no such size (Size: "),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(tmp_path, text, said):
