@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.process.output import outlive_readers
 from diloco.studies.quality.report import Table, markdown, table_of
 from diloco.studies.quality.settings import Experiment, LabRun, read_experiment, settings_help
@@ -50,7 +51,7 @@ def run(
     """Do all runs of experiments that are not done yet.
 
     A result is kept as soon as it is there, under a digest of the run's settings, data and code: started again, only
-    what is missing is done. Ctrl-C gives up the runs under way and keeps the rest.
+    what is missing is done. Ctrl-C gives up the runs under way and keeps the rest; the status is 75.
 
     Example: diloco lab run docs/quality/methods.toml
     """
@@ -75,9 +76,9 @@ def run(
             else:
                 console.print(f"left out  {names[one]}: what it begins with failed", style="red", markup=False)
         failed, left = _sweep(console, names, able, out, kept, at_once, threads, device) if able else (0, 0)
-        status = 1 if failed or left or len(able) < len(wave) else status
         if left:
-            break
+            raise typer.Exit(AGAIN_STATUS)
+        status = 1 if failed or len(able) < len(wave) else status
     raise typer.Exit(status)
 
 

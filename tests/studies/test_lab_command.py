@@ -13,6 +13,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.studies.quality import sweep
 from diloco.studies.quality.settings import LabRun, read_experiment
 from diloco.studies.quality.store import Store
@@ -151,13 +152,16 @@ def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_pa
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
-    """The long run is given up within a step, the short one's result is there, nothing else is, and no process."""
+    """The long run is given up within a step, the short one's result is there, nothing else is, and no process.
+
+    The status says that the same command is to be given again.
+    """
     file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000]), tmp_path / "out"
     process = begun(file, out)
     first_result(process, out)
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert process.returncode == AGAIN_STATUS
     assert "1 done, 0 failed, 1 left" in errors
     assert "Traceback" not in errors
     assert [path.suffix for path in out.iterdir()] == [".json"]
