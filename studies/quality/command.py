@@ -138,17 +138,20 @@ def _sweep(
         task = bar.add_task("runs", total=len(runs))
 
         def heard(news: News) -> None:
+            if news.share < shares[news.run]:  # late news of a run that has ended
+                return
             shares[news.run] = news.share
             last = "" if math.isnan(news.last) else f"  {news.last:.3f}"
             bar.update(task, completed=sum(shares), description=f"{names[runs[news.run]]} {news.share:.0%}{last}")
 
         for number, result in sweep(runs, out, kept, jobs=jobs, threads=threads, device=device, heard=heard):
-            shares[number] = 1.0
-            bar.update(task, completed=sum(shares))
             if isinstance(result, DilocoError):
+                shares[number] = 1.0
+                bar.update(task, completed=sum(shares), description=f"{names[runs[number]]} failed")
                 failed += 1
                 console.print(f"failed  {names[runs[number]]}: {result}", style="red", markup=False)
             else:
+                heard(News(number, 1.0, result["final"]["value"]))
                 done += 1
                 console.print(
                     f"{result['final']['value']:.4f}  {result['wall_s']:.0f} s  {names[runs[number]]}", markup=False

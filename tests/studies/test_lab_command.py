@@ -7,16 +7,20 @@ import subprocess
 import sys
 import threading
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from diloco.cli import main
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.studies.quality import sweep
+from diloco.studies.quality.command import _sweep
 from diloco.studies.quality.settings import LabRun, read_experiment
 from diloco.studies.quality.store import Store
+from diloco.studies.quality.sweep import News
 from tests.studies.test_lab_results import result
 from tests.studies.test_lab_settings import SWEEP
 
@@ -243,6 +247,26 @@ def test_an_error_that_nobody_expected_is_one_run_s_alone(text, tmp_path, monkey
     monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: [][1])
     failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu", ())
     assert str(failed) == "IndexError: list index out of range"
+
+
+@pytest.mark.parametrize(("last", "said"), [(result(2.0), "second 100%  2.000"), (DilocoError("no"), "second failed")])
+def test_the_bar_ends_where_all_runs_do(last, said, tmp_path, monkeypatch):
+    """Though a run's last news is of its end but one step, and may come after its result."""
+
+    def sweep(*_, heard, **__):
+        for number, ends in enumerate((result(1.0), last)):
+            heard(News(number, 0.99, 3.0))
+            yield number, ends
+            heard(News(number, 0.995, 3.0))
+
+    monkeypatch.setattr("diloco.studies.quality.command.sweep", sweep)
+    runs, shown = (
+        [LabRun(), LabRun(seed=1)],
+        Console(file=StringIO(), force_terminal=True, width=120, color_system=None),
+    )
+    _sweep(shown, dict(zip(runs, ("first", "second"), strict=True)), runs, tmp_path, (), 1, 1, "cpu")
+    bars = [line for line in shown.file.getvalue().splitlines() if " 2/2 " in line]
+    assert said in bars[-1]
 
 
 @pytest.mark.parametrize("command", ["run", "report"])
