@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.units import counted, parse_whole, written
 from diloco.workers.trainer.data import bpe
-from diloco.workers.trainer.data.packages import write_packages
+from diloco.workers.trainer.data.packages import FOLDER, write_packages
 from diloco.workers.trainer.data.preparing import SAMPLE_BYTES, new_folder, write_shards
 from diloco.workers.trainer.data.shards import Index, check_shards, digest_of_file, read_index
 from diloco.workers.trainer.data.sources import DATA_SET, Source, open_sources, sample
@@ -131,7 +131,7 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
 
 @app.command()
 def packages(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to make")] = Path("packages-text"),
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to make")] = FOLDER,
 ) -> None:
     """Write the source text of all installed Python packages, for `--data FOLDER`: a file for each package.
 

@@ -60,9 +60,11 @@ def check_data(data: str, whose: str = "") -> None:
         UsageError: there is not.
     """
     if data != "stdlib" and not _is_there(data):
-        raise UsageError(
-            f"data={data!r}: no such file or folder here{whose}", "name one, or hf:OWNER/NAME, or leave it out: stdlib"
-        )
+        from diloco.workers.trainer.data.packages import FOLDER  # brings numpy
+
+        made = Path(data) == FOLDER
+        remedy = "make it: diloco data packages" if made else "name one, or hf:OWNER/NAME, or leave it out: stdlib"
+        raise UsageError(f"data={data!r}: no such file or folder here{whose}", remedy)
 
 
 def is_everywhere(data: str) -> bool:

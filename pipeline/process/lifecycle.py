@@ -23,7 +23,7 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PR_SET_CHILD_SUBREAPER = 36
 AGAIN_STATUS = 75
 """EX_TEMPFAIL of sysexits.h: who started this process should do so again. Of a party that was asked to end before its
-run was finished, and of a rank that has lost another one."""
+run was finished, of a sweep of the lab that was, and of a rank that has lost another one."""
 LAUNCHER_PID = "DILOCO_LAUNCHER_PID"
 """Variable with the id of the process that started this one, and that it is not to outlive."""
 

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.process.output import outlive_readers
 from diloco.studies.quality.report import Table, markdown, table_of
 from diloco.studies.quality.settings import Experiment, LabRun, read_experiment, settings_help
@@ -50,7 +51,7 @@ def run(
     """Do all runs of experiments that are not done yet.
 
     A result is kept as soon as it is there, under a digest of the run's settings, data and code: started again, only
-    what is missing is done. Ctrl-C gives up the runs under way and keeps the rest.
+    what is missing is done. Ctrl-C gives up the runs under way and keeps the rest; the status is 75.
 
     Example: diloco lab run docs/quality/methods.toml
     """
@@ -75,9 +76,9 @@ def run(
             else:
                 console.print(f"left out  {names[one]}: what it begins with failed", style="red", markup=False)
         failed, left = _sweep(console, names, able, out, kept, at_once, threads, device) if able else (0, 0)
-        status = 1 if failed or left or len(able) < len(wave) else status
         if left:
-            break
+            raise typer.Exit(AGAIN_STATUS)
+        status = 1 if failed or len(able) < len(wave) else status
     raise typer.Exit(status)
 
 
@@ -137,17 +138,20 @@ def _sweep(
         task = bar.add_task("runs", total=len(runs))
 
         def heard(news: News) -> None:
+            if news.share < shares[news.run]:  # late news of a run that has ended
+                return
             shares[news.run] = news.share
             last = "" if math.isnan(news.last) else f"  {news.last:.3f}"
             bar.update(task, completed=sum(shares), description=f"{names[runs[news.run]]} {news.share:.0%}{last}")
 
         for number, result in sweep(runs, out, kept, jobs=jobs, threads=threads, device=device, heard=heard):
-            shares[number] = 1.0
-            bar.update(task, completed=sum(shares))
             if isinstance(result, DilocoError):
+                shares[number] = 1.0
+                bar.update(task, completed=sum(shares), description=f"{names[runs[number]]} failed")
                 failed += 1
                 console.print(f"failed  {names[runs[number]]}: {result}", style="red", markup=False)
             else:
+                heard(News(number, 1.0, result["final"]["value"]))
                 done += 1
                 console.print(
                     f"{result['final']['value']:.4f}  {result['wall_s']:.0f} s  {names[runs[number]]}", markup=False
@@ -182,7 +186,11 @@ def report(
     def table(experiment: Experiment) -> Table:
         if source is None:
             return table_of(experiment, lambda row, run: store.summary(run, any_code))
-        return table_of(experiment, lambda row, run: kept.get(RunName(experiment.name, row.label, run.seed)))
+        return table_of(
+            experiment,
+            lambda row, run: kept.get(RunName(experiment.name, row.label, run.seed)),
+            f"not in {source.name}",
+        )
 
     tables = [table(experiment) for experiment in _experiments(files)]
     typer.echo("\n".join(map(markdown, tables)), nl=False)
@@ -210,5 +218,5 @@ def _read_csv(path: Path) -> dict[RunName, RunSummary]:
 
 @app.command()
 def settings() -> None:
-    """List all that an experiment file may say of a run: name, default, allowed words, meaning."""
+    """Show an experiment file, and all that it may say of a run: name, default, allowed words, meaning."""
     typer.echo(settings_help())

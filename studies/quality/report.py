@@ -1,8 +1,9 @@
 """Tables of an experiment's summaries: rows of runs that differ in their seeds only. Pure: summaries in, text out."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean, median, stdev
 
 from diloco.studies.quality.settings import Experiment, LabRun, Row
@@ -33,6 +34,11 @@ class Line:
         return [one.value for one in self.summaries.values()]
 
     @property
+    def seeds(self) -> list[int]:
+        """Of its runs, done or not; the lowest first."""
+        return sorted(run.seed for run in self.row.runs)
+
+    @property
     def mid(self) -> float:
         """Median over the seeds; not a number where one has diverged."""
         return median(self.values) if all(map(math.isfinite, self.values)) else math.nan
@@ -51,6 +57,8 @@ class Table:
 
     experiment: Experiment
     lines: list[Line]
+    missing: str = "not run"
+    """What to say of a row without a summary."""
 
     @property
     def measure(self) -> str:
@@ -109,13 +117,15 @@ def _shape(line: Line) -> tuple[object, ...]:
     return run.task, run.model, run.learners, run.steps, run.batch, run.fail_every_s is None
 
 
-def table_of(experiment: Experiment, find: Callable[[Row, LabRun], RunSummary | None]) -> Table:
-    """An experiment with what `find` knows of its runs; None: not done."""
+def table_of(
+    experiment: Experiment, find: Callable[[Row, LabRun], RunSummary | None], missing: str = "not run"
+) -> Table:
+    """An experiment with what `find` knows of its runs; None: nothing. missing: what that means."""
     lines = []
     for row in experiment.rows:
         found = ((run.seed, find(row, run)) for run in row.runs)
         lines.append(Line(row, {seed: one for seed, one in found if one is not None}))
-    return Table(experiment, lines)
+    return Table(experiment, lines, missing)
 
 
 def markdown(table: Table) -> str:
@@ -125,43 +135,105 @@ def markdown(table: Table) -> str:
     if experiment.best_of:
         parts.append(f"Best {', '.join(experiment.best_of)} of each:\n\n{_rows(table, table.best())}\n\nAll:\n")
     parts.append(_rows(table, table.lines))
+    parts += [f"\n{said}" for said in _no_difference(table)]
     return "\n".join(parts) + "\n"
 
 
+def _no_difference(table: Table) -> Iterator[str]:
+    """Of rows whose measures are the same all along, in all seeds: not of the same value by chance."""
+    alike: dict[object, list[str]] = {}
+    for line in table.lines:
+        if line.done and math.isfinite(line.mid):
+            measures = {
+                seed: (one.measure, one.value, *(mark.value for mark in one.curve))
+                for seed, one in line.summaries.items()
+            }
+            alike.setdefault(tuple(sorted(measures.items())), []).append(repr(line.label))
+    for *labels, last in alike.values():
+        if labels:
+            yield (
+                f"rows {', '.join(labels)} and {last} ended with the same values to the last digit: "
+                "their settings made no difference"
+            )
+
+
 def _rows(table: Table, lines: Sequence[Line]) -> str:
-    versus = f" against {table.experiment.reference} |" if table.experiment.reference else ""
-    exact = " exact |" if _has_exact(table) else ""
-    costs = "tokens merged | bytes a token | syncer s | goodput | virtual h |"
-    head = f"| run | {table.measure}: median | +- | seeds |{versus}{exact} {costs}"
-    rule = "|---" * (head.count("|") - 1) + "|"
-    return "\n".join([head, rule, *(_row(table, line) for line in lines)])
+    columns = _columns(table, lines)
+    rows = [list(columns), *(_cells(table, line, columns) for line in lines)]
+    head, *rest = [f"| {' | '.join(cells)} |" for cells in rows]
+    return "\n".join([head, "|---" * len(columns) + "|", *rest])
 
 
-def _has_exact(table: Table) -> bool:
-    return any(one.exact is not None for _, one in table.named())
+Columns = dict[str, Callable[[Line], str]]
+"""By its head, what a column says of a row of which a run was done."""
 
 
-def _row(table: Table, line: Line) -> str:
-    reference = table.reference(line)
-    if not line.done:
-        cells = [line.label, "not run", "", f"0 of {len(line.row.runs)}"]
-        cells += [""] if table.experiment.reference else []
-        cells += [""] if _has_exact(table) else []
-        return f"| {' | '.join([*cells, *[''] * 5])} |"
-    summaries = list(line.summaries.values())
-    done, of = len(summaries), len(line.row.runs)
-    cells = [line.label, f"{line.mid:.4f}", f"{line.spread:.4f}", f"{done}" if done == of else f"{done} of {of}"]
+def _columns(table: Table, lines: Sequence[Line]) -> Columns:
+    columns: Columns = {
+        "run": lambda line: line.label,
+        f"{table.measure}: median": lambda line: f"{line.mid:.4f}",
+        "+-": lambda line: f"{line.spread:.4f}",
+    }
+    if any(len(line.summaries) > 1 for line in lines):
+        columns["by seed"] = _by_seed
+    columns["seeds"] = _seeds
     if table.experiment.reference:
-        to = 0.0 if reference is None or not math.isfinite(line.mid) else reference.mid
-        cells.append(f"{100 * (line.mid / to - 1):+.2f} %" if to else "")
-    if _has_exact(table):
-        exact = [one.exact for one in summaries if one.exact is not None]
-        cells.append(f"{100 * median(exact):.1f} %" if exact else "")
-    merged = [one.merged_share for one in summaries if one.merged_share is not None]
-    cells.append(f"{100 * mean(merged):.1f} %" if merged else "")
-    for counted in ([one.bytes_a_token for one in summaries], [one.syncer_s for one in summaries]):
-        known = [one for one in counted if one is not None]
-        cells.append(f"{mean(known):.3g}" if known else "")
-    cells.append(f"{100 * mean(one.goodput for one in summaries):.1f} %")
-    cells.append(f"{mean(one.virtual_s for one in summaries) / 3600:.2f}")
-    return f"| {' | '.join(cells)} |"
+        columns[f"against {table.experiment.reference}"] = partial(_against, table)
+    if any(one.exact is not None for _, one in table.named()):
+        columns["exact"] = _exact
+    return columns | {
+        "tokens merged": _merged,
+        "bytes a token": lambda line: _mean(one.bytes_a_token for one in line.summaries.values()),
+        "syncer s": lambda line: _mean(one.syncer_s for one in line.summaries.values()),
+        "goodput": lambda line: f"{100 * mean(one.goodput for one in line.summaries.values()):.1f} %",
+        "virtual h": lambda line: f"{mean(one.virtual_s for one in line.summaries.values()) / 3600:.2f}",
+    }
+
+
+def _cells(table: Table, line: Line, columns: Columns) -> list[str]:
+    if line.done:
+        return [tell(line) for tell in columns.values()]
+    return [line.label, table.missing, *(_seeds(line) if head == "seeds" else "" for head in list(columns)[2:])]
+
+
+def _by_seed(line: Line) -> str:
+    """Final values; '-' of a seed that was not done."""
+    if len(line.seeds) == 1:
+        return ""
+    return ", ".join(f"{line.summaries[seed].value:#.4g}" if seed in line.summaries else "-" for seed in line.seeds)
+
+
+def _seeds(line: Line) -> str:
+    done, of = len(line.summaries), len(line.row.runs)
+    return f"{done}" if done == of and line.done else f"{done} of {of}"
+
+
+def _against(table: Table, line: Line) -> str:
+    """Of the medians; of a row of several seeds besides of each seed that the reference has too, '-' of others."""
+    other = table.reference(line)
+    if other is None or not math.isfinite(line.mid) or not other.mid:
+        return ""
+    of_medians = f"{_percent(line.mid, other.mid)} %"
+    if other is line or len(line.summaries) == 1 or not line.summaries.keys() & other.summaries.keys():
+        return of_medians
+    pairs = ((line.summaries.get(seed), other.summaries.get(seed)) for seed in line.seeds)
+    return f"{of_medians} ({', '.join(_percent(a.value, b.value) if a and b else '-' for a, b in pairs)})"
+
+
+def _percent(value: float, of: float) -> str:
+    return f"{100 * (value / of - 1):+.2f}" if of else "-"
+
+
+def _exact(line: Line) -> str:
+    exact = [one.exact for one in line.summaries.values() if one.exact is not None]
+    return f"{100 * median(exact):.1f} %" if exact else ""
+
+
+def _merged(line: Line) -> str:
+    merged = [one.merged_share for one in line.summaries.values() if one.merged_share is not None]
+    return f"{100 * mean(merged):.1f} %" if merged else ""
+
+
+def _mean(counted: Iterable[float | None]) -> str:
+    known = [one for one in counted if one is not None]
+    return f"{mean(known):.3g}" if known else ""

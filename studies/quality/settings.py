@@ -1,20 +1,7 @@
 """What an experiment is: a TOML file with settings, in which a list means a sweep. Pure: pydantic only.
 
-    question = "Which outer optimizer?"
-    reference = "data-parallel"          # variant that the others are compared with
-    best_of = ["lr"]                     # the report also shows each row at its best of these
-
-    [settings]                           # for every run; lists are swept, crossed with each other
-    learners = 4
-    seed = [0, 1, 2]                     # seeds of one row are its error bars
-
-    [[variants]]                         # bundles of settings that belong together; each is swept on its own
-    name = "data-parallel"
-    method = "data-parallel"
-    lr = [2e-3, 4e-3]
-
-`LabRun` is one run, all of it decided. What is None is switched off, and no part of a run's digest: so a new option
-that is off by default leaves the results of earlier runs valid.
+`SKELETON` is such a file. `LabRun` is one run, all of it decided. What is None is switched off, and no part of a run's
+digest: so a new option that is off by default leaves the results of earlier runs valid.
 """
 
 import itertools
@@ -25,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import SyncSpec
@@ -33,6 +20,7 @@ from diloco.pipeline.messages.wire import Codec, GlobalCodec, MergeName, Weights
 from diloco.pipeline.messages.wire import OuterName as Production
 from diloco.pipeline.methods import METHODS, RunMethod
 from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
+from diloco.pipeline.sources import NEAR, nearest
 from diloco.pipeline.wrong_values import told
 from diloco.workers.trainer.models.sizes import SIZES
 
@@ -44,7 +32,27 @@ Packing = Literal["contiguous", "strided"]
 PoisonName = Literal["flipped", "flipped-3", "random", "shuffled", "turns", "weak", "seldom", "mixed"]
 TEXT = ("text", "keywords")
 """Tasks of the GPT alone."""
+VIT_SIZES = ("tiny", "small", "base")
+"""Sizes of what tells classes of images apart; torch would be loaded to look them up."""
 MOST_RUNS = 10_000
+SKELETON = """\
+question = "Which outer optimizer?"    # heads the report; all but the variants' names may be left out
+reference = "data-parallel"            # the variant that the others are compared with
+best_of = ["lr"]                       # the report also shows each row at its best of these
+
+[settings]                             # of every run; lists are swept, crossed with each other
+lr = [8e-3, 16e-3]
+seed = [0, 1, 2]                       # seeds of one row are its error bars
+
+[[variants]]                           # settings that belong together; they have the last word
+name = "data-parallel"
+method = "data-parallel"
+
+[[variants]]
+name = "Nesterov's"
+outer = "nesterov"
+"""
+"""An experiment file, as short as it can be with everything in it."""
 
 _WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
 """What the papers' learners do and those of `diloco run` do not."""
@@ -64,7 +72,9 @@ class LabRun(BaseModel):
 
     # --- what is trained -----------------------------------------------------------------------------
     task: Literal["text", "digits", "images", "captions", "keywords"] = Field("text", description="What is learnt")
-    model: str = Field(USUAL["model"], description="Size: tiny, small, base; text also nano, medium, large")
+    model: str = Field(
+        USUAL["model"], description=f"Size: {', '.join(SIZES)}; of digits and images {', '.join(VIT_SIZES)}"
+    )
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, description="Experts that a token goes through")
     balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
@@ -101,7 +111,7 @@ class LabRun(BaseModel):
     eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as a learner's")
     # --- synchronisation -----------------------------------------------------------------------------
     fragments: int = Field(USUAL["fragments"], ge=1, le=4096, description="P")
-    sync_interval: int = Field(USUAL["sync_interval"], ge=1, description="H")
+    sync_interval: int = Field(USUAL["sync_interval"], ge=1, description="H, once it has grown from first_interval")
     quorum: int | Literal["all"] = Field(USUAL["quorum"], description="K; 'all': M")
     overlap_steps: int = Field(USUAL["overlap_steps"], ge=0, description="tau")
     grace_gamma: float = Field(
@@ -177,6 +187,17 @@ class LabRun(BaseModel):
     )
     scavenge_from_s: float = Field(0.0, ge=0, description="When they come")
     scavenge_s: float | None = Field(None, gt=0, description="How long they stay, then killed; off: to the end")
+
+    @field_validator("model")
+    @classmethod
+    def _is_a_size(cls, model: str, info: ValidationInfo) -> str:
+        task = info.data.get("task")
+        known = VIT_SIZES if task in ("digits", "images") else tuple(SIZES)
+        if model not in known:
+            near = nearest(model, known, NEAR)
+            meant = f" (is {near!r} meant?)" if near else ""
+            raise ValueError(f"task={task!r} has no such size{meant}")
+        return model
 
     @model_validator(mode="after")
     def _fits(self) -> "LabRun":
@@ -439,8 +460,8 @@ def _lab_run(where: str, given: dict[str, Any], above: Sequence[Row]) -> LabRun:
 
 
 def settings_help() -> str:
-    """All settings with defaults and meaning, one a line."""
-    lines = []
+    """An experiment file, and all settings with defaults and meaning, one a line."""
+    lines = ["An experiment file:", "", SKELETON, "What may stand among its settings, and in a variant:", ""]
     for name, info in LabRun.model_fields.items():
         choices = [part for choice in get_args(info.annotation) for part in (choice, *get_args(choice))]
         words = [choice for choice in choices if isinstance(choice, str)]

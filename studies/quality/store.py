@@ -13,6 +13,7 @@ from typing import Any
 import typer
 import xxhash
 
+from diloco.launcher.option_checks import check_data
 from diloco.pipeline.files.strict_json import dumps
 from diloco.studies.quality.settings import TEXT, LabRun
 from diloco.studies.quality.source import code_digest
@@ -42,6 +43,7 @@ def data_fingerprint(run: LabRun) -> str:
 
 @cache
 def _text_fingerprint(data: str) -> str:
+    check_data(data)
     return open_text(data).fingerprint
 
 

@@ -7,15 +7,20 @@ import subprocess
 import sys
 import threading
 import time
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from diloco.cli import main
 from diloco.pipeline.errors import DilocoError
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.studies.quality import sweep
+from diloco.studies.quality.command import _sweep
 from diloco.studies.quality.settings import LabRun, read_experiment
 from diloco.studies.quality.store import Store
+from diloco.studies.quality.sweep import News
 from tests.studies.test_lab_results import result
 from tests.studies.test_lab_settings import SWEEP
 
@@ -94,20 +99,21 @@ def tiny(tmp_path, text, **told):
 @pytest.mark.timeout(600)
 def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
     """Three runs of which one cannot be: two results; the second time only that one is tried."""
-    file, out = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model="tiny"), tmp_path / "out"
+    given = {"method": "data-parallel", "learners": [1, 2], "model": "nano", "experts": 4}
+    file, out = tiny(tmp_path, text, **given, experts_a_token=2), tmp_path / "out"
     done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "2 runs, 2 to do" in done.stderr
     assert len(list(out.glob("*.json"))) == 2
-    file = tiny(tmp_path, text, method="data-parallel", learners=[1, 2], model=["tiny", "no-such"])
+    file = tiny(tmp_path, text, **given, experts_a_token=[2, 3])
     again = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "4 runs, 2 to do" in again.stderr
-    assert "no such size" in again.stderr
+    assert "it must divide 256" in again.stderr
     assert len(list(out.glob("*.json"))) == 2
     shown = subprocess.run(lab("report", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
     assert shown.stdout.count("not run") == 2
-    assert "learners=2, model=tiny | " in shown.stdout
+    assert "learners=2, experts_a_token=2 | " in shown.stdout
 
 
 @pytest.mark.slow
@@ -131,18 +137,18 @@ def test_parameters_are_kept_of_runs_that_others_begin_from(text, tmp_path):
 @pytest.mark.timeout(600)
 def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_path):
     """They are named; the others are done."""
-    file, out = tiny(tmp_path, text, method="single"), tmp_path / "out"
+    file, out = tiny(tmp_path, text, method="single", model="nano", experts=4), tmp_path / "out"
     file.write_text(
         file.read_text()
         + "".join(
-            f'[[variants]]\nname = "pre {model}"\nmodel = "{model}"\n'
-            f'[[variants]]\nname = "fine {model}"\nmodel = "{model}"\nafter = "pre {model}"\nlr = 1e-3\n'
-            for model in ("no-such", "nano")
+            f'[[variants]]\nname = "pre {chosen}"\nexperts_a_token = {chosen}\n'
+            f'[[variants]]\nname = "fine {chosen}"\nexperts_a_token = {chosen}\nafter = "pre {chosen}"\nlr = 1e-3\n'
+            for chosen in (3, 2)
         )
     )
     done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "left out  fine no-such, seed 0" in done.stderr
+    assert "left out  fine 3, seed 0" in done.stderr
     assert [file.suffix for file in sorted(out.iterdir())].count(".json") == 2
 
 
@@ -150,13 +156,16 @@ def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_pa
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
-    """The long run is given up within a step, the short one's result is there, nothing else is, and no process."""
+    """The long run is given up within a step, the short one's result is there, nothing else is, and no process.
+
+    The status says that the same command is to be given again.
+    """
     file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000]), tmp_path / "out"
     process = begun(file, out)
     first_result(process, out)
     os.killpg(process.pid, number)
     _, errors = process.communicate(timeout=120)
-    assert process.returncode == 1
+    assert process.returncode == AGAIN_STATUS
     assert "1 done, 0 failed, 1 left" in errors
     assert "Traceback" not in errors
     assert [path.suffix for path in out.iterdir()] == [".json"]
@@ -215,6 +224,16 @@ def test_a_bad_file_is_a_usage_error(tmp_path, capsys):
     assert "cannot read experiment" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["run", "report"])
+def test_text_of_packages_that_is_not_there_is_said_with_the_command_that_makes_it(
+    command, tmp_path, monkeypatch, capsys
+):
+    """As in `diloco run`: the project's own experiments ask for it."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["lab", command, str(tiny(tmp_path, "packages-text"))]) == 2
+    assert "data='packages-text': no such file or folder here; make it: diloco data packages" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written_is_found_out_before_the_first_run(text, tmp_path, capsys):
     """Here a file; nothing was trained."""
     assert main(["lab", "run", str(tiny(tmp_path, text)), "--out", str(text)]) == 2
@@ -238,6 +257,26 @@ def test_an_error_that_nobody_expected_is_one_run_s_alone(text, tmp_path, monkey
     monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: [][1])
     failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu", ())
     assert str(failed) == "IndexError: list index out of range"
+
+
+@pytest.mark.parametrize(("last", "said"), [(result(2.0), "second 100%  2.000"), (DilocoError("no"), "second failed")])
+def test_the_bar_ends_where_all_runs_do(last, said, tmp_path, monkeypatch):
+    """Though a run's last news is of its end but one step, and may come after its result."""
+
+    def sweep(*_, heard, **__):
+        for number, ends in enumerate((result(1.0), last)):
+            heard(News(number, 0.99, 3.0))
+            yield number, ends
+            heard(News(number, 0.995, 3.0))
+
+    monkeypatch.setattr("diloco.studies.quality.command.sweep", sweep)
+    runs, shown = (
+        [LabRun(), LabRun(seed=1)],
+        Console(file=StringIO(), force_terminal=True, width=120, color_system=None),
+    )
+    _sweep(shown, dict(zip(runs, ("first", "second"), strict=True)), runs, tmp_path, (), 1, 1, "cpu")
+    bars = [line for line in shown.file.getvalue().splitlines() if " 2/2 " in line]
+    assert said in bars[-1]
 
 
 @pytest.mark.parametrize("command", ["run", "report"])

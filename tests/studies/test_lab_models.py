@@ -6,10 +6,11 @@ import torch
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
-from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.settings import VIT_SIZES, LabRun
 from diloco.studies.quality.tasks.digits import Digits
 from diloco.studies.quality.tasks.tasks import open_task
 from diloco.workers.parameters import tensor_table
+from diloco.workers.trainer.models import vit
 from diloco.workers.trainer.models.moe import Mixture, MixtureGPT, build_mixture
 from diloco.workers.trainer.models.sizes import SIZES, Size
 from diloco.workers.trainer.models.vit import Images, build_vit
@@ -115,3 +116,8 @@ def test_digits_held_out_are_never_trained_on():
     assert not held_out & {pictures.train(index).tobytes() for index in range(task.examples)}
     assert np.bincount(classes, minlength=10).min() > 100
     assert 0 <= images.min() < images.max() <= 1
+
+
+def test_the_sizes_that_a_file_may_name_are_those_that_are_built():
+    """Of the ViT, which a file is read without."""
+    assert tuple(vit.SIZES) == VIT_SIZES

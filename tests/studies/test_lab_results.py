@@ -221,12 +221,65 @@ def test_the_table_has_medians_spreads_and_the_distance_to_the_reference_s_best(
     table = told(experiment, values)
     written = markdown(table)
     best = written.split("All:")[0]
-    assert "| dp, lr=0.002 | 1.9500 | 0.0500 | 3 | +0.00 % | 90.0 % | 3.5 | 0.25 | 50.0 % | 1.00 |" in best
-    assert "| ours, lr=0.002 | 2.1450 | 0.1033 | 3 | +10.00 % |" in best
+    assert " 3 | +0.00 % | 90.0 % | 3.5 | 0.25 | 50.0 % | 1.00 |" in best
+    assert "| dp, lr=0.002 | 1.9500 | 0.0500 | " in best
+    assert "| ours, lr=0.002 | 2.1450 | 0.1033 | " in best
+    assert " | 3 | +10.00 % (" in best
     assert "lr=0.001" not in best
-    assert "| ours, lr=0.001 | not run | | 0 of 3 | | | | | | |" in " ".join(written.split("  "))
+    assert "| ours, lr=0.001 | not run | | | 0 of 3 | | | | | | |" in " ".join(written.split("  "))
     assert [line.mid if line.done else None for line in table.lines] == [2.1, 1.95, None, 2.145]
     assert table.best() == [table.lines[1], table.lines[3]]
+
+
+def test_values_and_differences_stand_by_seed_beside_the_medians(tmp_path):
+    """Seed 0 first, wherever the file has it; a value is compared with the reference's of the same seed."""
+    path = tmp_path / "trial.toml"
+    path.write_text(SWEEP.replace("[0, 1, 2]", "[2, 0, 1]"))
+    written = markdown(told(read_experiment(path), {("dp", 2e-3): (2.0, 1.0, 1.5), ("ours", 2e-3): (2.2, 0.99, 1.5)}))
+    assert "| run | loss: median | +- | by seed | seeds | against dp | tokens merged |" in written
+    assert "| dp, lr=0.002 | 1.5000 | 0.5000 | 2.000, 1.000, 1.500 | 3 | +0.00 % | 90.0 % |" in written
+    assert "| 2.200, 0.9900, 1.500 | 3 | +0.00 % (+10.00, -1.00, +0.00) | 90.0 % |" in written
+
+
+def test_a_seed_that_was_not_done_keeps_its_place(experiment):
+    """So that nobody takes one seed's value for another's; what has no partner has no difference."""
+    done = {("dp", 2e-3): {0, 1}, ("ours", 2e-3): {1, 2}}
+
+    def find(row, run):
+        return summary_of(result(2.0 + run.seed)) if run.seed in done.get((row.variant, run.lr), ()) else None
+
+    written = markdown(table_of(experiment, find))
+    assert "| 2.000, 3.000, - | 2 of 3 | +0.00 % |" in written
+    assert "| -, 3.000, 4.000 | 2 of 3 | +40.00 % (-, +0.00, -) |" in written
+
+
+def test_single_seeds_need_no_column(experiment):
+    """A median of one is its value."""
+    written = markdown(table_of(experiment, lambda row, run: summary_of(result(2.0)) if run.seed == 0 else None))
+    assert "by seed" not in written
+    assert "| 1 of 3 | +0.00 % | 90.0 % |" in written
+
+
+SAME = "ended with the same values to the last digit: their settings made no difference"
+
+
+def test_rows_whose_settings_made_no_difference_are_named_under_the_table(experiment):
+    """Whoever swept H in a run that ends before H has grown would else compare a run with itself."""
+    values = {("dp", 1e-3): (2.0, 2.1, 2.2), ("dp", 2e-3): (2.0, 2.1, 2.3), ("ours", 2e-3): (2.0, 2.1, 2.2)}
+    written = markdown(told(experiment, values))
+    assert written.endswith(f" |\n\nrows 'dp, lr=0.001' and 'ours, lr=0.002' {SAME}\n")
+    three = markdown(told(experiment, dict.fromkeys([*values, ("ours", 1e-3)], (2.0, 2.1, 2.2))))
+    assert f"rows 'dp, lr=0.001', 'dp, lr=0.002', 'ours, lr=0.001' and 'ours, lr=0.002' {SAME}\n" in three
+    assert three.count(SAME) == 1
+
+
+def test_rows_of_one_end_and_another_course_are_not_called_the_same(experiment):
+    """Accuracies on few images often end alike. Nor are rows that diverged called so."""
+    one, other = summary_of(result(2.0)), summary_of(result(3.0))
+    found = {"dp, lr=0.001": one, "ours, lr=0.002": replace(other, value=one.value)}
+    assert SAME not in markdown(table_of(experiment, lambda row, run: found.get(row.label)))
+    diverged = dict.fromkeys([("dp", 1e-3), ("ours", 2e-3)], (2.0, math.inf, 2.2))
+    assert SAME not in markdown(told(experiment, diverged))
 
 
 def test_where_more_is_better_the_best_is_the_highest(experiment):
@@ -245,7 +298,7 @@ def test_a_row_of_which_a_seed_diverged_is_neither_best_nor_the_reference(experi
         table = told(experiment, values, higher_is_better=more)
         assert [line.mid for line in table.best()] == [2.0, 2.0]
         assert table.reference(table.lines[2]).mid == 2.0
-        assert "| ours, lr=0.001 | nan | nan | 3 |  | 90.0 %" in markdown(table)
+        assert f"| ours, lr=0.001 | nan | nan | 1.000, {lost}, 3.000 | 3 |  | 90.0 %" in markdown(table)
     only = told(experiment, {("dp", 1e-3): diverged, ("ours", 2e-3): fine}, higher_is_better=more)
     assert only.reference(only.lines[3]) is None
 
@@ -253,7 +306,9 @@ def test_a_row_of_which_a_seed_diverged_is_neither_best_nor_the_reference(experi
 def test_a_reference_of_nothing_is_at_no_distance(experiment):
     """An accuracy of 0: nothing is so many percent of it."""
     values = {("dp", 1e-3): (0.0, 0.0, 0.0), ("ours", 2e-3): (0.5, 0.5, 0.5)}
-    assert "| ours, lr=0.002 | 0.5000 | 0.0000 | 3 |  | 90.0 %" in markdown(told(experiment, values))
+    assert "| ours, lr=0.002 | 0.5000 | 0.0000 | 0.5000, 0.5000, 0.5000 | 3 |  | 90.0 %" in markdown(
+        told(experiment, values)
+    )
 
 
 def test_rows_are_compared_with_those_of_their_own_task(tmp_path):
@@ -273,6 +328,16 @@ def test_an_experiment_that_was_not_run_is_reported_as_such(experiment, tmp_path
     written = capsys.readouterr().out
     assert written.count("not run") == 6
     assert "### trial" in written
+
+
+def test_a_row_that_a_csv_lacks_is_not_said_to_be_not_run(experiment, tmp_path, capsys):
+    """It may have been, and stand there under another experiment's name."""
+    csv = tmp_path / "kept.csv"
+    csv.write_text(encode(dict(told(experiment, {("ours", 2e-3): (2.0, 2.1, 2.2)}).named())))
+    assert main(["lab", "report", str(tmp_path / "trial.toml"), "--from", str(csv)]) == 0
+    written = capsys.readouterr().out
+    assert written.count("| dp, lr=0.001 | not in kept.csv | ") == 2
+    assert "not run" not in written
 
 
 def test_the_picture_is_drawn(experiment, tmp_path):
@@ -321,7 +386,7 @@ def test_exact_answers_are_a_column_of_their_own(experiment):
     table = told(experiment, {("ours", 2e-3): (2.0, 2.1, 2.2)}, points=points)
     written = markdown(table)
     assert "| against dp | exact | tokens merged |" in written
-    assert "| ours, lr=0.002 | 2.1000 | 0.1000 | 3 |  | 37.5 % | 90.0 % | 3.5 |" in written
+    assert "| ours, lr=0.002 | 2.1000 | 0.1000 | 2.000, 2.100, 2.200 | 3 |  | 37.5 % | 90.0 % | 3.5 |" in written
     kept = decode(encode(dict(table.named())))[RunName("trial", "ours, lr=0.002", 0)]
     assert [mark.exact for mark in kept.curve] == [0.125, 0.25, 0.375]
     assert kept.exact == 0.375

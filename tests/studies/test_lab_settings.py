@@ -1,11 +1,14 @@
 """Experiment files: what a list means, what is refused and how, and what makes two runs the same."""
 
+from pathlib import Path
+
 import pytest
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings, TrainerSettings
-from diloco.studies.quality.settings import LabRun, read_experiment, settings_help
+from diloco.studies.quality.settings import SKELETON, LabRun, read_experiment, settings_help
 
+ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """
 question = "Which?"
 reference = "dp"
@@ -89,6 +92,13 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         (SWEEP + "task = 'digits'", "tasks digits, text measure different things"),
         ("best_of = ['task']\n[settings]\ntask = ['digits', 'text']", "tasks digits, text measure different things"),
         ("[settings", "cannot read experiment"),
+        ("[settings]\nmodel = 'huge'", "model='huge': task='text' has no such size (Size: nano, deep, tiny, 2m, small"),
+        ("[settings]\nmodel = 'lagre'", "has no such size (is 'large' meant?)"),
+        (
+            "[settings]\nmodel = ['base', 'bsae']\ntask = 'captions'",
+            "'bsae': task='captions' has no such size (is 'b",
+        ),
+        ("[settings]\nmodel = 'nano'\ntask = 'digits'", "task='digits' has no such size (Size: "),
     ],
 )
 def test_what_is_wrong_with_a_file_is_named(tmp_path, text, said):
@@ -186,10 +196,22 @@ def test_defaults_are_those_of_a_real_run(kind):
         assert (off.get(name, 0) if default is None else default) == kind.model_fields[name].default, name
 
 
+def test_the_how_to_shows_the_file_that_the_command_prints(tmp_path):
+    """Short, with all that a file may have at its top; it can be read, and is the four rows that the page speaks of."""
+    assert f"```toml\n{SKELETON}```" in (ROOT / "docs" / "howto" / "quality.md").read_text()
+    assert len(SKELETON.splitlines()) <= 15
+    found = experiment(tmp_path, SKELETON)
+    assert [len(row.runs) for row in found.rows] == [3, 3, 3, 3]
+    assert found.question
+    assert (found.reference, found.best_of) == ("data-parallel", ("lr",))
+
+
 def test_every_setting_is_explained():
-    """One line each, with its default."""
+    """One line each, with its default, below a file that they may stand in."""
+    assert SKELETON in settings_help()
     lines = settings_help().splitlines()
-    assert len(lines) == len(LabRun.model_fields)
+    told = [line.split(" = ")[0] for line in lines[-len(LabRun.model_fields) :]]
+    assert told == list(LabRun.model_fields)
     assert (
         "method = decoupled [decoupled, paper, streaming, diloco, data-parallel, single]: How learners come together"
         in lines
