@@ -20,7 +20,7 @@ class Line:
 
     @property
     def label(self) -> str:
-        """RunName of the row."""
+        """Name of the row."""
         return self.row.label
 
     @property
