@@ -15,6 +15,14 @@ from diloco.jax import Learner
 
 CONTEXT, WIDTH, HIDDEN, BATCH = 8, 24, 192, 2048
 
+NAMES = {  # for torch's learners in the same run, such as jax_twin.py; a run in JAX alone needs none
+    "table.embedding": "table.weight",
+    "hidden.kernel": ("hidden.weight", (1, 0)),
+    "hidden.bias": "hidden.bias",
+    "out.kernel": ("out.weight", (1, 0)),
+    "out.bias": "out.bias",
+}
+
 text = np.frombuffer(Path(argparse.__file__).read_bytes(), np.uint8)
 rng = np.random.default_rng()  # each learner draws rows of its own
 
@@ -58,7 +66,7 @@ def drawn() -> np.ndarray:
 
 train_step = jax.jit(train_step, donate_argnums=(0, 1))
 loss = None
-with Learner(initial(jax.random.key(0)), run="jax-model") as learner:
+with Learner(initial(jax.random.key(0)), names=NAMES, run="jax-model") as learner:
     params, rate = learner.params, learner.progress_schedule()
     moments = optimizer.init(params)
     while not learner.finished:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ optax = pytest.importorskip("optax")
 
 import jax.numpy as jnp  # noqa: E402
 
+from diloco import Learner as TorchLearner  # noqa: E402
 from diloco.jax import Learner  # noqa: E402
 from diloco.pipeline.errors import SpecMismatch, UsageError  # noqa: E402
 from diloco.pipeline.fragments import layout_of  # noqa: E402
@@ -371,6 +373,26 @@ def test_a_loop_that_breaks_off_with_donated_arrays_leaves_all_the_same(redis_se
         assert jax.tree.structure(one.globals()) == jax.tree.structure(jax_params())
 
 
+def test_the_twin_of_the_example_has_the_same_tensors(monkeypatch):
+    """So one of each is a run; either may be first."""
+    spec_of = []
+
+    class Stop(Exception):
+        """Before anything is connected."""
+
+    def seen(self: Any, *_: Any, **__: Any) -> None:
+        spec_of.append(self._proposed().tensor_table(SyncSettings(fragments=5)))
+        raise Stop
+
+    for learner in (Learner, TorchLearner):
+        monkeypatch.setattr(learner, "open", seen)
+    monkeypatch.setenv("DILOCO_REDIS_URL", NOWHERE["redis_url"])
+    for example in (EXAMPLE, EXAMPLE.with_name("jax_twin.py")):
+        with pytest.raises(Stop):
+            runpy.run_path(str(example))
+    assert spec_of[0] == spec_of[1]
+
+
 @pytest.mark.redis
 def test_the_example_learns_with_two_learners_that_end_with_one_model(tmp_path):
     """As a user would run it; they save the same bits."""
@@ -506,10 +528,14 @@ def test_another_pytree_than_the_one_that_joined_is_refused_at_its_step(redis_se
 
 @pytest.mark.redis
 def test_a_pytree_that_is_not_the_runs_is_refused_with_the_difference(redis_server):
-    """Without the table names and axes are its own."""
+    """Without the table names and axes are its own; the refusal says that there is such a table."""
     with a_syncer(redis_server, "jax-other"):
         how = {"run": "jax-other", "redis_url": redis_server}
         with Learner(jax_params(), names=NAMES, sync=ONE, **how):
             pass
-        with pytest.raises(SpecMismatch, match=r"tensor 0.weight: here absent, the run has \[16, 8\]"):
+        difference = r"(?s)tensor 0.weight: here absent, the run has \[16, 8\].*names=\{"
+        with pytest.raises(SpecMismatch, match=difference):
             Learner(jax_params(), **how).open()
+        with pytest.raises(SpecMismatch) as other_settings:
+            Learner(jax_params(), names=NAMES, sync=ONE.model_copy(update={"sync_interval": 4}), **how).open()
+        assert "names=" not in str(other_settings.value), "the tensors are the same"

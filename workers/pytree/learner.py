@@ -11,14 +11,14 @@ they stay as a fragment is adopted, and no peer is asked for them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import structlog
 
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import LEAVE_S, STATE_S, SyncSettings
 from diloco.workers.any_learner import AnyLearner
@@ -174,6 +174,15 @@ class Learner(AnyLearner):
 
     # --- joining ----------------------------------------------------------------------------------------
 
+    def open(self) -> Self:
+        """As `AnyLearner.open`; where tensors differ, it tells of `names`."""
+        try:
+            return super().open()
+        except SpecMismatch as error:
+            if "\n  tensor " not in str(error):
+                raise
+            raise SpecMismatch(f"{error}\n{NAMES_HINT}") from error
+
     def _proposed(self) -> PytreeModel:
         return PytreeModel(self._tree)
 
@@ -201,6 +210,12 @@ class Learner(AnyLearner):
             region_url=self._given.region_redis_url,
         )
         return training, ExchangeThread(self._url, self._given.run, training)
+
+
+NAMES_HINT = (
+    "If it is the same model, with other names or axes as learners in torch have them, say so: own name -> the run's "
+    'name, and the order of the axes there, as in Learner(..., names={"hidden.kernel": ("0.weight", (1, 0))})'
+)
 
 
 def arrays(leaves: list[Any]) -> list[Any]:
