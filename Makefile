@@ -15,10 +15,12 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-browser test-docker test-prometheus test-slurm test-trainers test-gpu gpu dst fuzz lint docs release clean
+.PHONY: help install demo test test-all test-browser test-docker test-prometheus test-slurm test-trainers test-gpu gpu dst fuzz lint docs release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+
+install: $(VENV)/run.stamp  ## the environment alone, in .venv: to train, without what tests need
 
 demo: $(VENV)/run.stamp  ## train 4 learners, kill one at 40 %, start it again at 60 %; results in runs/
 	$(BIN)/diloco demo --out runs/demo-$(STAMP)

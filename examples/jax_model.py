@@ -13,7 +13,15 @@ import optax
 
 from diloco.jax import Learner
 
-CONTEXT, WIDTH, HIDDEN, BATCH = 8, 24, 192, 64
+CONTEXT, WIDTH, HIDDEN, BATCH = 8, 24, 192, 2048
+
+NAMES = {  # for torch's learners in the same run, such as jax_twin.py; a run in JAX alone needs none
+    "table.embedding": "table.weight",
+    "hidden.kernel": ("hidden.weight", (1, 0)),
+    "hidden.bias": "hidden.bias",
+    "out.kernel": ("out.weight", (1, 0)),
+    "out.bias": "out.bias",
+}
 
 text = np.frombuffer(Path(argparse.__file__).read_bytes(), np.uint8)
 rng = np.random.default_rng()  # each learner draws rows of its own
@@ -50,18 +58,23 @@ def train_step(params: dict, moments: optax.OptState, rows: jax.Array, share: fl
     return optax.apply_updates(params, jax.tree.map(lambda update: share * update, updates)), moments, loss
 
 
+def drawn() -> np.ndarray:
+    """Rows of the text (BATCH, CONTEXT + 1)."""
+    starts = rng.integers(len(text) - CONTEXT, size=(BATCH, 1))
+    return text[starts + np.arange(CONTEXT + 1)].astype(np.int32)
+
+
 train_step = jax.jit(train_step, donate_argnums=(0, 1))
 loss = None
-with Learner(initial(jax.random.key(0)), run="jax-model") as learner:
+with Learner(initial(jax.random.key(0)), names=NAMES, run="jax-model") as learner:
     params, rate = learner.params, learner.progress_schedule()
     moments = optimizer.init(params)
     while not learner.finished:
-        starts = rng.integers(len(text) - CONTEXT, size=(BATCH, 1))
-        rows = text[starts + np.arange(CONTEXT + 1)].astype(np.int32)
-        params, moments, loss = train_step(params, moments, rows, rate())
+        params, moments, loss = train_step(params, moments, drawn(), rate())
         params = learner.step(params, tokens=BATCH, loss=loss)
 params = learner.globals()  # the run's values, the same for all learners
-print(f"last loss {loss:.3f}" if loss is not None else "the run is finished already")
+own = f"last loss {loss:.3f}" if loss is not None else "the run is finished already"
+print(f"{own}, of the run's values {loss_of(params, drawn()):.3f}")
 np.savez(
     f"jax-model-{learner.id}.npz", **{jax.tree_util.keystr(p): leaf for p, leaf in jax.tree.leaves_with_path(params)}
 )

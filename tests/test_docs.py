@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.options import as_written
+from diloco.pipeline.messages.tape import RefusalReason
 from docs import generate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -245,6 +246,12 @@ def test_make_targets_and_modules_of_the_documents_exist(page: Path) -> None:
     assert set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) <= targets
     modules = set(re.findall(r"python -m ([a-z_.]+[a-z])", text)) - {"pip", "pytest"}
     assert {module for module in modules if importlib.util.find_spec(module) is None} == set()
+
+
+def test_each_reason_of_a_refusal_is_explained_where_one_watches() -> None:
+    page = (ROOT / "docs/howto/watch.md").read_text()
+    table = page.partition("## Why deltas are refused\n")[2].partition("\n## ")[0]
+    assert sorted(re.findall(r"^\| `([a-z_]+)` \|", table, re.MULTILINE)) == sorted(RefusalReason)
 
 
 def test_what_readme_imports_is_there() -> None:

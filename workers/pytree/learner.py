@@ -11,14 +11,14 @@ they stay as a fragment is adopted, and no peer is asked for them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import structlog
 
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import LEAVE_S, STATE_S, SyncSettings
 from diloco.workers.any_learner import AnyLearner
@@ -92,6 +92,7 @@ class Learner(AnyLearner):
         if not isinstance(moments_kept, bool):
             raise UsageError(f"Learner: moments_kept={moments_kept!r}: pass True or False")
         self._tree = Tree(params, names, embeddings)
+        self._smallest = min(self._tree.leaves, key=lambda leaf: leaf.elements).at
         super().__init__(given, Stopping())
         if given.sync is not None:
             self._proposed().tensor_table(fitting(given.sync, self._proposed()))
@@ -100,6 +101,8 @@ class Learner(AnyLearner):
         """Of the run that was joined."""
         self._taken = False
         """The loop has had the run's parameters."""
+        self._done: Any = None
+        """An array that is there once the step before is done, and that nobody donates."""
 
     @property
     def params(self) -> Any:
@@ -111,6 +114,9 @@ class Learner(AnyLearner):
 
     def step(self, params: Any, tokens: Any, loss: Any = None) -> Any:
         """Count an inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
+
+        It waits until the step before is done. JAX would queue dozens of steps, all trained without what has arrived
+        meanwhile, and overwritten by it; and their times would be those of queuing.
 
         Args:
             params: as the step has left them; it is not waited for, and they may be donated to the next one.
@@ -124,12 +130,14 @@ class Learner(AnyLearner):
             UsageError: an argument that is none of that, the pytree is no longer the one that is synchronised, or the
                 learner is not in its run.
         """
-        leaves, told = self._tree.flatten(params), _loss(loss)
+        leaves, told = arrays(self._tree.flatten(params)), _loss(loss)
+        done, self._done = self._done, jnp.copy(leaves[self._smallest])
+        jax.block_until_ready(done)
         trained = whole_tokens(np.asarray(tokens) if _is_concrete("tokens", tokens) else tokens)
         _, parameters = self.joined, self._parameters
         assert parameters is not None, "joined without parameters"  # noqa: S101
         if self._taken:
-            parameters.take(arrays(leaves))
+            parameters.take(leaves)
         else:
             trained, self._taken = 0, True
             detail = "it began with values of its own: say `params = learner.params` first in the `with` block"
@@ -166,6 +174,15 @@ class Learner(AnyLearner):
 
     # --- joining ----------------------------------------------------------------------------------------
 
+    def open(self) -> Self:
+        """As `AnyLearner.open`; where tensors differ, it tells of `names`."""
+        try:
+            return super().open()
+        except SpecMismatch as error:
+            if "\n  tensor " not in str(error):
+                raise
+            raise SpecMismatch(f"{error}\n{NAMES_HINT}") from error
+
     def _proposed(self) -> PytreeModel:
         return PytreeModel(self._tree)
 
@@ -193,6 +210,12 @@ class Learner(AnyLearner):
             region_url=self._given.region_redis_url,
         )
         return training, ExchangeThread(self._url, self._given.run, training)
+
+
+NAMES_HINT = (
+    "If it is the same model, with other names or axes as learners in torch have them, say so: own name -> the run's "
+    'name, and the order of the axes there, as in Learner(..., names={"hidden.kernel": ("0.weight", (1, 0))})'
+)
 
 
 def arrays(leaves: list[Any]) -> list[Any]:
