@@ -48,7 +48,7 @@ from tests.world.record import Seen
 from tests.world.refusals import Refusals
 from tests.world.shards import Shards
 from tests.world.surviving import Float64, Surviving, base_of, training_of
-from tests.world.windows import Windows
+from tests.world.windows import CLOSED, Windows
 
 REPORTED_S = 3.0
 """Longer than any call is on its way."""
@@ -346,6 +346,7 @@ class Oracle:
         self._tape += [record] if record is not None else []
         state = self.fragments[p]
         self._check_close(p, self._windows.shown(link, p, window, state))
+        state.window_closed = window.state in CLOSED
         if link.sent_s <= self._rewound_s or self._ever_drained:
             return  # decided by what was lost while it was on its way: its owner reads anew
         if window.state != "idle" and not state.may_open:
@@ -356,7 +357,7 @@ class Oracle:
     ) -> None:
         if not after and not isinstance(outcome, Exception):
             self._reading[link, p] = self._now()
-            self._windows.read(link, p)
+            self._windows.read(link, p, self.fragments[p].window_closed)
 
     def _staged(self, link: Link, outcome: Any, key: str, first: int, chunks: Sequence[bytes], ttl_s: float) -> None:
         """A quantized delta: what it says. The first chunks of a merge to be committed next: its window is closed."""
@@ -426,7 +427,7 @@ class Oracle:
         state.before = state.theta
         state.theta = theta
         self._check_interval(p, commit, state)
-        state.version, state.interval = commit.version, commit.interval
+        state.version, state.interval, state.window_closed = commit.version, commit.interval, False
         state.digests[commit.version] = commit.digest
         self._committed[p, commit.version, commit.digest] = shown
         state.momentum = momentum

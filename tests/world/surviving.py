@@ -27,6 +27,9 @@ class Surviving:
     due: set[tuple[int, bytes]] = field(default_factory=set)
     """Bases, as (version, digest), on which a due delta was offered. A digest alone is no base: where nobody remembers
     the head, version 0 has the values, and so the digest, of the version that a learner had adopted."""
+    window_closed: bool = False
+    """Its head says that the window gathers no more. An owner that reads all over again and finds it so need not say it
+    again."""
     before: Float64 = field(default_factory=lambda: np.zeros(0))
     """(elements,) theta of the version before; of none before the second one."""
 

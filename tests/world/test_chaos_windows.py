@@ -49,7 +49,7 @@ def test_whoever_joins_once_all_are_in_is_waited_for(joins_later: bool) -> None:
     at, owner = At(), cast(Link, Steady())
     sync = samples.sync_spec(fragments=1, quorum=2)
     windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at, uploaded=lambda _: True)
-    windows.read(owner, 0)
+    windows.read(owner, 0, False)
     both_in(windows)
     at.now_s = 1.0
     if joins_later:
@@ -70,10 +70,10 @@ def test_what_another_that_believes_to_own_it_reads_opens_no_window_again() -> N
         now=at,
         uploaded=lambda _: True,
     )
-    windows.read(owner, 0)
+    windows.read(owner, 0, False)
     both_in(windows)
     assert windows.closed(owner, 0) is None
-    windows.read(other, 0)
+    windows.read(other, 0, False)
     at.now_s = SETTLE_S
     assert windows.closed(owner, 0) is None
     assert windows.closed(other, 0) is not None
@@ -85,9 +85,25 @@ def test_a_doubted_learner_is_in_once_its_payload_is_on_the_bus(here: bool) -> N
     at, owner = At(), cast(Link, Steady())
     sync = samples.sync_spec(fragments=1, quorum=2)
     windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at, uploaded=lambda _: here)
-    windows.read(owner, 0)
+    windows.read(owner, 0, False)
     state = both_in(windows)
     doubting = IDLE_VIEW.model_copy(update={"state": "collecting", "doubted": ("l1",)})
     assert windows.shown(owner, 0, doubting, state) is None
     at.now_s = SETTLE_S
     assert (windows.closed(owner, 0) is None) != here
+
+
+@pytest.mark.parametrize("found_closed", [False, True])
+def test_who_reads_anew_and_finds_a_window_closed_need_not_say_so_again(found_closed: bool) -> None:
+    """What is shown of it much later, for another reason, closed nothing. Open again, it must close in time."""
+    at, owner = At(), cast(Link, Steady())
+    sync = samples.sync_spec(fragments=1, quorum=2)
+    windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at, uploaded=lambda _: True)
+    windows.read(owner, 0, found_closed)
+    state = both_in(windows)
+    at.now_s = SETTLE_S
+    uploading, collecting = (IDLE_VIEW.model_copy(update={"state": one}) for one in ("uploading", "collecting"))
+    assert (windows.shown(owner, 0, uploading, state) is None) == found_closed
+    assert windows.shown(owner, 0, collecting, state) is None
+    at.now_s = 3 * SETTLE_S
+    assert windows.shown(owner, 0, uploading, state) is not None

@@ -21,6 +21,8 @@ SETTLE_S = 2.0
 """The grace before an owner's first merge."""
 STEPS_S = 0.2
 """An owner acts on what it read within this, besides the time of its calls; a second try included."""
+CLOSED = ("uploading", "merging")
+"""What a window's owner says of one that gathers no more."""
 CALLS = 12
 """A window closes with so many calls at most."""
 
@@ -102,10 +104,10 @@ class Windows:
     def _leave_out(self, p: int, window: WindowView) -> None:
         self._left_out[p] = frozenset(window.at_odds if self._sync.leave_out else ())
 
-    def read(self, link: Link, p: int) -> None:
-        """An owner reads a stream from its start: all over again."""
+    def read(self, link: Link, p: int, found_closed: bool) -> None:
+        """An owner reads a stream from its start: all over again. found_closed: its head says that of the window."""
         self._began[link, p] = self._now()
-        self._closed.discard((link, p))
+        (self._closed.add if found_closed else self._closed.discard)((link, p))
         if not self._merged.get((link, p), True):
             del self._merged[link, p]  # it may not have heard of its merge
 
@@ -120,7 +122,7 @@ class Windows:
         if (self._doubted[p], left_out) != (doubted, self._left_out[p]):
             self._doubted[p] = doubted
             self.changed(p, state)
-        if window.state in ("uploading", "merging"):
+        if window.state in CLOSED:
             return self.closed(link, p)
         # It is open again. An owner that reads all over again finds it closed, and says so only by the next attempt.
         again = (link, p) in self._closed or window.attempt > self._attempts.get((link, p), 0)
