@@ -318,17 +318,18 @@ def cost(run: str) -> list[float]:
 
 
 def many() -> Iterator[list[float]]:
-    short, long, most = (f"many-{name}/" for name in ("8", "8-long", "16"))
+    short, long, most, last = (f"many-{name}/" for name in ("8", "8-long", "16", "16-long"))
     base, same, ramp = "data-parallel", "data-parallel, the same outer step", ", ramp of 12, warm-up"
-    yield first(f"{short}{base}, lr=0.024", f"{long}{base}", f"{most}{base}, lr=0.016")
-    yield [*cost(f"{short}{same}, lr=0.016"), *first(f"{long}{same}{ramp} 3", f"{most}{same}, lr=0.016")]
+    yield first(f"{short}{base}, lr=0.024", f"{long}{base}", f"{most}{base}, lr=0.016", f"{last}{base}")
+    others = first(f"{long}{same}{ramp} 3", f"{most}{same}, lr=0.016", f"{last}{same}")
+    yield [*first(f"{short}{same}, lr=0.016"), 100.0, *others]
     yield cost(f"{short}mean")
-    yield [*cost(f"{short}rows, lr=0.016"), *first(f"{long}rows", f"{most}rows, lr=0.024")]
+    yield [*cost(f"{short}rows, lr=0.016"), *first(f"{long}rows", f"{most}rows, lr=0.024", f"{last}rows")]
     yield [*cost(f"{short}rows{ramp}, outer_warmup=3"), *first(f"{long}rows{ramp} 3, lr=0.016")]
     halved = f"{long}rows{ramp} 3, half the batch"
     yield [*cost(f"{short}rows, half the batch, lr=0.016"), *first(halved, f"{most}rows, half the batch")]
     yield first(f"{short}{base}, half the batch")
-    yield cost(f"{short}{same}, half the batch")
+    yield [*first(f"{short}{same}, half the batch"), 100.0]
     yield first(f"{short}rows, lr=0.016")
     yield first(f"{short}rows, lr=0.024")
     yield first(*(f"{short}rows, ramp, doubling={n}" for n in (4, 12)))
@@ -461,11 +462,17 @@ def failures() -> Iterator[list[float]]:
 
 
 def scavenging() -> Iterator[list[float]]:
-    more = ", more for a part, scavengers=4"
-    for run in ("guard/decoupled", f"scavenging/decoupled{more}", "guard/data-parallel"):
-        yield [*first(run), time_s(run)]
-    elastic = f"scavenging/elastic data-parallel{more}"
-    yield [*first(elastic), time_s(elastic)]
+    more = ", four more for a part"
+    for base, others in (
+        ("decoupled", ("decoupled", "RDA of rows", "RDA of rows, slower ramp")),
+        ("data-parallel", ("elastic data-parallel",)),
+    ):
+        alone = f"scavenging/{base}"
+        shares = [merged(alone)] if base == "decoupled" else []
+        yield [*first(alone), time_s(alone), *shares]
+        for label in others:
+            run = f"scavenging/{label}{more}"
+            yield [*with_changes((run, alone)), time_s(run), *([merged(run)] if shares else [])]
 
 
 def agreement() -> Iterator[list[float]]:
