@@ -104,7 +104,7 @@ class Session:
                 for entry in arrivals.some():
                     await self._offered(entry)
                 self._downloaded()
-                look_again = self._give_up()
+                look_again = await self._give_up()
                 arrivals.check()
                 conditions = self._conditions()
                 decision = self.window.decide(self._clock.now(), conditions)
@@ -182,14 +182,18 @@ class Session:
         summed = [offer for offer in self.window.complete() if offer.header.learner not in left_out]
         self._committing.sum.follow(await self._downloads.as_merged(summed))
 
-    def _give_up(self) -> float | None:
-        """Uploads that have stopped and that nobody waits for leave the window; returns when to look again."""
+    async def _give_up(self) -> float | None:
+        """Uploads that have stopped and that nobody waits for leave the window; returns when to look again.
+
+        One that is whole on the bus has not stopped: it is on its way from there, and slow.
+        """
         doubted, arriving = self._not_awaited, self._downloads.arriving(self.window.awaited())
         stopped, look_again = self._context.watch.given_up(
             self.window, self._downloads.heard_at, self._clock.now(), doubted, arriving
         )
         for offer, refused in stopped:
-            self._leaves(offer, refused)
+            if await self._bus.count_chunks(payload_key(self._bus, offer)) < offer.header.chunks:
+                self._leaves(offer, refused)
         return look_again
 
     # --- decisions ----------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Version 0 of a large model: its upload and its copy take longer than what they rest on lives by itself."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -130,7 +131,30 @@ def test_what_a_failover_has_lost_of_an_upload_is_uploaded_again(
         await end(*party)
 
     run_virtual(main())
-    assert len(written) == 2 * FRAGMENTS
+    times = Counter(int(key.split(":initial:")[1].split(":")[0]) for key in written)
+    assert all(times[p] == 2 for p in lost)
+    assert set(times.values()) <= {1, 2}
+
+
+def test_of_a_lost_upload_only_what_has_no_head_is_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest would lie on the bus for nothing: no commit takes it away."""
+    written = slow(monkeypatch, copy_s=0.5 * INITIAL_TTL_S)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
+        learner = VirtualLearner("l0", world, 0.1).start()
+        world.start_syncer()
+        while None in (heads := await world.bus.read_heads([0, 1])):
+            await asyncio.sleep(0.05)
+        assert all(heads)
+        for key in [key for key in world.store.values if ":initial:" in key]:
+            world.store.delete(key)
+        await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
+        await end(learner)
+
+    run_virtual(main())
+    assert len(written) < 2 * FRAGMENTS
+    assert len(set(written[FRAGMENTS:])) == len(written) - FRAGMENTS
 
 
 def test_a_head_that_took_its_upload_with_it_is_not_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:

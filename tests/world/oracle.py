@@ -461,7 +461,7 @@ class Oracle:
             self.broken("what is put back is the same", f"fragment {p} version {commit.version}: {theta}, {momentum}")
         if commit.interval != was.interval:
             self.broken("what is put back is the same", f"fragment {p}: interval {commit.interval}")
-        state.version, state.interval = was.version, was.interval
+        state.version, state.interval, state.window_closed = was.version, was.interval, False
         state.theta, state.momentum = was.theta, was.momentum
         state.digests, state.merged, state.due = dict(was.digests), dict(was.merged), was.due | state.due
 

@@ -15,7 +15,9 @@ head too, two more lease times go by: those who may remember it come first.
 from collections.abc import Collection, Sequence
 
 LEASE_CALLS = frozenset(("read_state", "announce_syncer", "read_leases", "acquire_lease", "release_lease"))
-"""A fault of one of these may cost a syncer a round, and so may one of them that comes late."""
+"""A fault of one of these may cost a syncer a round."""
+LEASE_WRITES = LEASE_CALLS - {"read_state", "read_leases"}
+"""One of these that comes late may cost the others a round."""
 
 
 class Takeover:

@@ -93,8 +93,9 @@ def test_a_doubted_learner_is_in_once_its_payload_is_on_the_bus(here: bool) -> N
     assert (windows.closed(owner, 0) is None) != here
 
 
+@pytest.mark.parametrize("open_again", ["collecting", "grace"])
 @pytest.mark.parametrize("found_closed", [False, True])
-def test_who_reads_anew_and_finds_a_window_closed_need_not_say_so_again(found_closed: bool) -> None:
+def test_who_reads_anew_and_finds_a_window_closed_need_not_say_so_again(found_closed: bool, open_again: str) -> None:
     """What is shown of it much later, for another reason, closed nothing. Open again, it must close in time."""
     at, owner = At(), cast(Link, Steady())
     sync = samples.sync_spec(fragments=1, quorum=2)
@@ -102,8 +103,8 @@ def test_who_reads_anew_and_finds_a_window_closed_need_not_say_so_again(found_cl
     windows.read(owner, 0, found_closed)
     state = both_in(windows)
     at.now_s = SETTLE_S
-    uploading, collecting = (IDLE_VIEW.model_copy(update={"state": one}) for one in ("uploading", "collecting"))
+    uploading, opened = (IDLE_VIEW.model_copy(update={"state": one}) for one in ("uploading", open_again))
     assert (windows.shown(owner, 0, uploading, state) is None) == found_closed
-    assert windows.shown(owner, 0, collecting, state) is None
+    assert windows.shown(owner, 0, opened, state) is None
     at.now_s = 3 * SETTLE_S
     assert windows.shown(owner, 0, uploading, state) is not None

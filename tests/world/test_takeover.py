@@ -65,9 +65,9 @@ def test_what_costs_the_syncers_a_round_gives_them_two_lease_times_more() -> Non
     assert first_broken(watch, struck) == pytest.approx(1.65)
 
 
-@pytest.mark.parametrize(("call", "allowed"), [("announce_syncer", True), ("write_report", False)])
+@pytest.mark.parametrize(("call", "allowed"), [("announce_syncer", True), ("read_state", False)])
 def test_a_late_word_of_one_that_has_left_gives_two_lease_times_more(call: str, allowed: bool) -> None:
-    """That it is here: the others leave its share to it once more. A late call about anything else is no excuse."""
+    """That it is here: the others leave its share to it once more. One that only reads is no excuse."""
 
     async def main() -> str | None:
         world = World(plan(0), None, 1, traced=False)

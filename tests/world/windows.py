@@ -126,7 +126,7 @@ class Windows:
             return self.closed(link, p)
         # It is open again. An owner that reads all over again finds it closed, and says so only by the next attempt.
         again = (link, p) in self._closed or window.attempt > self._attempts.get((link, p), 0)
-        if again and window.state == "collecting" and not link.late:
+        if again and window.state in ("collecting", "grace") and not link.late:
             self._closed.discard((link, p))
             self._began[link, p], self._attempts[link, p] = self._now(), window.attempt
         return None

@@ -48,7 +48,7 @@ from tests.world.rank_faults import SLOW_CALL_S, ends_as_a_whole, may_end_by, st
 from tests.world.ranks import WorldRank, start_ranks
 from tests.world.record import Recorder, WorldBus, WorldStore, brief
 from tests.world.server import Server
-from tests.world.takeover import LEASE_CALLS, Takeover
+from tests.world.takeover import LEASE_CALLS, LEASE_WRITES, Takeover
 
 RUN = "world"
 MERGES = 200
@@ -187,7 +187,7 @@ class World:
             self.fired[Kind.TWO_HOLDERS] += 1
         elif method == "acquire_lease" and outcome is True and not link.beside:
             self.takeover.taken(args[0])
-        if link.late and method in LEASE_CALLS:
+        if link.late and not link.beside and method in LEASE_WRITES:
             self.takeover.disturbed(self.clock.now())
         nonce = party.service.nonce if isinstance(party := self._parties.get(link.party), WorldSyncer) else ""
         if not (link.late or link.beside) and self._lapses.found(nonce, method, args, outcome):

@@ -8,6 +8,7 @@ import asyncio
 from diloco.pipeline.agreement import PATIENCE_S
 from diloco.pipeline.errors import BusError, BusUnavailable
 from diloco.pipeline.messages.run import InitialUpload
+from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.exchange.agreement import Agreement
 from diloco.workers.exchange.carrier import INITIAL_TTL_S, Carrier
@@ -26,7 +27,7 @@ class Version0:
         self._bus, self._member, self._agreement, self._carrier = member.bus, member, agreement, carrier
         self._fragments = range(len(member.layout.fragments))
         self._chunks: list[int] = []
-        """Of each fragment that this learner has uploaded."""
+        """Of each fragment that this learner has uploaded; 0 of one that had a head."""
         self._announced: InitialUpload | None = None
         """What it has, once all of it was there."""
 
@@ -67,19 +68,21 @@ class Version0:
 
         A failover of a cluster can leave it so: the word and the payloads are on different nodes.
         """
-        bus, wanted = self._bus, upload.chunks[p] if p < len(upload.chunks) else 1
+        bus, member = self._bus, self._member
+        wanted = chunk_count(member.layout.fragments[p].elements, "fp32", member.spec.sync.chunk_bytes)
         if await bus.count_chunks(bus.keys.initial_payload(p, upload.nonce)) >= wanted:
             return False
         return None in await bus.read_heads([p])  # else it went with the commit that made it a head
 
     async def _upload(self, nonce: str) -> None:
-        """All fragments, under a claim that is kept however long one of them takes; then announce them."""
+        """All that has no head, under a claim that is kept however long a fragment takes; then announce it."""
         member, self._chunks, self._announced = self._member, [], None
         member.log.info("initial_upload_started", fragments=len(self._fragments))
         try:
             async with meanwhile(self._keep_claim(nonce)):
-                for p in self._fragments:
-                    self._chunks.append(await self._carrier.upload_initial(p, nonce))
+                heads = await self._bus.read_heads(self._fragments)
+                for p, head in zip(self._fragments, heads, strict=True):  # what has a head is not wanted any more
+                    self._chunks.append(await self._carrier.upload_initial(p, nonce) if head is None else 0)
                 upload = InitialUpload(learner=member.learner, nonce=nonce, chunks=tuple(self._chunks))
                 if await self._bus.finish_initial(upload, INITIAL_TTL_S):
                     self._announced = upload

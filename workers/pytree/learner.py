@@ -102,7 +102,7 @@ class Learner(AnyLearner):
         self._taken = False
         """The loop has had the run's parameters."""
         self._done: Any = None
-        """An array that is there once the step before is done, and that nobody donates."""
+        """An element that is there once the step before is done, and that nobody donates."""
 
     @property
     def params(self) -> Any:
@@ -131,8 +131,6 @@ class Learner(AnyLearner):
                 learner is not in its run.
         """
         leaves, told = arrays(self._tree.flatten(params)), _loss(loss)
-        done, self._done = self._done, jnp.copy(leaves[self._smallest])
-        jax.block_until_ready(done)
         trained = whole_tokens(np.asarray(tokens) if _is_concrete("tokens", tokens) else tokens)
         _, parameters = self.joined, self._parameters
         assert parameters is not None, "joined without parameters"  # noqa: S101
@@ -142,6 +140,9 @@ class Learner(AnyLearner):
             trained, self._taken = 0, True
             detail = "it began with values of its own: say `params = learner.params` first in the `with` block"
             structlog.get_logger().warning("first_step_not_counted", learner=self.id, detail=detail)
+        one = leaves[self._smallest]  # taken by now: whoever interrupts the wait leaves with them
+        done, self._done = self._done, jnp.copy(one[(slice(0, 1),) * one.ndim])
+        jax.block_until_ready(done)
         self._step(trained, told)
         return parameters.params
 
