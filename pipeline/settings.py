@@ -30,7 +30,7 @@ from diloco.pipeline.messages.wire import (
     PartyName,
     WeightsName,
 )
-from diloco.pipeline.sources import ENV_PREFIX, NEAR, given_outside, nearest, place_in, read_file
+from diloco.pipeline.sources import ENV_PREFIX, given_outside, meant, place_in, read_file
 from diloco.pipeline.units import parse_duration, parse_whole
 from diloco.pipeline.wrong_values import told
 
@@ -440,10 +440,8 @@ def load(
     table = read_file(config)
     names = known.union(fields)
     if unknown := sorted(table.keys() - names):
-        near = nearest(unknown[0], names, NEAR)
-        meant = f" (is {near!r} meant?)" if near else ""
-        where = place_in(config, unknown[0])
-        raise UsageError(f"{where}: unknown setting {unknown[0]!r}{meant}; known are {', '.join(sorted(names))}")
+        where, hint = place_in(config, unknown[0]), meant(unknown[0], names)
+        raise UsageError(f"{where}: unknown setting {unknown[0]!r}{hint}; known are {', '.join(sorted(names))}")
     flags = flags or {}
     file_token = _file_values.set({name: table[name] for name in fields if name in table and name not in ignored})
     ignored_token = _ignored.set(ignored)

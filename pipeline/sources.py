@@ -25,6 +25,12 @@ def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
     return next(iter(get_close_matches(name.lower(), sorted(known), 1, cutoff)), None)
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """What to add to a name that is not known: " (is 'x' meant?)", or nothing."""
+    near = nearest(name, known, NEAR)
+    return f" (is {near!r} meant?)" if near else ""
+
+
 def check_variables(known: Collection[str], wanted: Collection[str] | None = None) -> list[str]:
     """Look for `DILOCO_*` variables that are no setting of any party.
 

@@ -20,7 +20,7 @@ from diloco.pipeline.messages.wire import Codec, GlobalCodec, MergeName, Weights
 from diloco.pipeline.messages.wire import OuterName as Production
 from diloco.pipeline.methods import METHODS, RunMethod
 from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
-from diloco.pipeline.sources import NEAR, nearest
+from diloco.pipeline.sources import meant
 from diloco.pipeline.wrong_values import told
 from diloco.workers.trainer.models.sizes import SIZES
 
@@ -194,9 +194,7 @@ class LabRun(BaseModel):
         task = info.data.get("task")
         known = VIT_SIZES if task in ("digits", "images") else tuple(SIZES)
         if model not in known:
-            near = nearest(model, known, NEAR)
-            meant = f" (is {near!r} meant?)" if near else ""
-            raise ValueError(f"task={task!r} has no such size{meant}")
+            raise ValueError(f"task={task!r} has no such size{meant(model, known)}")
         return model
 
     @model_validator(mode="after")

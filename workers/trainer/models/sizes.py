@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.sources import NEAR, nearest
+from diloco.pipeline.sources import meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,7 @@ def check_size(name: str) -> None:
     """
     if name in SIZES:
         return
-    near = nearest(name, SIZES, NEAR)
-    meant = f" (is {near!r} meant?)" if near else ""
-    raise UsageError(f"model={name!r}: no such size{meant}", f"choose one of {size_table()}, or hf:FOLDER")
+    raise UsageError(f"model={name!r}: no such size{meant(name, SIZES)}", f"choose one of {size_table()}, or hf:FOLDER")
 
 
 def size_table(vocab_size: int = 256) -> str:
