@@ -55,6 +55,11 @@ class BadPayload(PeerError):
 class SpecMismatch(PeerError):
     """This party and the run's spec disagree; the message shows each differing field with both values."""
 
+    def __init__(self, message: str, tensors: bool = False) -> None:
+        """tensors: names, shapes or types of tensors differ."""
+        super().__init__(message)
+        self.tensors = tensors
+
 
 class IdTaken(DilocoError):
     """Another process has this learner's id; the message says which one, and what to do."""

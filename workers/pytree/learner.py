@@ -180,7 +180,7 @@ class Learner(AnyLearner):
         try:
             return super().open()
         except SpecMismatch as error:
-            if "\n  tensor " not in str(error):
+            if not error.tensors:
                 raise
             raise SpecMismatch(f"{error}\n{NAMES_HINT}") from error
 
