@@ -218,6 +218,10 @@ class Downloads:
         now = self._clock.now()
         self._uploads.timed_out([now - self._began[entry_id] for entry_id in entries if entry_id in self._tasks])
 
+    def heard_of(self, offer: Offer) -> None:
+        """All of a payload is on the bus: as if something of it had come."""
+        self._heard[offer.entry_id] = self._clock.now()
+
     def heard_at(self, offer: Offer) -> float:
         """When last something of a payload came, or the bus failed; infinite once all of it is here."""
         return self._heard.get(offer.entry_id, math.inf)

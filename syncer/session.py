@@ -194,6 +194,8 @@ class Session:
         for offer, refused in stopped:
             if await self._bus.count_chunks(payload_key(self._bus, offer)) < offer.header.chunks:
                 self._leaves(offer, refused)
+            else:
+                self._downloads.heard_of(offer)
         return look_again
 
     # --- decisions ----------------------------------------------------------------------------------------

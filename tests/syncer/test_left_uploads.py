@@ -18,14 +18,20 @@ SLOW_S = 8.0
 def test_one_that_has_left_is_merged_however_slowly_its_upload_comes_and_given_up_if_it_is_not_whole(
     whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = MemoryBus.read_chunks
+    """And it is not asked again and again whether it is whole: once while its learner might have been silent."""
+    read, count, looks = MemoryBus.read_chunks, MemoryBus.count_chunks, list[str]()
 
     async def read_chunks(self: MemoryBus, key: str, *args: Any, **more: Any) -> Any:
         if ":delta:" in key and ":l1:" in key:
             await asyncio.sleep(SLOW_S)
         return await read(self, key, *args, **more)
 
+    async def count_chunks(self: MemoryBus, key: str) -> int:
+        looks.extend([key] * (":delta:" in key and ":l1:" in key))
+        return await count(self, key)
+
     monkeypatch.setattr(MemoryBus, "read_chunks", read_chunks)
+    monkeypatch.setattr(MemoryBus, "count_chunks", count_chunks)
 
     async def main() -> tuple[set[str], set[str]]:
         world = VirtualRun(sync_spec(fragments=1, quorum=2, tokens=10**9))
@@ -49,3 +55,4 @@ def test_one_that_has_left_is_merged_however_slowly_its_upload_comes_and_given_u
 
     merged, refused = run_virtual(main())
     assert ("l1" in merged, "l1" in refused) == (whole, not whole)
+    assert len(looks) == 1
