@@ -78,7 +78,7 @@ EXAMPLES: dict[type[Message], Message] = {
         samples.IDLE.model_copy(update={"members": ("l0", "l1"), "deadline_unix_s": 5.0}),
         BASE,
         stored_values.MergedBases(merged=(BASE, BASE)),
-        InitialUpload(learner="l0", nonce="ab" * 8, chunks=(3, 1)),
+        InitialUpload(learner="l0", nonce="ab" * 8),
         samples.moments_offer().kind,
         samples.moments_wish(),
         samples.moments_offer(),

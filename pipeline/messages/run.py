@@ -26,8 +26,6 @@ class InitialUpload(Message):
 
     learner: PartyId
     nonce: Nonce
-    chunks: Annotated[tuple[int, ...], Field(min_length=1, max_length=MAX_FRAGMENTS, fail_fast=True)]
-    """Chunk count of each fragment's payload."""
 
 
 class LearnerReport(Message):

@@ -128,7 +128,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await learner.claim_initial(NONCE, 10)
     assert await learner.claim_initial(NONCE, 10)
     await push(learner, keys.initial_payload(0, NONCE), VALUES, 1024, 60)
-    assert await learner.finish_initial(InitialUpload(learner="l0", nonce=NONCE, chunks=(1,)), 60)
+    assert await learner.finish_initial(InitialUpload(learner="l0", nonce=NONCE), 60)
     assert await learner.count_chunks(keys.initial_payload(0, NONCE)) == 1
     # The syncer takes over.
     assert await syncer.read_initial() is not None

@@ -321,18 +321,18 @@ async def test_an_upload_of_version_0_that_cannot_be_read_is_none(bus: Bus, back
     backdoor.plant(bus.keys.initial, "string")
     assert await bus.read_initial() is None
     await bus.claim_initial(A, 10)
-    upload = InitialUpload(learner="l0", nonce=A, chunks=(1, 2))
+    upload = InitialUpload(learner="l0", nonce=A)
     assert await bus.finish_initial(upload, 10)
     assert await bus.read_initial() == upload
 
 
 async def test_an_upload_of_version_0_counts_only_while_its_claim_is_held(bus: Bus) -> None:
-    upload = InitialUpload(learner="l0", nonce=A, chunks=(1, 2))
+    upload = InitialUpload(learner="l0", nonce=A)
     assert not await bus.finish_initial(upload, 10)
     await bus.claim_initial(B, 10)
     assert not await bus.finish_initial(upload, 10)
     assert await bus.read_initial() is None
-    mine = InitialUpload(learner="l1", nonce=B, chunks=(1, 2))
+    mine = InitialUpload(learner="l1", nonce=B)
     assert await bus.finish_initial(mine, 10)
     assert await bus.read_initial() == mine
 

@@ -83,7 +83,7 @@ class Version0:
                 heads = await self._bus.read_heads(self._fragments)
                 for p, head in zip(self._fragments, heads, strict=True):  # what has a head is not wanted any more
                     self._chunks.append(await self._carrier.upload_initial(p, nonce) if head is None else 0)
-                upload = InitialUpload(learner=member.learner, nonce=nonce, chunks=tuple(self._chunks))
+                upload = InitialUpload(learner=member.learner, nonce=nonce)
                 if await self._bus.finish_initial(upload, INITIAL_TTL_S):
                     self._announced = upload
         except BusError:  # whatever went wrong, the claim lapses and somebody begins again
