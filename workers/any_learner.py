@@ -235,9 +235,13 @@ class AnyLearner:
     ) -> None:
         if error is None:
             self.close()
+        elif isinstance(error, Stopped):
+            self._leave(save_state=True)
         else:
-            stopped = isinstance(error, Stopped)
-            self._leave(save_state=stopped, error=None if stopped else error)
+            try:
+                self._leave(save_state=False, error=error)
+            except Exception as failure:  # what has ended the loop is what its program has to be told
+                structlog.get_logger().error("leaving_failed", learner=self.id, error=repr(failure))
 
     def close(self, save_state: bool = True) -> None:
         """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`.

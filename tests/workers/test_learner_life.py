@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
 from diloco import cli
@@ -210,6 +211,24 @@ def test_a_second_ctrl_c_while_leaving_ends_the_thread(redis_server: str, monkey
         with pytest.raises(KeyboardInterrupt), learner:
             learner.step(1)
         until(lambda: not threads())
+
+
+def test_an_error_of_the_loop_is_not_hidden_by_one_of_leaving(
+    redis_server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a failed computation, whose values cannot be read for a last delta either."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the device has failed")
+
+    with a_syncer(redis_server, "hidden"), capture_logs() as logs:
+        learner = learner_of(redis_server, "hidden")
+        monkeypatch.setattr("diloco.workers.moments.keeper.Keeper.close", fails)
+        with pytest.raises(ZeroDivisionError), learner:
+            learner.step(tokens=1 // 0)
+        until(lambda: not threads())
+    (told,) = [line["error"] for line in logs if line["event"] == "leaving_failed"]
+    assert "the device has failed" in told
 
 
 # --- the id is taken --------------------------------------------------------------------------------------------
