@@ -113,10 +113,11 @@ async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncI
     """The chunks that a reader lacks, while they are being uploaded, however long that takes: the caller has the
     deadline, and feeds the reader before it asks for more.
     """
+    limit, block_s = _piece(reader.chunk_bytes), 0.0  # what is there waits for nobody who waits for what is not
     while not reader.complete:
-        limit = _piece(reader.chunk_bytes)
-        if chunks := await bus.read_chunks(key, reader.received, limit, block_s=BLOCK_S):
+        if chunks := await bus.read_chunks(key, reader.received, limit, block_s=block_s):
             yield chunks
+        block_s = 0.0 if chunks else BLOCK_S
 
 
 async def push(bus: PayloadStore, key: str, array: npt.NDArray[Any], chunk_bytes: int, ttl_s: float) -> Staged:

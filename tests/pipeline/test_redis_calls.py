@@ -6,12 +6,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.bus.redis import lanes
 from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.errors import translate
 from diloco.pipeline.bus.redis_streams import connect
@@ -26,7 +28,10 @@ from diloco.pipeline.errors import (
     ScriptsMissing,
     UsageError,
 )
+from diloco.pipeline.payload.codec import PayloadReader
+from diloco.pipeline.transfer.payloads import arriving, push
 from diloco.studies.strikes.proxy import Proxy
+from tests import samples
 from tests.backdoor import RedisBackdoor
 
 A, B = "aa" * 8, "bb" * 8
@@ -68,6 +73,38 @@ async def test_a_read_longer_than_any_socket_timeout_of_redis_py_is_not_cut_shor
     started = time.monotonic()
     assert await bus.read_offers(0, block_s=5.5) == []
     assert time.monotonic() - started > 5.4
+
+
+@pytest.mark.redis
+async def test_payloads_that_do_not_come_hold_up_neither_a_header_nor_a_payload_that_is_there(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A syncer waits for as many as are announced: hundreds, where all learners leave."""
+    monkeypatch.setattr(lanes, "LANES", dict.fromkeys(lanes.LANES, 1))
+    values, waiting = np.arange(3.0, dtype=np.float32), bus.keys.delta_payload(0, "l0", "0" * 8, 1)
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await push(bus, key, values, 4, 60)
+    async with asyncio.TaskGroup() as group:
+        idle = group.create_task(bus.read_chunks(waiting, 0, 1, block_s=30))
+        await asyncio.sleep(0.1)
+        header = group.create_task(bus.read_offers(0, block_s=30))
+        await bus.offer(samples.header("l0"))
+        assert len(await header) == 1
+        reader = PayloadReader(3, "fp32", 4)
+        async for chunks in arriving(bus, key, reader):
+            for chunk in chunks:
+                reader.feed(chunk)
+        assert not idle.done()
+        idle.cancel()
+
+
+@pytest.mark.redis
+async def test_a_turn_that_comes_late_is_no_silence_of_the_server(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls would fail, and what they had downloaded would begin anew."""
+    monkeypatch.setattr(lanes, "LANES", dict.fromkeys(lanes.LANES, 1))
+    monkeypatch.setattr("diloco.pipeline.bus.redis.fragments.BULK_S", 0.3)
+    keys = [bus.keys.delta_payload(0, "l0", "0" * 8, serial) for serial in range(4)]
+    assert await asyncio.gather(*(bus.read_chunks(key, 0, 1, block_s=0.2) for key in keys)) == [[]] * 4
 
 
 IN_SCRIPT = "Error running script (call to f_1): @user_script:9: @user_script: 9: "

@@ -18,7 +18,7 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.address import Place
 from diloco.pipeline.bus.redis.errors import refused, scripts_missing
-from diloco.pipeline.bus.redis.lanes import Lane, Lanes
+from diloco.pipeline.bus.redis.lanes import BLOCKING, Lane, Lanes
 from diloco.pipeline.bus.redis.nodes import Nodes
 from diloco.pipeline.errors import BusUnavailable, DilocoError, NotPermitted
 
@@ -323,14 +323,13 @@ class RedisCalls:
         """The command, and the lane it belongs to."""
         block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
         command = ("XREAD", "COUNT", limit, *block, "STREAMS", *cursors, *cursors.values())
-        return command, "blocking" if block else lane
+        return command, BLOCKING[lane] if block else lane
 
     async def read(
         self,
         cursors: Mapping[str, str],
         limit: int,
         block_s: float,
-        lane: Lane = "control",
         away: set[str] | None = None,
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first.
@@ -341,9 +340,8 @@ class RedisCalls:
             stored_values.entry_id(cursor)
         if self.nodes.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
             return await self._read_slots(slots, limit, block_s, away)
-        limit_s = BULK_S if lane == "bulk" else CONTROL_S
-        command, lane = self.xread(cursors, limit, block_s, lane)
-        async with self.call(lane, limit_s + block_s, next(iter(cursors))) as client:
+        command, lane = self.xread(cursors, limit, block_s, "control")
+        async with self.call(lane, CONTROL_S + block_s, next(iter(cursors))) as client:
             return _entries(await bulk.ask(client, command))
 
     async def _read_slots(

@@ -174,7 +174,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
             with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
                 await self._redis.script("extend", [key], to_ms(extend_s))
         cursors = {key: f"{first}-0"}
-        command, lane = self._redis.xread(cursors, limit, block_s, "bulk")
+        command, lane = self._redis.xread(cursors, limit, block_s, "payloads")
         async with self._redis.call(lane, BULK_S + block_s, key) as client:
             key_then_entries = await bulk.receive(client, command)  # perhaps in memory that nobody else has
         return list(key_then_entries[3::3])  # id, field, value

@@ -1,8 +1,8 @@
 """Connections to a run's nodes, and one call on them: its time limit, its turn, and errors as this project names them.
 
-Three lanes with connections of their own, so that neither a long payload nor a blocking read holds up control; and
-each node has its own, so that one that is gone holds up nobody who wants another. There are no retries here: the
-caller knows what may be repeated.
+Lanes have connections of their own, so that neither a long payload nor a blocking read holds up control, and nobody
+who waits for a payload those who wait for a header; and each node has its own, so that one that is gone holds up nobody
+who wants another. There are no retries here: the caller knows what may be repeated.
 """
 
 import asyncio
@@ -22,10 +22,14 @@ from diloco.pipeline.bus.redis.errors import ERRORS, IS_IT_THERE, translate
 from diloco.pipeline.bus.redis.nodes import LOOK_S, Nodes
 from diloco.pipeline.errors import BusUnavailable, DilocoError
 
-Lane = Literal["control", "bulk", "blocking"]
+Lane = Literal["control", "bulk", "payloads", "blocking", "blocking payloads"]
 
-LANES: dict[Lane, int] = {"control": 8, "bulk": 8, "blocking": 256}
+LANES: dict[Lane, int] = {"control": 8, "bulk": 8, "payloads": 32, "blocking": 256, "blocking payloads": 256}
 """Calls in flight at a node at most; further ones wait for their turn."""
+BLOCKING: dict[Lane, Lane] = {"control": "blocking", "payloads": "blocking payloads"}
+"""Where a call goes that waits at the server for what it reads."""
+CROWDED: frozenset[Lane] = frozenset({"payloads", "blocking", "blocking payloads"})
+"""Hundreds of calls may want a turn there: to wait for one says nothing of the server, and is no part of their time."""
 LOOK_AGAIN_S = 0.2
 """Least time between two looks that failed calls ask for."""
 
@@ -122,11 +126,13 @@ class Lanes:
             way = self._ways[lane, address] = _Way(self.place.at(address), LANES[lane])
         where = self.where(address)
         try:
-            async with asyncio.timeout(limit_s) as scope:
+            async with asyncio.timeout(None if lane in CROWDED else limit_s) as scope:
                 way.calls.add(scope)
                 way.idle.clear()
                 try:
                     async with way.turns:
+                        if scope.when() is None:
+                            scope.reschedule(asyncio.get_running_loop().time() + limit_s)
                         yield way.client
                 finally:
                     way.calls.discard(scope)
