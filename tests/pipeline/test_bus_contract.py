@@ -266,6 +266,7 @@ async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than
     after |= {"e": START}
     assert stored_values.offer_cursors([b"l0"], after) == {"l0": START}, "nor is a name read that is off the list"
     assert [one.entry_id for one in await bus.read_offers(0, after)] == [pending]
+    await asyncio.sleep(0.002)  # so that a stream that was deleted gives its first entry no id that it gave before
     again = await bus.offer(samples.header("a"))
     assert [one.entry_id for one in await bus.read_offers(0, after)] == [again, pending]
 
