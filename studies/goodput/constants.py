@@ -35,9 +35,12 @@ class Constants(Site):
     repair_mean: Span = Field(
         30.0, gt=0, description="Its mean. Assumed: the paper's table tells 20 s from 60 s by no more than its rounding"
     )
-    repair_shape: float = Field(0.8, gt=0, description="Weibull shape; below 1 the tail is heavy. Assumed")
+    repair_shape: float = Field(0.8, ge=0.1, description="Weibull shape; below 1 the tail is heavy. Assumed")
     repair_power: float = Field(
-        2.0, gt=0, description="Exponent of the Weibull's distribution function; above 1, few very short ones. Assumed"
+        2.0,
+        gt=0,
+        le=1000,
+        description="Exponent of the Weibull's distribution function; above 1, few very short ones. Assumed",
     )
     repair_trace: Path | None = Field(None, description="File of repair times, s, one a line, drawn from at random")
     host_mtbi: Span = Field(0.0, description="Mean time between failures of a whole host; 0: none. Assumed")

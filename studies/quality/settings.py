@@ -368,7 +368,7 @@ def read_experiment(path: Path) -> Experiment:
     """
     try:
         table = tomllib.loads(path.read_text("utf-8-sig"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # no TOML, a number of 5,000 digits, 5,000 brackets
         raise UsageError(f"cannot read experiment {path}: {error}") from error
     known = {"question": str, "reference": str, "best_of": list, "settings": dict, "variants": list}
     for name, value in table.items():
@@ -427,7 +427,7 @@ def _rows(path: Path, variant: str, given: Mapping[str, Any], above: Sequence[Ro
     for values in itertools.product(*swept.values()):
         chosen = dict(zip(swept, values, strict=True))
         runs = [_lab_run(where, {**given, **chosen, "seed": seed}, above) for seed in dict.fromkeys(seeds)]
-        yield Row(variant=variant, swept=chosen, runs=tuple(runs))
+        yield Row(variant=variant, swept=chosen, runs=tuple(dict.fromkeys(runs)))
 
 
 def _lab_run(where: str, given: dict[str, Any], above: Sequence[Row]) -> LabRun:
@@ -445,7 +445,9 @@ def _lab_run(where: str, given: dict[str, Any], above: Sequence[Row]) -> LabRun:
     if dense and method == "paper" and (size := SIZES.get(given.get("model", USUAL["model"]))):
         preset["fragments"] = min(preset["fragments"], size.tensors)
     try:
-        return LabRun(**{**preset, **given})
+        run = LabRun(**{**preset, **given})
+        run.sync_spec(tokens=1)  # which has bounds of its own
+        return run
     except ValidationError as error:
         lines = []
         for problem in error.errors(include_url=False):

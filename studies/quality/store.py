@@ -41,6 +41,12 @@ def data_fingerprint(run: LabRun) -> str:
     return (_text_fingerprint(run.data) if run.task in TEXT else "") + odd + names + before
 
 
+def look_again() -> None:
+    """Forget what the data were: they may have changed since this process looked."""
+    _text_fingerprint.cache_clear()
+    _names_fingerprint.cache_clear()
+
+
 @cache
 def _text_fingerprint(data: str) -> str:
     check_data(data)
@@ -85,7 +91,7 @@ class Store:
             try:
                 result: Result = json.loads(file.read_bytes())
                 summary_of(result)
-            except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
                 typer.echo(f"warning: {file} is no whole result, so its run counts as not done ({error!r})", err=True)
             else:
                 return result

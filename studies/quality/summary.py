@@ -8,10 +8,13 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import number
+from diloco.pipeline.wrong_values import told
 
 COLUMNS = (
     *("experiment", "run", "seed", "measure", "better", "value"),
@@ -27,9 +30,9 @@ class Mark(NamedTuple):
 
     tokens: int
     """Trained by all learners until then."""
-    virtual_s: float
+    virtual_s: FiniteFloat
     value: float
-    exact: float | None = None
+    exact: FiniteFloat | None = None
     """Share of the held-out answers that are exactly right, where the task has answers."""
 
 
@@ -51,19 +54,19 @@ class RunSummary:
     higher_is_better: bool
     value: float
     """At the end."""
-    merged_share: float | None
+    merged_share: FiniteFloat | None
     """Of the trained tokens; None where there is no protocol, as for the other two shares."""
-    overwritten_share: float | None
-    stale_share: float | None
+    overwritten_share: FiniteFloat | None
+    stale_share: FiniteFloat | None
     """Of the merged deltas."""
-    bytes_a_token: float | None
+    bytes_a_token: FiniteFloat | None
     """Of deltas and globals, to and from all learners, for each trained token; None where there is no protocol, or in
     results of earlier code, as the next one is."""
-    syncer_s: float | None
+    syncer_s: FiniteFloat | None
     """Processor time of merges and outer steps, with encoding and digests."""
-    goodput: float
-    virtual_s: float
-    curve: tuple[Mark, ...]
+    goodput: FiniteFloat
+    virtual_s: FiniteFloat
+    curve: Annotated[tuple[Mark, ...], Field(min_length=1)]
 
     @property
     def exact(self) -> float | None:
@@ -71,24 +74,36 @@ class RunSummary:
         return self.curve[-1].exact
 
 
+_CHECKED = TypeAdapter(RunSummary)
+
+
 def summary_of(result: Mapping[str, Any]) -> RunSummary:
-    """Of a raw result, as `Recorder.result` has it."""
-    return RunSummary(
-        measure=result["measure"],
-        higher_is_better=result["higher_is_better"],
-        value=number(result["final"]["value"]),
-        merged_share=result.get("merged_share"),
-        overwritten_share=result.get("overwritten_share"),
-        stale_share=result.get("stale_share"),
-        bytes_a_token=result["learner_bytes"] / result["tokens"] if "learner_bytes" in result else None,
-        syncer_s=result.get("syncer_s"),
-        goodput=result["goodput"],
-        virtual_s=result["virtual_s"],
-        curve=tuple(
+    """Of a raw result, as `Recorder.result` has it.
+
+    Raises:
+        LookupError, TypeError, ValueError, ArithmeticError: it is none.
+    """
+    summary = {
+        "measure": result["measure"],
+        "higher_is_better": result["higher_is_better"],
+        "value": number(result["final"]["value"]),
+        "merged_share": result.get("merged_share"),
+        "overwritten_share": result.get("overwritten_share"),
+        "stale_share": result.get("stale_share"),
+        "bytes_a_token": result["learner_bytes"] / result["tokens"] if "learner_bytes" in result else None,
+        "syncer_s": result.get("syncer_s"),
+        "goodput": result["goodput"],
+        "virtual_s": result["virtual_s"],
+        "curve": tuple(
             Mark(p["tokens"], p["virtual_s"], number(p["measures"]["value"]), p["measures"].get("exact"))
             for p in result["points"]
         ),
-    )
+    }
+    try:
+        return _CHECKED.validate_python(summary)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {told(problem)}") from error
 
 
 def encode(summaries: Mapping[RunName, RunSummary]) -> str:

@@ -1,9 +1,11 @@
 """Many runs over several processes; each result is kept as soon as it is there. Ctrl-C keeps what is done."""
 
+import math
 import multiprocessing
 import os
 import queue
 import signal
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -15,9 +17,11 @@ from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.process.lifecycle import die_with_parent, end_signals, ignore_hangup, two_phases
 from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.store import Result, Store
+from diloco.studies.quality.store import Result, Store, look_again
 
 LOOK_S = 0.2
+STOP_S = 10.0
+"""In which a run that is asked to stop does so: one that makes no step meanwhile is killed."""
 
 
 class LabProcessDied(DilocoError):
@@ -49,8 +53,8 @@ def sweep(
 
     kept: files of parameters to keep; those that a run begins from must be there.
 
-    On Ctrl-C runs under way are given up within a step, and the iterator ends. At a second one their processes are
-    killed, and it is a KeyboardInterrupt.
+    On Ctrl-C runs under way are given up within a step, or killed after `STOP_S`, and the iterator ends. At a second
+    one they are killed at once, and it is a KeyboardInterrupt.
 
     Raises:
         LabProcessDied: the system killed one.
@@ -67,6 +71,7 @@ def sweep(
         doing: dict[Future[Result | DilocoError | None], int] = {
             pool.submit(_train, number, run, folder, device, kept): number for number, run in enumerate(runs)
         }
+        until = math.inf
         while doing:
             done, _ = wait(doing, timeout=LOOK_S, return_when=FIRST_COMPLETED)
             with_news = _drain(news)
@@ -85,10 +90,9 @@ def sweep(
                     ) from error
                 if result is not None:
                     yield number, result
-            if stop.is_set():
-                for future in list(doing):
-                    if future.cancel():
-                        del doing[future]
+            if stop.is_set() and time.monotonic() > (until := min(until, time.monotonic() + STOP_S)):
+                _kill()
+                return
 
 
 def _kill() -> None:
@@ -161,6 +165,7 @@ def _train(number: int, run: LabRun, folder: Path, device: str, kept: Collection
 
     if _stop.is_set():
         return None
+    look_again()
     try:
         begin_from = None if run.after is None else store.parameters(run.after)
         own = store.parameters(run)

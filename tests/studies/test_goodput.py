@@ -1,6 +1,7 @@
 """The failure simulator: time lines, accounts, and the formulas that they must meet."""
 
 import itertools
+from math import gamma
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from diloco.studies.goodput.constants import Constants
 from diloco.studies.goodput.fleet import METHODS, jobs, simulate, step_times, together
 from diloco.studies.goodput.job import Stops, Timeline, overlap, run_elastic, run_rigid
 from diloco.studies.goodput.ownership import unowned
-from diloco.studies.goodput.strikes import Strikes, draw, quantiles, repair_cdf, repairs
+from diloco.studies.goodput.strikes import Strikes, _unit_mean, draw, quantiles, repair_cdf, repairs
 
 PLAIN = Constants(gather=10, down=20, up=20, restart=100, repair="constant", repair_mean=50, slice_chips=1)
 
@@ -252,6 +253,14 @@ def test_repair_times_have_the_mean_and_distribution_that_was_asked_for(shape, p
     assert repair_cdf(constants, quantiles(constants, shares)) == pytest.approx(shares)
     if (shape, power) == (1.0, 1.0):
         assert np.median(drawn) == pytest.approx(40 * np.log(2), rel=0.02)
+
+
+def test_repair_times_whose_mean_cannot_be_found_are_refused():
+    """With the heaviest tail that is taken, the mean by which times are scaled is the Weibull's own."""
+    assert _unit_mean(0.1, 1.0) == pytest.approx(gamma(11), rel=1e-3)
+    for out_of_reach in ({"repair_shape": 0.05}, {"repair_power": 1e6}):
+        with pytest.raises(ValidationError):
+            Constants(**out_of_reach)
 
 
 def test_repair_times_come_from_a_trace(tmp_path):

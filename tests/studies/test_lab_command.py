@@ -188,10 +188,10 @@ def test_a_process_that_the_system_killed_ends_the_others(text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("how", ["a second Ctrl-C", "a parent that was killed"])
+@pytest.mark.parametrize("how", ["Ctrl-C", "a second Ctrl-C", "a parent that was killed"])
 def test_no_process_is_left_of_a_sweep(how, text, tmp_path):
-    """Also where a run does not look whether it is to end: here it has been stopped."""
-    file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000]), tmp_path / "out"
+    """Also where a run does not look whether it is to end: here it has been stopped. Others are not begun yet."""
+    file, out = tiny(tmp_path, text, method="single", steps=[4, *range(10**6, 10**6 + 4)]), tmp_path / "out"
     process = begun(file, out)
     first_result(process, out)
     if how == "a parent that was killed":
@@ -202,9 +202,12 @@ def test_no_process_is_left_of_a_sweep(how, text, tmp_path):
         os.killpg(process.pid, signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(2)
-        os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
+        if how == "a second Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode != 0
+    assert "Traceback" not in errors
+    assert how != "Ctrl-C" or process.returncode == AGAIN_STATUS
     ends(process.pid)
 
 
@@ -257,6 +260,18 @@ def test_an_error_that_nobody_expected_is_one_run_s_alone(text, tmp_path, monkey
     monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: [][1])
     failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu", ())
     assert str(failed) == "IndexError: list index out of range"
+
+
+def test_text_that_changes_during_a_sweep_makes_the_next_run_another(text, tmp_path, monkeypatch):
+    """Though the same process does it: its result is not kept as one of the text before."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sweep, "_stop", threading.Event())
+    monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: result(1.0))
+    run, out = LabRun(data=str(text)), tmp_path / "out"
+    assert sweep._train(0, run, out, "cpu", ()) == result(1.0)
+    text.write_text(text.read_text() + "one more line\n")
+    assert sweep._train(1, run, out, "cpu", ()) == result(1.0)
+    assert len(list(out.glob("*.json"))) == 2
 
 
 @pytest.mark.parametrize(("last", "said"), [(result(2.0), "second 100%  2.000"), (DilocoError("no"), "second failed")])

@@ -73,7 +73,17 @@ def test_a_result_is_whole_or_not_there(text, tmp_path):
     assert [path.suffix for path in store.folder.iterdir()] == [".json"]
 
 
-@pytest.mark.parametrize("damaged", ["", '{"final": {"val', "[]", "{}", '{"final": 1}', '"word"', "\xff"])
+OTHERS = ({"points": []}, {"goodput": None}, {"merged_share": "x"}, {"final": {"value": []}}, {"virtual_s": 10**400})
+"""What is not a result's, though all else is."""
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        *("", '{"final": {"val', "[]", "{}", '{"final": 1}', '"word"', "\xff", 100_000 * "["),
+        *(json.dumps(result(1.0, **other)) for other in OTHERS),
+    ],
+)
 def test_a_damaged_result_is_named_and_done_again(text, tmp_path, capsys, damaged):
     """No error; where another code's is whole, that one is shown."""
     store, run = Store(tmp_path / "out"), LabRun(data=str(text))

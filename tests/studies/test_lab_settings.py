@@ -92,6 +92,10 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         (SWEEP + "task = 'digits'", "tasks digits, text measure different things"),
         ("best_of = ['task']\n[settings]\ntask = ['digits', 'text']", "tasks digits, text measure different things"),
         ("[settings", "cannot read experiment"),
+        ("[settings]\nlr = " + 5000 * "9", "cannot read experiment"),
+        ("question = " + 5000 * "[", "cannot read experiment"),
+        ("[settings]\nquorum = 0", "quorum=0: too small (allowed: at least 1) (K; 'all': M)"),
+        ("[settings]\ndoubling = 10000000", "doubling=10000000: too large (allowed: at most 1000000)"),
         ("[settings]\nmodel = 'huge'", "model='huge': task='text' has no such size (Size: nano, deep, tiny, 2m, small"),
         ("[settings]\nmodel = 'lagre'", "has no such size (is 'large' meant?)"),
         (

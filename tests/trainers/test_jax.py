@@ -469,6 +469,27 @@ def test_a_name_that_is_none_is_refused_with_the_form_that_is_wanted(wrong):
         Learner(jax_params(), names={"out.kernel": wrong}, **NOWHERE)
 
 
+def donated() -> Any:
+    """An array that is no longer there."""
+    (array := jnp.ones(())).delete()
+    return array
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (donated, "loss was donated to a jitted function"),
+        (lambda: jax.random.key(0), "loss: key<fry> of shape ()"),
+        (lambda: jnp.ones((), complex), "loss: complex64 of shape ()"),
+        (lambda: jnp.ones(2), "loss: float32 of shape (2,)"),
+    ],
+)
+def test_a_loss_that_is_no_number_is_refused_at_its_step(loss, said):
+    """The exchange would find out later, and end the loop."""
+    with pytest.raises(UsageError, match=re.escape(said)):
+        Learner(params := {"w": jnp.ones(2)}, run="r", **NOWHERE).step(params, tokens=1, loss=loss())
+
+
 def test_embeddings_may_come_one_after_another():
     """A generator gives its names once, and each is heeded."""
     tree = Tree(jax_params(), embeddings=(name for name in ("out.kernel", "hidden.kernel")))

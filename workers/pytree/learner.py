@@ -231,17 +231,23 @@ def _is_concrete(name: str, value: Any) -> bool:
     """Whether it is an array of JAX's.
 
     Raises:
-        UsageError: it has no value, since it is traced.
+        UsageError: it has no value, since it is traced or was donated.
     """
     if isinstance(value, jax.core.Tracer):
         raise UsageError(f"{name} is traced: call the learner outside of jit, grad and scan")
-    return isinstance(value, jax.Array)
+    if not isinstance(value, jax.Array):
+        return False
+    if value.is_deleted():
+        raise UsageError(
+            f"{name} was donated to a jitted function, and is no longer there: pass what that has returned"
+        )
+    return True
 
 
 def _loss(loss: Any) -> Any:
     """As `one_loss`; an array stays one, so that nothing waits for its device."""
     if not _is_concrete("loss", loss):
         return one_loss(loss)
-    if loss.size != 1 or jnp.iscomplexobj(loss):
+    if loss.size != 1 or jnp.iscomplexobj(loss) or jnp.issubdtype(loss.dtype, jax.dtypes.extended):
         raise UsageError(f"loss: {loss.dtype} of shape {loss.shape}; pass one number, or leave it out")
     return loss.reshape(())
