@@ -350,3 +350,23 @@ def test_servers_that_start_again_are_what_sentinels_have_made_of_them(container
     containers.kill(0)
     containers.start(0)
     assert containers.follows(0) == 1
+
+
+def test_a_sentinel_takes_a_changed_password_and_forgets_nothing_that_it_has_found_out(tmp_path: Path) -> None:
+    """With the old one no server lets it in, and nobody would take a dead primary's place."""
+    (tmp_path / "docker-entrypoint.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "docker-entrypoint.sh").chmod(0o700)
+    script, config = (ROOT / "deploy" / "sentinel.sh").read_text(), tmp_path / "sentinel.conf"
+    script = script.replace("/data", str(tmp_path))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PRIMARY": "10.0.0.1"}
+    for password in ("secret-one", "secret-two"):
+        command = ["/bin/sh", "-c", script]
+        subprocess.run(command, env=environment | {"REDIS_SENTINEL_PASSWORD": password}, check=True)
+        lines = config.read_text().splitlines()
+        assert len(lines) == len(set(lines))
+        assert {f"sentinel sentinel-pass {password}", f"sentinel auth-pass diloco {password}"} < set(lines)
+        assert [line for line in lines if "secret" in line and password not in line] == []
+        assert [line.split()[3] for line in lines if line.startswith("sentinel monitor")] == ["10.0.0.1"]
+        config.write_text(config.read_text() + "sentinel known-replica diloco 10.0.0.2 6379\n")
+        environment["PRIMARY"] = "10.0.0.9"
+    assert "sentinel known-replica diloco 10.0.0.2 6379" in lines
