@@ -14,7 +14,15 @@ if [ -n "${REDIS_REPLICA_PASSWORD:-}" ]; then
   following=/data/following.conf
   role=${REPLICA_OF:+replicaof $REPLICA_OF}
   [ ! -f "$following" ] || role=$(grep '^replicaof ' "$following" || true)
-  printf 'protected-mode no\nmasteruser replica\nmasterauth %s\n%s\n' "$REDIS_REPLICA_PASSWORD" "$role" > "$following.new"
+  {
+    echo "protected-mode no"
+    echo "masteruser replica"
+    echo "masterauth $REDIS_REPLICA_PASSWORD"
+    # A replica may fall behind by payloads: one that is cut off for it has to take all again.
+    echo "client-output-buffer-limit replica 0 0 0"
+    echo "repl-backlog-size 256mb"
+    echo "$role"
+  } > "$following.new"
   mv "$following.new" "$following"
 fi
 

@@ -373,6 +373,32 @@ def test_a_replica_that_sentinels_miss_is_named_with_what_the_next_loss_does(
     assert any("once one more server is lost, all writes are refused" in one for one in said) is bool(last)
 
 
+@pytest.mark.parametrize(
+    ("limits", "backlog", "said"),
+    [
+        ("normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60", 2**20, " 64mb behind .* missed 1mb"),
+        ("normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60", 2**28, " 64mb behind"),
+        ("normal 0 0 0 replica 0 0 0 pubsub 33554432 8388608 60", 10 * 2**20, "missed 10mb"),
+        ("normal 0 0 0 slave 0 0 0 pubsub 33554432 8388608 60", 2**28, None),
+        ("normal 0 0 0 slave 4294967296 2147483648 60 pubsub 33554432 8388608 60", 2**28, None),
+        (None, 2**28, None),
+    ],
+)
+def test_a_server_whose_replicas_may_not_fall_behind_by_payloads_is_named(
+    limits: str | None, backlog: int, said: str | None
+) -> None:
+    """As any is that nobody has set; but only where there are replicas."""
+    config = {} if limits is None else {"client-output-buffer-limit": limits}
+    for replicas in (0, 1):
+        info = INFO | {"connected_slaves": replicas, "repl_backlog_size": backlog, "min_slaves_good_slaves": replicas}
+        found = [one for one in checks.server([Server.of(info, config)]) if one.about == "buffers of replicas"]
+        assert len(found) == replicas
+        for one in found:
+            assert one.level == ("warning" if said else "ok")
+            assert re.search(said or "not told|may fall behind", one.found)
+            assert ("CONFIG SET client-output-buffer-limit 'replica 0 0 0'" in one.remedy) is bool(said)
+
+
 @pytest.mark.parametrize(("takes_writes", "live"), [(True, 0), (False, 1)])
 def test_who_cannot_report_since_redis_refuses_writes_is_not_missed(takes_writes: bool, live: int) -> None:
     async def main() -> Run | None:

@@ -255,6 +255,7 @@ def test_the_redis_that_follows_another_one_has_its_password_in_a_file(tmp_path:
         assert said.endswith("--min-replicas-to-write 1\n")
         lines = (tmp_path / "following.conf").read_text().splitlines()
         assert {f"masterauth {password}", "replicaof 10.0.0.1 6379"} < set(lines)
+        assert "client-output-buffer-limit replica 0 0 0" in lines, "a chunk of payloads cuts no replica off"
         assert len([line for line in lines if line.startswith("masterauth")]) == 1
         assert (tmp_path / "following.conf").stat().st_mode & 0o077 == 0
 
