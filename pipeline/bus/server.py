@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.redis_memory import redis_bytes, redis_holds, round_bytes
+from diloco.pipeline.redis_memory import MACHINE_TIMES, redis_bytes, redis_holds, round_bytes
 from diloco.pipeline.units import as_bytes, as_maxmemory, counted
 
 OLDEST = (6, 2)
@@ -217,7 +217,8 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
     return warning(
         "persistence",
         f"no append-only file: a restart loses {lost}, which syncers and learners put back only if some outlive it",
-        f"{to_set('appendonly yes')}; or keep checkpoints (--checkpoint-dir of each syncer)",
+        f"{to_set('appendonly yes')}, on a machine with twice its memory; or keep checkpoints (--checkpoint-dir of "
+        "each syncer)",
     )
 
 
@@ -336,7 +337,7 @@ def room(
         has += f", on a machine of {as_bytes(machine_bytes)}"
     if 0 < limit < needed:
         each = f" on each of the {nodes} nodes" if nodes > 1 else ""
-        larger = f"give it a machine with more memory than {as_bytes(needed)}"
+        larger = f"give it a machine with {as_bytes(MACHINE_TIMES * needed)} of memory"
         remedy = to_maxmemory(needed / nodes, each) if maxmemory_bytes else larger
         return error("Redis memory", f"{has}; {needs}", remedy)
     return ok("Redis memory", f"{has}; {needs}")

@@ -42,6 +42,7 @@ from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.process import cores as cores_module
 from diloco.pipeline.process.cgroup import Limits
 from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.redis_memory import redis_bytes
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
@@ -275,7 +276,7 @@ def test_a_server_of_ours_is_not_told_to_keep_what_it_drops_at_its_end() -> None
     found = of_server.persistence(theirs)
     assert found.found.startswith("no append-only file: a restart loses all")
     assert found.remedy.startswith(
-        'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET appendonly yes, and the same in its configuration; or'
+        'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET appendonly yes, and the same in its configuration, on a'
     )
     found = of_server.persistence(Server.of(INFO | {"aof_enabled": 0, "config_file": "/tmp/diloco_redis_x/redis.conf"}))
     assert "`diloco redis`" in found.found
@@ -301,6 +302,14 @@ def test_a_run_whose_syncers_save_checkpoints_outlives_its_server(
             found.append("persistence" in bad(look("--redis-url", healthy.url, "--run", "saved")[1]))
             client.flushall()
     assert found == [True, False]
+
+
+def test_a_machine_has_twice_what_its_redis_holds_wherever_one_is_asked_for() -> None:
+    """While an append-only file is rewritten, what a round replaces is there twice."""
+    found = of_server.room(0, 1e9, SyncSettings().sync_spec(), machine_bytes=2**30)
+    needed = redis_bytes(1e9, of_server.LEAST_LEARNERS, "bf16", "bf16")
+    assert found.remedy == f"give it a machine with {as_bytes(2 * needed)} of memory"
+    assert "twice its memory" in of_server.persistence(Server.of(INFO | {"aof_enabled": 0})).remedy
 
 
 def test_of_several_that_ask_for_a_larger_maxmemory_the_largest_is_asked_for() -> None:
