@@ -7,11 +7,23 @@ set -eu
 users=/data/users.acl
 umask 077
 
-# How it follows another one is in a file, not on its command line, which everybody can read.
+# How it follows another one is in a file, not on its command line, which everybody can read. Whom it follows at first is
+# REPLICA_OF (address, port). After that it is what sentinels have had it write there: nobody, if it has become primary.
 following=
 if [ -n "${REDIS_REPLICA_PASSWORD:-}" ]; then
   following=/data/following.conf
-  printf 'protected-mode no\nmasteruser replica\nmasterauth %s\n' "$REDIS_REPLICA_PASSWORD" > "$following"
+  role=${REPLICA_OF:+replicaof $REPLICA_OF}
+  [ ! -f "$following" ] || role=$(grep '^replicaof ' "$following" || true)
+  {
+    echo "protected-mode no"
+    echo "masteruser replica"
+    echo "masterauth $REDIS_REPLICA_PASSWORD"
+    # A replica may fall behind by payloads: one that is cut off for it has to take all again.
+    echo "client-output-buffer-limit replica 0 0 0"
+    echo "repl-backlog-size 256mb"
+    echo "$role"
+  } > "$following.new"
+  mv "$following.new" "$following"
 fi
 
 invited=$(grep '^user invited-' "$users" 2> /dev/null || true) # by `diloco invite`, while the last Redis was up

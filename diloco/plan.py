@@ -84,7 +84,11 @@ def show(console: Console, needs: Needs) -> None:
         "of a syncer: cores at the busiest moment; memory when all windows are open and another one died",
         soft_wrap=True,
     )
-    console.print("of a Redis node: learners' traffic and syncers'; a syncer beside it takes half off its line\n")
+    console.print(
+        "of a Redis node: maxmemory, its machine has twice as much; learners' traffic and syncers', a syncer beside it "
+        "takes half off its line\n",
+        soft_wrap=True,
+    )
     console.print("settings for all parties, in a file for --config:")
     for name, value in needs.settings.items():
         console.print(f"  {name} = {dumps(value)}", highlight=False)

@@ -60,7 +60,7 @@ OUTER_SETTINGS = ("outer_lr", "outer_momentum", "outer_warmup")
 REDIS_BYTES_PER_S = 1.1 * 2**30
 """Of one node, through a Python client, measured at 1 MiB a value."""
 REDIS_MEMORY_BYTES, SYNCER_MEMORY_BYTES = 256e9, 512e9
-"""Memory of one machine. Assumed"""
+"""maxmemory of a Redis node, whose machine has `MACHINE_TIMES` as much; memory of a syncer's machine. Assumed"""
 SYNCER_BYTES_PER_S = 100e9 / 8
 """Network of a syncer's machine. Assumed"""
 LEARNER_S = 3.4e-9

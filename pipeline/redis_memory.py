@@ -23,6 +23,9 @@ MOMENTS = 2
 """Of Adam, which keeps as many as any usual optimizer."""
 RESERVE_BYTES = 32 * 2**20
 """For everything that is not a payload."""
+MACHINE_TIMES = 2
+"""Memory of its machine, in maxmemory: while a child of Redis writes all that it holds to disk or to a replica, what
+a round replaces is there twice."""
 
 
 def redis_bytes(

@@ -105,6 +105,7 @@ def server(nodes: Iterable[Server]) -> Iterator[Finding]:
         yield from _of_each(nodes, look)
     replicated = [one for one in nodes if one.replicas or one.known_replicas or one.cut_off or one.cluster]
     yield from _of_each(replicated, of_server.replaced)
+    yield from _of_each([one for one in nodes if one.replicas], of_server.buffers)
     yield from _of_each([one for one in nodes if one.cluster], of_server.coverage)
 
 

@@ -3,6 +3,7 @@
 One judgement for all who ask: the bus as it connects and warns, the syncer before it begins, `diloco doctor`.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.redis_memory import redis_bytes, redis_holds, round_bytes
+from diloco.pipeline.redis_memory import MACHINE_TIMES, redis_bytes, redis_holds, round_bytes
 from diloco.pipeline.units import as_bytes, as_maxmemory, counted
 
 OLDEST = (6, 2)
@@ -26,6 +27,10 @@ OWN_PREFIX = "diloco_redis_"
 """Of the folders of servers that we start ourselves."""
 FULL_COVERAGE = "cluster-require-full-coverage"
 """Setting of a cluster's node: it serves nothing while any slot has no node."""
+BUFFER_LIMIT = "client-output-buffer-limit"
+"""Setting of three limits for each kind of client; replicas are a kind."""
+SMALL_BUFFER_BYTES, SMALL_BACKLOG_BYTES = 64 * 2**20, 10 * 2**20
+"""What Redis and Valkey have unless it is set (the lower of two limits, the larger of two backlogs)."""
 
 
 class Address(NamedTuple):
@@ -76,6 +81,10 @@ class Server:
     """It is a node of one."""
     full_coverage: bool | None = None
     """It serves nothing while any slot of its cluster is without a node; None: not told."""
+    buffer_bytes: int | None = None
+    """By how much a replica may be behind, or it is cut off; 0: no limit, None: not told."""
+    backlog_bytes: int | None = None
+    """Of how much a replica that was away need not take all again; None: not told."""
     own: bool = False
     """One of ours, which lasts as long as the command that has started it (`embedded`)."""
 
@@ -104,8 +113,16 @@ class Server:
             at=at,
             cluster=bool(info.get("cluster_enabled")),
             full_coverage=None if coverage is None else coverage == "yes",
+            buffer_bytes=_of_replicas(config.get(BUFFER_LIMIT)),
+            backlog_bytes=info.get("repl_backlog_size"),
             own=f"/{OWN_PREFIX}" in str(info.get("config_file", "")),
         )
+
+
+def _of_replicas(limits: str | None) -> int | None:
+    """The lowest limit of theirs, hard or soft; 0: none."""
+    found = re.search(r"(?:slave|replica) (\d+) (\d+)", limits or "")
+    return None if found is None else min(filter(None, map(int, found.groups())), default=0)
 
 
 def version(server: Server) -> Finding:
@@ -200,7 +217,8 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
     return warning(
         "persistence",
         f"no append-only file: a restart loses {lost}, which syncers and learners put back only if some outlive it",
-        f"{to_set('appendonly yes')}; or keep checkpoints (--checkpoint-dir of each syncer)",
+        f"{to_set('appendonly yes')}, on a machine with twice its memory; or keep checkpoints (--checkpoint-dir of "
+        "each syncer)",
     )
 
 
@@ -249,6 +267,24 @@ def replaced(server: Server) -> Finding:
             "PASSWORD, with TLS with --tls --cacert ca.pem --cert FILE --key FILE)",
         )
     return replicas(server)
+
+
+def buffers(server: Server) -> Finding:
+    """Whether a replica may fall behind by payloads, and be away for a moment, and need not take all again."""
+    limit, backlog = server.buffer_bytes, server.backlog_bytes
+    small = []
+    if limit and limit <= SMALL_BUFFER_BYTES:
+        small.append(f"cut off once it is {as_maxmemory(limit)} behind ({BUFFER_LIMIT})")
+    if backlog and backlog <= SMALL_BACKLOG_BYTES:
+        small.append(f"to take all again once it has missed {as_maxmemory(backlog)} (repl-backlog-size)")
+    if small:
+        return warning(
+            "buffers of replicas",
+            f"a replica is {', and '.join(small)}: while a run writes it may never come back",
+            f"""on all of them: {to_set(f"{BUFFER_LIMIT} 'replica 0 0 0'")}, with repl-backlog-size 256mb""",
+        )
+    told = f"not told ({BUFFER_LIMIT} is to be replica 0 0 0)"
+    return ok("buffers of replicas", told if limit is None else "a replica may fall behind by payloads")
 
 
 def coverage(server: Server) -> Finding:
@@ -301,7 +337,7 @@ def room(
         has += f", on a machine of {as_bytes(machine_bytes)}"
     if 0 < limit < needed:
         each = f" on each of the {nodes} nodes" if nodes > 1 else ""
-        larger = f"give it a machine with more memory than {as_bytes(needed)}"
+        larger = f"give it a machine with {as_bytes(MACHINE_TIMES * needed)} of memory"
         remedy = to_maxmemory(needed / nodes, each) if maxmemory_bytes else larger
         return error("Redis memory", f"{has}; {needs}", remedy)
     return ok("Redis memory", f"{has}; {needs}")

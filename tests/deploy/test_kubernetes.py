@@ -18,6 +18,7 @@ import yaml
 from diloco.acl import variable
 from diloco.pipeline.bus import acl
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.redis_memory import MACHINE_TIMES
 from diloco.pipeline.settings import LearnerSettings, SyncerSettings, defaults
 from tests.docker.test_compose_files import KNOWN
 
@@ -187,6 +188,17 @@ def test_pods_have_no_rights_that_they_do_not_need(resources: list[Resource]) ->
     assert {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]} in [
         one["spec"] for one in resources if one["kind"] == "NetworkPolicy"
     ]
+
+
+def test_redis_has_memory_and_disk_for_a_rewrite_of_all_that_it_holds(resources: list[Resource]) -> None:
+    """Its append-only file is rewritten once it has doubled, while a round replaces what is in it: there are two of it,
+    the new one, and what is written meanwhile."""
+    (container,) = pods(resources)["redis"]["spec"]["containers"]
+    (disk,) = named(resources, "StatefulSet", "redis")["spec"]["volumeClaimTemplates"]
+    command, limit = container["command"], container["resources"]["limits"]["memory"]
+    held = int(command[command.index("--maxmemory") + 1].removesuffix("gb"))  # of 2^30, as Gi
+    assert int(limit.removesuffix("Gi")) >= MACHINE_TIMES * held
+    assert int(disk["spec"]["resources"]["requests"]["storage"].removesuffix("Gi")) >= 4 * held
 
 
 def test_an_overlay_gives_its_learners_the_gpus_that_they_use(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.process import cores as cores_module
 from diloco.pipeline.process.cgroup import Limits
 from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.redis_memory import redis_bytes
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
@@ -275,7 +276,7 @@ def test_a_server_of_ours_is_not_told_to_keep_what_it_drops_at_its_end() -> None
     found = of_server.persistence(theirs)
     assert found.found.startswith("no append-only file: a restart loses all")
     assert found.remedy.startswith(
-        'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET appendonly yes, and the same in its configuration; or'
+        'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET appendonly yes, and the same in its configuration, on a'
     )
     found = of_server.persistence(Server.of(INFO | {"aof_enabled": 0, "config_file": "/tmp/diloco_redis_x/redis.conf"}))
     assert "`diloco redis`" in found.found
@@ -301,6 +302,14 @@ def test_a_run_whose_syncers_save_checkpoints_outlives_its_server(
             found.append("persistence" in bad(look("--redis-url", healthy.url, "--run", "saved")[1]))
             client.flushall()
     assert found == [True, False]
+
+
+def test_a_machine_has_twice_what_its_redis_holds_wherever_one_is_asked_for() -> None:
+    """While an append-only file is rewritten, what a round replaces is there twice."""
+    found = of_server.room(0, 1e9, SyncSettings().sync_spec(), machine_bytes=2**30)
+    needed = redis_bytes(1e9, of_server.LEAST_LEARNERS, "bf16", "bf16")
+    assert found.remedy == f"give it a machine with {as_bytes(2 * needed)} of memory"
+    assert "twice its memory" in of_server.persistence(Server.of(INFO | {"aof_enabled": 0})).remedy
 
 
 def test_of_several_that_ask_for_a_larger_maxmemory_the_largest_is_asked_for() -> None:
@@ -371,6 +380,32 @@ def test_a_replica_that_sentinels_miss_is_named_with_what_the_next_loss_does(
     said = [one.found for one in checks.server([node]) if one.about == "replicas" and one.level == "warning"]
     assert len(said) == len(list(of_server.warnings([node]))) == (replicas < 2 or not waits)
     assert any("once one more server is lost, all writes are refused" in one for one in said) is bool(last)
+
+
+@pytest.mark.parametrize(
+    ("limits", "backlog", "said"),
+    [
+        ("normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60", 2**20, " 64mb behind .* missed 1mb"),
+        ("normal 0 0 0 slave 268435456 67108864 60 pubsub 33554432 8388608 60", 2**28, " 64mb behind"),
+        ("normal 0 0 0 replica 0 0 0 pubsub 33554432 8388608 60", 10 * 2**20, "missed 10mb"),
+        ("normal 0 0 0 slave 0 0 0 pubsub 33554432 8388608 60", 2**28, None),
+        ("normal 0 0 0 slave 4294967296 2147483648 60 pubsub 33554432 8388608 60", 2**28, None),
+        (None, 2**28, None),
+    ],
+)
+def test_a_server_whose_replicas_may_not_fall_behind_by_payloads_is_named(
+    limits: str | None, backlog: int, said: str | None
+) -> None:
+    """As any is that nobody has set; but only where there are replicas."""
+    config = {} if limits is None else {"client-output-buffer-limit": limits}
+    for replicas in (0, 1):
+        info = INFO | {"connected_slaves": replicas, "repl_backlog_size": backlog, "min_slaves_good_slaves": replicas}
+        found = [one for one in checks.server([Server.of(info, config)]) if one.about == "buffers of replicas"]
+        assert len(found) == replicas
+        for one in found:
+            assert one.level == ("warning" if said else "ok")
+            assert re.search(said or "not told|may fall behind", one.found)
+            assert ("CONFIG SET client-output-buffer-limit 'replica 0 0 0'" in one.remedy) is bool(said)
 
 
 @pytest.mark.parametrize(("takes_writes", "live"), [(True, 0), (False, 1)])

@@ -4,12 +4,17 @@ import hashlib
 import os
 import re
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis.exceptions as rx
 import yaml
+from redis import Redis
 
+from diloco.pipeline.bus.embedded import find_server, free_port
 from diloco.pipeline.settings import (
     EvaluatorProcess,
     LearnerProcess,
@@ -226,19 +231,143 @@ def test_a_party_reaches_all_that_know_who_is_primary_as_its_own_user(name, part
     ]
 
 
-def test_the_redis_that_follows_another_one_has_its_password_in_a_file(tmp_path: Path) -> None:
-    """Also though the passwords of users are taken out of its environment."""
-    (tmp_path / "docker-entrypoint.sh").write_text('#!/bin/sh\necho "$@"\n')
-    (tmp_path / "docker-entrypoint.sh").chmod(0o700)
-    script = (ROOT / "deploy" / "redis.sh").read_text().replace("/data/", f"{tmp_path}/")
+def server_script(folder: Path, entrypoint: str) -> tuple[str, dict[str, str]]:
+    """deploy/redis.sh with its volume in a folder, and its environment. entrypoint: what the image's is here."""
+    (folder / "docker-entrypoint.sh").write_text(f"#!/bin/sh\n{entrypoint}\n")
+    (folder / "docker-entrypoint.sh").chmod(0o700)
+    script = (ROOT / "deploy" / "redis.sh").read_text().replace("/data/", f"{folder}/")
     script = script.replace("/etc/diloco/", f"{ROOT}/deploy/")
     names = set(re.findall(r"REDIS_\w+_PASSWORD", "".join(p.read_text() for p in (ROOT / "deploy").glob("*.acl"))))
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "MORE_USERS": f"{ROOT}/deploy/failover.acl"}
-    environment |= {name: f"secret-of-{name}" for name in names}
-    command = ["/bin/sh", "-c", script, "sh", "--replicaof", "10.0.0.1", "6379"]
-    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-    assert "secret" not in said
-    assert said.split()[:2] == ["redis-server", f"{tmp_path}/following.conf"]
-    assert said.endswith("--replicaof 10.0.0.1 6379\n")
-    assert "masterauth secret-of-REDIS_REPLICA_PASSWORD\n" in (tmp_path / "following.conf").read_text()
-    assert (tmp_path / "following.conf").stat().st_mode & 0o077 == 0
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "MORE_USERS": f"{ROOT}/deploy/failover.acl"}
+    return script, environment | {name: f"secret-of-{name}" for name in names}
+
+
+def test_the_redis_that_follows_another_one_has_its_password_in_a_file(tmp_path: Path) -> None:
+    """Also though the passwords of users are taken out of its environment. One that was changed holds at the next
+    start, and whom it follows is as it was."""
+    script, environment = server_script(tmp_path, 'echo "$@"')
+    command = ["/bin/sh", "-c", script, "sh", "--min-replicas-to-write", "1"]
+    for password, other in (("secret-one", "10.0.0.1 6379"), ("secret-two", "10.0.0.7 6379")):
+        environment |= {"REDIS_REPLICA_PASSWORD": password, "REPLICA_OF": other}
+        said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        assert "secret" not in said
+        assert said.split()[:2] == ["redis-server", f"{tmp_path}/following.conf"]
+        assert said.endswith("--min-replicas-to-write 1\n")
+        lines = (tmp_path / "following.conf").read_text().splitlines()
+        assert {f"masterauth {password}", "replicaof 10.0.0.1 6379"} < set(lines)
+        assert "client-output-buffer-limit replica 0 0 0" in lines, "a chunk of payloads cuts no replica off"
+        assert len([line for line in lines if line.startswith("masterauth")]) == 1
+        assert (tmp_path / "following.conf").stat().st_mode & 0o077 == 0
+
+
+def test_no_role_is_on_a_command_line() -> None:
+    """Whenever a container starts, it would be again what it was at first."""
+    servers = overlay("compose.sentinel.yaml")
+    assert "replicaof" not in (ROOT / "compose.sentinel.yaml").read_text()
+    assert "REPLICA_OF" not in servers["redis"]["environment"]
+    first = f"{servers['redis']['networks']['default']['ipv4_address']} 6379"
+    assert [servers[name]["environment"]["REPLICA_OF"] for name in ("redis-1", "redis-2")] == [first] * 2
+
+
+class Containers:
+    """The three servers of compose.sentinel.yaml, without an engine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._ports = folder, [free_port("127.0.0.1") for _ in range(3)]
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._users = folder / "given.acl"
+        shipped = (ROOT / "deploy" / "users.acl").read_text()
+        self._users.write_text(f"{shipped}user tester on nopass ~* &* +@all\n")
+
+    def start(self, *numbers: int) -> None:
+        for number in numbers:
+            folder = self._folder / f"redis-{number}"
+            folder.mkdir(exist_ok=True)
+            script, environment = server_script(folder, f'shift; exec "{find_server()}" "$@"')
+            script = script.replace(f"{ROOT}/deploy/users.acl", str(self._users))
+            options = ("--bind", "127.0.0.1", "--port", str(self._ports[number]), "--repl-diskless-sync-delay", "0")
+            if number:
+                environment["REPLICA_OF"] = f"127.0.0.1 {self._ports[0]}"
+            command = ["/bin/sh", "-c", script, "sh", *options, "--logfile", "log"]
+            self._running[number] = subprocess.Popen(command, env=environment, cwd=folder)
+
+    def kill(self, *numbers: int) -> None:
+        for number in numbers:
+            self._running[number].kill()
+            self._running.pop(number).wait()
+
+    def ask(self, number: int, *words: str, user: str = "tester") -> Any:
+        """Its answer, once it is up."""
+        at, password = self._ports[number], f"secret-of-REDIS_{user.upper()}_PASSWORD"
+        deadline = time.monotonic() + 20
+        while True:
+            try:
+                with Redis(port=at, username=user, password=password, decode_responses=True, protocol=2) as client:
+                    return client.execute_command(*words)
+            except (rx.ConnectionError, rx.BusyLoadingError):
+                assert time.monotonic() < deadline, (self._folder / f"redis-{number}" / "log").read_text()
+                time.sleep(0.02)
+
+    def follow(self, number: int, other: int | None) -> None:
+        """As sentinels have it done. other: None makes it primary."""
+        whom = ("NO", "ONE") if other is None else ("127.0.0.1", str(self._ports[other]))
+        self.ask(number, "SLAVEOF", *whom, user="sentinel")
+        self.ask(number, "CONFIG REWRITE", user="sentinel")
+
+    def follows(self, number: int) -> int | None:
+        """Whom; None: it is primary."""
+        role = self.ask(number, "ROLE")
+        return None if role[0] == "master" else self._ports.index(int(role[2]))
+
+    def end(self) -> None:
+        self.kill(*self._running)
+
+
+@pytest.fixture
+def containers(tmp_path: Path) -> Iterator[Containers]:
+    found = Containers(tmp_path)
+    yield found
+    found.end()
+
+
+@pytest.mark.redis
+def test_servers_that_start_again_are_what_sentinels_have_made_of_them(containers: Containers) -> None:
+    """Else the first primary comes back as one with what it had when it died, and the others throw away all since."""
+    containers.start(0, 1, 2)
+    assert [containers.follows(number) for number in range(3)] == [None, 0, 0]
+    containers.ask(0, "SET", "version", "10")
+    containers.kill(0)
+    containers.follow(1, None)
+    containers.follow(2, 1)
+    containers.ask(1, "SET", "version", "900")
+    containers.kill(1)
+    containers.start(1)
+    assert containers.follows(1) is None, "the new primary was killed too, and is back before anybody takes its place"
+    containers.kill(1, 2)
+    containers.start(0, 1, 2)
+    assert [containers.follows(number) for number in range(3)] == [None, None, 1]
+    assert [containers.ask(number, "GET", "version") for number in (0, 1)] == ["10", "900"]
+    containers.follow(0, 1)
+    containers.kill(0)
+    containers.start(0)
+    assert containers.follows(0) == 1
+
+
+def test_a_sentinel_takes_a_changed_password_and_forgets_nothing_that_it_has_found_out(tmp_path: Path) -> None:
+    """With the old one no server lets it in, and nobody would take a dead primary's place."""
+    (tmp_path / "docker-entrypoint.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "docker-entrypoint.sh").chmod(0o700)
+    script, config = (ROOT / "deploy" / "sentinel.sh").read_text(), tmp_path / "sentinel.conf"
+    script = script.replace("/data", str(tmp_path))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PRIMARY": "10.0.0.1"}
+    for password in ("secret-one", "secret-two"):
+        command = ["/bin/sh", "-c", script]
+        subprocess.run(command, env=environment | {"REDIS_SENTINEL_PASSWORD": password}, check=True)
+        lines = config.read_text().splitlines()
+        assert len(lines) == len(set(lines))
+        assert {f"sentinel sentinel-pass {password}", f"sentinel auth-pass diloco {password}"} < set(lines)
+        assert [line for line in lines if "secret" in line and password not in line] == []
+        assert [line.split()[3] for line in lines if line.startswith("sentinel monitor")] == ["10.0.0.1"]
+        config.write_text(config.read_text() + "sentinel known-replica diloco 10.0.0.2 6379\n")
+        environment["PRIMARY"] = "10.0.0.9"
+    assert "sentinel known-replica diloco 10.0.0.2 6379" in lines

@@ -21,9 +21,11 @@ from diloco.pipeline.bus.ports import START
 from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.bus.redis.connecting import connect_calls
+from diloco.pipeline.bus.redis.examining import examine
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
 from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
+from diloco.pipeline.bus.server import buffers
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
 from diloco.pipeline.view.status_reader import read_status
@@ -208,6 +210,18 @@ async def test_a_server_with_replicas_that_waits_for_none_is_warned_of(kept: Sen
     kept.nodes[primary].ask("CONFIG", "SET", "min-replicas-to-write", 1)
     assert "min-replicas-to-write 0" in warned
     await bus.close()
+
+
+async def test_replicas_may_fall_behind_here_and_the_doctor_sees_where_they_may_not(kept: SentinelServers) -> None:
+    (primary,) = kept.primaries()
+    examination = await examine(kept.url)
+    found = []
+    for limits in ("", "replica 256mb 64mb 60", "replica 0 0 0"):
+        if limits:
+            kept.nodes[primary].ask("CONFIG", "SET", "client-output-buffer-limit", limits)
+        found.append(buffers(*await examination.nodes()).level)
+    await examination.close()
+    assert found == ["ok", "warning", "ok"]
 
 
 async def said(url: str, kind: type[Exception]) -> str:

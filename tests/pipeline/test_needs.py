@@ -315,6 +315,7 @@ def test_the_command_plans_learners_of_several_ranks(tmp_path: Path, capsys: pyt
     assert main(["plan", *given, "--json", str(out)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "of a rank: its process (400MB for Python, torch and the program) and what its exchange adds" in shown
+    assert "of a Redis node: maxmemory, its machine has twice as much" in shown
     name, machines, *_, training_bytes = json.loads(out.read_text())["parties"][0]
     assert (name, machines, training_bytes) == ("rank", 32, 18e9)
     assert main(["plan", "--ranks", "0"]) == 2

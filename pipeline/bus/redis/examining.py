@@ -23,10 +23,10 @@ from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.users import RedisUsers
-from diloco.pipeline.bus.server import FULL_COVERAGE, Address, Server
+from diloco.pipeline.bus.server import BUFFER_LIMIT, FULL_COVERAGE, Address, Server
 from diloco.pipeline.errors import DilocoError, NotPermitted
 
-CONFIG = ("save", "protected-mode")
+CONFIG = ("save", "protected-mode", BUFFER_LIMIT)
 """What INFO does not have. Many services forbid CONFIG."""
 NOWHERE = "0-0"
 """An id that no entry of a stream can have."""

@@ -60,6 +60,8 @@ SERVER = (
     "repl-diskless-sync-delay 0",
     "repl-ping-replica-period 1",
     "repl-timeout 5",
+    "client-output-buffer-limit replica 0 0 0",
+    "repl-backlog-size 64mb",
 )
 
 
