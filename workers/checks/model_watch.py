@@ -15,6 +15,7 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.names import named_buffers, named_parameters
+from diloco.workers.parameters import resharding
 
 SHARE = 1e-3
 """Of the training thread's time, at most."""
@@ -52,14 +53,16 @@ class ModelWatch:
             for buffer in (named_buffers(model) if len(self._trained) < len(names) else ())
             if buffer.name in names and (tensor := buffer.tensor) is not None
         }
+        self._reshard = resharding(model)
         self._next_s = clock()
 
     def look(self, now: float) -> None:
-        """Look through the model if it is time to.
+        """Look through the model if it is time to. Its shards are there from now on in any case: ranks look apart.
 
         Raises:
             UsageError: naming the tensor that has changed.
         """
+        self._reshard()
         if now < self._next_s:
             return
         began = self._clock()
