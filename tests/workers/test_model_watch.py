@@ -114,6 +114,20 @@ def test_looks_take_a_thousandth_of_the_time() -> None:
     assert len(looks) == pytest.approx(10_000 * SHARE, abs=1)
 
 
+def test_networks_that_take_turns_are_no_change() -> None:
+    """All that an optimizer trains may be frozen while another one steps. A part of it may not."""
+    model = Net()
+    optimizers = [torch.optim.SGD(part.parameters()) for part in (model.body, model.table)]
+    watch = ModelWatch(model, trained_tensors(model), optimizers=optimizers)
+    for turn, other in ((model.body, model.table), (model.table, model.body)):
+        turn.requires_grad_(True)
+        other.requires_grad_(False)
+        watch.look(1e18)
+    model.body.weight.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"parameter body.bias was frozen, and not all that its optimizer trains"):
+        watch.look(1e36)
+
+
 # --- copies -----------------------------------------------------------------------------------------
 
 
@@ -210,3 +224,19 @@ def test_a_learner_stops_at_a_changed_model(redis_server: str, change: Callable[
             with pytest.raises(UsageError, match=r"parameter \S+ (requires|was)"):
                 go_on(learner)
         assert learner.left_in_order
+
+
+@pytest.mark.redis
+def test_a_learner_of_several_networks_that_take_turns_goes_on(redis_server: str) -> None:
+    """Where the step that is counted is one in which the other network is frozen."""
+    model, sync = Net(), SyncSettings(fragments=1, sync_interval=4, tokens=2**40)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.body, model.table)]
+    with a_syncer(redis_server, "turns"):
+        learner = Learner(model, optimizers, run="turns", redis_url=redis_server, learner_id="l0", sync=sync)
+        with learner:
+            learner.attach(1)
+            for optimizer, other in zip(optimizers, (model.table, model.body), strict=True):
+                other.requires_grad_(False)
+                optimizer.step()
+                other.requires_grad_(True)
+            assert learner.joined.training.rounds.steps == 1
