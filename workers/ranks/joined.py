@@ -90,7 +90,9 @@ class Rank:
     async def _enter(self, _: int, source: Source, begin: list[tuple[int, int]]) -> None:
         self.begin = dict(begin)
         self.part.still.clear()
-        self._joined.set_result((self, self._found if self._found.source == source else Found(source)))
+        if self._found.source != source:
+            self._found = Found(source)
+        self._joined.set_result((self, self._found))
 
     def once_there(self, told: Sum, do: Callable[[], object]) -> None:
         """Do something as soon as a sum is there."""
