@@ -85,7 +85,7 @@ def until(true: Callable[[], Any]) -> None:
 def learner_of(url: str, run: str, **more: Any) -> Learner:
     torch.manual_seed(0)
     model = more.pop("model", None) or nn.Linear(4, 4)
-    return Learner(model, torch.optim.AdamW(model.parameters()), run=run, redis_url=url, sync=SYNC, **more)
+    return Learner(model, torch.optim.AdamW(model.parameters()), run=run, redis_url=url, **{"sync": SYNC} | more)
 
 
 def steps_of(learner: Learner, most: int, signalled: int, number: int) -> None:
@@ -182,6 +182,25 @@ def test_moments_that_are_put_back_are_held_once(
                 gc.collect()
                 assert all(one() is None for one in loaded)
     assert loaded
+
+
+@pytest.mark.parametrize("encode_on", ["cpu", "device"])
+def test_a_learner_that_has_left_holds_no_bases(redis_server: str, encode_on: Any) -> None:
+    """Nor what its deltas have lost. It can still be asked for the run's model, and what it has done."""
+    run = f"left-{encode_on}"
+    with a_syncer(redis_server, run):
+        learner = learner_of(redis_server, run, encode_on=encode_on, sync=SYNC.model_copy(update={"codec": "int8"}))
+        with learner:
+            a_merge(learner)
+            carrier: Any = learner.joined.exchange.carrier
+            vectors = carrier._bases[0].values, carrier.feedback.residual(0)
+            held, versions = list(map(weakref.ref, vectors)), learner.joined.training.rounds.versions
+            del carrier, vectors
+        gc.collect()
+        assert all(one() is None for one in held)
+        assert learner._life.once_joined.training.rounds.versions >= versions
+        learner.load_globals()
+        assert not learner.over
 
 
 # --- joining that comes to nothing ------------------------------------------------------------------------------

@@ -407,6 +407,10 @@ class JoinedRank(JoinedLearner):
         training.keeper.close(self.shared, save_state, within_s)
         return self._left(leaving)
 
+    def forget(self) -> None:
+        """As `JoinedLearner`."""
+        self._rank.part.forget()
+
     async def _leave_all(self, exchange: Exchange, within_s: float) -> bool:
         await self._rank.parting.all_leave()
         in_order = await exchange.leave(within_s)
