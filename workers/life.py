@@ -138,4 +138,6 @@ class Life:
             joined.thread.end()
             self._stopping.restore()
         joined.thread.join()
+        if not joined.thread.works:
+            joined.forget()
         return True

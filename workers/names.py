@@ -79,6 +79,7 @@ def state_with(model: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) 
     values: by name, flat (elements,); copied to the tensor's type and shape. What is tied has its value under all of
         its names.
     """
+    state = model.state_dict(keep_vars=True)  # first: it has a sharded model hold its shards
     named: dict[str, torch.Tensor | None] = dict(named_parameters(model))
     named |= {buffer.name: buffer.tensor for buffer in named_buffers(model)}
     others = {
@@ -87,7 +88,7 @@ def state_with(model: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) 
         if tensor is not None and name in values
     }
     wrappers, found = _wrappers(model), dict[str, Any]()
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in state.items():
         own = value.detach() if isinstance(value, torch.Tensor) else value
         found[_plain(name, wrappers)] = others.get(id(value), own)
     return found

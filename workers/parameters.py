@@ -4,6 +4,7 @@ The training thread calls `FragmentTensors.snapshot` (or `on_device`) and `overw
 device, and are one memory copy on a CPU. `Snapshot.numpy` is the exchange thread's: it may wait for the device.
 """
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -182,6 +183,23 @@ def placed_as(tensor: Any, here: torch.Tensor) -> torch.Tensor:
     return whole
 
 
+def resharding(model: nn.Module) -> Callable[[], None]:
+    """What has a model hold its shards, also after a forward pass that no backward follows, such as an evaluation's.
+
+    Of the root of what was given to `fully_shard` that leaves plain whole parameters in their place, from which the
+    next pass goes on, whatever the shards are by then. Nothing is sent here, but in that pass: so all ranks of a
+    learner call it after the same steps.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it no module is of it
+    sharded = [one for one in model.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
+
+    def reshard() -> None:
+        for one in sharded:
+            one.reshard()
+
+    return reshard
+
+
 class Snapshot:
     """A fragment's values at one moment, perhaps still on their way to host memory."""
 
@@ -352,12 +370,18 @@ class FragmentParameters(FragmentTensors):
         self._forms = [[(tensor.dtype, tensor.shape) for tensor in fragment] for fragment in self._tensors]
         self._held = [[held.get(slot.tensor.name) for slot in f.slots] for f in layout.fragments]
         self._averaged = [any(fragment) for fragment in self._held]
+        self._reshard = resharding(model)
 
     def some(self, layout: Layout) -> FragmentTensors:
         """Other parts of the same parameters, as they are now and later. layout: which; no buffers."""
         slots = [slot for fragment in self._layout.fragments for slot in fragment.slots]
         tensors = [tensor for fragment in self._tensors for tensor in fragment]
         return FragmentTensors({slot.tensor.name: one for slot, one in zip(slots, tensors, strict=True)}, layout)
+
+    def overwrite(self, p: int, flat: npt.NDArray[np.float32] | torch.Tensor) -> None:
+        """As `FragmentTensors`; the next forward pass takes it. Ranks of a learner adopt at the same step."""
+        self._reshard()
+        super().overwrite(p, flat)
 
     def _look_up(self, p: int) -> None:
         for at, (buffer, was) in enumerate(zip(self._held[p], self._tensors[p], strict=True)):

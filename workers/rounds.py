@@ -9,7 +9,7 @@ past the last snapshot is overwritten, and counted as such.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -222,6 +222,12 @@ class Rounds:
             self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
             counters.tokens = counters.published_tokens
         self._count()
+
+    def forget(self) -> None:
+        """Nothing is published any more: let go of the bases' values."""
+        for counters in self._fragments:
+            if counters.base is not None:
+                counters.base = replace(counters.base, values=None)
 
     def _count(self) -> None:
         self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published)

@@ -115,7 +115,7 @@ def make_training(
         make_folder=make_folder,
     )
     on_device = given.encode_on == "device" or (given.encode_on == "auto" and device.type == "cuda")
-    watch = ModelWatch(model, {tensor.name for tensor in spec.tensors}, check=check)
+    watch = ModelWatch(model, {tensor.name for tensor in spec.tensors}, check=check, optimizers=optimizers)
     recovery, keeper = Recovery(moments), Keeper(moments, rounds)
     made = Training(*who, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, times)
     made.region_url = given.region_redis_url

@@ -6,7 +6,9 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -20,6 +22,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
+from diloco.workers.moments.recovery import Found
 from diloco.workers.ranks.joined import JoinedRank, Rank
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.under_way import SMALL, UnderWay
@@ -204,6 +207,26 @@ def test_a_learner_has_left_though_a_rank_is_gone_before_it_says_so() -> None:
         await Rank(wires, nothing, nothing, nothing, nothing).say_bye(True)
 
     asyncio.run(leave())
+
+
+async def test_moments_of_which_another_rank_has_no_part_are_let_go_of() -> None:
+    """They are of no use: all begin fresh."""
+    moments: Any = np.zeros(2)
+    seen, joined = weakref.ref(moments), Future[tuple[Any, Found]]()
+    found = [Found("checkpoint", moments)]
+    del moments
+
+    async def find(*_: object) -> Found:
+        return found.pop()
+
+    wires, part = NoWires(), SimpleNamespace(still=asyncio.Event())
+    training = SimpleNamespace(recovery=SimpleNamespace(find=find))
+    given: Any = wires, part, training, Shared()
+    rank = Rank(*given, joined)
+    assert await rank._recover(0, [3], None) == "checkpoint"
+    await rank._enter(0, "fresh", [])
+    assert joined.result() == (rank, Found("fresh"))
+    assert seen() is None
 
 
 @pytest.mark.parametrize(("steps", "due"), [(7, False), (8, True), (12, True)])

@@ -1,6 +1,8 @@
 """Fragments that go to another server: what was trained and merged is merged, or still owed."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import SimpleNamespace
@@ -180,6 +182,24 @@ async def test_what_is_merged_and_what_is_owed_are_what_was_trained_whoever_serv
             else:
                 crew.merge()
         await crew.check()
+
+
+async def test_a_rank_that_has_left_holds_nothing_of_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No base, nothing of what its deltas have lost, and nothing that it was about to adopt."""
+    async with wired(2) as wires:
+        crew = Crew(wires, monkeypatch)
+        await crew.go_on()
+        crew.merge()
+        await crew.until(lambda: crew.residuals[0] is not None)
+        (part, other), number = crew.parts, await crew.pull(0)
+        vectors = *(base.values for base in part._bases.values()), part._carrier._bases[0].values, crew.residuals[0]
+        held = [weakref.ref(one) for one in (*vectors, other.pulled[0, number][1])]
+        del vectors
+        for one in crew.parts:
+            one.forget()
+    gc.collect()
+    assert len(held) == 5
+    assert all(one() is None for one in held)
 
 
 async def test_a_fragment_stays_while_a_delta_of_it_is_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """Entering, leaving and being ended: the `Learner` itself, on a real Redis."""
 
 import asyncio
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,8 @@ from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.background import BackgroundThread
 from diloco.workers.learner import Learner
+from diloco.workers.moments.keeper import Keeper
+from diloco.workers.moments.recovery import Found
 from diloco.workers.stopping import STOPS, Stopped, Stopping
 from tests import samples
 from tests.workers.test_device_encoding import a_syncer
@@ -81,7 +85,7 @@ def until(true: Callable[[], Any]) -> None:
 def learner_of(url: str, run: str, **more: Any) -> Learner:
     torch.manual_seed(0)
     model = more.pop("model", None) or nn.Linear(4, 4)
-    return Learner(model, torch.optim.AdamW(model.parameters()), run=run, redis_url=url, sync=SYNC, **more)
+    return Learner(model, torch.optim.AdamW(model.parameters()), run=run, redis_url=url, **{"sync": SYNC} | more)
 
 
 def steps_of(learner: Learner, most: int, signalled: int, number: int) -> None:
@@ -100,6 +104,12 @@ def steps_on(learner: Learner) -> None:
 
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "exchange"]
+
+
+def a_merge(learner: Learner) -> None:
+    """Steps until something is adopted that was trained."""
+    until(lambda: learner.joined.shared.state)  # without it no state is saved
+    until(lambda: learner.step(1) or max(learner.joined.training.rounds.versions) > 0)
 
 
 # --- entering ------------------------------------------------------------------------------------------------
@@ -150,6 +160,47 @@ def test_learners_of_one_process_have_ids_of_their_own() -> None:
     names = {learner_of("redis://nowhere", "ids").id for _ in range(3)}
     assert len(names) == 3
     assert len({SyncerService(None, None, SyncerProcess(), Metrics()).id for _ in range(3)}) == 3  # type: ignore[arg-type]
+
+
+def test_moments_that_are_put_back_are_held_once(
+    redis_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the optimizer: what was loaded for it is let go of, though the learner trains on."""
+    restore, loaded = Keeper.restore, list[weakref.ref[Any]]()
+
+    def noting(keeper: Keeper, found: Found) -> None:
+        if found.moments is not None:
+            loaded.extend(weakref.ref(flat) for flats in found.moments.flats for flat in flats.values())
+        restore(keeper, found)
+
+    monkeypatch.setattr(Keeper, "restore", noting)
+    with a_syncer(redis_server, "held-once"):
+        for source in ("start", "checkpoint"):
+            with learner_of(redis_server, "held-once", learner_id="l0", state_dir=tmp_path) as learner:
+                a_merge(learner)
+                assert learner.recovered == source
+                gc.collect()
+                assert all(one() is None for one in loaded)
+    assert loaded
+
+
+@pytest.mark.parametrize("encode_on", ["cpu", "device"])
+def test_a_learner_that_has_left_holds_no_bases(redis_server: str, encode_on: Any) -> None:
+    """Nor what its deltas have lost. It can still be asked for the run's model, and what it has done."""
+    run = f"left-{encode_on}"
+    with a_syncer(redis_server, run):
+        learner = learner_of(redis_server, run, encode_on=encode_on, sync=SYNC.model_copy(update={"codec": "int8"}))
+        with learner:
+            a_merge(learner)
+            carrier: Any = learner.joined.exchange.carrier
+            vectors = carrier._bases[0].values, carrier.feedback.residual(0)
+            held, versions = list(map(weakref.ref, vectors)), learner.joined.training.rounds.versions
+            del carrier, vectors
+        gc.collect()
+        assert all(one() is None for one in held)
+        assert learner._life.once_joined.training.rounds.versions >= versions
+        learner.load_globals()
+        assert not learner.over
 
 
 # --- joining that comes to nothing ------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Promises about a model that is changed while a learner synchronises it: it is seen, and said by name."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,10 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.checks.model_watch import SHARE, ModelWatch
 from diloco.workers.learner import Learner
+from diloco.workers.names import state_with
 from diloco.workers.parameters import FragmentParameters, tensor_table, trained_tensors
 from tests.workers.test_device_encoding import a_syncer
+from tests.workers.test_model_checks import process_group
 from tests.workers.test_parameters import Net, fragments_of
 
 
@@ -111,6 +114,20 @@ def test_looks_take_a_thousandth_of_the_time() -> None:
     assert len(looks) == pytest.approx(10_000 * SHARE, abs=1)
 
 
+def test_networks_that_take_turns_are_no_change() -> None:
+    """All that an optimizer trains may be frozen while another one steps. A part of it may not."""
+    model = Net()
+    optimizers = [torch.optim.SGD(part.parameters()) for part in (model.body, model.table)]
+    watch = ModelWatch(model, trained_tensors(model), optimizers=optimizers)
+    for turn, other in ((model.body, model.table), (model.table, model.body)):
+        turn.requires_grad_(True)
+        other.requires_grad_(False)
+        watch.look(1e18)
+    model.body.weight.requires_grad_(True)
+    with pytest.raises(UsageError, match=r"parameter body.bias was frozen, and not all that its optimizer trains"):
+        watch.look(1e36)
+
+
 # --- copies -----------------------------------------------------------------------------------------
 
 
@@ -137,6 +154,47 @@ def test_other_memory_layouts_are_copied_by_value(way: str) -> None:
     np.testing.assert_array_equal(fragments.snapshot(0).numpy(), expected.reshape(-1).numpy())
     fragments.overwrite(0, np.arange(16, dtype=np.float32))
     assert torch.equal(model.weight, torch.arange(16.0).reshape(4, 4))
+
+
+# --- shards -----------------------------------------------------------------------------------------
+
+
+def evaluated(model: nn.Module) -> torch.Tensor:
+    """What it gives for ones, in a forward pass that no backward follows."""
+    with torch.no_grad():
+        out: torch.Tensor = model(torch.ones(1, 2))
+    return out
+
+
+def holds_shards(model: nn.Module) -> bool:
+    return all(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+
+
+def test_an_evaluation_is_no_change_of_a_sharded_model(tmp_path: Path) -> None:
+    """After one a learner is made of it, looks at it, adopts into what its next pass takes, and gives what is global.
+
+    At each step it has its shards again, whether a look is due or not: ranks look at different steps, and one that had
+    them alone would gather them alone in the next pass.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with process_group(tmp_path):
+        model = nn.Sequential(nn.Linear(2, 2, bias=False))
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        evaluated(model)
+        assert not holds_shards(model), "torch leaves them be: nothing is tried here"
+        assert Learner(model, redis_url="redis://localhost")._ranks == (0,)
+        fragments, watch = fragments_of(model, 1), watched(model)
+        for now in (1e9, 0.0):
+            evaluated(model)
+            watch.look(now)
+            assert holds_shards(model)
+        evaluated(model)
+        fragments.overwrite(0, np.full(4, 3, np.float32))
+        assert evaluated(model).tolist() == [[6, 6]]
+        (weight,) = state_with(model, {"0.weight": np.full(4, 5, np.float32)}).values()
+        assert weight.tolist() == [[5, 5], [5, 5]]
 
 
 # --- a whole learner --------------------------------------------------------------------------------
@@ -166,3 +224,19 @@ def test_a_learner_stops_at_a_changed_model(redis_server: str, change: Callable[
             with pytest.raises(UsageError, match=r"parameter \S+ (requires|was)"):
                 go_on(learner)
         assert learner.left_in_order
+
+
+@pytest.mark.redis
+def test_a_learner_of_several_networks_that_take_turns_goes_on(redis_server: str) -> None:
+    """Where the step that is counted is one in which the other network is frozen."""
+    model, sync = Net(), SyncSettings(fragments=1, sync_interval=4, tokens=2**40)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.body, model.table)]
+    with a_syncer(redis_server, "turns"):
+        learner = Learner(model, optimizers, run="turns", redis_url=redis_server, learner_id="l0", sync=sync)
+        with learner:
+            learner.attach(1)
+            for optimizer, other in zip(optimizers, (model.table, model.body), strict=True):
+                other.requires_grad_(False)
+                optimizer.step()
+                other.requires_grad_(True)
+            assert learner.joined.training.rounds.steps == 1

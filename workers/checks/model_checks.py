@@ -14,20 +14,21 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.names import named_parameters
-from diloco.workers.parameters import local_of, trained_tensors
+from diloco.workers.parameters import local_of, resharding, trained_tensors
 
 WRAPS_AS = ("optimizer", "optim", "_optimizer")
 """Attributes in which wrappers of optimizers keep what they wrap."""
 
 
 def check_model(model: Any) -> torch.device:
-    """The device of the model's trained tensors, if it is one that a learner can take.
+    """The device of the model's trained tensors, if it is one that a learner can take; a sharded one holds its shards.
 
     Raises:
         UsageError: naming the tensor or module, and what to do.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}: pass the torch.nn.Module that is trained")
+    resharding(model)()
     for name, parameter in named_parameters(model):
         if hasattr(parameter, "ds_id"):
             raise UsageError(

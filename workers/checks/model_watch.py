@@ -1,13 +1,14 @@
 """Sees that the model which is trained is still the one that is synchronised.
 
 What is synchronised is settled on joining. A layer unfrozen afterwards, or a parameter replaced by another, would be
-trained here and never travel; one frozen or converted would go on being overwritten. A buffer may be another tensor
-after each step, in the same module. So the whole model is looked through again and again in the training thread, at a
-thousandth of the time at most: a look that took 10 ms is followed by the next after 10 s.
+trained here and never travel; one frozen or converted would go on being overwritten. All that an optimizer trains may
+be frozen for a while: networks take turns so. A buffer may be another tensor after each step, in the same module. So
+the whole model is looked through again and again in the training thread, at a thousandth of the time at most: a look
+that took 10 ms is followed by the next after 10 s.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.names import named_buffers, named_parameters
+from diloco.workers.parameters import resharding
 
 SHARE = 1e-3
 """Of the training thread's time, at most."""
@@ -43,8 +45,15 @@ class ModelWatch:
         names: Collection[str],
         clock: Callable[[], float] = time.perf_counter,
         check: Callable[[], object] = lambda: None,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """names: of the parameters and buffers that are synchronised. check: called at each look; may raise."""
+        """Args:
+        model: as it joins.
+        names: of the parameters and buffers that are synchronised.
+        clock: s.
+        check: called at each look; may raise.
+        optimizers: that train it; others may, too.
+        """
         self._model, self._clock, self._check = model, clock, check
         self._trained = {name: (one, _form(one)) for name, one in named_parameters(model) if name in names}
         self._averaged = {
@@ -52,14 +61,18 @@ class ModelWatch:
             for buffer in (named_buffers(model) if len(self._trained) < len(names) else ())
             if buffer.name in names and (tensor := buffer.tensor) is not None
         }
+        groups = [(number, group) for number, one in enumerate(optimizers) for group in one.param_groups]
+        self._optimizer = {id(tensor): number for number, group in groups for tensor in group["params"]}
+        self._reshard = resharding(model)
         self._next_s = clock()
 
     def look(self, now: float) -> None:
-        """Look through the model if it is time to.
+        """Look through the model if it is time to. Its shards are there from now on in any case: ranks look apart.
 
         Raises:
             UsageError: naming the tensor that has changed.
         """
+        self._reshard()
         if now < self._next_s:
             return
         began = self._clock()
@@ -69,7 +82,7 @@ class ModelWatch:
         self._next_s = ended + (ended - began) / SHARE
 
     def _compare(self) -> None:
-        missing = dict(self._trained)
+        missing, frozen, trains = dict(self._trained), dict[int | None, str](), set[int | None]()
         for name, tensor in named_parameters(self._model):
             known = missing.pop(name, None)
             if known is None:
@@ -79,10 +92,16 @@ class ModelWatch:
             was, form = known
             if tensor is not was:
                 raise UsageError(f"parameter {name} was replaced by another: {REMEDY}")
-            if not tensor.requires_grad:
-                raise UsageError(f"parameter {name} was frozen, while the run goes on merging it: {REMEDY}")
+            optimizer = self._optimizer.get(id(tensor))
+            if tensor.requires_grad:
+                trains.add(optimizer)
+            else:
+                frozen.setdefault(optimizer, name)
             if _form(tensor) != form:
                 raise UsageError(f"parameter {name} was {_said(form)} and is {_said(_form(tensor))} now: {REMEDY}")
+        for optimizer in trains & frozen.keys():
+            why = "and not all that its optimizer trains, while the run goes on merging it"
+            raise UsageError(f"parameter {frozen[optimizer]} was frozen, {why}: {REMEDY}")
         if missing:
             raise UsageError(f"parameter {next(iter(missing))} is no longer in the model: {REMEDY}")
         if self._averaged:

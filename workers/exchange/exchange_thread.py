@@ -117,6 +117,10 @@ class ExchangeThread:
         else:  # it never began
             self._loop.close()
 
+    def forget(self) -> None:
+        """Let go of what has joined, once the thread has ended."""
+        self._joined = Future()
+
     # --- inside: the exchange thread ----------------------------------------------------------------------
 
     def _work(self) -> None:
@@ -290,6 +294,13 @@ class JoinedLearner:
         leaving = self.thread.ask(self.exchange.leave(within_s))
         training.keeper.close(self.shared, save_state, within_s)
         return self._left(leaving)
+
+    def forget(self) -> None:
+        """Let go of the bases and residuals of a learner that has left, once its thread has ended."""
+        self.training.rounds.forget()
+        self.shared.adoptions.clear()
+        self.thread.forget()
+        del self._exchange
 
     def _left(self, leaving: "Future[bool]") -> bool:
         """Wait until it has; as `leave`."""

@@ -38,12 +38,13 @@ class Keeper:
         self._losses: deque[tuple[int, float, float, float | torch.Tensor]] = deque(maxlen=LOSSES_KEPT)
 
     def restore(self, found: Found) -> None:
-        """Put what was found into the optimizer and this process; before the first step."""
+        """Put what was found into the optimizer and this process, and let go of it; before the first step."""
         now = time.monotonic()
         self._next_save_s, self._next_losses_s = now + self._own.options.state_every_s, now
         self.source = found.source
         if found.moments is not None and self._own.state is not None:
             self._own.state.load(found.moments)
+        found.moments = None
         if (saved := found.saved) is not None:
             self.earlier_steps, self.earlier_tokens = saved.steps, saved.tokens
             torch.set_rng_state(torch_rng(saved))

@@ -25,7 +25,7 @@ from diloco.pipeline.payload.codec import digest_of
 from diloco.workers.moments.moments import KeptLayout, Moments, of_moment, slots
 from diloco.workers.moments.trial import trial_shape, trial_states
 from diloco.workers.names import named_parameters
-from diloco.workers.parameters import FragmentTensors, Snapshot, placed_as
+from diloco.workers.parameters import FragmentTensors, Snapshot, local_of, placed_as
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """The inner optimizer, or several that share a model's parameters."""
@@ -223,7 +223,10 @@ class OptimizerState:
                     here.view(-1)[slot.within] = flat
             for tensor, state in states.items():
                 if name in state:
-                    state[name] = placed_as(self._parameters[tensor], state[name])
+                    parameter = self._parameters[tensor]
+                    # laid out like the parameter, as a fused optimizer takes for granted
+                    here = torch.empty_like(local_of(parameter), dtype=torch.float32, device="cpu")
+                    state[name] = placed_as(parameter, here.copy_(state[name]))
         for (name, tensor), array in moments.others.items():
             if (state := states.get(tensor)) is not None:
                 state[name] = torch.from_numpy(np.array(array)).to(self._kept[tensor][name].dtype)

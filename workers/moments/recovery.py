@@ -35,12 +35,13 @@ from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateFo
 Source = Literal["start", "checkpoint", "optimizer", "peer", "fresh"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Found:
     """Where the moments come from, and what there is. The exchange thread finds it, the training thread takes it."""
 
     source: Source
     moments: Moments | None = None
+    """Until they are put back: what hands this over may refer to it for the learner's whole life."""
     saved: SavedState | None = None
     """With the moments, of a checkpoint."""
 

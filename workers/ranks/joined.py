@@ -90,7 +90,9 @@ class Rank:
     async def _enter(self, _: int, source: Source, begin: list[tuple[int, int]]) -> None:
         self.begin = dict(begin)
         self.part.still.clear()
-        self._joined.set_result((self, self._found if self._found.source == source else Found(source)))
+        if self._found.source != source:
+            self._found = Found(source)
+        self._joined.set_result((self, self._found))
 
     def once_there(self, told: Sum, do: Callable[[], object]) -> None:
         """Do something as soon as a sum is there."""
@@ -404,6 +406,10 @@ class JoinedRank(JoinedLearner):
             leaving = self.thread.ask(self._leave_all(rank.exchange, within_s))
         training.keeper.close(self.shared, save_state, within_s)
         return self._left(leaving)
+
+    def forget(self) -> None:
+        """As `JoinedLearner`."""
+        self._rank.part.forget()
 
     async def _leave_all(self, exchange: Exchange, within_s: float) -> bool:
         await self._rank.parting.all_leave()

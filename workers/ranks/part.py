@@ -296,6 +296,13 @@ class Part:
     async def _drop(self, _: int, p: int) -> None:
         self._carrier.drop(p)
 
+    def forget(self) -> None:
+        """Let go of all that it has of fragments: the thread has ended."""
+        for kept in (self.pulled, self._arriving, self._inheriting, self._bases, self._gathering):
+            kept.clear()
+        for fragment in self._member.layout.fragments:
+            self._carrier.drop(fragment.id)
+
     # --- what became of deltas ----------------------------------------------------------------------------
 
     async def _merged(self, _: int, p: int, own: list[tuple[int, int]]) -> None:
