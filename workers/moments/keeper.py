@@ -11,6 +11,7 @@ import torch
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.moments import OptimizerKind
+from diloco.workers.copies.losses import Loss
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.optimizer_state import StateCopy
@@ -35,7 +36,7 @@ class Keeper:
         self._copy: StateCopy | None = None
         """In the making."""
         self._next_save_s = self._next_losses_s = 0.0
-        self._losses: deque[tuple[int, float, float, float | torch.Tensor]] = deque(maxlen=LOSSES_KEPT)
+        self._losses: deque[tuple[int, float, float, Loss]] = deque(maxlen=LOSSES_KEPT)
 
     def restore(self, found: Found) -> None:
         """Put what was found into the optimizer and this process; before the first step."""
@@ -49,7 +50,7 @@ class Keeper:
             torch.set_rng_state(torch_rng(saved))
             random.setstate(saved.python_rng)
 
-    def stepped(self, shared: Shared, progress: float, loss: float | torch.Tensor | None) -> None:
+    def stepped(self, shared: Shared, progress: float, loss: Loss | None) -> None:
         """A step is done: copy a fragment of the moments if a copy is wanted. Never waits."""
         now = time.monotonic()
         if self._own.options.log_losses and self._own.folder is not None:
@@ -126,7 +127,7 @@ class Keeper:
                 "step": step,
                 "unix_s": unix_s,
                 "progress": progress,
-                "loss": float(loss),
+                "loss": loss.number(),
             }
             lines.append(dumps(line))
         return lines

@@ -22,10 +22,11 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.payload.codec import digest_of
+from diloco.workers.copies.snapshots import Snapshot
 from diloco.workers.moments.moments import KeptLayout, Moments, of_moment, slots
 from diloco.workers.moments.trial import trial_shape, trial_states
 from diloco.workers.names import named_parameters
-from diloco.workers.parameters import FragmentTensors, Snapshot, placed_as
+from diloco.workers.parameters import FragmentTensors, placed_as
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """The inner optimizer, or several that share a model's parameters."""
