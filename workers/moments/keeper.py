@@ -7,6 +7,7 @@ import random
 import time
 from collections import deque
 
+import structlog
 import torch
 
 from diloco.pipeline.files.strict_json import dumps
@@ -84,10 +85,14 @@ class Keeper:
         if self._own.options.log_losses:
             self._own.folder.append_losses(self._loss_lines)
         if save and self._own.state is not None and self._rounds.steps:
-            copy = self._own.state.start_copy()
-            while not copy.advance():
-                pass
-            self._save(self._own.state.kind, copy, shared)
+            try:
+                copy = self._own.state.start_copy()
+                while not copy.advance():
+                    pass
+                self._save(self._own.state.kind, copy, shared)
+            except Exception as error:  # its device has no memory for a copy, or has failed: the learner still leaves
+                folder = str(self._own.folder.path)
+                structlog.get_logger().warning("state_not_saved", folder=folder, error=str(error))
         self._own.folder.close(within_s)
 
     def _save(self, kind: OptimizerKind, copy: StateCopy, shared: Shared) -> None:
