@@ -54,12 +54,16 @@ class Keeper:
     def stepped(self, shared: Shared, progress: float, loss: Loss | None) -> None:
         """A step is done: copy a fragment of the moments if a copy is wanted. Never waits."""
         now = time.monotonic()
+        self._copy_on(now, shared)
         if self._own.options.log_losses and self._own.folder is not None:
             if loss is not None:
                 self._losses.append((self._rounds.steps, time.time(), progress, loss))
+            # Last: a copy begins only while nothing is written, and losses of long steps are written at each of them.
             if now >= self._next_losses_s and not self._own.folder.busy:
                 self._next_losses_s = now + LOSSES_EVERY_S
                 self._own.folder.append_losses(self._loss_lines)
+
+    def _copy_on(self, now: float, shared: Shared) -> None:
         if self._own.state is None:
             return
         if self._copy is None:
