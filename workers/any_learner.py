@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import structlog
 
@@ -19,6 +19,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.workers.batches import Batches
 from diloco.workers.checks.arguments import Arguments
+from diloco.workers.copies.losses import Loss
 from diloco.workers.exchange import reaching
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.exchange.newest import Float32, read_newest
@@ -79,8 +80,8 @@ class AnyLearner:
 
     # --- what a training loop sees ------------------------------------------------------------------
 
-    def _step(self, tokens: int, loss: Any = None) -> None:
-        """An inner step is done. loss: what `float` makes a number of, in the other thread."""
+    def _step(self, tokens: int, loss: Loss | None = None) -> None:
+        """An inner step is done."""
         entered = time.perf_counter()
         joined = self.joined
         tokens = 0 if joined.late else tokens  # a trainer may look only after a step: the finished run's sums stay
@@ -90,7 +91,8 @@ class AnyLearner:
         if self._batches is not None:
             self._batches.stepped()
         tokens = joined.stepped(tokens)
-        training.loss = training.loss if loss is None else loss
+        if loss is not None:
+            training.losses.tell(loss)
         training.keeper.stepped(joined.shared, joined.progress, loss)
         self.times.returned(entered, time.perf_counter(), tokens)
         self._stopping.stepped()

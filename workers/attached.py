@@ -25,9 +25,7 @@ from torch import nn
 from diloco.pipeline.errors import UsageError
 from diloco.workers.checks.arguments import one_loss, whole_tokens
 from diloco.workers.checks.model_checks import check_optimizer
-
-Loss = float | torch.Tensor | None
-"""Of an inner step; None: nobody told."""
+from diloco.workers.copies.losses import Loss
 
 
 class Flag:
@@ -83,7 +81,7 @@ def asking(tokens: Any) -> Callable[[], int]:
     return lambda: whole
 
 
-def asking_loss(loss: Any) -> Callable[[], Loss]:
+def asking_loss(loss: Any) -> Callable[[], Loss | None]:
     """What gives the loss of each inner step, from what is called for it; None: nobody tells.
 
     Raises:
@@ -136,8 +134,8 @@ class Attached:
         self,
         optimizers: Sequence[torch.optim.Optimizer],
         tokens: Callable[[], int],
-        loss: Callable[[], Loss],
-        stepped: Callable[[int, Loss], None],
+        loss: Callable[[], Loss | None],
+        stepped: Callable[[int, Loss | None], None],
     ) -> None:
         """Hooks them.
 
@@ -149,7 +147,7 @@ class Attached:
         self._tokens, self._loss, self._stepped, self._last = tokens, loss, stepped, len(optimizers) - 1
         self._made: dict[int, Flag | None] = {}
         """Places of the optimizers that have made an update in this step."""
-        self._asked: tuple[int, Loss] = 0, None
+        self._asked: tuple[int, Loss | None] = 0, None
         """Tokens and loss of this step."""
         self._counts = StepTokens()
         self._stepping = self._off = False

@@ -165,7 +165,8 @@ class Learner(AnyLearner):
         Args:
             tokens: trained in this step: a whole number from 0 (nothing: all of the batch was masked), also as a numpy
                 or torch scalar; one on a CUDA device is read at once, which waits for the device.
-            loss: one number, shown in reports; a tensor is read later, in the other thread.
+            loss: one number, shown in reports. A tensor is copied at once, so it may be written to again; one on a CUDA
+                device is not waited for, and shown once the device is there.
 
         Raises:
             UsageError: an argument that is none of that, the model is no longer the one that is synchronised, or the
@@ -197,8 +198,8 @@ class Learner(AnyLearner):
                 when the step's first update is made.
             optimizers: in the order in which they step; each may be a wrapper. Default: the learner's own, whose
                 moments alone are kept. One that is not named may step as it likes: it travels with the next delta.
-            loss: called with the tokens, for one number to be shown in reports; a tensor is read later, in the other
-                thread. None: this step has none to tell.
+            loss: called with the tokens, for one number to be shown in reports, as that of `step`. None: this step has
+                none to tell.
 
         Raises:
             UsageError: the learner is not open, steps are counted already, or an optimizer trains nothing of the model.

@@ -22,6 +22,7 @@ from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.settings import SyncSettings, check_outer
 from diloco.workers.averaged import average_rule, averaged_buffers
+from diloco.workers.copies.snapshots import Snapshot, snapshot_of
 from diloco.workers.names import named_buffers, named_parameters
 
 ITEM = 4
@@ -200,24 +201,6 @@ def resharding(model: nn.Module) -> Callable[[], None]:
     return reshard
 
 
-class Snapshot:
-    """A fragment's values at one moment, perhaps still on their way to host memory."""
-
-    def __init__(self, host: npt.NDArray[np.float32], copied: torch.cuda.Event | None = None) -> None:
-        self._host = host
-        self._copied = copied
-
-    def ready(self) -> bool:
-        """True if `numpy` would not wait."""
-        return self._copied is None or bool(self._copied.query())  # type: ignore[no-untyped-call]
-
-    def numpy(self) -> npt.NDArray[np.float32]:
-        """The flat vector (elements,); waits for the device, so never call it in the training thread."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._host
-
-
 class _Bytes(NamedTuple):
     """Where a slot's bytes lie."""
 
@@ -285,18 +268,8 @@ class FragmentTensors:
             raw = as_bytes(values)
             for place, tensor in zip(self._places[p], self._tensors[p], strict=True):
                 raw[place.flat] = self._bytes(tensor)[place.tensor]
-            return Snapshot(values)
-        flat = self._flat(p)
-        if self._side is None:
-            return Snapshot(flat.cpu().numpy())
-        host = torch.empty(layout.elements, dtype=torch.float32, pin_memory=True)
-        self._side.wait_stream(torch.cuda.current_stream(self.device))
-        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(self._side):
-            host.copy_(flat, non_blocking=True)
-            copied.record(self._side)
-        flat.record_stream(self._side)  # the allocator must not hand it out before the copy is over
-        return Snapshot(host.numpy(), copied)
+            return Snapshot(torch.from_numpy(values))
+        return snapshot_of(self._flat(p), self._side)
 
     @torch.no_grad()
     def on_device(self, p: int) -> Callable[[], torch.Tensor]:

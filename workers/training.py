@@ -3,7 +3,7 @@
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.cores import usable_cores
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.checks.model_watch import ModelWatch
+from diloco.workers.copies.losses import Losses
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.own import RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery
@@ -46,16 +47,15 @@ class Training:
     """The exchange thread's."""
     keeper: Keeper
     times: StepTimes
-    loss: float | torch.Tensor | None = None
-    """Of the last step that told it."""
+    losses: Losses = field(default_factory=Losses)
     ranks: int = 1
     """Processes of this learner."""
     region_url: str | None = None
     """Of the region's Redis, if there is one."""
 
     def report(self, left: bool) -> LearnerReport:
-        """What others learn of this learner. The exchange thread's, since a loss may have to wait for its device."""
-        counts, loss, device = self.rounds.counts, self.loss, self.parameters.device
+        """What others learn of this learner. The exchange thread's, whose loop it does not hold up."""
+        counts, device = self.rounds.counts, self.parameters.device
         return LearnerReport(
             learner=self.learner,
             incarnation=self.incarnation,
@@ -64,7 +64,7 @@ class Training:
             overwritten=counts.overwritten,
             published=counts.published,
             versions=self.rounds.versions,
-            loss=None if loss is None else float(loss),
+            loss=self.losses.shown(),
             left=left,
             **self.times.reported(time.perf_counter(), left),
             host=socket.gethostname(),

@@ -338,6 +338,31 @@ def test_a_loop_is_never_more_than_one_step_ahead_of_its_device(redis_server):
 
 
 @pytest.mark.redis
+def test_a_report_waits_for_no_loss_and_one_that_is_donated_is_shown_all_the_same(redis_server):
+    """Until its device is there, the one before is shown: the exchange's loop carries all that the learner sends."""
+    taken = jax.jit(lambda one: one + 1.0, donate_argnums=0)
+    with (
+        a_syncer(redis_server, "jax-loss"),
+        Learner({"w": jnp.ones(2)}, run="jax-loss", redis_url=redis_server, sync=ONE_FRAGMENT) as one,
+    ):
+        losses, params = one.joined.training.losses, one.params
+        jax.block_until_ready(slow_step(params))  # compiled
+        one.step(params, tokens=1, loss=1.5)
+        queued = params
+        for _ in range(8):
+            queued = slow_step(queued)
+        loss = queued["w"][0]
+        one.step(params, tokens=1, loss=loss)
+        assert losses.shown() == 1.5
+        assert not loss.is_ready(), "the report has waited"
+        trained = float(loss)
+        taken(loss)
+        assert loss.is_deleted()
+        assert losses.shown() == trained
+    assert [seen.report.loss for seen in reports(redis_server, "jax-loss")] == [trained]
+
+
+@pytest.mark.redis
 def test_a_loop_that_begins_with_values_of_its_own_loses_that_step_and_no_more(redis_server):
     """Its delta would be measured from values that it never had: it is given the run's, and told so."""
     with a_syncer(redis_server, "jax-own"), capture_logs() as logs:

@@ -10,7 +10,7 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
-from diloco.workers.checks.arguments import one_loss, whole_tokens
+from diloco.workers.checks.arguments import one_loss, one_number, whole_tokens
 from diloco.workers.learner import Learner
 from tests.workers.test_parameters import Net
 
@@ -67,18 +67,20 @@ def test_what_is_no_number_of_tokens_is_refused_by_name(tokens: Any) -> None:
 def test_one_number_of_every_kind_is_a_loss(loss: Any) -> None:
     taken = one_loss(loss)
     assert taken is not None
-    assert float(taken) == 2.5
+    assert taken.number() == 2.5
 
 
 def test_a_loss_holds_on_to_no_graph() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    taken = one_loss(parameter.sum())
+    taken = one_number(parameter.sum(), "")
     assert isinstance(taken, torch.Tensor)
     assert taken.grad_fn is None
 
 
 def test_a_loss_that_has_diverged_is_shown_as_it_is() -> None:
-    assert np.isnan(float(one_loss(torch.tensor(float("nan"))) or 0))
+    taken = one_loss(torch.tensor(float("nan")))
+    assert taken is not None
+    assert np.isnan(taken.number())
     assert one_loss(None) is None
 
 

@@ -220,7 +220,7 @@ def test_losses_are_told_with_the_steps(redis_server: str) -> None:
         learner.attach(1, loss=lambda: told.pop(0))
         for shown in (3.5, 2.5, 2.5):
             learner.optimizer.step()  # type: ignore[union-attr]
-            assert float(learner.joined.training.loss or 0) == shown
+            assert learner.joined.training.losses.shown() == shown
         told.append(torch.ones(2))
         with pytest.raises(UsageError, match=r"a tensor of shape \(2,\)"):
             learner.optimizer.step()  # type: ignore[union-attr]

@@ -282,6 +282,35 @@ def test_an_error_of_the_loop_is_not_hidden_by_one_of_leaving(
     assert "the device has failed" in told
 
 
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_learner_whose_device_can_copy_no_more_leaves_in_order(
+    redis_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    """The delta that it cannot copy is withheld, which is told. What it can copy is published and saved."""
+    run, turns = f"copies-{saves}", SYNC.model_copy(update={"fragments": 2, "sync_interval": 100})
+    error = torch.OutOfMemoryError("no memory") if saves else RuntimeError("the device has failed")
+
+    def fails(*_: Any) -> bool:
+        raise error
+
+    model = nn.Linear(4, 4)
+    how: Any = {"redis_url": redis_server, "sync": turns, "state_dir": str(tmp_path)}
+    with a_syncer(redis_server, run), capture_logs() as logs:
+        with Learner(model, torch.optim.AdamW(model.parameters()), run=run, **how) as learner:
+            steps_of(learner, 2, 0, 0)  # the first fragment is due at once, the second one in its turn
+            parameters, exchange = learner.joined.training.parameters, learner.joined.exchange
+            snapshot = parameters.snapshot
+            monkeypatch.setattr(parameters, "snapshot", lambda p: fails() if p else snapshot(p))
+            if not saves:
+                monkeypatch.setattr("diloco.workers.moments.optimizer_state.StateCopy.advance", fails)
+        assert learner.left_in_order
+    told = [(line["event"], line["error"]) for line in logs if "error" in line]
+    assert told == [(event, str(error)) for event in ("last_delta_withheld", "state_not_saved")[: 2 - saves]]
+    assert exchange.publishing.newest.keys() == {0}
+    assert (tmp_path / "state.json").exists() is saves
+    assert [seen.report.left for seen in reports(redis_server, run)] == [True]
+
+
 # --- the id is taken --------------------------------------------------------------------------------------------
 
 

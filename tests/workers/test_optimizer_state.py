@@ -11,6 +11,8 @@ from torch import nn
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.settings import SyncSettings
+from diloco.workers.copies.snapshots import Snapshot, snapshot_of
+from diloco.workers.moments import optimizer_state
 from diloco.workers.moments.moments import Moments, check
 from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
 from diloco.workers.parameters import tensor_table
@@ -147,6 +149,31 @@ def test_a_copy_is_one_fragment_a_step_and_keeps_its_moment() -> None:
             np.testing.assert_array_equal(mixed.flats[p][name], source.flats[p][name])
     assert set(first.numbers["step"]) == {3.0}
     assert set(mixed.numbers["step"]) == {3.0, 4.0}
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW fused amsgrad", "Adafactor"])
+def test_no_number_of_an_optimizer_is_read_by_itself(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA that would wait for all that is queued there, once a parameter: those of a fragment are one copy."""
+    model, optimizer = trained(MAKERS[name])
+    state, copies = OptimizerState(model, optimizer, layout(model)), list[Snapshot]()
+
+    def waits(_: torch.Tensor) -> float:
+        raise AssertionError("a tensor is read by itself")
+
+    def counted(values: torch.Tensor, *side: Any) -> Snapshot:
+        copies.append(snapshot_of(values, *side))
+        return copies[-1]
+
+    monkeypatch.setattr(optimizer_state, "snapshot_of", counted)
+    for read in ("__float__", "item"):
+        monkeypatch.setattr(torch.Tensor, read, waits)
+    made = state.start_copy()
+    while not made.advance():
+        pass
+    monkeypatch.setattr(torch.Tensor, "cpu", waits)
+    moments = made.moments()
+    assert set(moments.numbers["step"]) == {3.0}
+    assert len(copies) == len(layout(model).fragments) + len(moments.others)
 
 
 def test_a_tensor_that_was_never_stepped_begins_fresh() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
@@ -336,6 +337,31 @@ def test_a_donor_trains_on_whatever_its_own_moments_are(fault: str, capsys: pyte
         assert value_of(await asking) == 4.0
         assert not world.tasks["l0"].done()
         assert "moments_not_given" in capsys.readouterr().out
+
+    scene(play)
+
+
+def test_a_donor_that_is_too_slow_says_so() -> None:
+    """Else nobody would learn why joiners begin fresh; it looks for wishes again."""
+
+    async def play(world: World) -> None:
+        slow = world.party("l0")
+        await world.bus.write_report(samples.report("l0", step=500))
+        asked = list[float]()
+
+        async def take() -> Moments:
+            asked.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(10 * module.UPLOAD_S)
+            return moments(3.0)
+
+        with capture_logs() as log:
+            world.tasks["l0"] = asyncio.create_task(slow.answer(lambda: 500, take))
+            assert await world.party("l1").ask() is None
+            await asyncio.sleep(module.UPLOAD_S)
+        (told,) = [line["error"] for line in log if line["event"] == "moments_not_given"]
+        assert told == "not copied and uploaded within 40 s: who asked may begin fresh"
+        assert len(asked) == 1
+        assert not world.tasks["l0"].done()
 
     scene(play)
 

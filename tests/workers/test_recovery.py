@@ -22,9 +22,10 @@ from diloco.pipeline.files.sums import file_sha256
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.settings import SyncSettings
+from diloco.workers.copies.losses import LossCopy
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
-from diloco.workers.moments import recovery, state_folder
+from diloco.workers.moments import keeper, recovery, state_folder
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.own import RecoveryOptions, has_moments, own_moments
@@ -87,7 +88,7 @@ class Party:
         for _ in range(steps):
             step(self.model, self.optimizer)
             self.rounds.trained(10)
-            self.keeper.stepped(self.shared, 0.5, torch.tensor(2.5))
+            self.keeper.stepped(self.shared, 0.5, LossCopy(2.5))
 
     def leave(self) -> None:
         self.keeper.close(self.shared, save=True, within_s=60.0)
@@ -604,6 +605,34 @@ def test_losses_are_appended_by_step_and_incarnation(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert {(line["loss"], line["progress"], line["incarnation"]) for line in lines} == {(2.5, 0.5, "0" * 16)}
+
+
+def test_a_state_is_saved_though_the_losses_of_each_step_are_written_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of steps that take longer than the time between two writes."""
+    append, written = StateFolder._append, threading.Event()
+
+    def slowly(folder: StateFolder, lines: Any) -> None:
+        assert written.wait(60.0)
+        append(folder, lines)
+
+    monkeypatch.setattr(StateFolder, "_append", slowly)
+    monkeypatch.setattr(keeper, "LOSSES_EVERY_S", 0.0)
+    party = Party(tmp_path, log_losses=True, state_every_s=0.0)
+    party.join((0, 0))
+    for _ in range(4):
+        written.clear()
+        party.train(1)
+        written.set()
+        until = time.monotonic() + 60.0
+        while party.keeper.saves:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+    assert (tmp_path / "state.json").exists()
+    party.leave()
+    lines = (tmp_path / "losses.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
 
 
 def test_losses_cannot_be_logged_to_nowhere() -> None:

@@ -13,6 +13,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.settings import SECRETS, BusSettings, EncodeOn, SyncSettings, load
 from diloco.pipeline.units import parse_whole
+from diloco.workers.copies.losses import LossCopy
 from diloco.workers.exchange.reaching import region_at
 
 MAX_STEP_TOKENS = 2**40
@@ -109,9 +110,9 @@ def whole_tokens(tokens: Any) -> int:
     return int(value)
 
 
-def one_loss(loss: Any) -> float | torch.Tensor | None:
-    """The loss of a step, to be read later; None: nobody told. As `one_number`."""
-    return None if loss is None else one_number(loss, "step(loss={}): {}; pass one number, or leave it out")
+def one_loss(loss: Any) -> LossCopy | None:
+    """The loss of a step, as it is now; None: nobody told. As `one_number`."""
+    return None if loss is None else LossCopy(one_number(loss, "step(loss={}): {}; pass one number, or leave it out"))
 
 
 def one_number(value: Any, told: str) -> float | torch.Tensor:

@@ -289,7 +289,7 @@ class JoinedLearner:
         for publication in training.rounds.last(self.shared.windows, due=over):
             try:
                 self.hand_over([publication], adopted=False)
-            except UsageError as error:  # the model has changed
+            except Exception as error:  # the model has changed, its device has no memory for a copy, or has failed
                 structlog.get_logger().warning("last_delta_withheld", learner=training.learner, error=str(error))
         leaving = self.thread.ask(self.exchange.leave(within_s))
         training.keeper.close(self.shared, save_state, within_s)

@@ -7,10 +7,12 @@ import random
 import time
 from collections import deque
 
+import structlog
 import torch
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.moments import OptimizerKind
+from diloco.workers.copies.losses import Loss
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.optimizer_state import StateCopy
@@ -35,7 +37,7 @@ class Keeper:
         self._copy: StateCopy | None = None
         """In the making."""
         self._next_save_s = self._next_losses_s = 0.0
-        self._losses: deque[tuple[int, float, float, float | torch.Tensor]] = deque(maxlen=LOSSES_KEPT)
+        self._losses: deque[tuple[int, float, float, Loss]] = deque(maxlen=LOSSES_KEPT)
 
     def restore(self, found: Found) -> None:
         """Put what was found into the optimizer and this process, and let go of it; before the first step."""
@@ -50,15 +52,19 @@ class Keeper:
             torch.set_rng_state(torch_rng(saved))
             random.setstate(saved.python_rng)
 
-    def stepped(self, shared: Shared, progress: float, loss: float | torch.Tensor | None) -> None:
+    def stepped(self, shared: Shared, progress: float, loss: Loss | None) -> None:
         """A step is done: copy a fragment of the moments if a copy is wanted. Never waits."""
         now = time.monotonic()
+        self._copy_on(now, shared)
         if self._own.options.log_losses and self._own.folder is not None:
             if loss is not None:
                 self._losses.append((self._rounds.steps, time.time(), progress, loss))
+            # Last: a copy begins only while nothing is written, and losses of long steps are written at each of them.
             if now >= self._next_losses_s and not self._own.folder.busy:
                 self._next_losses_s = now + LOSSES_EVERY_S
                 self._own.folder.append_losses(self._loss_lines)
+
+    def _copy_on(self, now: float, shared: Shared) -> None:
         if self._own.state is None:
             return
         if self._copy is None:
@@ -84,10 +90,14 @@ class Keeper:
         if self._own.options.log_losses:
             self._own.folder.append_losses(self._loss_lines)
         if save and self._own.state is not None and self._rounds.steps:
-            copy = self._own.state.start_copy()
-            while not copy.advance():
-                pass
-            self._save(self._own.state.kind, copy, shared)
+            try:
+                copy = self._own.state.start_copy()
+                while not copy.advance():
+                    pass
+                self._save(self._own.state.kind, copy, shared)
+            except Exception as error:  # its device has no memory for a copy, or has failed: the learner still leaves
+                folder = str(self._own.folder.path)
+                structlog.get_logger().warning("state_not_saved", folder=folder, error=str(error))
         self._own.folder.close(within_s)
 
     def _save(self, kind: OptimizerKind, copy: StateCopy, shared: Shared) -> None:
@@ -127,7 +137,7 @@ class Keeper:
                 "step": step,
                 "unix_s": unix_s,
                 "progress": progress,
-                "loss": float(loss),
+                "loss": loss.number(),
             }
             lines.append(dumps(line))
         return lines

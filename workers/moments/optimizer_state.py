@@ -8,6 +8,7 @@ stacked; that goes along in checkpoints.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import msgpack
@@ -22,10 +23,11 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.payload.codec import digest_of
+from diloco.workers.copies.snapshots import Snapshot, snapshot_of
 from diloco.workers.moments.moments import KeptLayout, Moments, of_moment, slots
 from diloco.workers.moments.trial import trial_shape, trial_states
 from diloco.workers.names import named_parameters
-from diloco.workers.parameters import FragmentTensors, Snapshot, local_of, placed_as
+from diloco.workers.parameters import FragmentTensors, local_of, placed_as
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """The inner optimizer, or several that share a model's parameters."""
@@ -272,6 +274,25 @@ def _number(like: Any, value: float) -> Any:
     return torch.tensor(value, dtype=like.dtype) if isinstance(like, torch.Tensor) else type(like)(value)
 
 
+class _Numbers:
+    """Those of one name, of a fragment's tensors, as they are now.
+
+    A fused optimizer has one a parameter on its device, where each that is read waits for all that is queued: so they
+    travel together.
+    """
+
+    def __init__(self, values: Sequence[Any], device: torch.device, side: torch.cuda.Stream | None) -> None:
+        there = [isinstance(value, torch.Tensor) and value.device == device for value in values]
+        ones = [local_of(value.detach()).reshape(1) for value, is_there in zip(values, there, strict=True) if is_there]
+        self._there = snapshot_of(torch.cat(ones), side) if ones else None
+        self._here = [None if is_there else float(value) for value, is_there in zip(values, there, strict=True)]
+
+    def read(self) -> list[float]:
+        """One a tensor; may wait for the device."""
+        there = iter([] if self._there is None else self._there.tensor().tolist())
+        return [float(next(there)) if value is None else value for value in self._here]
+
+
 class StateCopy:
     """A copy of an optimizer's state in the making: one fragment at each step boundary.
 
@@ -296,32 +317,40 @@ class StateCopy:
             )
             for moment in kind.moments
         }
+        self._device = next((parameters[slot.tensor.name].device for _, slot in slots(layout)), torch.device("cpu"))
+        on_cuda = self._device.type == "cuda"
+        self._side = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._snapshots: list[dict[str, Snapshot]] = []
-        self._numbers: dict[str, list[Any]] = {name: [] for name in kind.numbers}
-        self._others: dict[tuple[str, str], torch.Tensor] = {}
+        self._numbers: dict[str, list[_Numbers]] = {name: [] for name in kind.numbers}
+        """Of each fragment."""
+        self._others: dict[tuple[str, str], Snapshot] = {}
 
     @torch.no_grad()
     def advance(self) -> bool:
         """Copy the next fragment (training thread, between two steps); True if it was the last."""
         p = len(self._snapshots)
-        for slot in self._layout.fragments[p].slots:
-            state = self._state[slot.tensor.name]
-            for name, values in self._numbers.items():
-                value = state.get(name, 0.0)
-                values.append(value.detach().clone() if isinstance(value, torch.Tensor) else value)
-            for name in self._other_names:
-                if name in state:
-                    self._others[name, slot.tensor.name] = state[name].detach().clone()
-        self._snapshots.append({name: tensors.snapshot(p) for name, tensors in self._tensors.items()})
+        tensors = [slot.tensor.name for slot in self._layout.fragments[p].slots]
+        for name, numbers in self._numbers.items():
+            values = [self._state[tensor].get(name, 0.0) for tensor in tensors]
+            numbers.append(_Numbers(values, self._device, self._side))
+        for name in self._other_names:
+            for tensor in tensors:
+                if name in self._state[tensor]:
+                    self._others[name, tensor] = self._other(self._state[tensor][name].detach().clone())
+        self._snapshots.append({name: moment.snapshot(p) for name, moment in self._tensors.items()})
         return len(self._snapshots) == len(self._layout.fragments)
+
+    def _other(self, values: torch.Tensor) -> Snapshot:
+        """values: a copy; of a class that is not torch's own it is refused as it is read, in the other thread."""
+        return snapshot_of(values, self._side) if type(values) is torch.Tensor else Snapshot(values)
 
     def moments(self) -> Moments:
         """The whole copy; may wait for a device, so never call it in the training thread."""
         return Moments(
             kind=self._kind,
             flats=tuple({name: snapshot.numpy() for name, snapshot in flats.items()} for flats in self._snapshots),
-            numbers={name: tuple(map(float, values)) for name, values in self._numbers.items()},
-            others={key: _array(tensor) for key, tensor in self._others.items()},
+            numbers={name: tuple(chain(*(one.read() for one in told))) for name, told in self._numbers.items()},
+            others={key: _array(snapshot.tensor()) for key, snapshot in self._others.items()},
         )
 
 
@@ -330,7 +359,6 @@ def _moment(value: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor
     return torch.zeros_like(parameter, requires_grad=False) if value is None else value
 
 
-def _array(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    host = tensor.cpu()
+def _array(host: torch.Tensor) -> npt.NDArray[Any]:
     array: npt.NDArray[Any] = (host.float() if host.dtype == torch.bfloat16 else host).numpy()
     return array

@@ -140,8 +140,11 @@ class Peers:
                 board = await self._bus.read_moments()
                 if self._can_help(board) and steps() >= USEFUL_STEPS:
                     await self._donate(steps, copy)
-            except (BusError, TimeoutError):
+            except BusError:
                 pass  # somebody else may, or the asker begins fresh
+            except TimeoutError:
+                error = f"not copied and uploaded within {UPLOAD_S:g} s: who asked may begin fresh"
+                log.warning("moments_not_given", learner=self._learner, error=error)
             except Exception as error:  # whatever it is: who helps must not come to harm by it
                 log.warning("moments_not_given", learner=self._learner, error=str(error)[:500])
                 await asyncio.sleep(WISH_TTL_S)  # this wish is for another peer

@@ -23,6 +23,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import LEAVE_S, STATE_S, SyncSettings
 from diloco.workers.any_learner import AnyLearner
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
+from diloco.workers.copies.losses import Loss
 from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.own import OwnMoments, RecoveryOptions
@@ -121,7 +122,7 @@ class Learner(AnyLearner):
         Args:
             params: as the step has left them; it is not waited for, and they may be donated to the next one.
             tokens: trained in this step: a whole number from 0; one on a device is read at once, which waits for it.
-            loss: one number, shown in reports; an array is read later, in the other thread. Do not donate it.
+            loss: one number, shown in reports; an array is not waited for, and shown once its device is there.
 
         Returns:
             What to train on: the same arrays, but for those that the run has newer values of.
@@ -244,10 +245,25 @@ def _is_concrete(name: str, value: Any) -> bool:
     return True
 
 
-def _loss(loss: Any) -> Any:
+class _LossArray:
+    """A `Loss`: an array never changes, so there is nothing to copy."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def ready(self) -> bool:
+        """As `Loss`."""
+        return bool(self._array.is_ready())
+
+    def number(self) -> float:
+        """As `Loss`."""
+        return float(self._array)
+
+
+def _loss(loss: Any) -> Loss | None:
     """As `one_loss`; an array stays one, so that nothing waits for its device."""
     if not _is_concrete("loss", loss):
         return one_loss(loss)
     if loss.size != 1 or jnp.iscomplexobj(loss) or jnp.issubdtype(loss.dtype, jax.dtypes.extended):
         raise UsageError(f"loss: {loss.dtype} of shape {loss.shape}; pass one number, or leave it out")
-    return loss.reshape(())
+    return _LossArray(loss.reshape(()))

@@ -15,7 +15,8 @@ import structlog
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
 from diloco.pipeline.messages.wire import AVERAGED
 from diloco.workers.background import offload
-from diloco.workers.parameters import FragmentParameters, Snapshot
+from diloco.workers.copies.snapshots import Snapshot
+from diloco.workers.parameters import FragmentParameters
 from diloco.workers.ranks.shares import Shares
 from diloco.workers.ranks.wires import Wires
 
