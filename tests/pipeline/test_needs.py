@@ -101,6 +101,8 @@ def test_ranks_share_what_a_learner_takes() -> None:
     assert exchange["learner"] == 16 * 4 * fragment + (4 * 4 + 4 + 2) * fragment
     assert exchange["rank"] == 2 * 4 * fragment + (4 + 2 + 2 * 4) * fragment, "a global, a payload, rows of each way"
     assert party("rank", ranks=8, codec="int8").memory_bytes > rank.memory_bytes + 2 * 4 * fragment
+    lossy = party("learner", codec="int8").memory_bytes
+    assert lossy > alone.memory_bytes + (16 * 12 - 1) * fragment, "a residual, and two deltas while nothing is merged"
     assert party("rank", ranks=8, precision="bf16").training_bytes == 18 * 1e9
 
 
