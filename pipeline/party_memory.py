@@ -19,6 +19,8 @@ Precision = Literal["fp32", "bf16"]
 TRAINING_BYTES: dict[Precision, int] = {"fp32": 16, "bf16": 18}
 """Of a parameter in training, without activations: parameter, gradient, AdamW's moments; in bf16 a copy that computes.
 As the built-in trainer has them (docs/howto/gpus.md)."""
+ROOM_SHARE = 4
+"""A learner takes snapshots while those that it holds are less than the model divided by this (`workers.rounds`)."""
 CHECKPOINT_BYTES = 2 * VALUE_BYTES
 """Of a parameter in a checkpoint: value and momentum."""
 
@@ -41,13 +43,15 @@ def syncer_share(fragments: int, syncers: int) -> float:
 def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) -> float:
     """Memory that one rank of a learner needs beside its training: `docs/explanation/ranks.md`.
 
-    Bases and residuals of what it serves; of one fragment its snapshot, the wire, the pulled global. Of several ranks
-    each has of an exact snapshot the wire only, and its rows of what all serve, both ways.
+    Bases and residuals of what it serves, and while nothing is merged what two deltas of each have lost; of one
+    fragment the wire and the pulled global; snapshots, of one fragment or of as many as there is room for while the bus
+    is away. Of several ranks each has of an exact snapshot the wire only, and its rows of what all serve, both ways.
     """
     lost = 0 if codec in EXACT else VALUE_BYTES
-    kept = (VALUE_BYTES + lost) * math.ceil(fragments / ranks)
+    kept = (VALUE_BYTES + 3 * lost) * math.ceil(fragments / ranks)
+    snapshots = VALUE_BYTES * (math.ceil(fragments / ROOM_SHARE) if ranks == 1 else 1)
     rows = 0 if ranks == 1 else 2 * VALUE_BYTES * min(1, fragments / ranks) - (0 if lost else VALUE_BYTES)
-    return params / fragments * (kept + VALUE_BYTES + CODECS[codec] + VALUE_BYTES + lost + rows)
+    return params / fragments * (kept + snapshots + CODECS[codec] + VALUE_BYTES + rows)
 
 
 def learner_bytes(params: float, fragments: int, codec: str, ranks: int = 1) -> float:

@@ -280,7 +280,7 @@ class LearnerSettings(Settings):
     encode_on: EncodeOn = expert(
         "auto",
         description="Where deltas are encoded, and their bases and residuals lie: in host memory (cpu) or on the "
-        "model's device, at 4 bytes a parameter, where deltas are quantized 8 to 12. auto: on a CUDA device, else cpu",
+        "model's device, at 4 bytes a parameter, where deltas are quantized 8 to 16. auto: on a CUDA device, else cpu",
     )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
     leave_s: Duration = expert(LEAVE_S, description="Time to flush what is unpublished when leaving")

@@ -123,7 +123,8 @@ class OnDevice:
     """An `encoding.Encoder` whose vectors are tensors on one device.
 
     Memory there: four bytes a parameter for the bases, and with a codec that quantizes as many for the residuals and
-    for each delta that is undecided; a snapshot and a pulled global of one fragment at a time; and `PIECE`'s.
+    for each delta that is undecided; snapshots that are not uploaded yet (`Rounds.publications`), globals that are
+    pulled and not adopted; and `PIECE`'s.
     """
 
     at_once = 0

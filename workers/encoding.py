@@ -134,8 +134,9 @@ async def apart(encoder: Encoder, offload: Offload, elements: int, work: Callabl
 
 # --- error feedback ---------------------------------------------------------------------------------------
 
-MOST_SENT = 4
-"""Undecided deltas of one fragment that are remembered: two bases, and an attempt more on each."""
+MOST_SENT = 2
+"""Undecided deltas of one fragment that are remembered, the newest: while one is on its way, the one before it may be
+merged. That may be of an earlier base, or the one that it renews."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +165,11 @@ class ErrorFeedback:
 
     It begins at zero with an incarnation, and when heads went back: the merges that it speaks of may be none of the
     history that survived. What was merged is learnt from the tape, and after a gap from the head's record of merged
-    bases; a merge that neither tells of (two commits within one gap) loses its error, once.
+    bases; a merge that neither tells of (two commits within one gap), or one told of after two more deltas were sent,
+    loses its error, once.
 
-    Memory: a float32 copy of the model, and one of the fragment for each undecided delta. One thread calls it; an array
-    that it gave is never written to again.
+    Memory: a float32 copy of the model, and one of the fragment for each undecided delta, `MOST_SENT` at most. One
+    thread calls it; an array that it gave is never written to again.
     """
 
     def __init__(self, learner: str, incarnation: str, add: Callable[[Any, Any, Any], Any] = grown) -> None:

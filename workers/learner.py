@@ -121,7 +121,7 @@ class Learner(AnyLearner):
             recover: "auto"; "peer": never from `state_dir`; "fresh": from nothing, whatever the optimizer has.
             state_every_s, log_losses: time between two savings; append each step's loss to `state_dir`/losses.jsonl.
             encode_on: where deltas are encoded, and their bases and residuals lie: "cpu": in host memory; "device":
-                where the model is, at 4 bytes a parameter, 8 to 12 if the codec quantizes; "auto": that, if it is CUDA.
+                where the model is, at 4 bytes a parameter, 8 to 16 if the codec quantizes; "auto": that, if it is CUDA.
             same_frozen: learners have the same frozen parameters, tensor by tensor, or are refused. The first one
                 settles it for the run. False: they may differ (quantized in different ways, say), unlooked at.
             mesh: a DeviceMesh or a process group whose ranks are this learner together, or "world": all there are.

@@ -6,6 +6,9 @@ at the next step. One whose steps had no tokens at all (all of their batches mas
 weight. One delta per (base, attempt). While nothing is merged, a delta that is on the bus is renewed: a later attempt
 takes its place, so that what is lost is no more than the work since. Adopting zeroes the counters; what was trained
 past the last snapshot is overwritten, and counted as such.
+
+A snapshot is held until its delta is on the bus. So that they do not pile up while it is away, or slow, there is room
+for some at a time. What finds none stays due: a later snapshot on the same base holds all that an earlier one does.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,6 +18,7 @@ from typing import Any, NamedTuple
 
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.party_memory import ROOM_SHARE
 from diloco.pipeline.ramps import interval_at, interval_in_force
 
 NONE_UPLOADED: Mapping[int, int] = MappingProxyType({})
@@ -23,6 +27,9 @@ RENEWED_BY = 6
 less often, so that an upload ends in the end, however slow it is."""
 LEAST_RENEWED = 12
 """Steps: a round trip may take so many where steps are short, and what does not come is refused before."""
+LEAST_ROOM = 2**24
+"""Elements. Snapshots are taken while those that are held are less, or less than a quarter of the model
+(`party_memory.ROOM_SHARE`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +118,9 @@ class Rounds:
         self._sync = sync
         count, first = len(layout.fragments), interval_at(sync, 0)
         self._fragments = [_Counters(f.elements, first_due=1 + f.id * first // count) for f in layout.fragments]
+        self._room = max(LEAST_ROOM, layout.elements / ROOM_SHARE)
+        self._held: dict[int, int] = {}
+        """Serial -> fragment of each delta whose snapshot is held, as far as is known."""
         self.deltas = 0
         """Published so far."""
         self.steps = 0
@@ -155,14 +165,35 @@ class Rounds:
         self._count()
 
     def publications(
-        self, windows: Mapping[int, OpenWindow], uploaded: Mapping[int, int] = NONE_UPLOADED
+        self,
+        windows: Mapping[int, OpenWindow],
+        uploaded: Mapping[int, int] = NONE_UPLOADED,
+        released: Mapping[int, int] | None = None,
     ) -> Iterator[Publication]:
         """What to publish after this step; each is counted as published once it is taken from here.
 
-        uploaded: fragment -> serial of the last delta of which all is on the bus.
+        Args:
+            windows: open ones.
+            uploaded: fragment -> serial of the last delta of which all is on the bus.
+            released: fragment -> serial of the last delta whose snapshot is held no more. Whoever waits longest is
+                first, as long as there is room; None: there is, for all. Each group has room for one: the server of
+                another one may be away.
         """
-        for p in self.wanted(windows, uploaded):
-            yield self.publication(p, windows)
+        wanted = self.wanted(windows, uploaded)
+        if released is None:
+            for p in wanted:
+                yield self.publication(p, windows)
+            return
+        self._held = {serial: p for serial, p in self._held.items() if serial > released.get(p, 0)}
+        held, lanes = sum(self._fragments[p].elements for p in self._held.values()), self._sync.groups
+        busy = {p % lanes for p in self._held.values()}
+        for p in sorted(wanted, key=lambda p: self._fragments[p].published_serial):
+            if held < self._room or p % lanes not in busy:
+                publication = self.publication(p, windows)
+                held += self._fragments[p].elements
+                busy.add(p % lanes)
+                self._held[publication.serial] = p
+                yield publication
 
     def wanted(
         self, windows: Mapping[int, OpenWindow], uploaded: Mapping[int, int] = NONE_UPLOADED, ahead: int = 0
@@ -208,8 +239,8 @@ class Rounds:
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
         """What to publish on leaving: every fragment not published on its base yet.
 
-        due: the run is draining, so that all of these may open windows; else those may that are due. Ranks have such
-        ones where an upload before has kept a snapshot waiting. What was trained past an earlier snapshot on the same
+        due: the run is draining, so that all of these may open windows; else those may that are due. There are such
+        ones where uploads before have kept a snapshot waiting. What was trained past an earlier snapshot on the same
         base can never be merged: it counts as overwritten.
         """
         for p, counters in enumerate(self._fragments):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -361,6 +362,38 @@ def test_deltas_that_are_never_merged_are_not_kept() -> None:
         assert np.isfinite(residual).all()
         for learner in learners:
             await learner.kill()
+
+    run_virtual(main())
+
+
+def test_while_nothing_is_merged_a_fragment_keeps_two_errors_and_its_books_close_afterwards(monkeypatch) -> None:
+    """However often its delta is renewed: no older one can be merged any more."""
+    sums = sum_what_is_committed(monkeypatch)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(codec="int4", tokens=8000))
+        world.start_syncer()
+        learners = [Watched(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(3)
+        assert world.syncer is not None
+        world.syncer.cancel()
+        with suppress(asyncio.CancelledError):
+            await world.syncer
+        before = [learner.rounds.deltas for learner in learners]
+        await asyncio.sleep(15)
+        for learner, deltas in zip(learners, before, strict=True):
+            sent = learner.exchange.feedback._sent
+            assert learner.rounds.deltas - deltas > 3 * len(sent)
+            assert [len(sent[p]) for p in range(2)] == [2, 2]
+        world.start_syncer()
+        await world.finish(*learners)
+        tape = await world.tape()
+        for learner in learners:
+            made = learner.merged(tape)
+            for p in range(2):
+                residual = learner.exchange.feedback.residual(p)
+                assert residual is not None
+                np.testing.assert_allclose(sums[p, learner.name] + residual, made[p], rtol=0, atol=1e-5)
 
     run_virtual(main())
 

@@ -231,7 +231,7 @@ class JoinedLearner:
         if shared.offer_again:
             shared.offer_again = False
             training.rounds.offer_again()
-        self.hand_over(training.rounds.publications(shared.windows, shared.uploaded), adopted)
+        self.hand_over(training.rounds.publications(shared.windows, shared.uploaded, shared.released), adopted)
         return tokens
 
     def ended(self, stopping: Stopping) -> bool:

@@ -3,8 +3,8 @@
 Of a delta that renews another one the payload goes first: until it is whole, the one before it is there. So a learner
 that dies in between has lost the work since that one, and no window waits for it.
 
-Invariants: a report with a learner's tokens is on the bus before the header that carries them; memory is bounded by
-the model's size (one delta a fragment and base).
+Invariants: a report with a learner's tokens is on the bus before the header that carries them; memory is bounded, since
+whoever queues keeps to a part of the model at a time (`Rounds.publications`).
 """
 
 import asyncio
@@ -116,13 +116,14 @@ class Publishing:
 
     async def _upload_on(self, lane: int) -> None:
         while True:
-            await self._send_one(*await self._uploads[lane].get())
+            p, serial = await self._send_one(*await self._uploads[lane].get())
+            self._member.shared.released[p] = serial
             self.unsent -= 1
             if not self.unsent:
                 self.all_sent.set()
 
-    async def _send_one(self, publication: Publication, values: Values) -> None:
-        """A call of its own, so that nothing of it is held while the next one is waited for."""
+    async def _send_one(self, publication: Publication, values: Values) -> tuple[int, int]:
+        """Its fragment and serial. A call of its own, so that nothing else of it is held from then on."""
         member, p, renews = self._member, publication.base.fragment, publication.renews
         whole = await self._carrier.upload(publication, values, partial(self._is_of_use, publication))
         takes_its_place = renews and not self._is_outdone(publication)
@@ -133,6 +134,7 @@ class Publishing:
         if whole and takes_its_place:
             with suppress(BusError):  # else it expires later
                 await member.bus.expire_soon(delta_key(member, p, renews), RENEWED_TTL_S)
+        return p, publication.serial
 
     def _is_of_use(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""

@@ -19,6 +19,8 @@ class Shared:
     windows: dict[int, OpenWindow] = field(default_factory=dict)
     uploaded: dict[int, int] = field(default_factory=dict)
     """Fragment -> serial of the last delta of which header and payload are on the bus."""
+    released: dict[int, int] = field(default_factory=dict)
+    """Fragment -> serial of the last delta whose snapshot is held no more: it is on the bus, or of no use."""
     state: RunState | None = None
     offer_again: bool = False
     """The bus was away: deltas on the present bases must be offered again. Reset by who counts steps."""
