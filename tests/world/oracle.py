@@ -37,7 +37,7 @@ from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.studies.strikes.audit import Violation
 from diloco.syncer import algorithm
-from diloco.workers.rounds import Base
+from diloco.workers.rounds import LEAST_ROOM, Base
 from tests.world import reference
 from tests.world.archives import Archive
 from tests.world.globals import Globals, badly_coded
@@ -69,6 +69,7 @@ class Oracle:
     def __init__(self, plan: Plan, layout: Layout, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
         self._now = now
         self._together = plan.together
+        self._has_little_room = plan.least_room < LEAST_ROOM
         self._spec, self._layout, self._store, self._keys = plan.spec, layout, Seen(store), keys
         self.fragments = [Surviving.none(fragment.elements) for fragment in layout.fragments]
         self.violation: Violation | None = None
@@ -284,7 +285,8 @@ class Oracle:
             self._check_report(header)
             told = self._intervals.get((p, *base_of(header)), {0})
             given = header, len(self.fragments), self._spec.sync
-            wrong = [reference.wrongly_due(*given, one, self._is_set(header.learner)) for one in sorted(told)]
+            late = self._has_little_room or self._is_set(header.learner)
+            wrong = [reference.wrongly_due(*given, one, late) for one in sorted(told)]
             if all(wrong) and not self._ever_drained:
                 self.broken("a delta is due when its interval is over", f"{header.learner}, fragment {p}: {wrong}")
         self._check_pending(p)

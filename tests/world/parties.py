@@ -154,7 +154,7 @@ class WorldLearner(Party):
                 if shared.offer_again:
                     shared.offer_again = False
                     self.rounds.offer_again()
-                publications = self.rounds.publications(shared.windows, shared.uploaded)
+                publications = self.rounds.publications(shared.windows, shared.uploaded, shared.released)
                 exchange.publishing.queue([self._made(one) for one in publications])
                 if adopted:
                     exchange.reporting.soon()

@@ -66,7 +66,7 @@ def wrongly_due(header: DeltaHeader, fragments: int, sync: SyncSpec, told: int, 
     """Whether a delta is called due, or not, against its interval; None: it is right.
 
     told: what the head of its base says; 0: H, or less on the first versions. late: it may be due later, since ranks
-    agree some steps ahead, and upload one snapshot at a time.
+    agree some steps ahead, and upload one snapshot at a time, or since there is little room for snapshots.
 
     A first delta on version 0 is due in its fragment's turn within the interval; a first delta of one who joined later
     as long after it. Any other is due exactly when the interval is over.

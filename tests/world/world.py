@@ -25,6 +25,7 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer import payloads
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.studies.strikes.audit import Violation
+from diloco.workers import rounds
 from tests.world.archives import Archive
 from tests.world.failover import Failovers
 from tests.world.lapses import Lapses
@@ -561,15 +562,18 @@ def run_seed(
         await world.live()
         return world.result()
 
-    with _pieces(plan(seed).piece_bytes):
+    with _sizes(plan(seed)):
         return run_virtual(main())
 
 
 @contextmanager
-def _pieces(size_bytes: int) -> Iterator[None]:
-    """Small payloads travel in several calls too, so that a party can be killed between them."""
-    usual, payloads.PIECE_BYTES = payloads.PIECE_BYTES, size_bytes
+def _sizes(of: Plan) -> Iterator[None]:
+    """Small payloads travel in several calls too, so that a party can be killed between them; and small models may have
+    no room for snapshots of all fragments at a time, as large ones.
+    """
+    usual = payloads.PIECE_BYTES, rounds.LEAST_ROOM
+    payloads.PIECE_BYTES, rounds.LEAST_ROOM = of.piece_bytes, of.least_room
     try:
         yield
     finally:
-        payloads.PIECE_BYTES = usual
+        payloads.PIECE_BYTES, rounds.LEAST_ROOM = usual
