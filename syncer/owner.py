@@ -10,8 +10,7 @@ import structlog
 
 from diloco.pipeline.errors import (
     BadPayload,
-    BusFull,
-    BusUnavailable,
+    BusError,
     HeadMoved,
     LeaseLost,
     PayloadIncomplete,
@@ -92,7 +91,7 @@ class FragmentOwner:
                 continue
             except (HeadMoved, PayloadIncomplete) as error:
                 self._log.warning("commit_refused", error=str(error))
-            except (BusUnavailable, BusFull, PeerError) as error:  # among them a payload that is gone: its head moved
+            except (BusError, PeerError) as error:  # among them a payload that is gone: its head moved
                 self._log.warning("fragment_reloading", error=str(error))
                 self._context.metrics.bus_errors.inc()
             finally:
