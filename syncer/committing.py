@@ -398,7 +398,7 @@ class Committing:
             merged: Merged = await context.offload(fragment.merge, deltas, head.merged, draft)
             outer_s = context.clock.now() - began if outer_momentum else None
             if context.recorder is not None and merged.finite:
-                await context.offload(context.recorder.merge, fragment, deltas, merged)
+                await context.recorder.merge(fragment, deltas, merged)
             return merged, await uploads.published(), outer_s
 
     def _observe(self, found: Mapping[str, float | None]) -> None:

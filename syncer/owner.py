@@ -10,8 +10,7 @@ import structlog
 
 from diloco.pipeline.errors import (
     BadPayload,
-    BusFull,
-    BusUnavailable,
+    BusError,
     HeadMoved,
     LeaseLost,
     PayloadIncomplete,
@@ -92,7 +91,7 @@ class FragmentOwner:
                 continue
             except (HeadMoved, PayloadIncomplete) as error:
                 self._log.warning("commit_refused", error=str(error))
-            except (BusUnavailable, BusFull, PeerError) as error:  # among them a payload that is gone: its head moved
+            except (BusError, PeerError) as error:  # among them a payload that is gone: its head moved
                 self._log.warning("fragment_reloading", error=str(error))
                 self._context.metrics.bus_errors.inc()
             finally:
@@ -171,7 +170,7 @@ class FragmentOwner:
             return await self._initial.commit(self._layout)
         head, fragment = loaded.head, loaded.fragment
         if context.recorder is not None:
-            await context.offload(context.recorder.loaded, fragment)
+            await context.recorder.loaded(fragment)
         again = head.window.attempt + 1
         if await self.state.mending.put_back(head, fragment, context.watch, again, context.name):
             context.metrics.rewinds.inc()
@@ -195,5 +194,5 @@ class FragmentOwner:
             raise BadPayload(f"version {head.version} on the bus is not finite: resume from an earlier checkpoint")
         fragment = context.make_fragment(self._layout, sync, head.version, head.digest, *state)
         if context.recorder is not None:
-            await context.offload(context.recorder.loaded, fragment)
+            await context.recorder.loaded(fragment)
         return fragment

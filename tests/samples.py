@@ -17,6 +17,7 @@ from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenRep
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
+from diloco.pipeline.testing.virtual_time import inline
 from diloco.pipeline.transfer.payloads import push_global
 
 IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
@@ -166,7 +167,7 @@ async def commit(
     assert await bus.acquire_lease(fragment, nonce, 1e6)
     sync = sync_spec(chunk_bytes=chunk_bytes, global_codec=global_codec)
     state = {} if momentum is None else {"momentum": momentum}
-    published = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60, state)
+    published = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60, inline, state)
     digest = payload_digest(as_bytes(theta), chunk_bytes)
     record = committed(fragment=fragment, version=version, digest=digest)
     await bus.commit(

@@ -187,6 +187,7 @@ async def push_global(
     values: Float32,
     sync: SyncSpec,
     ttl_s: float,
+    offload: Offload,
     state: OuterState | None = None,
 ) -> Published:
     """Upload a version that is here in full, such that it needs no other one, for a commit.
@@ -197,25 +198,24 @@ async def push_global(
         values: (elements,) exact.
         sync: has the format.
         ttl_s: it is gone after this, unless a commit makes it stay.
+        offload: runs heavy work.
         state: the outer optimizer's; None or empty: all zeros.
     """
     staged, sums = dict[Kind, Staged](), dict[str, bytes]()
-    whole = FORMATS[sync.global_codec].whole(values)
-    payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in whole.items()}
+    arrays = await offload(_whole, values, state, sync)
+    payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in arrays.items()}
     for kind, payload in payloads.items():
         key = key_of(bus.keys, kind, fragment, version, nonce)
         staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s, sums if kind in SUMMED else None)
-    if state:
-        staged["momentum"] = await push_state(bus, fragment, version, nonce, state, sync, ttl_s)
     return with_sums(alone(staged, payloads), sums)
 
 
-async def push_state(
-    bus: Bus, fragment: int, version: int, nonce: str, state: OuterState, sync: SyncSpec, ttl_s: float
-) -> Staged:
-    """Upload an outer state that is not empty; as `push_global`."""
-    key = key_of(bus.keys, "momentum", fragment, version, nonce)
-    return await push(bus, key, joined(state, STATE_RULES[sync.outer].names), sync.chunk_bytes, ttl_s)
+def _whole(values: Float32, state: OuterState | None, sync: SyncSpec) -> dict[Kind, npt.NDArray[Any]]:
+    """All payloads of a version, published alone."""
+    arrays = dict(FORMATS[sync.global_codec].whole(values))
+    if state:
+        arrays["momentum"] = joined(state, STATE_RULES[sync.outer].names)
+    return arrays
 
 
 # --- globals, read -----------------------------------------------------------------------------------

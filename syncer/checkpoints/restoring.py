@@ -39,7 +39,7 @@ async def restore_checkpoint(
         nonce: under which the caller holds the leases of all fragments.
         syncer: its name, for the tape.
         clock: for the tape.
-        offload: reads files.
+        offload: reads files, and runs heavy work.
 
     Raises:
         UsageError: the run has another spec or data order, or was started before, or the budget is used up; a file is
@@ -118,8 +118,9 @@ async def _restore_fragment(
     theta, outer_state = await offload(checkpoint.fragment, p)
     names = STATE_RULES[sync.outer].names if sync.outer_momentum else ()
     state = {name: vector for name, vector in outer_state.items() if name in names}
-    published = await push_global(bus, p, saved.version, secrets.token_hex(8), theta, sync, STAGED_TTL_S, state)
-    digest = payload_digest(as_bytes(theta), sync.chunk_bytes)
+    at = p, saved.version, secrets.token_hex(8)
+    published = await push_global(bus, *at, theta, sync, STAGED_TTL_S, offload, state)
+    digest = await offload(payload_digest, as_bytes(theta), sync.chunk_bytes)
     reason = f"restored from {checkpoint.folder_name}"
     await bus.commit(
         Commit(

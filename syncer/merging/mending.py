@@ -18,7 +18,7 @@ from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.transfer.global_format import Published, published_by
-from diloco.pipeline.transfer.payloads import push_global
+from diloco.pipeline.transfer.payloads import Offload, push_global
 from diloco.syncer.context import RandomHex
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.watch import RunWatch
@@ -41,9 +41,10 @@ class Mending:
         sync: SyncSpec,
         nonce: str,
         random_hex: RandomHex,
+        offload: Offload,
     ) -> None:
         self._bus, self._clock, self._layout, self._sync = bus, clock, layout, sync
-        self._nonce, self._random_hex = nonce, random_hex
+        self._nonce, self._random_hex, self._offload = nonce, random_hex, offload
         self._version, self._since_s = -1, 0.0
         self.due_s = 0.0
         """When to look next."""
@@ -143,7 +144,7 @@ class Mending:
         """The version whole, under fresh keys."""
         at = self._layout.id, head.version, self._random_hex(8)
         values, state = fragment.theta, fragment.outer_state
-        return await push_global(self._bus, *at, values, self._sync, STAGED_TTL_S, state)
+        return await push_global(self._bus, *at, values, self._sync, STAGED_TTL_S, self._offload, state)
 
     async def _publish(self, head: Head, fragment: FragmentState) -> Head:
         whole = await self._stage(head, fragment)

@@ -7,7 +7,7 @@ entries stay for readers that lag, the other archives among them.
 A server that took over may lack what was archived of another one. Then its whole tape is archived once more
 (`tape_reading`).
 
-Where the disk is full nothing is trimmed, so nothing is lost: what the tape holds is archived once there is room.
+Where the disk is full, or hangs, nothing is trimmed, so nothing is lost: what the tape holds is archived later.
 """
 
 import asyncio
@@ -24,6 +24,8 @@ from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.appending import append_whole
 from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.transfer.payloads import Offload
+from diloco.syncer.replay.disk import Disk
 
 BLOCK_S = 1.0
 RETRY_S = 1.0
@@ -34,13 +36,21 @@ KEEP_UNTRIMMED = 10_000
 class TapeArchive:
     """Follows all tapes of a run and writes them to `directory`; trims what is safely on disk."""
 
-    def __init__(self, bus: Tape, groups: int, directory: Path, writer: str, trims: Callable[[], bool]) -> None:
-        """`writer`: hex digits that nobody else has, an earlier life of this syncer included.
+    def __init__(
+        self,
+        bus: Tape,
+        groups: int,
+        directory: Path,
+        writer: str,
+        trims: Callable[[], bool],
+        offload: Offload = asyncio.to_thread,
+    ) -> None:
+        """`writer`: hex digits that nobody else has, an earlier life of this syncer included. offload: writes files.
 
         Raises:
             UsageError: the folder cannot be written.
         """
-        self._bus, self._trims = bus, trims
+        self._bus, self._trims, self._disk = bus, trims, Disk(offload)
         self._reader = TapeReader(bus, groups)
         self._newest: dict[int, deque[str]] = {group: deque(maxlen=KEEP_UNTRIMMED) for group in range(groups)}
         self._untrimmed = dict.fromkeys(range(groups), 0)
@@ -83,7 +93,8 @@ class TapeArchive:
         for entry in entries:
             by_group.setdefault(entry.group, []).append(entry)
         for group, theirs in by_group.items():
-            append_whole(self._files[group], b"".join(encode(entry.record, self._bus.format) for entry in theirs))
+            data = b"".join(encode(entry.record, self._bus.format) for entry in theirs)
+            await self._disk.do(append_whole, self._files[group], data)
             self._reader.passed(theirs[-1])
             newest = self._newest[group]
             if newest and entry_id(theirs[0].entry_id) <= entry_id(newest[-1]):  # from the start of another tape

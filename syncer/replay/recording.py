@@ -11,10 +11,12 @@ be refused after its merge was recorded; such a file is one that no tape record 
 the spec and the header's length is bounded, so a file cannot make its reader take more memory than its own size.
 """
 
+import asyncio
 import os
 import struct
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeVar
@@ -31,9 +33,11 @@ from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
 from diloco.pipeline.payload.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
 from diloco.pipeline.transfer.global_format import STATE_RULES, OuterState, joined, vectors
+from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
 from diloco.syncer.merging.merge import Float32, Float64
 from diloco.syncer.merging.outer import matrix_elements
+from diloco.syncer.replay.disk import Disk
 
 SPEC_FILE = "spec.msgpack"
 MERGE, GLOBAL = ".merge", ".global"
@@ -114,22 +118,24 @@ class Name(NamedTuple):
 
 
 class Recorder:
-    """Writes a recording for one syncer. Blocking: call it where file work belongs.
+    """Writes a recording for one syncer.
 
-    A disk that is full, or gone, is warned of once and does not stop the run: `replay` says what is missing.
+    A disk that is full, hangs, or is gone is warned of once and does not stop the run: `replay` says what is missing.
     """
 
-    def __init__(self, directory: Path, spec: Spec, writer: str) -> None:
-        """Begin, or go on with, the recording of a run.
+    def __init__(self, directory: Path, spec: Spec, writer: str, offload: Offload = asyncio.to_thread) -> None:
+        """Begin, or go on with, the recording of a run. Blocking: call it where file work belongs.
 
         Args:
             directory: may be shared with other syncers of the same run.
             spec: the run's.
             writer: hex digits that no other syncer has: two may merge the same version, and only one's is committed.
+            offload: writes files.
 
         Raises:
             UsageError: the folder cannot be written, or holds the recording of another run.
         """
+        self._disk = Disk(offload)
         self._directory, self._writer, self._sync, self._format = directory, writer, spec.sync, spec.format
         self._log = structlog.get_logger()
         self.problem = ""
@@ -145,8 +151,26 @@ class Recorder:
         except OSError as error:
             raise UsageError(f"--record-deltas: cannot write to {directory}: {error}") from error
 
-    def merge(self, base: FragmentState, deltas: Sequence[Delta], merged: Merged) -> None:
+    async def merge(self, base: FragmentState, deltas: Sequence[Delta], merged: Merged) -> None:
         """Record a merge that is about to be committed. `deltas`: in the order in which they were summed."""
+        await self._record(merged.version, self._merge, base, deltas, merged)
+
+    async def loaded(self, state: FragmentState) -> None:
+        """Record values that were read from the bus: no merge recorded here may lead to them."""
+        await self._record(state.version, self._loaded, state)
+
+    async def _record(self, version: int, save: Callable[..., None], state: FragmentState, *more: object) -> None:
+        """Save it, or say that it is missing. What is late is saved of the state as it is now."""
+        try:
+            await self._disk.do(save, copy(state), *more)
+        except OSError as error:
+            at = {"fragment": state.layout.id, "version": version}
+            if not self.problem:
+                safe = "the run; its recording has gaps from here on"
+                self._log.error("recording_failed", **at, error=str(error), safe=safe)
+            self.problem = f"the recording has gaps, the last at fragment {state.layout.id} version {version}: {error}"
+
+    def _merge(self, base: FragmentState, deltas: Sequence[Delta], merged: Merged) -> None:
         header = MergeHeader(
             fragment=base.layout.id,
             version=merged.version,
@@ -161,8 +185,7 @@ class Recorder:
         sent = [delta.sent.values for delta in deltas]
         self._save(header, MERGE, [merged.directions, *(delta.norms for delta in deltas), *steps, *sent])
 
-    def loaded(self, state: FragmentState) -> None:
-        """Record values that were read from the bus: no merge recorded here may lead to them."""
+    def _loaded(self, state: FragmentState) -> None:
         kept = [joined(state.outer_state, STATE_RULES[self._sync.outer].names)] if state.outer_state else []
         digest = self._digest(kept[0]) if kept else None
         header = GlobalHeader(fragment=state.layout.id, version=state.version, digest=state.digest, momentum=digest)
@@ -174,23 +197,10 @@ class Recorder:
     def _save(self, header: MergeHeader | GlobalHeader, kind: str, arrays: Sequence[Vector]) -> None:
         folder = self._directory / str(header.fragment)
         packed = encode(header, self._format)
-        try:
-            folder.mkdir(exist_ok=True)
-            name = f"{header.version}-{header.digest.hex()}-{self._writer}{kind}"
-            parts: list[bytes | memoryview] = [_PREFIX.pack(MAGIC, len(packed)), packed, *map(as_bytes, arrays)]
-            _write(folder / name, parts, self._writer)
-        except OSError as error:
-            if not self.problem:
-                self._log.error(
-                    "recording_failed",
-                    fragment=header.fragment,
-                    version=header.version,
-                    error=str(error),
-                    safe="the run; its recording has gaps from here on",
-                )
-            self.problem = (
-                f"the recording has gaps, the last at fragment {header.fragment} version {header.version}: {error}"
-            )
+        folder.mkdir(exist_ok=True)
+        name = f"{header.version}-{header.digest.hex()}-{self._writer}{kind}"
+        parts: list[bytes | memoryview] = [_PREFIX.pack(MAGIC, len(packed)), packed, *map(as_bytes, arrays)]
+        _write(folder / name, parts, self._writer)
 
 
 def _write(path: Path, parts: Sequence[bytes | memoryview], writer: str) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 
-import numpy as np
 import structlog
 
 from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit
@@ -14,6 +13,7 @@ from diloco.pipeline.transfer.global_format import Published
 from diloco.pipeline.transfer.payloads import pull, push_global
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.merging.mending import adopted, say_rewound
+from diloco.syncer.merging.merge import all_finite
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 AT_ONCE = 2
@@ -24,7 +24,7 @@ class InitialVersions:
     """Commits version 0 of one syncer's fragments, a few at a time."""
 
     def __init__(self, context: SyncerContext) -> None:
-        self._context, self._bus, self._sync = context, context.bus, context.sync
+        self._context, self._bus, self._sync, self._offload = context, context.bus, context.sync, context.offload
         self.turns = asyncio.Semaphore(AT_ONCE)
         """To be held for `commit`."""
         self._unusable: set[tuple[int, str]] = set()
@@ -45,7 +45,7 @@ class InitialVersions:
         try:
             payload = await pull(self._bus, key, layout.elements, "fp32", self._sync.chunk_bytes)
             values = payload.array()
-            if not np.isfinite(values).all():
+            if not await self._offload(all_finite, values):
                 raise BadPayload("the initial parameters have elements that are not finite")
         except BadPayload as error:
             if (layout.id, upload.nonce) not in self._unusable:
@@ -56,7 +56,7 @@ class InitialVersions:
             return False
         # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
         sync = layout.sync(self._sync)
-        whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, sync, STAGED_TTL_S)
+        whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, sync, STAGED_TTL_S, self._offload)
         await self._bus.commit(self._first(layout.id, payload.digest, whole, upload.learner, key))
         at = (layout.id, 0, payload.digest)
         was = adopted(self._context.watch, layout.id)

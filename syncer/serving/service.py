@@ -122,7 +122,8 @@ class SyncerService:
         await retrying(self.metrics, partial(check_memory, self.bus, layout, spec.sync))
         recorder = None
         if settings.record_deltas:
-            recorder = await self._offload(Recorder, settings.record_deltas, spec, self._random_hex(8))
+            given = settings.record_deltas, spec, self._random_hex(8), self._offload
+            recorder = await self._offload(Recorder, *given)
         return SyncerContext(
             bus=self.bus,
             clock=self.clock,

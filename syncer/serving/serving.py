@@ -56,8 +56,8 @@ class Serving:
         """Ids of those that the run was on."""
         self._archive, self._checkpoints = None, None
         if settings.tape_dir:
-            groups = context.sync.groups
-            self._archive = TapeArchive(self._bus, groups, settings.tape_dir, context.nonce, self.leads)
+            given = context.sync.groups, settings.tape_dir, context.nonce, self.leads, context.offload
+            self._archive = TapeArchive(self._bus, *given)
         if settings.checkpoint_dir:
             self._checkpoints = Checkpoints(context, settings.checkpoint_dir, settings.lease_s, self.served)
         self.closing: asyncio.Future[RunState] = asyncio.get_running_loop().create_future()

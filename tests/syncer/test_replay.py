@@ -18,7 +18,7 @@ from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
 from diloco.pipeline.settings import BusSettings
-from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.syncer.merging import outer
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.replay import recording, replay
@@ -289,9 +289,14 @@ def test_a_take_over_records_values_that_must_be_met(tmp_path, global_codec: str
     state = replay_state(spec, found)
     state.outer_state = {"momentum": found.outer_state["momentum"] + np.float32(1e-3)}
     writer = name_writer(path)
-    Recorder(tmp_path, spec, writer).loaded(state)
+    record_values(tmp_path, spec, writer, state)
     (line,) = told(check(tmp_path, commits))
     assert line.startswith(f"fragment 0 version {name.version}: momentum: computed again it differs")
+
+
+def record_values(folder: Path, spec: Spec, writer: str, state: FragmentState) -> None:
+    """As an owner that has read them from the bus."""
+    run_virtual(Recorder(folder, spec, writer, inline).loaded(state))
 
 
 # --- stale deltas ----------------------------------------------------------------------------------------
@@ -656,7 +661,7 @@ def test_the_replay_goes_on_from_the_next_recorded_values(copy) -> None:
         check(folder, commits)
     values, layout = states[1, bad.version], layout_of(spec.tensors).fragments[1]
     state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.outer_state)
-    Recorder(folder, spec, "ab" * 8).loaded(state)
+    record_values(folder, spec, "ab" * 8, state)
     file_of(folder, bad).unlink()
     outcome = check(folder, commits)
     assert [d[:2] for d in outcome.differences] == [(1, bad.version)]
@@ -697,7 +702,7 @@ def test_of_several_recordings_of_the_same_values_each_is_looked_at(copy, writer
     spec = recording.read_spec(folder)
     state = replay_state(spec, recording.read_global(true_copy, layout_of(spec.tensors).fragments[0], spec))
     state.outer_state = {"momentum": np.full_like(state.theta, 1e-3)}
-    Recorder(folder, spec, writer).loaded(state)
+    record_values(folder, spec, writer, state)
     lines = told(check(folder, commits))
     assert "fragment 0 version 0: momentum: one recording of it differs from another" in lines
 
@@ -819,7 +824,7 @@ def test_merges_missing_before_values_that_an_owner_read_are_found(copy) -> None
         check(folder, commits)
     assert values is not None
     state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.outer_state)
-    Recorder(folder, spec, "ab" * 8).loaded(state)
+    record_values(folder, spec, "ab" * 8, state)
     assert told(check(folder, commits)) == []
     commits.remove(bad)
     assert told(check(folder, commits)) == [

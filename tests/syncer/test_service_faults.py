@@ -11,7 +11,7 @@ import pytest
 
 from diloco.pipeline.bus.commits import Commit, Refusal
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.errors import BusUnavailable, HeadMoved
+from diloco.pipeline.errors import BadMessage, BusError, BusUnavailable, DilocoError, HeadMoved, NotPermitted
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.testing.memory import MemoryBus
@@ -344,6 +344,44 @@ def test_a_commit_that_is_always_refused_is_not_made_again_at_once() -> None:
         assert 10 < refused < 40
         service.bus.commit = commit  # type: ignore[method-assign]
         assert await rises(world, 6.0)
+        await learner.kill()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (BusError("Redis refuses what it was asked", said="ERR of a proxy"), False),
+        (BadMessage("Redis has another kind of value there"), False),
+        (NotPermitted("Redis does not let the syncer do that"), True),
+    ],
+    ids=["an unknown error", "a wrong type", "a right that is missing"],
+)
+def test_an_error_of_one_call_ends_a_syncer_only_where_a_person_has_to_mend_it(error: DilocoError, ends: bool) -> None:
+    """Whatever else Redis, or a proxy before it, answers: the fragment is loaded again, and all others go on."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        service = world.start_syncer()
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(2)
+        commit, answered = service.bus.commit, 0
+
+        async def answers(what: Commit) -> None:
+            nonlocal answered
+            answered += 1
+            if answered == 1:
+                raise error
+            await commit(what)
+
+        service.bus.commit = answers  # type: ignore[method-assign]
+        goes_on = await rises(world, 6.0)
+        assert (answered >= 1, goes_on) == (True, not ends)
+        assert world.syncer is not None
+        if ends:
+            with pytest.raises(type(error)):
+                await world.syncer
         await learner.kill()
 
     run_virtual(main())

@@ -78,7 +78,8 @@ async def fill(bus: Bus, spec: Spec, place: str) -> None:
         values, momentum = (rng.standard_normal(fragment.elements, np.float32) for _ in range(2))
         digest = payload_digest(as_bytes(values), spec.sync.chunk_bytes)
         await bus.acquire_lease(p, NONCE, 600.0)
-        made = await push_global(bus, p, 3, f"{p:016x}", values, spec.sync, 600.0, {"momentum": momentum})
+        state, offload = {"momentum": momentum}, asyncio.to_thread
+        made = await push_global(bus, p, 3, f"{p:016x}", values, spec.sync, 600.0, offload, state)
         await bus.commit(
             Commit(
                 nonce=NONCE,
