@@ -271,6 +271,31 @@ def test_a_doubted_learner_opens_no_window_again_with_each_of_its_steps() -> Non
     run_virtual(main())
 
 
+def test_no_number_of_attempts_ends_a_window() -> None:
+    """A window that was opened a million times is opened once more, and its deltas are merged."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+        service = world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        session = service.owners[0].session
+        assert session is not None
+        session.window.attempt = 10**6
+        damaged(learners[1])
+        async with asyncio.timeout(10):
+            while session.window.attempt == 10**6:
+                await asyncio.sleep(0.1)
+        del learners[1].bus.write_chunks  # type: ignore[misc]
+        await world.until_version(session.window.version + 1)
+        merged = [r for r in await world.tape() if isinstance(r, Committed)][-1].contributions
+        assert max(part.attempt for part in merged) > 10**6
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("restarted", [False, True], ids=["mended in its place", "started again"])
 def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_is_mended(restarted: bool) -> None:
     """On the same base: within a renewal if it goes on, in some steps if it was started again."""
