@@ -363,9 +363,8 @@ def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> No
 def test_one_learners_word_on_its_step_time_stretches_no_window() -> None:
     """It may claim to be a million times slower than the rest: it is waited for as one ten times slower."""
     grace = GraceEstimator()
-    grace.observe_quorum(0.01)
-    grace.observe_sync(0.01)
     honest, liar = [0.1] * 7, [0.1] * 7 + [1e5]
+    grace.observe(0.01, 0.01, honest, 2)
     usual = grace.grace_s(honest, [], 2, 0.5, 0.01)
     stretched = grace.grace_s(liar, [], 2, 0.5, 0.01)
     assert usual is not None
