@@ -23,14 +23,25 @@ class GraceEstimator:
     def __init__(self, decay: float = DECAY) -> None:
         self._quorum = Ema(decay)
         self._sync = Ema(decay)
+        self._hidden_s = 0.0
+        """Tau steps, as last known; nothing counts for longer."""
 
-    def observe_quorum(self, seconds: float) -> None:
-        """A window's quorum time: from its opening to the K-th header."""
-        self._quorum.observe(seconds)
+    def observe(self, quorum_s: float, sync_s: float, step_times: Sequence[float], overlap_steps: int) -> None:
+        """The times of one window.
 
-    def observe_sync(self, seconds: float) -> None:
-        """The syncer's part of a sync time: uploads, merge, outer step and commit of one window."""
-        self._sync.observe(seconds)
+        Each counts for tau steps at most: those leave no slack, and how much longer it took says nothing of the windows
+        to come. So they have their grace after a night without a quorum, or when a syncer was suspended in a merge.
+
+        Args:
+            quorum_s: from its opening to the K-th header.
+            sync_s: the syncer's part of a sync time: uploads, merge, outer step and commit.
+            step_times: as of `grace_s`; if none is known, it is as it was.
+            overlap_steps: the same.
+        """
+        if (slowest := _slowest(step_times)) is not None:
+            self._hidden_s = overlap_steps * slowest
+        self._quorum.observe(min(quorum_s, self._hidden_s))
+        self._sync.observe(min(sync_s, self._hidden_s))
 
     def grace_s(
         self,
@@ -66,11 +77,16 @@ class GraceEstimator:
         Returns:
             Seconds, 0 or more; None if no step time, quorum time or sync time is known.
         """
-        known = [s for s in step_times if s > 0]
-        if not known or self._quorum.value is None or self._sync.value is None:
+        slowest = _slowest(step_times)
+        if slowest is None or self._quorum.value is None or self._sync.value is None:
             return None
-        slowest = min(max(known), SLOWEST_FACTOR * median_low(known))
         if stretched:
             return algorithm.grace(slowest, 0.0, 0.0, overlap_steps, gamma, control_latency_s)
         sync = self._sync.value + (median_low(pull_times) if pull_times else 0.0)
         return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, control_latency_s)
+
+
+def _slowest(step_times: Sequence[float]) -> float | None:
+    """The step time by which a window waits, s; None if none is known."""
+    known = [s for s in step_times if s > 0]
+    return min(max(known), SLOWEST_FACTOR * median_low(known)) if known else None

@@ -305,11 +305,11 @@ class Session:
         if record is None:
             await self._not_finite(merge)
             return
-        state.grace.observe_quorum(record.quorum_s)
-        state.grace.observe_sync(sync_s := self._clock.now() - merge.fixed_at)
+        sync_s, (steps, pulls) = self._clock.now() - merge.fixed_at, self._reported()
+        overlap = overlap_in_force(self._context.sync, self.window.version, record.interval)
+        state.grace.observe(record.quorum_s, sync_s, steps, overlap)
         if not merge.in_vain:  # an upload that does not come says nothing of those that do
-            pull_s = median_low(self._reported()[1] or [0.0])
-            state.round_trips.observe(record.grace_s + sync_s + pull_s)
+            state.round_trips.observe(record.grace_s + sync_s + median_low(pulls or [0.0]))
         state.not_finite_times = 0
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
         late, self.window = self.window.late.offers, self._new_window()

@@ -22,6 +22,8 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | COLLECTING | decide | fewer than K in | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | K in, one of them left out | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | fewer than K in, and one was refused | COLLECTING, attempt + 1 | Reopened |
+| COLLECTING | decide | fewer than K in, and a doubted one was refused | COLLECTING | Wait(no deadline) |
+| COLLECTING | decide | the same, and another delta of its learner waits | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | K in, others expected, grace > 0 | GRACE | Wait(grace deadline) |
 | GRACE | decide | others expected, the grace goes on | GRACE | Wait(grace deadline) |
 | COLLECTING or GRACE | decide | K in, and all expected | UPLOADING | Wait(upload deadline) |
@@ -44,6 +46,9 @@ any member opens the window: there will be no due ones any more. An attempt that
 whole time when the upload deadline is over: it is late then, not refused. So is an upload that comes, if too slowly.
 Their learners were waited for in vain all the same, and are doubted for it. Below the quorum what comes is waited for,
 unless somebody else is held up.
+
+A refusal opens the window again so that its learner publishes anew, at its next step. One that is doubted is not asked:
+it would be refused as often as it steps. It renews its delta as it trains on (`workers.rounds`), and is in by that.
 `tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
@@ -346,7 +351,7 @@ class Window:
                 if count >= given.quorum:
                     grace_s = given.settle_s if given.grace_s is None else given.grace_s
                     return Grace(phase.opened_at, now, now + grace_s)
-                if self._refused:
+                if self._refused - given.doubted - self._members.keys() or self._others_wait():
                     return Reopened((), f"{left} left after a refusal", phase.opened_at)
                 return Wait(None, f"{left} in, {given.live} live")
             case Grace():
@@ -367,6 +372,10 @@ class Window:
             for learner, m in self._members.items()
         )
 
+    def _others_wait(self) -> bool:
+        """Whether somebody who is not in has a delta for the next window."""
+        return any(offer.header.learner not in self._members for offer in self.late.offers)
+
     def _next_of_uploads(
         self, phase: Uploading, now: float, given: Conditions, missing: frozenset[str]
     ) -> Uploading | Merging | Wait | Reopened:
@@ -381,8 +390,7 @@ class Window:
         overdue, in_vain = _overdue(phase, waiting, now, given.arriving), tuple(waiting)
         if len(done) < given.quorum:
             all_come = all(m.offer.entry_id in given.arriving for m in waiting.values())
-            others = any(offer.header.learner not in self._members for offer in self.late.offers)
-            if waiting and all_come and not others:
+            if waiting and all_come and not self._others_wait():
                 until = now + max(given.upload_s, LEAST_MORE_S)
                 return Uploading(phase.opened_at, phase.quorum_at, phase.fixed_at, until)
             reason = f"{len(done)} of quorum {given.quorum} uploaded in time"

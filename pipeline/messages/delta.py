@@ -8,6 +8,7 @@ from diloco.pipeline.messages.wire import (
     FORMAT,
     MAX_CHUNKS,
     Codec,
+    Count,
     Digest,
     FragmentId,
     Message,
@@ -34,7 +35,7 @@ class DeltaHeader(Message):
     fragment: FragmentId
     base_version: Version
     base_digest: Digest
-    attempt: Annotated[int, Field(ge=0, le=10**6)]
+    attempt: Count
     serial: Annotated[int, Field(ge=0, le=2**53)]
     """Counts this incarnation's deltas and names the payload. (base, attempt) does not: after the bus came back at
     an earlier state, a learner may train on the same base once more."""

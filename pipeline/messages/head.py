@@ -27,7 +27,7 @@ class WindowView(Message):
     """A window's state as its owner last published it, for learners and for people."""
 
     state: Literal["idle", "collecting", "grace", "uploading", "merging"]
-    attempt: Annotated[int, Field(ge=0, le=10**6)]
+    attempt: Count
     members: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
     """Learners whose delta is in this window."""
     expected: Annotated[int, Field(ge=0)]

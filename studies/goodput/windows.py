@@ -361,8 +361,8 @@ class Follower:
             return
         decision, self._merging = self._merging, None
         late = self._window.late.offers
-        self._grace.observe_quorum(decision.quorum_s)
-        self._grace.observe_sync(now - decision.fixed_at)
+        overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
+        self._grace.observe(decision.quorum_s, now - decision.fixed_at, self._reported(now)[0], overlap)
         pulled_s = self._link.ends_s(self._link.arrives_s(now), self._pull_bits)
         if self._counting:
             self._count(decision, now, decision.grace_s, pulled_s - decision.fixed_at)

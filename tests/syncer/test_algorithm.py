@@ -360,7 +360,6 @@ def test_grace_is_the_algorithms(
 ) -> None:
     """Of the times seen so far; a single observation is its own average. A learner's pull is part of the sync."""
     known = GraceEstimator()
-    known.observe_quorum(quorum)
-    known.observe_sync(sync)
+    known.observe(quorum, sync, [step], tau)
     expected = algorithm.grace(step, quorum, sync + pull, tau, gamma, latency)
     assert known.grace_s([step], [pull], tau, gamma, latency) == expected

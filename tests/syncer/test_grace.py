@@ -1,6 +1,7 @@
 """The grace window's length, as a table."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
@@ -12,10 +13,9 @@ from diloco.syncer.grace import GraceEstimator
 times = st.floats(0, 1e4)
 
 
-def estimator(quorum: float, sync: float) -> GraceEstimator:
+def estimator(quorum: float, sync: float, step_times: Sequence[float] = (1.0,), tau: int = 2) -> GraceEstimator:
     known = GraceEstimator()
-    known.observe_quorum(quorum)
-    known.observe_sync(sync)
+    known.observe(quorum, sync, step_times, tau)
     return known
 
 
@@ -42,7 +42,7 @@ def test_grace_is_a_share_of_the_slack_within_its_cap(
     quorum, sync, step_times, pull_times, tau, gamma, latency, expected
 ):
     """The paper's formula of the adaptive grace window, by hand."""
-    grace = estimator(quorum, sync).grace_s(step_times, pull_times, tau, gamma, latency)
+    grace = estimator(quorum, sync, step_times, tau).grace_s(step_times, pull_times, tau, gamma, latency)
     assert grace == pytest.approx(min(expected, 1.25 * max(step_times) + latency))
 
 
@@ -50,9 +50,7 @@ def test_no_grace_before_the_first_estimates():
     """None says that nothing is known yet; it is not zero. Pulls need not be: the first merge comes before any."""
     fresh = GraceEstimator()
     assert fresh.grace_s([1.0], [0.1], 2, 0.9, 0.1) is None
-    fresh.observe_quorum(0.1)
-    assert fresh.grace_s([1.0], [0.1], 2, 0.9, 0.1) is None
-    fresh.observe_sync(0.1)
+    fresh.observe(0.1, 0.1, [1.0], 2)
     assert fresh.grace_s([1.0], [], 2, 0.9, 0.1) is not None
     assert fresh.grace_s([0.0, 0.0], [0.1], 2, 0.9, 0.1) is None
     assert fresh.grace_s([], [], 2, 0.9, 0.1) is None
@@ -69,10 +67,10 @@ def test_no_grace_before_the_first_estimates():
 )
 def test_grace_is_never_negative_and_never_beyond_its_cap(quorum, sync, step_times, pull_times, tau, gamma, latency):
     """Whatever was observed or said, the wait is bounded by one step of the slowest and the control latency."""
-    grace = estimator(quorum, sync).grace_s(step_times, pull_times, tau, gamma, latency)
+    grace = estimator(quorum, sync, step_times, tau).grace_s(step_times, pull_times, tau, gamma, latency)
     if grace is not None:
         assert 0 <= grace <= 1.25 * max(step_times) + latency
-        without = estimator(quorum, sync).grace_s(step_times, [], tau, gamma, latency)
+        without = estimator(quorum, sync, step_times, tau).grace_s(step_times, [], tau, gamma, latency)
         assert grace <= without, "what is counted besides only takes from the slack"
 
 
@@ -84,6 +82,32 @@ def test_one_word_on_pulls_moves_the_grace_no_further_than_the_others_words_do(h
         return estimator(0.1, 0.2).grace_s([1.0] * 9, pulls, 2, 0.9, 0.1)
 
     assert grace_of([max(honest)]) <= grace_of([*honest, lie]) <= grace_of([min(honest)])
+
+
+HOURS = 5 * 3600.0
+
+
+@pytest.mark.parametrize(("quorum", "sync"), [(HOURS, 0.3), (0.2, HOURS)], ids=["no quorum", "suspended"])
+def test_one_window_that_took_hours_leaves_the_next_ones_their_grace(quorum, sync):
+    """It counts as one that left no slack, however long it was: also a run's first one, while learners are started."""
+    steps, known, new = [1.0] * 4, estimator(0.2, 0.3), estimator(quorum, sync)
+    given = steps, [0.1] * 4, 2, 0.8, 0.01
+    usual = known.grace_s(*given)
+    known.observe(quorum, sync, steps, 2)
+    assert known.grace_s(*given) >= 0.7 * usual
+    for _ in range(4):
+        new.observe(0.2, 0.3, steps, 2)
+    assert new.grace_s(*given) >= 0.4 * usual
+
+
+def test_a_window_in_which_no_step_time_was_known_counts_as_those_before():
+    """Reports come a bit later than merges of short steps: there is an estimate all the same, and none of hours."""
+    known, new, given = estimator(0.2, 0.3), GraceEstimator(), ([1.0], [0.1], 2, 0.8, 0.01)
+    usual = known.grace_s(*given)
+    known.observe(HOURS, HOURS, [], 2)
+    assert 0.3 * usual <= known.grace_s(*given) < usual
+    new.observe(HOURS, HOURS, [0.0], 2)
+    assert new.grace_s(*given) >= usual, "it counts for nothing"
 
 
 def test_estimates_are_smoothed():

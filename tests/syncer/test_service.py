@@ -31,7 +31,7 @@ from diloco.syncer.serving.serving import _Presence
 from diloco.syncer.serving.start import check_memory
 from diloco.syncer.watch import WATCH_S
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 
 def test_a_run_ends_by_itself_and_every_token_is_accounted_for() -> None:
@@ -316,6 +316,29 @@ def test_a_quorum_that_cannot_be_met_is_never_lowered_but_said() -> None:
         await asyncio.sleep(3.0)
         assert min(await world.versions()) >= 1
         await world.finish(first, second)
+
+    run_virtual(main())
+
+
+def test_windows_after_a_long_time_without_a_quorum_wait_for_who_is_a_bit_slower() -> None:
+    """Two of three learners are away for two minutes: once they are back, all three are in every merge, as before."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(quorum=2, fragments=1, tokens=10**9))
+        world.start_syncer()
+        steps_s = (0.1, 0.1, 0.13)
+        learners = [VirtualLearner(f"l{i}", world, s, f"{i:016x}").start() for i, s in enumerate(steps_s)]
+        await world.until_version(6)
+        for learner in learners[1:]:
+            await learner.kill()
+        await asyncio.sleep(120.0)
+        (was,) = await world.versions()
+        learners[1:] = [VirtualLearner(f"l{i}", world, steps_s[i], f"{i + 2:016x}").start() for i in (1, 2)]
+        await world.until_version(was + 8)
+        commits = [r for r in await world.tape() if isinstance(r, Committed)]
+        assert commits[was + 1].quorum_s > 100.0
+        assert [len(commits[version].contributions) for version in (was, *range(was + 2, was + 8))] == [3] * 7
+        await end(*learners)
 
     run_virtual(main())
 

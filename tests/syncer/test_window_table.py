@@ -60,6 +60,7 @@ def given(
     draining: bool = False,
     arriving: frozenset[str] = frozenset(),
     left_out: frozenset[str] = frozenset(),
+    doubted: frozenset[str] = frozenset(),
 ) -> Conditions:
     return Conditions(
         quorum,
@@ -69,7 +70,7 @@ def given(
         UPLOAD_S,
         draining,
         arriving=arriving,
-        doubted=left_out,
+        doubted=doubted | left_out,
         left_out=left_out,
     )
 
@@ -162,6 +163,13 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("decide", "fewer than K in"): lambda w: w.decide(1.0, given()),
     ("decide", "K in, one of them left out"): lambda w: with_l1(w).decide(1.0, given(left_out=frozenset({"l1"}))),
     ("decide", "fewer than K in, and one was refused"): lambda w: without(w, L0).decide(1.0, given()),
+    ("decide", "fewer than K in, and a doubted one was refused"): lambda w: without(with_l1(w), L1).decide(
+        1.0, given(doubted=frozenset({"l1"}))
+    ),
+    ("decide", "the same, and another delta of its learner waits"): lambda w: (
+        with_l1(w).offer(delta("l1", incarnation="f" * 8), 1.0),
+        without(w, L1).decide(1.0, given(doubted=frozenset({"l1"}))),
+    )[1],
     ("decide", "K in, others expected, grace > 0"): lambda w: with_l1(w).decide(1.0, given(expected=THREE)),
     ("decide", "K in, and all expected"): lambda w: with_l1(w).decide(1.0, given()),
     ("decide", "others expected, the grace is over"): lambda w: w.decide(GRACE_S, given(expected=THREE)),

@@ -13,7 +13,7 @@ import pytest
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, WindowChanged
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.payload.quantize import BLOCK
 from diloco.pipeline.testing.virtual_time import run_virtual
@@ -22,6 +22,7 @@ from diloco.syncer.grace import GraceEstimator
 from diloco.syncer.intake import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.window import Conditions, Merge, Wait, Window
+from diloco.workers.rounds import RENEWED_BY
 from tests import samples
 from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -242,6 +243,80 @@ def test_a_doubted_learner_that_sends_a_sound_delta_is_waited_for_again() -> Non
     run_virtual(main())
 
 
+async def _doubted_below_the_quorum(spoil: Spoil) -> tuple[VirtualRun, list[VirtualLearner]]:
+    """Two learners of a quorum of two, one of which has sent nothing sound for 600 steps."""
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(2)
+    spoil(learners[1])
+    await asyncio.sleep(60.0)
+    (head,) = await world.heads()
+    assert head.window.doubted == ("l1",)
+    assert head.window.state == "collecting", "it waits for a second one"
+    return world, learners
+
+
+def test_a_doubted_learner_opens_no_window_again_with_each_of_its_steps() -> None:
+    """The quorum is short while it sends NaN: neither it nor the tape is asked at every step, and it is heard again."""
+
+    async def main() -> None:
+        world, learners = await _doubted_below_the_quorum(poisoned(np.nan))
+        tape = await world.tape()
+        assert max(r.attempt for r in tape if isinstance(r, WindowChanged)) <= DOUBTED_AFTER
+        assert DOUBTED_AFTER < sum(isinstance(r, Rejected) for r in tape) < 30, "it renews, less and less often"
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+def test_no_number_of_attempts_ends_a_window() -> None:
+    """A window that was opened a million times is opened once more, and its deltas are merged."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+        service = world.start_syncer()
+        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(2)
+        session = service.owners[0].session
+        assert session is not None
+        session.window.attempt = 10**6
+        damaged(learners[1])
+        async with asyncio.timeout(10):
+            while session.window.attempt == 10**6:
+                await asyncio.sleep(0.1)
+        del learners[1].bus.write_chunks  # type: ignore[misc]
+        await world.until_version(session.window.version + 1)
+        merged = [r for r in await world.tape() if isinstance(r, Committed)][-1].contributions
+        assert max(part.attempt for part in merged) > 10**6
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["mended in its place", "started again"])
+def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_is_mended(restarted: bool) -> None:
+    """On the same base: within a renewal if it goes on, in some steps if it was started again."""
+
+    async def main() -> None:
+        world, learners = await _doubted_below_the_quorum(damaged)
+        (was,) = await world.versions()
+        if restarted:
+            await learners[1].kill()
+            learners.append(VirtualLearner("l1", world, 0.1, "f" * 16).start())
+        else:
+            del learners[1].bus.write_chunks  # type: ignore[misc]
+        async with asyncio.timeout(3.0 if restarted else 0.1 * 700 / RENEWED_BY):
+            while (await world.versions())[0] == was:
+                await asyncio.sleep(0.1)
+        for learner in learners:
+            await learner.kill()
+
+    run_virtual(main())
+
+
 def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> None:
     """Thousands in another's name and in many names of its own; the others' merges go on meanwhile."""
 
@@ -288,9 +363,8 @@ def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> No
 def test_one_learners_word_on_its_step_time_stretches_no_window() -> None:
     """It may claim to be a million times slower than the rest: it is waited for as one ten times slower."""
     grace = GraceEstimator()
-    grace.observe_quorum(0.01)
-    grace.observe_sync(0.01)
     honest, liar = [0.1] * 7, [0.1] * 7 + [1e5]
+    grace.observe(0.01, 0.01, honest, 2)
     usual = grace.grace_s(honest, [], 2, 0.5, 0.01)
     stretched = grace.grace_s(liar, [], 2, 0.5, 0.01)
     assert usual is not None
