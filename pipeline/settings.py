@@ -330,7 +330,7 @@ class SyncerSettings(HttpSettings):
     checkpoint_every: Duration = Field(
         300.0, description="Time between checkpoints, of which the newest three are kept; 0: only at the end"
     )
-    tape_dir: Path | None = Field(None, description="Folder to which the event tape is archived")
+    tape_dir: Path | None = Field(None, description="Folder for the event tape's archive: all syncers get one, or none")
     record_deltas: Path | None = Field(
         None,
         description="Folder in which all merged deltas are kept, for `diloco tape --replay`: large, for each merge as "

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 import structlog
 
-from diloco.pipeline.errors import PeerError, UsageError
+from diloco.pipeline.errors import BusError, PeerError, UsageError
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.syncer.checkpoints.loading import is_saved, runs_in
@@ -28,6 +28,9 @@ from diloco.syncer.checkpoints.saving import (
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.serving.closing import POLL_S
 from diloco.syncer.serving.leases import holding
+
+AGAIN_S = 60.0
+"""A checkpoint that could not be saved is tried again so soon, if the next one is not due before."""
 
 
 class Checkpoints:
@@ -64,9 +67,13 @@ class Checkpoints:
     # --- while the run lasts ----------------------------------------------------------------------------
 
     async def keep(self, every_s: float, leads: Callable[[], bool]) -> None:
-        """Save one every so often, while this syncer leads and something has changed."""
+        """Save one every so often, while this syncer leads and something has changed.
+
+        Raises:
+            BusError: one could not be saved; call it again.
+        """
         while True:
-            await asyncio.sleep(every_s)
+            await asyncio.sleep(min(every_s, AGAIN_S) if self.problem else every_s)
             if leads():
                 await self._save(self._served())
 
@@ -175,6 +182,9 @@ class Checkpoints:
 
         fragments: those that are this syncer's to save. told: this syncer does not move the run any more, so nobody
         else names the checkpoint in the run's state.
+
+        Raises:
+            BusError: this is said too.
         """
         context = self._context
         try:
@@ -183,6 +193,7 @@ class Checkpoints:
             heads = await self._bus.read_heads(range(self._count))
             now = state.tokens, *(None if head is None else head.digest for head in heads)
             if now == self._saved and not told:
+                self.problem = ""
                 return True
             name = checkpoint_name(state.tokens, context.random_hex)
             await begin_checkpoint(self._place, name, self._leftovers, context.offload)
@@ -194,10 +205,12 @@ class Checkpoints:
             folder = await finish_checkpoint(
                 self._bus, context.agreed.spec, self._place, name, told_of, context.offload
             )
-        except (UsageError, PeerError, OSError) as error:  # not all fragments are there yet, or the disk is full
+        except (UsageError, PeerError, OSError, BusError) as error:  # fragments are not there yet, or the disk is full
             self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
             if not isinstance(error, UsageError):
                 self.problem = f"the last checkpoint could not be saved in {self._place}, and is tried again: {error}"
+            if isinstance(error, BusError):
+                raise
             return False
         finally:
             self.begun = ""

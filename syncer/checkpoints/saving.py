@@ -11,6 +11,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
 from typing import TypeVar
 
 import structlog
@@ -18,7 +20,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.errors import BadMessage, BadPayload, UsageError
+from diloco.pipeline.errors import BadMessage, BadPayload, BusError, UsageError, outage_event
 from diloco.pipeline.files.replacing import digested
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.files.tensor_file import Tensor, parts_of
@@ -30,6 +32,7 @@ from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MOST_ELEMENTS, MOST_TOKENS
 from diloco.pipeline.payload.codec import as_bytes
+from diloco.pipeline.retry import Backoff
 from diloco.pipeline.transfer.global_format import OuterState
 from diloco.pipeline.transfer.payloads import Offload, pull_state
 from diloco.syncer.checkpoints.manifest import (
@@ -52,6 +55,8 @@ from diloco.syncer.merging.merge import all_finite
 
 OLD_S = 3600.0
 """What nobody has written to for so long is nobody's: no fragment takes so long, and no two clocks differ by it."""
+BACKOFF, TRIES = Backoff(1.0, 8.0), 8
+"""What the bus is asked for a checkpoint: with waits of 39 s, which a failover ends within."""
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9]{8}-[0-9]{6}-[0-9]{6}")
 RandomHex = Callable[[int], str]
 T = TypeVar("T")
@@ -129,7 +134,7 @@ async def finish_checkpoint(
         for p in fragments:
             if p not in found_fragments(await offload(folder.names)):
                 await save_fragment(bus, spec, folder, p, offload)
-        state = await _saved_state(bus, spec, folder, offload)
+        state = await _answered(partial(_saved_state, bus, spec, folder, offload))
         return await _to_its_end(offload, _make_one, place, name, state)
 
     dropped = await _or_unmade(offload, place, name, write())
@@ -145,6 +150,17 @@ async def _or_unmade(offload: Offload, place: Place, name: str, work: Awaitable[
         with suppress(OSError):
             await _to_its_end(offload, _unmake, place, name)
         raise
+
+
+async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
+    """What the bus is asked for, soon again where it fails: else one call costs all that was saved before it."""
+    for wait_s in islice(BACKOFF.waits(), TRIES - 1):
+        try:
+            return await ask()
+        except BusError as error:
+            _log().warning(outage_event(error), error=str(error), retry_s=wait_s)
+            await asyncio.sleep(wait_s)
+    return await ask()
 
 
 async def _to_its_end(offload: Offload, write: Callable[..., T], *args: object) -> T:
@@ -165,7 +181,7 @@ async def _to_its_end(offload: Offload, write: Callable[..., T], *args: object) 
 async def save_fragment(bus: Bus, spec: Spec, folder: Place, fragment: int, offload: Offload) -> None:
     """Write a fragment's present version into a checkpoint; as `save_checkpoint`."""
     layout = layout_of(spec.tensors).fragments[fragment]
-    head, values, outer_state = await _read_fragment(bus, layout, spec.sync, offload)
+    head, values, outer_state = await _answered(partial(_read_fragment, bus, layout, spec.sync, offload))
     await _to_its_end(offload, _write_fragment, folder, head, values, outer_state)
 
 

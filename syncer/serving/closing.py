@@ -6,6 +6,7 @@ commit any more. If that one dies, its leases lapse too, and the next one does t
 """
 
 import asyncio
+from collections import Counter
 
 import structlog
 
@@ -16,6 +17,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.messages.wire import MOST_TOKENS
+from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.serving.leases import CALLS, TURNS, holding, in_time, release_all
 
 POLL_S = 0.25
@@ -93,27 +95,39 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: Run
 
 
 async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> None:
-    """What is still on a fragment's streams will never be merged."""
+    """What is still on a fragment's streams will never be merged.
+
+    It is looked at once, and told as far as in a window: a peer that floods its stream does not keep the run from its
+    end. What is left there then, and what comes later, counts as refused.
+    """
     counted = {(one.learner, one.incarnation, one.base_version): one.tokens for one in head.merged}
-    while offers := await bus.read_offers(head.fragment):
-        records = []
-        for entry in offers:
-            h, lost = entry.header, 0
-            if h is not None:  # of several deltas of one training, what each holds beyond those before it
-                training = h.learner, h.incarnation, h.base_version
-                lost = max(0, h.tokens - counted.get(training, 0))
-                counted[training] = max(h.tokens, counted.get(training, 0))
-            records.append(_refused(head, entry, lost, clock.unix()))
-        keys = {
-            bus.keys.delta_payload(head.fragment, h.learner, h.incarnation, h.serial): None
-            for entry in offers
-            if (h := entry.header) is not None
-        }
-        entries = tuple(entry.entry_id for entry in offers)
-        lost_tokens = sum(record.lost_tokens for record in records)
-        at = (head.version, head.digest)
-        await bus.refuse(head.fragment, Refusal(nonce, at, entries, tuple(keys), tuple(records), lost_tokens))
-        structlog.get_logger().warning("deltas_rejected", fragment=head.fragment, reason="run_finished", n=len(records))
+    offers = await bus.read_offers(head.fragment)
+    if not offers:
+        return
+    told, records, untold, lost_tokens = Counter[str](), list[Rejected](), list[RefusalReason](), 0
+    for entry in offers:
+        h, lost = entry.header, 0
+        if h is not None:  # of several deltas of one training, what each holds beyond those before it
+            training = h.learner, h.incarnation, h.base_version
+            lost = max(0, h.tokens - counted.get(training, 0))
+            counted[training] = max(h.tokens, counted.get(training, 0))
+        lost_tokens += lost
+        record = _refused(head, entry, lost, clock.unix())
+        told[record.learner] += 1
+        if told[record.learner] <= TOLD_A_WINDOW:
+            records.append(record.model_copy(update={"last_told": told[record.learner] == TOLD_A_WINDOW}))
+        else:
+            untold.append(record.reason)
+    keys = {
+        bus.keys.delta_payload(head.fragment, h.learner, h.incarnation, h.serial): None
+        for entry in offers
+        if (h := entry.header) is not None
+    }
+    entries = tuple(entry.entry_id for entry in offers)
+    at = (head.version, head.digest)
+    refusal = Refusal(nonce, at, entries, tuple(keys), tuple(records), lost_tokens, tuple(untold))
+    await bus.refuse(head.fragment, refusal)
+    structlog.get_logger().warning("deltas_rejected", fragment=head.fragment, reason="run_finished", n=len(entries))
 
 
 def _refused(head: Head, entry: Offered, lost: int, unix_s: float) -> Rejected:

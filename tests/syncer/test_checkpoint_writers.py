@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints import keeping, saving
@@ -352,6 +353,67 @@ def test_who_reads_the_status_from_the_bus_hears_of_checkpoints_that_fail(tmp_pa
         await learner.kill()
 
     run_virtual(main())
+
+
+def test_a_save_goes_on_where_the_bus_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One read is not answered in each time that a save takes, the last fragment's: what is saved stays."""
+    pull, pulls = saving.pull_state, 0
+
+    async def flaky(*args: Any) -> Any:
+        nonlocal pulls
+        pulls += 1
+        if pulls % 4 == 0:
+            raise BusUnavailable("no answer")
+        return await pull(*args)
+
+    monkeypatch.setattr(saving, "pull_state", flaky)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9, fragments=4), checkpoint_dir=tmp_path, checkpoint_every=20.0)
+        service = world.start_syncer()
+        learner = VirtualLearner("l", world, step_s=1.0).start()
+        await until(lambda: any(tmp_path.glob("*/latest")), 30.0)
+        assert pulls == 5
+        assert service.serving is not None
+        assert service.serving.problems == []
+        await learner.kill()
+
+    run_virtual(main())
+    load_checkpoint(tmp_path)
+
+
+def test_a_save_that_the_bus_breaks_off_is_told_and_tried_again_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not first when the next one is due, ten minutes later; and the status says it until one is saved."""
+    pull, away = saving.pull_state, True
+
+    async def outage(*args: Any) -> Any:
+        if away:
+            raise BusUnavailable("no answer")
+        return await pull(*args)
+
+    monkeypatch.setattr(saving, "pull_state", outage)
+
+    async def main() -> None:
+        nonlocal away
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=600.0)
+        world.start_syncer()
+        learner = VirtualLearner("l", world, step_s=30.0).start()
+        with capture_logs() as logs:
+            await asyncio.sleep(660.0)
+        assert [line["error"] for line in logs if line["event"] == "checkpoint_failed"] == ["no answer"]
+        (warning,) = (await read_status(world.bus, world.clock))["warnings"]
+        assert "could not be saved" in warning
+        assert "no answer" in warning
+        away = False
+        await until(lambda: any(tmp_path.glob("*/latest")), 62.0)
+        await asyncio.sleep(1.0)
+        assert (await read_status(world.bus, world.clock))["warnings"] == []
+        await learner.kill()
+
+    run_virtual(main())
+    load_checkpoint(tmp_path)
 
 
 def test_a_run_in_which_nothing_happens_is_saved_once(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from itertools import pairwise
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.shares import RECENT_S, SAMPLE_S
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.serving.leases import holding
 from diloco.syncer.serving.service import SyncerService
 from diloco.tape import read_archive
@@ -655,6 +656,53 @@ def test_a_syncer_that_is_started_while_the_run_closes_merges_nothing_and_refuse
         ]
         assert [head.rejected_tokens for head in await world.heads()] == [count + 7 for count in tokens]
         await nothing_left(world)
+
+    run_virtual(main())
+
+
+def test_a_learner_that_floods_its_stream_does_not_keep_the_run_from_its_end() -> None:
+    """Whatever it adds while the rest is refused stays there. The tape tells of it as far as in a window, and the head
+    counts all that was refused."""
+    there = TOLD_A_WINDOW + 8
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=1, tokens=ENDLESS))
+        a = Syncer(world, "a")
+        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+        await world.until_version(1)
+        await learner.kill()
+        await asyncio.sleep(LEASE_S)  # what it left is merged
+        await a.kill()
+        sent = count()
+
+        async def flood() -> None:
+            await world.bus.offer(samples.header("flood", base_version=next(sent), tokens=10))
+
+        for _ in range(there):
+            await flood()
+        state = await world.bus.read_state()
+        assert state is not None
+        await world.bus.write_state(state.model_copy(update={"phase": Phase.CLOSING}))
+        b = Syncer(world, "b")
+        refuse = b.bus.refuse
+
+        async def meanwhile(*args: Any) -> None:
+            if next(sent) < 10 * there:
+                await flood()
+            await refuse(*args)
+
+        b.bus.refuse = meanwhile  # type: ignore[method-assign]
+        async with asyncio.timeout(30):
+            await b.task
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.phase is Phase.FINISHED
+        told = [r.last_told for r in await world.tape() if isinstance(r, Rejected) and r.learner == "flood"]
+        assert told == [False] * (TOLD_A_WINDOW - 1) + [True]
+        (head,) = await world.heads()
+        assert head.refused[RefusalReason.RUN_FINISHED] == there
+        assert head.rejected_tokens == 10 * there
+        assert [one.header.learner for one in await world.bus.read_offers(0) if one.header] == ["flood"]
 
     run_virtual(main())
 
