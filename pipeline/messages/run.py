@@ -1,7 +1,7 @@
 """Wire types of a run: its state, its learners' reports, events, evaluations, the upload of version 0."""
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -30,6 +30,9 @@ class InitialUpload(Message):
 
 class LearnerReport(Message):
     """A learner's last word about itself; one per incarnation, kept for the run."""
+
+    max_bytes: ClassVar[int] = 2**16
+    """Also in `write_report.lua`, which unpacks nothing larger."""
 
     learner: PartyId
     incarnation: Nonce
