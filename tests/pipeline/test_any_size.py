@@ -4,7 +4,9 @@ import random
 from collections.abc import AsyncIterator
 
 import pytest
+import redis.exceptions as rx
 
+from diloco.pipeline.bus.redis.calls import script
 from diloco.pipeline.bus.redis_streams import RedisBus
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.payload.codec import encode
@@ -66,6 +68,21 @@ async def test_whatever_stands_in_the_place_of_a_report_gives_way_to_the_next_on
         server.backdoor.hset(server.keys.learners, name, data)
         await learner.write_report(report := samples.report("l1", number=number))
         assert server.admin.hget(server.keys.learners, name) == encode(report)
+
+
+@pytest.mark.parametrize("owners", ["commit", "refuse", "republish"])
+async def test_no_learner_has_fields_of_an_owners_write_unpacked(
+    server: Server,  # noqa: F811
+    syncer: RedisBus,
+    owners: str,
+) -> None:
+    """With keys of its own in the place of lease, head and tape it is stopped as early."""
+    keys, before = server.keys, lua_bytes(server)
+    hostile = server.raw("learner-l0")
+    with pytest.raises(rx.ResponseError, match=r"ACL failure in script|can.t run this command"):
+        hostile.evalsha(script(owners).sha, 3, keys.holder("l0"), keys.learners, keys.deltas(0, "l0"), empties(2 * MB))
+    hostile.close()
+    assert lua_bytes(server) < before + 20 * MB
 
 
 def test_the_largest_report_that_a_learner_can_make_is_within_its_bound() -> None:
