@@ -26,6 +26,7 @@ from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, Learn
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Rewound, TapeRecord, WindowChanged
+from diloco.pipeline.messages.wire import MAX_CHUNK_BYTES
 from diloco.pipeline.payload.codec import Encoded
 
 START = "0"
@@ -271,11 +272,23 @@ class PayloadStore(Keyed, Protocol):
         ...
 
     async def read_chunks(
-        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+        self,
+        key: str,
+        first: int,
+        limit: int,
+        block_s: float = 0.0,
+        extend_s: float = 0.0,
+        chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> list[bytes | memoryview]:
         """Chunks from index `first` on, at most `limit`; waits up to `block_s` for the first of them.
 
-        extend_s: if the payload is about to expire, let it live at least this long (a slow pull ends).
+        Args:
+            key, first, limit, block_s: which.
+            extend_s: if the payload is about to expire, let it live at least this long (a slow pull ends).
+            chunk_bytes: of data in a chunk, as the spec has it.
+
+        Raises:
+            BadPayload: they are larger than so many can be; no more of them was read.
         """
         ...
 

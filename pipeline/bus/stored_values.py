@@ -14,7 +14,7 @@ from pydantic import Field
 
 from diloco.pipeline.bus.commits import Commit, Republication, Staged, named
 from diloco.pipeline.bus.ports import START, MomentsBoard, Offered
-from diloco.pipeline.errors import BadMessage, BusError, LearnerReplaced
+from diloco.pipeline.errors import BadMessage, BadPayload, BusError, LearnerReplaced
 from diloco.pipeline.messages import formats
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
@@ -306,6 +306,11 @@ def check_chunks(first: int, chunks: Sequence[Encoded]) -> None:
     """
     if first < 0 or not all(chunks):
         raise ValueError("chunks are numbered from 0 and never empty")
+
+
+def chunks_too_large(key: str, chunk_bytes: int) -> BadPayload:
+    """What a peer wrote as chunks of a payload is more than so many can be."""
+    return BadPayload(f"{key} has chunks of more than the {chunk_bytes} bytes that the spec says")
 
 
 # --- heads: what a commit sets in the hash, and what is read from it -------------------------------------

@@ -96,11 +96,14 @@ class Wanted:
             most: so many; None: `limit`.
 
         Raises:
-            BadPayload: there are none.
+            BadPayload: there are none, or as `read_chunks`.
         """
         count = chunk_count(self.elements, self.codec, self.chunk_bytes)
         extend_s = self.extend_s * (count > self.limit)
-        if not (chunks := await self.bus.read_chunks(self.key, first, most or self.limit, extend_s=extend_s)):
+        chunks = await self.bus.read_chunks(
+            self.key, first, most or self.limit, extend_s=extend_s, chunk_bytes=self.chunk_bytes
+        )
+        if not chunks:
             raise BadPayload(f"{self.key} has {first} of {count} chunks")
         return chunks
 
@@ -115,7 +118,9 @@ async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncI
     """
     while not reader.complete:
         limit = _piece(reader.chunk_bytes)
-        if chunks := await bus.read_chunks(key, reader.received, limit, block_s=BLOCK_S):
+        if chunks := await bus.read_chunks(
+            key, reader.received, limit, block_s=BLOCK_S, chunk_bytes=reader.chunk_bytes
+        ):
             yield chunks
 
 

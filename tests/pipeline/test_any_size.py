@@ -8,8 +8,10 @@ import redis.exceptions as rx
 
 from diloco.pipeline.bus.redis.calls import script
 from diloco.pipeline.bus.redis_streams import RedisBus
+from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.transfer.payloads import pull
 from tests import fuzz, samples
 from tests.pipeline.test_acl import Server, server  # noqa: F401  # a fixture
 
@@ -98,3 +100,23 @@ def test_the_largest_report_that_a_learner_can_make_is_within_its_bound() -> Non
         **dict.fromkeys(("step", "tokens", "number", "outages", "generation"), 2**62),
     )
     assert 40_000 < len(encode(most)) < LearnerReport.max_bytes - 1000
+
+
+async def test_no_more_of_a_payload_is_read_than_its_chunks_can_have(
+    server: Server,  # noqa: F811
+    syncer: RedisBus,
+) -> None:
+    """A syncer would hold all of it before it finds the first chunk too large, and begin again after each restart."""
+    key = server.keys.delta_payload(0, "l0", "0" * 8, 0)
+    large, empty = server.keys.delta_payload(0, "l0", "0" * 8, 1), server.keys.delta_payload(0, "l0", "0" * 8, 2)
+    hostile = server.raw("learner-l0")
+    for index in range(4):
+        hostile.xadd(key, {"c": bytes(8 * MB)}, f"{index + 1}-0")
+    hostile.xadd(large, {"c": bytes(40 * MB)}, "1-0")
+    hostile.execute_command("XADD", empty, "1-0", *[""] * 200_000)
+    hostile.close()
+    sent = server.admin.info("stats")["total_net_output_bytes"]
+    for one in (key, large, empty):
+        with pytest.raises(BadPayload):
+            await pull(syncer, one, 600, "fp32", 1024)
+    assert server.admin.info("stats")["total_net_output_bytes"] < sent + 10 * MB

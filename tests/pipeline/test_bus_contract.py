@@ -12,7 +12,15 @@ from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
 from diloco.pipeline.bus.stored_values import LATE_REPORTS, parse_offer_id
-from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, LearnerReplaced, PayloadIncomplete
+from diloco.pipeline.errors import (
+    BadMessage,
+    BadPayload,
+    BusError,
+    BusFull,
+    BusUnavailable,
+    LearnerReplaced,
+    PayloadIncomplete,
+)
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.tape import WindowChanged
@@ -349,6 +357,19 @@ async def test_a_payload_is_read_as_it_was_written_and_writing_it_again_is_harml
     assert await bus.read_chunks(key, 0, 10) == [b"a", b"b", b"c"]
     assert await bus.read_chunks(key, 1, 1) == [b"b"]
     assert await bus.read_chunks(key, 3, 10) == []
+
+
+async def test_chunks_that_are_larger_than_the_spec_says_are_a_bad_payload(bus: Bus) -> None:
+    """Whoever wrote them is to blame: to read them again would not help. What may be there is read as ever."""
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await bus.write_chunks(key, 0, [bytes(1024)] * 3, 10)
+    assert len(await bus.read_chunks(key, 0, 3, chunk_bytes=1024)) == 3
+    await bus.write_chunks(key, 3, [bytes(200_000)], 10)
+    with pytest.raises(BadPayload, match="1024 bytes that the spec says"):
+        await bus.read_chunks(key, 0, 10, chunk_bytes=1024)
+    with pytest.raises(BadPayload):
+        await bus.read_chunks(key, 3, 1, block_s=5, chunk_bytes=1024)
+    assert len(await bus.read_chunks(key, 0, 3, chunk_bytes=1024)) == 3
 
 
 async def test_a_reader_waits_for_the_next_chunk(bus: Bus, backdoor: Backdoor) -> None:

@@ -28,10 +28,11 @@ from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.calls import BULK_S, RedisCalls, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.bus.redis.errors import THERE
-from diloco.pipeline.errors import BusUnavailable, NotPermitted, ScriptsMissing
+from diloco.pipeline.errors import BusUnavailable, NotPermitted, Oversized, ScriptsMissing
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
+from diloco.pipeline.messages.wire import MAX_CHUNK_BYTES
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 
 AT_ONCE = 2048
@@ -168,15 +169,25 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         return int(await self._redis.command("XLEN", key))
 
     async def read_chunks(
-        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+        self,
+        key: str,
+        first: int,
+        limit: int,
+        block_s: float = 0.0,
+        extend_s: float = 0.0,
+        chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> list[bytes | memoryview]:
         if extend_s > 0:
             with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
                 await self._redis.script("extend", [key], to_ms(extend_s))
         cursors = {key: f"{first}-0"}
         command, lane = self._redis.xread(cursors, limit, block_s, "bulk")
-        async with self._redis.call(lane, BULK_S + block_s, key) as client:
-            key_then_entries = await bulk.receive(client, command)  # perhaps in memory that nobody else has
+        try:
+            async with self._redis.call(lane, BULK_S + block_s, key) as client:
+                # Perhaps in memory that nobody else has.
+                key_then_entries = await bulk.receive(client, command, *bulk.of_chunks(limit, chunk_bytes))
+        except Oversized as error:
+            raise stored_values.chunks_too_large(key, chunk_bytes) from error
         return list(key_then_entries[3::3])  # id, field, value
 
     async def expire_soon(self, key: str, ttl_s: float) -> None:
