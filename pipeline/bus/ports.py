@@ -189,7 +189,8 @@ class Reports(Keyed, Protocol):
     async def read_reports(self) -> list[SeenReport]:
         """Last report of every incarnation that ever reported, with ages by the server's clock.
 
-        Of more than `stored_values.MOST_REPORTS`, those that matter least go from the bus, where this user may.
+        Where they are too many (`stored_values.are_too_many`), those that matter least go from the bus, and always what
+        is larger than any report can be, if this user may.
         """
         ...
 
@@ -341,8 +342,8 @@ class Offers(Keyed, Protocol):
     ) -> list[Offered]:
         """Headers by learner, of each in the order in which they came and at most `limit`. What is there is pending.
 
-        Waits up to `block_s` for the first one. Where very many senders are new, those that have nothing pending go
-        from the bus, if this user may.
+        Waits up to `block_s` for the first one. What is no learner's name goes from the list of senders, if this user
+        may, and where very many are new, those that have nothing pending.
 
         Args:
             fragment: id.

@@ -8,6 +8,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
+from itertools import accumulate
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
@@ -49,6 +50,10 @@ is known."""
 MOST_REPORTS = 2 * MAX_LEARNERS
 REPORTS_LEFT = MAX_LEARNERS
 """Reports on the bus: of more than the first, those that matter least go, until there are so few as the second."""
+
+REPORT_NAME_BYTES = MAX_NAME_CHARS + 1 + 32
+TIME_BYTES = 20
+"""Of a report's name, learner/incarnation, and of the time at which it came, at most."""
 
 NOTHING = False, -1
 """What a report is worth that cannot be read, or has another's name."""
@@ -237,7 +242,25 @@ def reporting(names: Iterable[bytes]) -> list[str]:
     return [learner.decode() for learner in sorted(learners) if is_learner(learner)]
 
 
-def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes | None], format: int) -> set[bytes]:
+def reports_bytes(count: int, fragments: int) -> int:
+    """Of so many reports, with their names and times, at most: one or another of them may be larger."""
+    return count * (2**12 + 9 * fragments)
+
+
+def are_too_many(reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], fragments: int) -> bool:
+    """Whether some of them are to go."""
+    size = sum(len(name) + len(value) for fields in (reports, seen) for name, value in fields.items())
+    return max(len(reports), len(seen)) > MOST_REPORTS or size > reports_bytes(MOST_REPORTS, fragments)
+
+
+def oversized(fields: Mapping[bytes, bytes], value_bytes: int) -> set[bytes]:
+    """Names of fields that are larger than a report, or the time of one, can be."""
+    return {name for name, value in fields.items() if len(name) > REPORT_NAME_BYTES or len(value) > value_bytes}
+
+
+def surplus_reports(
+    reports: Mapping[bytes, bytes], holders: Mapping[str, bytes | None], fragments: int, format: int
+) -> set[bytes]:
     """Those that go, where there are too many.
 
     Kept are those of who holds its learner's id, which no other learner can make up; then those of most tokens, since
@@ -253,7 +276,9 @@ def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes 
 
     worths = {name: worth(name) for name in sorted(reports)}
     ranked = sorted(worths, key=lambda name: worths[name], reverse=True)
-    return {*ranked[REPORTS_LEFT:], *(name for name in ranked if worths[name] == NOTHING)}
+    sizes = accumulate(len(name) + len(reports[name]) for name in ranked)
+    left = sum(size <= reports_bytes(REPORTS_LEFT, fragments) for size in sizes)
+    return {*ranked[min(left, REPORTS_LEFT) :], *(name for name in ranked if worths[name] == NOTHING)}
 
 
 def holder(report: LearnerReport) -> bytes:

@@ -162,10 +162,11 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         ]
 
     def _drop_senders(self, group: int, after: Mapping[str, str] | None) -> None:
-        """Where too many are new, those under which nothing is pending go."""
+        """What is no learner's name goes; where too many are new, those under which nothing is pending."""
         senders = self._hash(self.keys.senders(group))
+        for name in [name for name in senders if not stored_values.is_learner(name)]:
+            del senders[name]
         fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
         for name in stored_values.new_senders(senders, after) if fragments else ():
-            learner = name.decode() if stored_values.is_learner(name) else ""
-            if not learner or not any(self._stream(self.keys.deltas(p, learner)).ids for p in fragments):
+            if not any(self._stream(self.keys.deltas(p, name.decode())).ids for p in fragments):
                 del senders[name]

@@ -97,11 +97,17 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
     async def read_reports(self) -> list[SeenReport]:
         await self._turn()
         seen, reports = self._hash(self.keys.seen), self._hash(self.keys.learners)
-        if len(reports) > stored_values.MOST_REPORTS:
-            holders = {name: self._bytes(self.keys.holder(name)) for name in stored_values.reporting(reports)}
-            for name in stored_values.surplus_reports(reports, holders, self.format):
+        large = stored_values.oversized(reports, LearnerReport.max_bytes)
+        late = stored_values.oversized(seen, stored_values.TIME_BYTES)
+        if large or late or stored_values.are_too_many(reports, seen, self._fragments):
+            for name in late:
+                del seen[name]
+            for name in large:
                 del reports[name]
-        if max(len(reports), len(seen)) > stored_values.MOST_REPORTS:
+            if stored_values.are_too_many(reports, {}, self._fragments):
+                holders = {name: self._bytes(self.keys.holder(name)) for name in stored_values.reporting(reports)}
+                for name in stored_values.surplus_reports(reports, holders, self._fragments, self.format):
+                    del reports[name]
             for name in seen.keys() - reports.keys():
                 del seen[name]
         return stored_values.seen_reports(self._unix_ms(), reports, seen, self.format, {})

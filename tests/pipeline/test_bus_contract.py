@@ -253,6 +253,17 @@ async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
         assert [one.entry_id for one in await waiting] == [entry]
 
 
+async def test_what_is_no_learners_name_is_off_the_list_of_senders_as_soon_as_it_is_read(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    """A name may have any size, and is read each time."""
+    pending = await bus.offer(samples.header("l0"))
+    for name in ("not a name", "", "x" * 65):
+        backdoor.hset(bus.keys.senders(0), name, b"")
+    assert [one.entry_id for one in await bus.read_offers(0)] == [pending]
+    assert set(backdoor.dump()[bus.keys.senders(0)][0]) == {b"l0"}
+
+
 async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than_a_run_may_have(
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +312,20 @@ async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_tra
     assert [(s.report.learner, s.report.tokens) for s in found] == [("l0", 900), ("l0", 0), ("l1", 0)]
     stored = backdoor.dump()
     assert len(stored[bus.keys.learners][0]) == len(stored[bus.keys.seen][0]) == 3
+
+
+async def test_a_report_that_is_larger_than_any_goes_and_takes_no_others_along(bus: Bus, backdoor: Backdoor) -> None:
+    """So does a name, or a time, that is larger than any."""
+    await bus.write_report(samples.report("l0"))
+    await bus.write_report(samples.report("l1"))
+    backdoor.hset(bus.keys.learners, "l0/large", bytes(LearnerReport.max_bytes + 1))
+    backdoor.hset(bus.keys.learners, "x" * 100, b"")
+    backdoor.hset(bus.keys.learners, "unreadable", b"")
+    backdoor.hset(bus.keys.seen, "l0/large", b"9" * 21)
+    assert [one.report.learner for one in await bus.read_reports()] == ["l0", "l1"]
+    stored, own = backdoor.dump(), {f"{name}/{'0' * 8}".encode() for name in ("l0", "l1")}
+    assert set(stored[bus.keys.learners][0]) == {*own, b"unreadable"}
+    assert set(stored[bus.keys.seen][0]) == own
 
 
 # --- version 0 ---------------------------------------------------------------------------------------

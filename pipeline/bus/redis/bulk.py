@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import hiredis
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
@@ -21,7 +22,9 @@ Argument = str | bytes | memoryview | int | float | ChunkParts
 
 ROOM_BYTES = 4 * 2**20 + 64 * 2**10
 """Of the buffer that a reply comes into; it grows if the reply does not fit."""
-_LEAST_ROOM = 64 * 2**10
+_LEAST_ROOM = _READ_BYTES = 64 * 2**10
+ANY_SIZE = 2**62
+"""Of replies that only syncers have a say in."""
 ENTRY_VALUES = 5
 """Members of arrays that each entry of a stream adds to a reply: itself, id and fields, a field and its value."""
 ENTRY_BYTES = 256
@@ -56,18 +59,19 @@ def pack(arguments: Sequence[Argument]) -> list[Part]:
     return [*pieces, bytes(text)]
 
 
-async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[Any]:
-    """Several commands in one round trip; errors are among the replies."""
+async def send(client: Redis, commands: Iterable[Sequence[Argument]], most_bytes: int = ANY_SIZE) -> list[Any]:
+    """Several commands in one round trip; errors are among the replies.
+
+    Raises:
+        ConnectionError: the connection was lost.
+        TooMuch: the replies have more than `most_bytes`, all together.
+    """
     made = [pack(command) for command in commands]
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
-    writer, replies = connection._writer, list[Any]()
+    writer = connection._writer
     try:
         await connection.send_packed_command([part for pieces in made for part in pieces])
-        for _ in made:
-            try:
-                replies.append(await connection.read_response())
-            except rx.ResponseError as error:
-                replies.append(error)
+        replies = await _replies(connection, len(made), most_bytes)
     except BaseException:
         if writer is not None:  # the library may have closed it by now, which waits for what was to be sent
             writer.transport.abort()
@@ -78,14 +82,35 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[An
     return replies
 
 
-async def ask(client: Redis, command: Sequence[Argument]) -> Any:
+async def _replies(connection: AbstractConnection, count: int, most_bytes: int) -> list[Any]:
+    """As the library reads them, which takes them of any size."""
+    stream, left, replies = connection._reader, most_bytes, list[Any]()
+    reader = hiredis.Reader(protocolError=rx.InvalidResponse, replyError=connection._parser.parse_error)
+    while len(replies) < count:
+        reply = reader.gets()
+        if reply is not False:  # which none of ours is
+            if isinstance(reply, rx.ConnectionError):  # the server is loading its data, say
+                raise reply
+            replies.append(reply)
+            continue
+        data = await stream.read(_READ_BYTES) if stream else b""
+        if not data:
+            raise rx.ConnectionError("connection closed")
+        left -= len(data)
+        if left < 0:
+            raise TooMuch(f"not a reply: more than {most_bytes} bytes")
+        reader.feed(data)
+    return replies
+
+
+async def ask(client: Redis, command: Sequence[Argument], most_bytes: int = ANY_SIZE) -> Any:
     """One command's reply as Redis gives it, by a shorter way than the library's own.
 
     Raises:
         ResponseError: the reply is an error.
-        ConnectionError: the connection was lost.
+        ConnectionError, TooMuch: as `send`.
     """
-    (reply,) = await send(client, (command,))
+    (reply,) = await send(client, (command,), most_bytes)
     if isinstance(reply, Exception):
         raise reply
     return reply
@@ -129,8 +154,8 @@ async def exchange(
     connection: AbstractConnection,
     commands: Sequence[Part],
     replies: int = 1,
-    most_bytes: int = 2**62,
-    most_values: int = 2**62,
+    most_bytes: int = ANY_SIZE,
+    most_values: int = ANY_SIZE,
 ) -> "Reply":
     """Send packed commands, and take their replies as they lie in memory.
 
@@ -165,9 +190,9 @@ class Reply(asyncio.BufferedProtocol):
         self,
         usual: asyncio.BaseProtocol,
         room_bytes: int = ROOM_BYTES,
-        most_bytes: int = 2**62,
+        most_bytes: int = ANY_SIZE,
         replies: int = 1,
-        most_values: int = 2**62,
+        most_values: int = ANY_SIZE,
     ) -> None:
         """As the reply of so many commands, one after another.
 

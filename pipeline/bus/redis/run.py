@@ -16,9 +16,9 @@ from diloco.pipeline.bus.ports import (
     SpecAndState,
     SyncerBoard,
 )
-from diloco.pipeline.bus.redis.calls import SCANNED, RedisCalls, to_ms
+from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms, unix_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
-from diloco.pipeline.errors import BadMessage, NotPermitted
+from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.wire import Message
@@ -27,10 +27,12 @@ from diloco.pipeline.payload.codec import decode, encode
 T = TypeVar("T", bound=Message)
 
 REPORTS_DROPPED = (
-    "so many reports were too many: the latest of each learner were kept, then those of most tokens. If the run never "
-    "had as many processes, somebody with a learner's password makes them up: CLIENT KILL and ACL SETUSER learner-NAME "
-    "off end that"
+    "so many reports were too many, or too large: the latest of each learner were kept, then those of most tokens. If "
+    "the run never had as many processes, somebody with a learner's password makes them up: CLIENT KILL and ACL "
+    "SETUSER learner-NAME off end that"
 )
+AROUND_BYTES = 2**20
+"""What Redis says around reports that are not too many, at most."""
 
 
 class RedisSpecAndState(RedisConnection, SpecAndState):
@@ -92,35 +94,60 @@ class RedisReports(RedisConnection, Reports):
         )
 
     async def read_reports(self) -> list[SeenReport]:
-        now_ms, (reports, seen) = await self._redis.timed_hashes(self.keys.learners, self.keys.seen)
-        if max(len(reports), len(seen)) > stored_values.MOST_REPORTS:
-            with suppress(NotPermitted):  # a syncer may
-                reports = await self._without_surplus(reports, seen)
+        now_ms, reports, seen = await self._stored()
+        large = stored_values.oversized(reports, LearnerReport.max_bytes)
+        late = stored_values.oversized(seen, stored_values.TIME_BYTES)
+        if large or late or stored_values.are_too_many(reports, seen, self._fragments):
+            with suppress(NotPermitted, Oversized):  # a syncer may, and does it the next time
+                await self._redis.delete(self.keys.seen, late)
+                reports = await self._without_surplus(reports, seen, large)
         return stored_values.seen_reports(now_ms, reports, seen, self.format, self._known)
 
-    async def _without_surplus(self, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-        """Reports without those that are too many. These go, and times without a report.
+    async def _stored(self) -> tuple[int, Mapping[bytes, bytes], Mapping[bytes, bytes]]:
+        """The server's time, ms, reports, and when they came."""
+        try:
+            now_ms, (reports, seen) = await self._redis.timed_hashes(
+                self.keys.learners, self.keys.seen, most_bytes=self._most_bytes
+            )
+            return now_ms, reports, seen
+        except Oversized:
+            name_bytes = stored_values.REPORT_NAME_BYTES
+            reports, large = await self._redis.sift(self.keys.learners, name_bytes, LearnerReport.max_bytes)
+            seen, late = await self._redis.sift(self.keys.seen, name_bytes, stored_values.TIME_BYTES)
+            if large or late:
+                self._warn("reports_dropped", reports=max(large, late), kept=len(reports), detail=REPORTS_DROPPED)
+            (time,) = await self._redis.at_one_node([("TIME",)], self.keys.learners)
+            return unix_ms(time), reports, seen
+
+    @property
+    def _most_bytes(self) -> int:
+        """Of a reply with all reports that are not too many."""
+        return stored_values.reports_bytes(stored_values.MOST_REPORTS, self._fragments) + AROUND_BYTES
+
+    async def _without_surplus(
+        self, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], large: Collection[bytes]
+    ) -> dict[bytes, bytes]:
+        """Reports without those that are too large or too many. These go, and times without a report.
 
         A report is anybody's to write, and each costs every reading.
         """
-        gone: set[bytes] = set()
-        if len(reports) > stored_values.MOST_REPORTS:
-            learners = stored_values.reporting(reports)
-            held = await self._redis.many(("GET", self.keys.holder(learner)) for learner in learners)
-            holders = dict(zip(learners, held, strict=True))
-            gone = await asyncio.to_thread(stored_values.surplus_reports, reports, holders, self.format)
+        gone = set(large)
         kept = {name: blob for name, blob in reports.items() if name not in gone}
-        await self._delete(self.keys.learners, gone)
+        if stored_values.are_too_many(kept, {}, self._fragments):
+            learners = stored_values.reporting(kept)
+            # No more of them than can be ours: each is its learner's to write.
+            held = await self._redis.many(("GETRANGE", self.keys.holder(learner), 0, 64) for learner in learners)
+            holders = dict(zip(learners, held, strict=True))
+            surplus = stored_values.surplus_reports
+            gone |= await asyncio.to_thread(surplus, kept, holders, self._fragments, self.format)
+            kept = {name: blob for name, blob in kept.items() if name not in gone}
+        await self._redis.delete(self.keys.learners, gone)
         # Asked anew: a report may have come between the reading of the two hashes.
-        await self._delete(self.keys.seen, seen.keys() - set(await self._redis.command("HKEYS", self.keys.learners)))
+        (names,) = await self._redis.at_one_node([("HKEYS", self.keys.learners)], self.keys.learners, self._most_bytes)
+        await self._redis.delete(self.keys.seen, seen.keys() - set(names))
         if gone:
             self._warn("reports_dropped", reports=len(gone), kept=len(kept), detail=REPORTS_DROPPED)
         return kept
-
-    async def _delete(self, key: str, names: Collection[bytes]) -> None:
-        listed = sorted(names)
-        for i in range(0, len(listed), SCANNED):
-            await self._redis.command("HDEL", key, *listed[i : i + SCANNED])
 
 
 class RedisRunLogs(RedisConnection, RunLogs):

@@ -22,6 +22,14 @@ local function bound(key, most_ms)
   if type(left) == 'number' and (left == -1 or left > tonumber(most_ms)) then redis.call('PEXPIRE', key, most_ms) end
 end
 
+-- What any learner may have written: no more of it than shows that it is too large.
+local function cut(value, most_bytes)
+  return value and value:sub(1, most_bytes + 1)
+end
+
+-- What a script looks at and copies of such values, but for the last of them.
+local PART_BYTES = 2 ^ 22
+
 -- The map that an owner's write takes. Some megabytes of empty arrays would take all of the server's memory, so it is
 -- unpacked only for who may trim a tape; nothing is trimmed.
 local function fields(tape)
