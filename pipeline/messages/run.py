@@ -24,6 +24,8 @@ from diloco.pipeline.messages.wire import (
 class InitialUpload(Message):
     """A complete upload of version 0 by the learner that held the claim `nonce`."""
 
+    max_bytes: ClassVar[int] = 2**10
+
     learner: PartyId
     nonce: Nonce
 
@@ -115,6 +117,8 @@ REDIS_CHANGED = "redis_changed"
 
 class Event(Message):
     """Something that happened to a party: `learner_joined`, `learner_left`, `learner_killed` ..."""
+
+    max_bytes: ClassVar[int] = 2**13
 
     name: Annotated[str, Field(pattern=r"^[a-z_]{1,64}$")]
     who: Shown

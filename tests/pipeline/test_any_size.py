@@ -8,13 +8,14 @@ import pytest
 import redis.exceptions as rx
 
 from diloco.pipeline.bus import stored_values
-from diloco.pipeline.bus.ports import Offered
+from diloco.pipeline.bus.ports import MomentsBoard, Offered
 from diloco.pipeline.bus.redis import calls
 from diloco.pipeline.bus.redis.calls import script
 from diloco.pipeline.bus.redis_streams import RedisBus
 from diloco.pipeline.bus.stored_values import offer_id, parse_offer_id
-from diloco.pipeline.errors import BadPayload
-from diloco.pipeline.messages.run import LearnerReport
+from diloco.pipeline.errors import BadMessage, BadPayload
+from diloco.pipeline.messages.run import Event, LearnerReport
+from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import pull
 from tests import fuzz, samples
@@ -238,3 +239,34 @@ async def test_the_most_that_one_learner_can_report_leaves_room_for_others(
         assert [one.report.tokens for one in found if one.report.learner == "l1"] == [0]
         assert 5 <= len(found) <= 15
         assert server.admin.hlen(keys.learners) == len(found)
+
+
+async def test_what_else_learners_share_is_read_within_its_bounds(
+    server: Server,  # noqa: F811
+    syncer: RedisBus,
+    learner: RedisBus,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Events, the word that version 0 is there, moments, shards."""
+    monkeypatch.setattr(calls, "MOST_READ_BYTES", MB)
+    keys, hostile, viewer = server.keys, server.raw("learner-l0"), await server.bus("viewer")
+    await learner.fill_shards(0, [Shard(epoch=0, index=0, start=0, stop=8)])
+    hostile.xadd(keys.shards, {"s": bytes(5 * MB)})
+    hostile.hset(keys.shard_positions, b"x" * 5 * MB, bytes(5 * MB))
+    hostile.xadd(keys.events, {"m": bytes(5 * MB)})
+    await learner.add_event(event := Event(name="learner_joined", who="l1", detail="", unix_s=0.0))
+    hostile.xadd(keys.events, {"m": bytes(5 * MB)})
+    for key in (keys.initial, keys.moments_wish, keys.moments_claim):
+        hostile.set(key, bytes(5 * MB))
+    hostile.set(keys.moments_offer, bytes(17 * MB))
+    hostile.close()
+    sent = sent_bytes(server)
+    assert [one for _, one in await viewer.read_events()] == [event]
+    assert await syncer.read_initial() is None
+    assert await learner.read_moments() == MomentsBoard(wish=None, claimed=True, offer=None)
+    assert await learner.claim_shard("l1.00", 10)
+    for call in (learner.claim_shard("l1.01", 10), syncer.read_shards()):
+        with pytest.raises(BadMessage):
+            await call
+    assert sent_bytes(server) < sent + 10 * MB
+    await viewer.close()

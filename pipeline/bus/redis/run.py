@@ -159,7 +159,7 @@ class RedisRunLogs(RedisConnection, RunLogs):
     async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
         """One that cannot be read is as good as none: any learner may write there."""
         while True:
-            found = await self._redis.read({key: after}, limit, 0)
+            found = await self._redis.read({key: after}, limit, 0, value_bytes=kind.max_bytes)
             entries = [entry for _, there in found for entry in there]
             read: list[tuple[str, T]] = []
             for at, data in entries:
@@ -209,7 +209,11 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
         return await self._redis.script("announce", keys, *args) == [1]
 
     async def read_initial(self) -> InitialUpload | None:
-        return stored_values.readable(InitialUpload, await self._redis.command("GET", self.keys.initial), self.format)
+        key = self.keys.initial
+        with suppress(Oversized):
+            (blob,) = await self._redis.at_one_node([("GET", key)], key, 2 * InitialUpload.max_bytes)
+            return stored_values.readable(InitialUpload, blob, self.format)
+        return None
 
 
 class RedisMomentsExchange(RedisConnection, MomentsExchange):
@@ -220,7 +224,8 @@ class RedisMomentsExchange(RedisConnection, MomentsExchange):
 
     async def read_moments(self) -> MomentsBoard:
         keys = [self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer]
-        found = await self._redis.script("read_moments", keys, to_ms(stored_values.MOMENTS_S))
+        most_bytes = MomentsWish.max_bytes, MomentsOffer.max_bytes
+        found = await self._redis.script("read_moments", keys, to_ms(stored_values.MOMENTS_S), *most_bytes)
         return stored_values.moments_board(self.format, *found)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
