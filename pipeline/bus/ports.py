@@ -26,7 +26,6 @@ from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, Learn
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Rewound, TapeRecord, WindowChanged
-from diloco.pipeline.messages.wire import MAX_CHUNK_BYTES
 from diloco.pipeline.payload.codec import Encoded
 
 START = "0"
@@ -189,8 +188,8 @@ class Reports(Keyed, Protocol):
     async def read_reports(self) -> list[SeenReport]:
         """Last report of every incarnation that ever reported, with ages by the server's clock.
 
-        Where they are too many (`stored_values.are_too_many`), those that matter least go from the bus, and always what
-        is larger than any report can be, if this user may.
+        What is larger than any can be goes from the bus, where this user may, and if they are too many
+        (`stored_reports.are_too_many`) those that matter least.
         """
         ...
 
@@ -273,23 +272,14 @@ class PayloadStore(Keyed, Protocol):
         ...
 
     async def read_chunks(
-        self,
-        key: str,
-        first: int,
-        limit: int,
-        block_s: float = 0.0,
-        extend_s: float = 0.0,
-        chunk_bytes: int = MAX_CHUNK_BYTES,
+        self, key: str, first: int, limit: int, chunk_bytes: int, block_s: float = 0.0, extend_s: float = 0.0
     ) -> list[bytes | memoryview]:
         """Chunks from index `first` on, at most `limit`; waits up to `block_s` for the first of them.
 
-        Args:
-            key, first, limit, block_s: which.
-            extend_s: if the payload is about to expire, let it live at least this long (a slow pull ends).
-            chunk_bytes: of data in a chunk, as the spec has it.
+        extend_s: if the payload is about to expire, let it live at least this long (a slow pull ends).
 
         Raises:
-            BadPayload: they are larger than so many can be; no more of them was read.
+            BadPayload: they are larger than chunks of `chunk_bytes`, the spec's, can be.
         """
         ...
 

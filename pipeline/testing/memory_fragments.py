@@ -18,7 +18,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, MAX_CHUNK_BYTES
+from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES
 from diloco.pipeline.payload.codec import Encoded, decode_tape, encode, whole_chunk
 from diloco.pipeline.testing.memory_calls import MemoryCalls
 
@@ -45,13 +45,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         return len(self._stream(key).ids)
 
     async def read_chunks(
-        self,
-        key: str,
-        first: int,
-        limit: int,
-        block_s: float = 0.0,
-        extend_s: float = 0.0,
-        chunk_bytes: int = MAX_CHUNK_BYTES,
+        self, key: str, first: int, limit: int, chunk_bytes: int, block_s: float = 0.0, extend_s: float = 0.0
     ) -> list[bytes | memoryview]:
         found = await self._read({key: f"{first}-0"}, limit, block_s)
         left_s = self.store.expiries.get(key, float("inf")) - self._clock.now()

@@ -100,10 +100,8 @@ class Wanted:
         """
         count = chunk_count(self.elements, self.codec, self.chunk_bytes)
         extend_s = self.extend_s * (count > self.limit)
-        chunks = await self.bus.read_chunks(
-            self.key, first, most or self.limit, extend_s=extend_s, chunk_bytes=self.chunk_bytes
-        )
-        if not chunks:
+        most = most or self.limit
+        if not (chunks := await self.bus.read_chunks(self.key, first, most, self.chunk_bytes, extend_s=extend_s)):
             raise BadPayload(f"{self.key} has {first} of {count} chunks")
         return chunks
 
@@ -118,9 +116,7 @@ async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncI
     """
     while not reader.complete:
         limit = _piece(reader.chunk_bytes)
-        if chunks := await bus.read_chunks(
-            key, reader.received, limit, block_s=BLOCK_S, chunk_bytes=reader.chunk_bytes
-        ):
+        if chunks := await bus.read_chunks(key, reader.received, limit, reader.chunk_bytes, block_s=BLOCK_S):
             yield chunks
 
 

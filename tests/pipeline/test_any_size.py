@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import redis.exceptions as rx
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import stored_reports
 from diloco.pipeline.bus.ports import MomentsBoard, Offered
 from diloco.pipeline.bus.redis import calls
 from diloco.pipeline.bus.redis.calls import script
@@ -198,7 +198,7 @@ async def test_reports_of_any_size_hide_no_others_and_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also the times at which they came, and what is not too large to be read and larger than a report."""
-    monkeypatch.setattr(stored_values, "MOST_REPORTS", 200)
+    monkeypatch.setattr(stored_reports, "MOST_REPORTS", 200)
     keys, viewer, name = server.keys, await server.bus("viewer"), b"l0/" + b"0" * 8
     viewer.use_spec(samples.spec())
     await learner.write_report(samples.report("l1"))
@@ -226,8 +226,8 @@ async def test_the_most_that_one_learner_can_report_leaves_room_for_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None of its reports is too large, nor are they too many: all together they are."""
-    monkeypatch.setattr(stored_values, "MOST_REPORTS", 200)
-    monkeypatch.setattr(stored_values, "REPORTS_LEFT", 100)
+    monkeypatch.setattr(stored_reports, "MOST_REPORTS", 200)
+    monkeypatch.setattr(stored_reports, "REPORTS_LEFT", 100)
     keys, hostile = server.keys, server.raw("learner-l0")
     await learner.write_report(samples.report("l1", tokens=0))
     for number in range(100):

@@ -7,11 +7,12 @@ import time
 import numpy as np
 import pytest
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import stored_reports, stored_values
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.bus.stored_values import LATE_REPORTS, parse_offer_id
+from diloco.pipeline.bus.stored_reports import LATE_REPORTS
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import (
     BadMessage,
     BadPayload,
@@ -285,6 +286,7 @@ async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than
     after |= {"e": START}
     assert stored_values.offer_cursors([b"l0"], after) == {"l0": START}, "nor is a name read that is off the list"
     assert [one.entry_id for one in await bus.read_offers(0, after)] == [pending]
+    await asyncio.sleep(0.002)  # ids are times, and the stream that was deleted had one
     again = await bus.offer(samples.header("a"))
     assert [one.entry_id for one in await bus.read_offers(0, after)] == [again, pending]
 
@@ -293,8 +295,8 @@ async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_tra
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of too many, the latest of each learner stay, also a newcomer's, and those of most tokens."""
-    monkeypatch.setattr(stored_values, "MOST_REPORTS", 6)
-    monkeypatch.setattr(stored_values, "REPORTS_LEFT", 3)
+    monkeypatch.setattr(stored_reports, "MOST_REPORTS", 6)
+    monkeypatch.setattr(stored_reports, "REPORTS_LEFT", 3)
 
     def plant(report: LearnerReport, name: str = "") -> None:
         name = name or f"{report.learner}/{report.incarnation}"
@@ -379,28 +381,28 @@ async def test_a_payload_is_read_as_it_was_written_and_writing_it_again_is_harml
     await bus.write_chunks(key, 0, [b"other", b"b"], 10)
     await bus.write_chunks(key, 1, [b"b", b"c"], 10)
     assert await bus.count_chunks(key) == 3
-    assert await bus.read_chunks(key, 0, 10) == [b"a", b"b", b"c"]
-    assert await bus.read_chunks(key, 1, 1) == [b"b"]
-    assert await bus.read_chunks(key, 3, 10) == []
+    assert await bus.read_chunks(key, 0, 10, 2**20) == [b"a", b"b", b"c"]
+    assert await bus.read_chunks(key, 1, 1, 2**20) == [b"b"]
+    assert await bus.read_chunks(key, 3, 10, 2**20) == []
 
 
 async def test_chunks_that_are_larger_than_the_spec_says_are_a_bad_payload(bus: Bus) -> None:
     """Whoever wrote them is to blame: to read them again would not help. What may be there is read as ever."""
     key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await bus.write_chunks(key, 0, [bytes(1024)] * 3, 10)
-    assert len(await bus.read_chunks(key, 0, 3, chunk_bytes=1024)) == 3
+    assert len(await bus.read_chunks(key, 0, 3, 1024)) == 3
     await bus.write_chunks(key, 3, [bytes(200_000)], 10)
     with pytest.raises(BadPayload, match="1024 bytes that the spec says"):
-        await bus.read_chunks(key, 0, 10, chunk_bytes=1024)
+        await bus.read_chunks(key, 0, 10, 1024)
     with pytest.raises(BadPayload):
-        await bus.read_chunks(key, 3, 1, block_s=5, chunk_bytes=1024)
-    assert len(await bus.read_chunks(key, 0, 3, chunk_bytes=1024)) == 3
+        await bus.read_chunks(key, 3, 1, 1024, block_s=5)
+    assert len(await bus.read_chunks(key, 0, 3, 1024)) == 3
 
 
 async def test_a_reader_waits_for_the_next_chunk(bus: Bus, backdoor: Backdoor) -> None:
     key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     other = await backdoor.connect()
-    read = asyncio.ensure_future(bus.read_chunks(key, 0, 10, block_s=60))
+    read = asyncio.ensure_future(bus.read_chunks(key, 0, 10, 2**20, block_s=60))
     await asyncio.sleep(0.05)
     await other.write_chunks(key, 0, [b"a"], 10)
     async with asyncio.timeout(30):
@@ -431,8 +433,12 @@ async def test_large_chunks_are_read_as_they_were_written_and_writing_them_again
     await bus.write_chunks(key, 0, [bytes(100), *chunks[1:4]], 10)
     await bus.write_chunks(key, 9, chunks[9:], 10)
     await bus.write_chunks(key, 0, chunks, 10)
-    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 0, 100)] == [whole_chunk(chunk) for chunk in chunks]
-    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 7, 2)] == [whole_chunk(chunk) for chunk in chunks[7:9]]
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 0, 100, 2**20)] == [
+        whole_chunk(chunk) for chunk in chunks
+    ]
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 7, 2, 2**20)] == [
+        whole_chunk(chunk) for chunk in chunks[7:9]
+    ]
 
 
 async def test_a_payload_of_large_chunks_never_has_a_hole(bus: Bus, backdoor: Backdoor) -> None:
@@ -449,10 +455,10 @@ async def test_a_payload_of_large_chunks_never_has_a_hole(bus: Bus, backdoor: Ba
     await head_of(bus)
     (head,) = await bus.read_heads([0])
     assert head is not None
-    before = await bus.read_chunks(head.payload, 0, 100)
+    before = await bus.read_chunks(head.payload, 0, 100, 2**20)
     with pytest.raises(PayloadIncomplete):
         await bus.write_chunks(head.payload, len(before), chunks[:4], 1)
-    assert await bus.read_chunks(head.payload, 0, 100) == before
+    assert await bus.read_chunks(head.payload, 0, 100, 2**20) == before
     assert backdoor.ttl_s(head.payload) is None
 
 
@@ -466,9 +472,9 @@ async def test_an_abandoned_payload_expires(bus: Bus) -> None:
 async def test_a_reader_keeps_a_payload_alive_but_never_makes_it_expire_sooner(bus: Bus, backdoor: Backdoor) -> None:
     key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await bus.write_chunks(key, 0, [b"a"], 1)
-    await bus.read_chunks(key, 0, 1, extend_s=50)
+    await bus.read_chunks(key, 0, 1, 2**20, extend_s=50)
     assert 40 < (backdoor.ttl_s(key) or 0) <= 50
-    await bus.read_chunks(key, 0, 1, extend_s=1)
+    await bus.read_chunks(key, 0, 1, 2**20, extend_s=1)
     assert 40 < (backdoor.ttl_s(key) or 0) <= 50
 
 
@@ -516,12 +522,12 @@ async def test_a_committed_payload_stays_whatever_readers_and_late_senders_do(bu
     await head_of(bus)
     (head,) = await bus.read_heads([0])
     assert head is not None
-    before = await bus.read_chunks(head.payload, 0, 100, extend_s=1)
+    before = await bus.read_chunks(head.payload, 0, 100, 2**20, extend_s=1)
     await bus.write_chunks(head.payload, 0, before, 1)
     assert backdoor.ttl_s(head.payload) is None
     with pytest.raises(PayloadIncomplete):
         await bus.write_chunks(head.payload, len(before), [b"more"], 1)
-    assert await bus.read_chunks(head.payload, 0, 100) == before
+    assert await bus.read_chunks(head.payload, 0, 100, 2**20) == before
 
 
 # --- fragments: learners -----------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from typing import Any
 
 import redis.exceptions as rx
 
-from diloco.pipeline.bus import acl, stored_values
+from diloco.pipeline.bus import acl, stored_reports
 from diloco.pipeline.bus.keys import run_of
 from diloco.pipeline.bus.redis.bulk import TooMuch
 from diloco.pipeline.errors import (
@@ -210,7 +210,7 @@ def refused(reply: list[Any]) -> DilocoError:
         case "PAYLOAD":
             return PayloadIncomplete(f"{key} has {detail} chunks")
         case "HOLDER":
-            return stored_values.replaced(str(key), int(detail or 0))
+            return stored_reports.replaced(str(key), int(detail or 0))
         case "TOTAL":
             return BadMessage(f"{key}: {detail} is no total that can be added to")
         case _:

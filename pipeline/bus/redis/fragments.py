@@ -32,7 +32,7 @@ from diloco.pipeline.errors import BusUnavailable, NotPermitted, Oversized, Scri
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
-from diloco.pipeline.messages.wire import MAX_CHUNK_BYTES, MAX_NAME_CHARS
+from diloco.pipeline.messages.wire import MAX_NAME_CHARS
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 
 AT_ONCE = 2048
@@ -190,13 +190,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         return int(await self._redis.command("XLEN", key))
 
     async def read_chunks(
-        self,
-        key: str,
-        first: int,
-        limit: int,
-        block_s: float = 0.0,
-        extend_s: float = 0.0,
-        chunk_bytes: int = MAX_CHUNK_BYTES,
+        self, key: str, first: int, limit: int, chunk_bytes: int, block_s: float = 0.0, extend_s: float = 0.0
     ) -> list[bytes | memoryview]:
         if extend_s > 0:
             with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import stored_reports, stored_values
 from diloco.pipeline.bus.ports import (
     START,
     InitialUploads,
@@ -75,12 +75,12 @@ class RedisReports(RedisConnection, Reports):
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         super().__init__(calls, run)
-        self._known: stored_values.Known = {}
+        self._known: stored_reports.Known = {}
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
         name = f"{report.learner}/{report.incarnation}"
-        holder = (report.generation, stored_values.holder(report))
+        holder = (report.generation, stored_reports.holder(report))
         (blob,) = await self._redis.script(
             "write_report", keys, name, encode(report, self.format), report.number, *holder
         )
@@ -95,13 +95,13 @@ class RedisReports(RedisConnection, Reports):
 
     async def read_reports(self) -> list[SeenReport]:
         now_ms, reports, seen = await self._stored()
-        large = stored_values.oversized(reports, LearnerReport.max_bytes)
-        late = stored_values.oversized(seen, stored_values.TIME_BYTES)
-        if large or late or stored_values.are_too_many(reports, seen, self._fragments):
+        large = stored_reports.oversized(reports, LearnerReport.max_bytes)
+        late = stored_reports.oversized(seen, stored_reports.TIME_BYTES)
+        if large or late or stored_reports.are_too_many(reports, seen, self._fragments):
             with suppress(NotPermitted, Oversized):  # a syncer may, and does it the next time
                 await self._redis.delete(self.keys.seen, late)
                 reports = await self._without_surplus(reports, seen, large)
-        return stored_values.seen_reports(now_ms, reports, seen, self.format, self._known)
+        return stored_reports.seen_reports(now_ms, reports, seen, self.format, self._known)
 
     async def _stored(self) -> tuple[int, Mapping[bytes, bytes], Mapping[bytes, bytes]]:
         """The server's time, ms, reports, and when they came."""
@@ -111,9 +111,9 @@ class RedisReports(RedisConnection, Reports):
             )
             return now_ms, reports, seen
         except Oversized:
-            name_bytes = stored_values.REPORT_NAME_BYTES
+            name_bytes = stored_reports.REPORT_NAME_BYTES
             reports, large = await self._redis.sift(self.keys.learners, name_bytes, LearnerReport.max_bytes)
-            seen, late = await self._redis.sift(self.keys.seen, name_bytes, stored_values.TIME_BYTES)
+            seen, late = await self._redis.sift(self.keys.seen, name_bytes, stored_reports.TIME_BYTES)
             if large or late:
                 self._warn("reports_dropped", reports=max(large, late), kept=len(reports), detail=REPORTS_DROPPED)
             (time,) = await self._redis.at_one_node([("TIME",)], self.keys.learners)
@@ -122,7 +122,7 @@ class RedisReports(RedisConnection, Reports):
     @property
     def _most_bytes(self) -> int:
         """Of a reply with all reports that are not too many."""
-        return stored_values.reports_bytes(stored_values.MOST_REPORTS, self._fragments) + AROUND_BYTES
+        return stored_reports.reports_bytes(stored_reports.MOST_REPORTS, self._fragments) + AROUND_BYTES
 
     async def _without_surplus(
         self, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], large: Collection[bytes]
@@ -133,12 +133,12 @@ class RedisReports(RedisConnection, Reports):
         """
         gone = set(large)
         kept = {name: blob for name, blob in reports.items() if name not in gone}
-        if stored_values.are_too_many(kept, {}, self._fragments):
-            learners = stored_values.reporting(kept)
+        if stored_reports.are_too_many(kept, {}, self._fragments):
+            learners = stored_reports.reporting(kept)
             # No more of them than can be ours: each is its learner's to write.
             held = await self._redis.many(("GETRANGE", self.keys.holder(learner), 0, 64) for learner in learners)
             holders = dict(zip(learners, held, strict=True))
-            surplus = stored_values.surplus_reports
+            surplus = stored_reports.surplus_reports
             gone |= await asyncio.to_thread(surplus, kept, holders, self._fragments, self.format)
             kept = {name: blob for name, blob in kept.items() if name not in gone}
         await self._redis.delete(self.keys.learners, gone)
