@@ -68,7 +68,7 @@ def reporting(names: Iterable[bytes]) -> list[str]:
 
 def reports_bytes(count: int, fragments: int) -> int:
     """Of so many reports, with their names and times, at most: one or another of them may be larger."""
-    return count * (2**12 + 9 * fragments)
+    return count * (2**10 + 9 * fragments)
 
 
 def are_too_many(reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], fragments: int) -> bool:
