@@ -42,6 +42,6 @@ done
 [ -z "$invited" ] || printf '%s\n' "$invited" >> "$users.new"
 mv "$users.new" "$users"
 
-# Every write is on disk within a second; nothing is ever evicted.
+# Every write is on disk within a second; nothing is ever evicted; no value is larger than the largest of ours.
 exec docker-entrypoint.sh redis-server $following --appendonly yes --save '' --maxmemory-policy noeviction \
-  --aclfile "$users" "$@"
+  --proto-max-bulk-len 64mb --aclfile "$users" "$@"

@@ -48,6 +48,10 @@ class BadMessage(PeerError):
     """A wire message that does not decode, is out of bounds, or is of another format version."""
 
 
+class Oversized(BadMessage):
+    """More than any party of the run writes there; it was not read to its end."""
+
+
 class BadPayload(PeerError):
     """A payload whose chunks are missing, out of order, of the wrong size, or fail their digest."""
 

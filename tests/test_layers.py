@@ -39,6 +39,7 @@ PURE = (
     "pipeline/bus/key_usage.py",
     "pipeline/bus/keys.py",
     "pipeline/bus/server.py",
+    "pipeline/bus/stored_reports.py",
     "pipeline/bus/stored_values.py",
     "pipeline/ema.py",
     "pipeline/errors.py",

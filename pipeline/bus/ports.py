@@ -188,7 +188,8 @@ class Reports(Keyed, Protocol):
     async def read_reports(self) -> list[SeenReport]:
         """Last report of every incarnation that ever reported, with ages by the server's clock.
 
-        Of more than `stored_values.MOST_REPORTS`, those that matter least go from the bus, where this user may.
+        What is larger than any can be goes from the bus, where this user may, and if they are too many
+        (`stored_reports.are_too_many`) those that matter least.
         """
         ...
 
@@ -271,11 +272,14 @@ class PayloadStore(Keyed, Protocol):
         ...
 
     async def read_chunks(
-        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+        self, key: str, first: int, limit: int, chunk_bytes: int, block_s: float = 0.0, extend_s: float = 0.0
     ) -> list[bytes | memoryview]:
         """Chunks from index `first` on, at most `limit`; waits up to `block_s` for the first of them.
 
         extend_s: if the payload is about to expire, let it live at least this long (a slow pull ends).
+
+        Raises:
+            BadPayload: they are larger than chunks of `chunk_bytes`, the spec's, can be.
         """
         ...
 
@@ -328,8 +332,8 @@ class Offers(Keyed, Protocol):
     ) -> list[Offered]:
         """Headers by learner, of each in the order in which they came and at most `limit`. What is there is pending.
 
-        Waits up to `block_s` for the first one. Where very many senders are new, those that have nothing pending go
-        from the bus, if this user may.
+        Waits up to `block_s` for the first one. What is no learner's name goes from the list of senders, if this user
+        may, and where very many are new, those that have nothing pending.
 
         Args:
             fragment: id.

@@ -14,13 +14,13 @@ from pydantic import Field
 
 from diloco.pipeline.bus.commits import Commit, Republication, Staged, named
 from diloco.pipeline.bus.ports import START, MomentsBoard, Offered
-from diloco.pipeline.errors import BadMessage, BusError, LearnerReplaced
+from diloco.pipeline.errors import BadMessage, BadPayload, BusError
 from diloco.pipeline.messages import formats
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.payload import Sums, Update, Updates
-from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
+from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, MOST_TOKENS, PARTY, Message
@@ -38,26 +38,12 @@ MOMENTS_S = 120.0
 COUNTER_LIMIT = 2**62
 """Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
 
-LATE_REPORTS = 64
-"""Reports by which one that its sender gave up may come late; also in `write_report.lua`."""
-
 MOST_NEW_SENDERS = 512
 MOST_SENDERS = MAX_LEARNERS
 """Names that a reader of headers does not know, and reads; of more, those that have one. Of more than the second, none
 is known."""
 
-MOST_REPORTS = 2 * MAX_LEARNERS
-REPORTS_LEFT = MAX_LEARNERS
-"""Reports on the bus: of more than the first, those that matter least go, until there are so few as the second."""
-
-NOTHING = False, -1
-"""What a report is worth that cannot be read, or has another's name."""
-
-Known = dict[bytes, tuple[bytes, int, LearnerReport | None]]
-"""Name of a report -> as it was stored, its format, and what that says; None: nothing."""
-
 _LEARNER = re.compile(PARTY.encode())
-_HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
 
 
 # --- entries of streams, and headers by name: whose stream, and which entry ------------------------------
@@ -204,87 +190,6 @@ def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
     return live
 
 
-def seen_reports(
-    now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], format: int, known: Known
-) -> list[SeenReport]:
-    """Stored reports with their ages, by name; one that cannot be read, or has another's name, is as good as none.
-
-    known: what the last reading found, and then this one: most reports are as they were.
-    """
-    for name in known.keys() - reports.keys():
-        del known[name]
-    found = []
-    for name, blob in sorted(reports.items()):
-        before = known.get(name)
-        if before is None or before[:2] != (blob, format):
-            before = known[name] = blob, format, _read_report(name, blob, format)
-        with suppress(BadMessage):
-            age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
-            if before[2] is not None:
-                found.append(SeenReport(report=before[2], age_s=age_s, read_unix_s=now_ms / 1000))
-    return found
-
-
-def _read_report(name: bytes, blob: bytes, format: int) -> LearnerReport | None:
-    """None: it cannot be read, or does not stand under its own name."""
-    report = readable(LearnerReport, blob, format)
-    return report if report and name == f"{report.learner}/{report.incarnation}".encode() else None
-
-
-def reporting(names: Iterable[bytes]) -> list[str]:
-    """Learners of whom there are reports, by the names of these."""
-    learners = {name.partition(b"/")[0] for name in names}
-    return [learner.decode() for learner in sorted(learners) if is_learner(learner)]
-
-
-def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes | None], format: int) -> set[bytes]:
-    """Those that go, where there are too many.
-
-    Kept are those of who holds its learner's id, which no other learner can make up; then those of most tokens, since
-    what is trained is counted by them. What cannot be read counts for nothing.
-
-    holders: learner -> what its holder's key has.
-    """
-
-    def worth(name: bytes) -> tuple[bool, int]:
-        if (report := _read_report(name, reports[name], format)) is None:
-            return NOTHING
-        return holders.get(report.learner) == holder(report), report.tokens
-
-    worths = {name: worth(name) for name in sorted(reports)}
-    ranked = sorted(worths, key=lambda name: worths[name], reverse=True)
-    return {*ranked[REPORTS_LEFT:], *(name for name in ranked if worths[name] == NOTHING)}
-
-
-def holder(report: LearnerReport) -> bytes:
-    """What a report makes its learner's holder."""
-    return b"%d %s" % (report.generation, report.incarnation.encode())
-
-
-def is_late(number: int, last: int) -> bool:
-    """Whether a report was given up by its sender, by the number of the last that was taken.
-
-    Any learner may write another's number: what is far above it is no later report, and silences nobody.
-    """
-    return number < last <= number + LATE_REPORTS
-
-
-def check_holder(key: str, held: bytes | None, mine: bytes, generation: int) -> None:
-    """Whether a report may be written by who holds its learner's id; what cannot be read holds nothing.
-
-    Raises:
-        LearnerReplaced: another incarnation does.
-    """
-    readable = _HOLDER.fullmatch(held or b"")
-    if readable and held != mine and int(readable[1]) >= generation:
-        raise replaced(key, int(readable[1]))
-
-
-def replaced(key: str, generation: int) -> LearnerReplaced:
-    """Another incarnation holds a learner's id."""
-    return LearnerReplaced(f"{key} is held by generation {generation}", generation)
-
-
 def shard_queue(
     epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes], format: int
 ) -> ShardQueue:
@@ -306,6 +211,11 @@ def check_chunks(first: int, chunks: Sequence[Encoded]) -> None:
     """
     if first < 0 or not all(chunks):
         raise ValueError("chunks are numbered from 0 and never empty")
+
+
+def chunks_too_large(key: str, chunk_bytes: int) -> BadPayload:
+    """What a peer wrote as chunks of a payload is more than so many can be."""
+    return BadPayload(f"{key} has chunks of more than the {chunk_bytes} bytes that the spec says")
 
 
 # --- heads: what a commit sets in the hash, and what is read from it -------------------------------------

@@ -26,6 +26,7 @@ class OptimizerKind(Message):
 class MomentsWish(Message):
     """A learner asks for a peer's moments."""
 
+    max_bytes: ClassVar[int] = 2**14
     says_format: ClassVar[bool] = True
 
     format: WireFormat = FORMAT

@@ -1,7 +1,7 @@
 """Wire types of a run: its state, its learners' reports, events, evaluations, the upload of version 0."""
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -24,12 +24,17 @@ from diloco.pipeline.messages.wire import (
 class InitialUpload(Message):
     """A complete upload of version 0 by the learner that held the claim `nonce`."""
 
+    max_bytes: ClassVar[int] = 2**10
+
     learner: PartyId
     nonce: Nonce
 
 
 class LearnerReport(Message):
     """A learner's last word about itself; one per incarnation, kept for the run."""
+
+    max_bytes: ClassVar[int] = 2**16
+    """Also in `write_report.lua`, which unpacks nothing larger."""
 
     learner: PartyId
     incarnation: Nonce
@@ -112,6 +117,8 @@ REDIS_CHANGED = "redis_changed"
 
 class Event(Message):
     """Something that happened to a party: `learner_joined`, `learner_left`, `learner_killed` ..."""
+
+    max_bytes: ClassVar[int] = 2**13
 
     name: Annotated[str, Field(pattern=r"^[a-z_]{1,64}$")]
     who: Shown

@@ -18,6 +18,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES
 from diloco.pipeline.payload.codec import Encoded, decode_tape, encode, whole_chunk
 from diloco.pipeline.testing.memory_calls import MemoryCalls
 
@@ -44,13 +45,16 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         return len(self._stream(key).ids)
 
     async def read_chunks(
-        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+        self, key: str, first: int, limit: int, chunk_bytes: int, block_s: float = 0.0, extend_s: float = 0.0
     ) -> list[bytes | memoryview]:
         found = await self._read({key: f"{first}-0"}, limit, block_s)
         left_s = self.store.expiries.get(key, float("inf")) - self._clock.now()
         if left_s < extend_s:
             self._expire(key, extend_s)
-        return [data for _, entries in found for _, data in entries]
+        chunks: list[bytes | memoryview] = [data for _, entries in found for _, data in entries]
+        if sum(map(len, chunks)) > limit * (chunk_bytes + CHUNK_EXTRA_BYTES):
+            raise stored_values.chunks_too_large(key, chunk_bytes)
+        return chunks
 
     async def expire_soon(self, key: str, ttl_s: float) -> None:
         await self._turn()
@@ -152,10 +156,11 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         ]
 
     def _drop_senders(self, group: int, after: Mapping[str, str] | None) -> None:
-        """Where too many are new, those under which nothing is pending go."""
+        """What is no learner's name goes; where too many are new, those under which nothing is pending."""
         senders = self._hash(self.keys.senders(group))
+        for name in [name for name in senders if not stored_values.is_learner(name)]:
+            del senders[name]
         fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
         for name in stored_values.new_senders(senders, after) if fragments else ():
-            learner = name.decode() if stored_values.is_learner(name) else ""
-            if not learner or not any(self._stream(self.keys.deltas(p, learner)).ids for p in fragments):
+            if not any(self._stream(self.keys.deltas(p, name.decode())).ids for p in fragments):
                 del senders[name]

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from typing import TypeVar
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import stored_reports, stored_values
 from diloco.pipeline.bus.ports import (
     START,
     InitialUploads,
@@ -72,14 +72,14 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
     async def write_report(self, report: LearnerReport) -> RunState | None:
         await self._turn()
         name = f"{report.learner}/{report.incarnation}"
-        holder, mine = self.keys.holder(report.learner), stored_values.holder(report)
-        stored_values.check_holder(holder, self._bytes(holder), mine, report.generation)
+        holder, mine = self.keys.holder(report.learner), stored_reports.holder(report)
+        stored_reports.check_holder(holder, self._bytes(holder), mine, report.generation)
         state = self._hash(self.keys.state).get(b"blob")
         before = self._hash(self.keys.learners).get(name.encode())
         self._hash(self.keys.seen)  # types before the first write
         with suppress(BadMessage):
             last = decode(LearnerReport, before, format=self.format).number if before else 0
-            if stored_values.is_late(report.number, last):
+            if stored_reports.is_late(report.number, last):
                 return stored_values.decode_state(state, self.format)
         self._set(holder, mine)
         self.store.hset(self.keys.learners, {name: encode(report, self.format)})
@@ -97,14 +97,20 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
     async def read_reports(self) -> list[SeenReport]:
         await self._turn()
         seen, reports = self._hash(self.keys.seen), self._hash(self.keys.learners)
-        if len(reports) > stored_values.MOST_REPORTS:
-            holders = {name: self._bytes(self.keys.holder(name)) for name in stored_values.reporting(reports)}
-            for name in stored_values.surplus_reports(reports, holders, self.format):
+        large = stored_reports.oversized(reports, LearnerReport.max_bytes)
+        late = stored_reports.oversized(seen, stored_reports.TIME_BYTES)
+        if large or late or stored_reports.are_too_many(reports, seen, self._fragments):
+            for name in late:
+                del seen[name]
+            for name in large:
                 del reports[name]
-        if max(len(reports), len(seen)) > stored_values.MOST_REPORTS:
+            if stored_reports.are_too_many(reports, {}, self._fragments):
+                holders = {name: self._bytes(self.keys.holder(name)) for name in stored_reports.reporting(reports)}
+                for name in stored_reports.surplus_reports(reports, holders, self._fragments, self.format):
+                    del reports[name]
             for name in seen.keys() - reports.keys():
                 del seen[name]
-        return stored_values.seen_reports(self._unix_ms(), reports, seen, self.format, {})
+        return stored_reports.seen_reports(self._unix_ms(), reports, seen, self.format, {})
 
     async def _add_capped(self, key: str, message: Message, cap: int) -> None:
         await self._turn()

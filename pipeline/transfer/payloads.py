@@ -96,11 +96,12 @@ class Wanted:
             most: so many; None: `limit`.
 
         Raises:
-            BadPayload: there are none.
+            BadPayload: there are none, or as `read_chunks`.
         """
         count = chunk_count(self.elements, self.codec, self.chunk_bytes)
         extend_s = self.extend_s * (count > self.limit)
-        if not (chunks := await self.bus.read_chunks(self.key, first, most or self.limit, extend_s=extend_s)):
+        most = most or self.limit
+        if not (chunks := await self.bus.read_chunks(self.key, first, most, self.chunk_bytes, extend_s=extend_s)):
             raise BadPayload(f"{self.key} has {first} of {count} chunks")
         return chunks
 
@@ -115,7 +116,7 @@ async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncI
     """
     limit, block_s = _piece(reader.chunk_bytes), 0.0  # what is there waits for nobody who waits for what is not
     while not reader.complete:
-        if chunks := await bus.read_chunks(key, reader.received, limit, block_s=block_s):
+        if chunks := await bus.read_chunks(key, reader.received, limit, reader.chunk_bytes, block_s=block_s):
             yield chunks
         block_s = 0.0 if chunks else BLOCK_S
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.bus.ports import Clock
@@ -34,11 +35,9 @@ class LabBus(MemoryBus):
         await self._transfer(chunks)
         await super().write_chunks(key, first, chunks, ttl_s)
 
-    async def read_chunks(
-        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
-    ) -> list[bytes | memoryview]:
+    async def read_chunks(self, key: str, first: int, limit: int, *args: Any, **more: Any) -> list[bytes | memoryview]:
         """They are there when the last one is."""
-        chunks = await super().read_chunks(key, first, limit, block_s, extend_s)
+        chunks = await super().read_chunks(key, first, limit, *args, **more)
         await self._transfer(chunks)
         return chunks
 

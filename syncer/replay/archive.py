@@ -7,8 +7,9 @@ entries stay for readers that lag, the other archives among them.
 A server that took over may lack what was archived of another one. Then its whole tape is archived once more
 (`tape_reading`).
 
-A lead whose disk is full, or hangs, trims nothing: what the tape holds is archived later. Another such syncer lacks what the lead trims meanwhile, and the lead's archive has it. A lead without an archive trims all the
-same, by the time (`serving.TAPE_KEPT_S`): then nobody has it.
+A lead whose disk is full, or hangs, trims nothing: what the tape holds is archived later. Another such syncer lacks
+what the lead trims meanwhile, and the lead's archive has it. A lead without an archive trims all the same, by the time
+(`serving.TAPE_KEPT_S`): then nobody has it.
 """
 
 import asyncio

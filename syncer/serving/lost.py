@@ -10,7 +10,7 @@ import structlog
 
 from diloco.pipeline.agreement import PATIENCE_S
 from diloco.pipeline.bus.ports import Bus, Clock
-from diloco.pipeline.bus.stored_values import REPORTS_LEFT
+from diloco.pipeline.bus.stored_reports import REPORTS_LEFT
 from diloco.pipeline.errors import BusFull, SpecMismatch
 from diloco.pipeline.messages.run import RunState, SeenReport
 from diloco.syncer.context import AgreedSpec

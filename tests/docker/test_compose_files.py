@@ -103,7 +103,7 @@ def test_redis_starts_with_the_users_that_are_shipped_and_gets_a_port_only_with_
         assert re.search(rf"^      {name}: \$\{{{name}:\?.+\}}$", lan, re.MULTILINE)
         assert f"{name}: " in redis
     script = (ROOT / "deploy" / "redis.sh").read_text()
-    for option in ("--appendonly yes", "--maxmemory-policy noeviction", "--aclfile"):
+    for option in ("--appendonly yes", "--maxmemory-policy noeviction", "--proto-max-bulk-len 64mb", "--aclfile"):
         assert option in script
 
 

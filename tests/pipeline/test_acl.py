@@ -14,7 +14,7 @@ import redis as redis_py
 import redis.exceptions as rx
 import structlog
 
-from diloco.pipeline.bus import acl, stored_values
+from diloco.pipeline.bus import acl, stored_reports, stored_values
 from diloco.pipeline.bus.commits import Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
@@ -158,7 +158,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await learner.read_state() is not None
     assert await learner.read_initial() is not None
     assert len(await learner.read_syncers()) == 1
-    assert await learner.read_chunks(head.payload, 0, 10, extend_s=60) == [b"chunk"] * 2
+    assert await learner.read_chunks(head.payload, 0, 10, 2**20, extend_s=60) == [b"chunk"] * 2
     delta = keys.delta_payload(0, "l0", "0" * 8, 0)
     entry = await learner.offer(samples.header("l0", layout=bytes(16)))
     await stage(learner, delta)
@@ -175,7 +175,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert len(await learner.read_reports()) == 1
     # Merging.
     assert [one.entry_id for one in await syncer.read_offers(0, block_s=0.01)] == [entry, bad]
-    assert await syncer.read_chunks(delta, 0, 10) == [b"chunk"] * 2
+    assert await syncer.read_chunks(delta, 0, 10, 2**20) == [b"chunk"] * 2
     await learner.expire_soon(delta, 30)
     assert await syncer.count_chunks(delta) == 2
     await syncer.write_window(0, NONCE, expected, samples.IDLE, None)
@@ -185,17 +185,17 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     await syncer.commit(await commit_on(syncer, expected, **given))
     assert await syncer.count_chunks(delta) == 0
     for party in (learner, evaluator):
-        assert await party.read_chunks(update.payload, 0, 10, extend_s=60) == [b"chunk"] * 3
+        assert await party.read_chunks(update.payload, 0, 10, 2**20, extend_s=60) == [b"chunk"] * 3
     payload = await stage(syncer, keys.global_payload(0, 1, "ee" * 4))
     await syncer.republish(0, Republication(NONCE, (1, bytes([2]) * 16), payload, rest, None))
     # A slow pull of a global that was replaced: a learner cannot let it live on, and reads it all the same.
-    assert await learner.read_chunks(head.payload, 0, 10, extend_s=600) == [b"chunk"] * 2
+    assert await learner.read_chunks(head.payload, 0, 10, 2**20, extend_s=600) == [b"chunk"] * 2
     # Evaluating, looking.
     assert await evaluator.read_spec() is not None
     assert await evaluator.read_state() is not None
     (head,) = await evaluator.read_heads([0])
     for payload in (head.payload, head.rest):
-        assert await evaluator.read_chunks(payload, 0, 10, extend_s=600) == [b"chunk"] * 2
+        assert await evaluator.read_chunks(payload, 0, 10, 2**20, extend_s=600) == [b"chunk"] * 2
     await evaluator.add_evaluation(
         Evaluation(loss=1.0, tokens=1, versions=(1,), elapsed_s=1.0, final=False, unix_s=0.0)
     )
@@ -496,8 +496,8 @@ async def test_names_and_reports_that_a_learner_made_up_go_and_nobody_elses(
 ) -> None:
     """A viewer reads past them, and a syncer takes them off, so that they cost nothing once the learner is cut off."""
     monkeypatch.setattr(stored_values, "MOST_NEW_SENDERS", 3)
-    monkeypatch.setattr(stored_values, "MOST_REPORTS", 3)
-    monkeypatch.setattr(stored_values, "REPORTS_LEFT", 2)
+    monkeypatch.setattr(stored_reports, "MOST_REPORTS", 3)
+    monkeypatch.setattr(stored_reports, "REPORTS_LEFT", 2)
     await story(server, parties)
     client, senders = server.raw("learner-l0"), server.keys.senders(0)
     for number in range(5):

@@ -7,12 +7,21 @@ import time
 import numpy as np
 import pytest
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import stored_reports, stored_values
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.bus.stored_values import LATE_REPORTS, parse_offer_id
-from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, LearnerReplaced, PayloadIncomplete
+from diloco.pipeline.bus.stored_reports import LATE_REPORTS
+from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.errors import (
+    BadMessage,
+    BadPayload,
+    BusError,
+    BusFull,
+    BusUnavailable,
+    LearnerReplaced,
+    PayloadIncomplete,
+)
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.tape import WindowChanged
@@ -245,6 +254,17 @@ async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
         assert [one.entry_id for one in await waiting] == [entry]
 
 
+async def test_what_is_no_learners_name_is_off_the_list_of_senders_as_soon_as_it_is_read(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    """A name may have any size, and is read each time."""
+    pending = await bus.offer(samples.header("l0"))
+    for name in ("not a name", "", "x" * 65):
+        backdoor.hset(bus.keys.senders(0), name, b"")
+    assert [one.entry_id for one in await bus.read_offers(0)] == [pending]
+    assert set(backdoor.dump()[bus.keys.senders(0)][0]) == {b"l0"}
+
+
 async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than_a_run_may_have(
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,7 +286,7 @@ async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than
     after |= {"e": START}
     assert stored_values.offer_cursors([b"l0"], after) == {"l0": START}, "nor is a name read that is off the list"
     assert [one.entry_id for one in await bus.read_offers(0, after)] == [pending]
-    await asyncio.sleep(0.002)  # so that a stream that was deleted gives its first entry no id that it gave before
+    await asyncio.sleep(0.002)  # ids are times, and the stream that was deleted had one
     again = await bus.offer(samples.header("a"))
     assert [one.entry_id for one in await bus.read_offers(0, after)] == [again, pending]
 
@@ -275,8 +295,8 @@ async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_tra
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of too many, the latest of each learner stay, also a newcomer's, and those of most tokens."""
-    monkeypatch.setattr(stored_values, "MOST_REPORTS", 6)
-    monkeypatch.setattr(stored_values, "REPORTS_LEFT", 3)
+    monkeypatch.setattr(stored_reports, "MOST_REPORTS", 6)
+    monkeypatch.setattr(stored_reports, "REPORTS_LEFT", 3)
 
     def plant(report: LearnerReport, name: str = "") -> None:
         name = name or f"{report.learner}/{report.incarnation}"
@@ -294,6 +314,20 @@ async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_tra
     assert [(s.report.learner, s.report.tokens) for s in found] == [("l0", 900), ("l0", 0), ("l1", 0)]
     stored = backdoor.dump()
     assert len(stored[bus.keys.learners][0]) == len(stored[bus.keys.seen][0]) == 3
+
+
+async def test_a_report_that_is_larger_than_any_goes_and_takes_no_others_along(bus: Bus, backdoor: Backdoor) -> None:
+    """So does a name, or a time, that is larger than any."""
+    await bus.write_report(samples.report("l0"))
+    await bus.write_report(samples.report("l1"))
+    backdoor.hset(bus.keys.learners, "l0/large", bytes(LearnerReport.max_bytes + 1))
+    backdoor.hset(bus.keys.learners, "x" * 100, b"")
+    backdoor.hset(bus.keys.learners, "unreadable", b"")
+    backdoor.hset(bus.keys.seen, "l0/large", b"9" * 21)
+    assert [one.report.learner for one in await bus.read_reports()] == ["l0", "l1"]
+    stored, own = backdoor.dump(), {f"{name}/{'0' * 8}".encode() for name in ("l0", "l1")}
+    assert set(stored[bus.keys.learners][0]) == {*own, b"unreadable"}
+    assert set(stored[bus.keys.seen][0]) == own
 
 
 # --- version 0 ---------------------------------------------------------------------------------------
@@ -347,15 +381,28 @@ async def test_a_payload_is_read_as_it_was_written_and_writing_it_again_is_harml
     await bus.write_chunks(key, 0, [b"other", b"b"], 10)
     await bus.write_chunks(key, 1, [b"b", b"c"], 10)
     assert await bus.count_chunks(key) == 3
-    assert await bus.read_chunks(key, 0, 10) == [b"a", b"b", b"c"]
-    assert await bus.read_chunks(key, 1, 1) == [b"b"]
-    assert await bus.read_chunks(key, 3, 10) == []
+    assert await bus.read_chunks(key, 0, 10, 2**20) == [b"a", b"b", b"c"]
+    assert await bus.read_chunks(key, 1, 1, 2**20) == [b"b"]
+    assert await bus.read_chunks(key, 3, 10, 2**20) == []
+
+
+async def test_chunks_that_are_larger_than_the_spec_says_are_a_bad_payload(bus: Bus) -> None:
+    """Whoever wrote them is to blame: to read them again would not help. What may be there is read as ever."""
+    key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
+    await bus.write_chunks(key, 0, [bytes(1024)] * 3, 10)
+    assert len(await bus.read_chunks(key, 0, 3, 1024)) == 3
+    await bus.write_chunks(key, 3, [bytes(200_000)], 10)
+    with pytest.raises(BadPayload, match="1024 bytes that the spec says"):
+        await bus.read_chunks(key, 0, 10, 1024)
+    with pytest.raises(BadPayload):
+        await bus.read_chunks(key, 3, 1, 1024, block_s=5)
+    assert len(await bus.read_chunks(key, 0, 3, 1024)) == 3
 
 
 async def test_a_reader_waits_for_the_next_chunk(bus: Bus, backdoor: Backdoor) -> None:
     key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     other = await backdoor.connect()
-    read = asyncio.ensure_future(bus.read_chunks(key, 0, 10, block_s=60))
+    read = asyncio.ensure_future(bus.read_chunks(key, 0, 10, 2**20, block_s=60))
     await asyncio.sleep(0.05)
     await other.write_chunks(key, 0, [b"a"], 10)
     async with asyncio.timeout(30):
@@ -386,8 +433,12 @@ async def test_large_chunks_are_read_as_they_were_written_and_writing_them_again
     await bus.write_chunks(key, 0, [bytes(100), *chunks[1:4]], 10)
     await bus.write_chunks(key, 9, chunks[9:], 10)
     await bus.write_chunks(key, 0, chunks, 10)
-    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 0, 100)] == [whole_chunk(chunk) for chunk in chunks]
-    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 7, 2)] == [whole_chunk(chunk) for chunk in chunks[7:9]]
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 0, 100, 2**20)] == [
+        whole_chunk(chunk) for chunk in chunks
+    ]
+    assert [bytes(chunk) for chunk in await bus.read_chunks(key, 7, 2, 2**20)] == [
+        whole_chunk(chunk) for chunk in chunks[7:9]
+    ]
 
 
 async def test_a_payload_of_large_chunks_never_has_a_hole(bus: Bus, backdoor: Backdoor) -> None:
@@ -404,10 +455,10 @@ async def test_a_payload_of_large_chunks_never_has_a_hole(bus: Bus, backdoor: Ba
     await head_of(bus)
     (head,) = await bus.read_heads([0])
     assert head is not None
-    before = await bus.read_chunks(head.payload, 0, 100)
+    before = await bus.read_chunks(head.payload, 0, 100, 2**20)
     with pytest.raises(PayloadIncomplete):
         await bus.write_chunks(head.payload, len(before), chunks[:4], 1)
-    assert await bus.read_chunks(head.payload, 0, 100) == before
+    assert await bus.read_chunks(head.payload, 0, 100, 2**20) == before
     assert backdoor.ttl_s(head.payload) is None
 
 
@@ -421,9 +472,9 @@ async def test_an_abandoned_payload_expires(bus: Bus) -> None:
 async def test_a_reader_keeps_a_payload_alive_but_never_makes_it_expire_sooner(bus: Bus, backdoor: Backdoor) -> None:
     key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await bus.write_chunks(key, 0, [b"a"], 1)
-    await bus.read_chunks(key, 0, 1, extend_s=50)
+    await bus.read_chunks(key, 0, 1, 2**20, extend_s=50)
     assert 40 < (backdoor.ttl_s(key) or 0) <= 50
-    await bus.read_chunks(key, 0, 1, extend_s=1)
+    await bus.read_chunks(key, 0, 1, 2**20, extend_s=1)
     assert 40 < (backdoor.ttl_s(key) or 0) <= 50
 
 
@@ -471,12 +522,12 @@ async def test_a_committed_payload_stays_whatever_readers_and_late_senders_do(bu
     await head_of(bus)
     (head,) = await bus.read_heads([0])
     assert head is not None
-    before = await bus.read_chunks(head.payload, 0, 100, extend_s=1)
+    before = await bus.read_chunks(head.payload, 0, 100, 2**20, extend_s=1)
     await bus.write_chunks(head.payload, 0, before, 1)
     assert backdoor.ttl_s(head.payload) is None
     with pytest.raises(PayloadIncomplete):
         await bus.write_chunks(head.payload, len(before), [b"more"], 1)
-    assert await bus.read_chunks(head.payload, 0, 100) == before
+    assert await bus.read_chunks(head.payload, 0, 100, 2**20) == before
 
 
 # --- fragments: learners -----------------------------------------------------------------------------

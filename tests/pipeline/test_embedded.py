@@ -2,7 +2,9 @@
 
 import importlib
 import os
+import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -15,6 +17,7 @@ from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import BusUnavailable, UsageError
+from diloco.pipeline.messages.spec import Spec
 from tests import samples
 
 pytestmark = pytest.mark.redis
@@ -39,6 +42,19 @@ async def test_it_serves_while_the_block_lasts_and_leaves_nothing_behind(redis_b
     assert pid is not None
     assert gone(pid)
     assert not folder.exists()
+
+
+def test_no_value_is_taken_that_is_larger_than_the_largest_of_a_run(redis_binary: Path | None) -> None:
+    """Here and wherever we ship a Redis: one is refused by its announced size, before any of it is sent."""
+    with EmbeddedRedis(binary=redis_binary) as server, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(server.socket_path))
+        client.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nx\r\n$%d\r\n" % (Spec.max_bytes + 1))
+        assert b"invalid bulk length" in client.recv(1000)
+        with redis_py.Redis.from_url(server.url, protocol=2) as asking:
+            assert asking.config_get("proto-max-bulk-len") == {"proto-max-bulk-len": str(64 * 2**20)}
+    for file in ("redis.sh", "slurm/server.sbatch", "kubernetes/base/redis.yaml"):
+        text = (Path(__file__).parents[2] / "deploy" / file).read_text()
+        assert re.search(r"--proto-max-bulk-len\s+(- )?64mb\b", text)
 
 
 async def test_a_bus_whose_server_ended_says_so_and_reaches_the_next_one(redis_binary: Path | None) -> None:

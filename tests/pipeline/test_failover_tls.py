@@ -88,7 +88,7 @@ async def test_a_run_of_users_goes_on_over_tls_at_the_servers_that_take_over(
         await until_answered(lambda p=p: learner.offer(samples.header("l0", fragment=p)))  # type: ignore[misc]
         key = learner.keys.delta_payload(p, "l0", "1" * 8, 0)
         await learner.write_chunks(key, 0, [b"x" * 2**19] * 5, 60)
-        assert await syncer.read_chunks(key, 0, 10, block_s=5) == [b"x" * 2**19] * 5
+        assert await syncer.read_chunks(key, 0, 10, 2**20, block_s=5) == [b"x" * 2**19] * 5
     heads = await syncer.read_heads(range(6))
     assert [head.version for head in heads if head] == [1] * 6
     for bus in (syncer, learner):

@@ -72,7 +72,7 @@ def test_a_head_names_the_exact_values_and_shows_the_nearest() -> None:
         assert exact.tobytes() == THETA.tobytes()
         assert (await bus.count_chunks(head.payload), await bus.count_chunks(head.rest)) == (2, 2)
         reader = PayloadReader(600, "bf16", 1024)
-        for chunk in await bus.read_chunks(head.payload, 0, 10):
+        for chunk in await bus.read_chunks(head.payload, 0, 10, 2**20):
             reader.feed(chunk)
         assert reader.complete
         assert reader.digest == head.payload_digest

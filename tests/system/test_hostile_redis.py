@@ -298,6 +298,42 @@ async def test_every_kind_of_bad_delta_is_refused_with_its_reason_and_changes_no
         assert {part.learner for r in new for part in r.contributions} == {"l0", "l1"}
 
 
+async def test_megabytes_where_learners_may_write_stop_no_merge_and_are_gone_soon(
+    redis_binary: Path | None,
+) -> None:
+    """Nobody has to do anything."""
+    async with real_run(redis_binary, 2) as run:
+        forger, keys, client = Forger(run, await run.connect()), run.bus.keys, RedisBackdoor(RUN, run.server.url).client
+        large, report = bytes(17 * 2**20), "forger/" + "f" * 16
+        client.hset(keys.senders(0), large[: 2 * 2**20], "")
+        client.xadd(keys.arrivals(0), {"l": large})
+        client.hset(keys.learners, report, large)
+        client.hset(keys.seen, large, "")
+        await forger.raw(large)
+        header = await forger.header()
+        key = keys.delta_payload(0, "forger", header.incarnation, header.serial)
+        client.xadd(key, {"c": large}, "1-0")
+        await forger.bus.offer(header)
+
+        async def gone() -> bool:
+            refused = (await run.heads())[0].refused
+            shared = [client.hkeys(one) for one in (keys.senders(0), keys.learners, keys.seen)]
+            return (
+                all(refused.get(reason.value) for reason in (RefusalReason.BAD_MESSAGE, RefusalReason.BAD_PAYLOAD))
+                and not client.exists(key)
+                and not client.xlen(keys.deltas(0, "forger"))
+                and not client.xlen(keys.arrivals(0))
+                and not any(len(name) > 100 or name == report.encode() for names in shared for name in names)
+            )
+
+        await run.until(gone, "it is gone")
+        await run.until_risen(1)
+        status = await read_status(run.bus, run.clock)
+        assert [one["id"] for one in status["learners"]] == ["l0", "l1"]
+        assert run.syncer is not None
+        assert not run.syncer.done()
+
+
 async def _then(first: Awaitable[Any], more: Callable[[Any], Awaitable[None]]) -> None:
     await more(await first)
 

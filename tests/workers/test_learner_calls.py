@@ -27,9 +27,9 @@ class CountingBus(MemoryBus):
         self.calls["looks"] += 1
         return await super().read_heads(*args)
 
-    async def read_chunks(self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0) -> Any:
+    async def read_chunks(self, *args: Any, extend_s: float = 0.0, **more: Any) -> Any:
         self.calls["extended"] += extend_s > 0
-        return await super().read_chunks(key, first, limit, block_s, extend_s)
+        return await super().read_chunks(*args, extend_s=extend_s, **more)
 
 
 @pytest.mark.parametrize("step_s", [0.01, 0.1])

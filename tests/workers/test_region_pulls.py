@@ -53,10 +53,10 @@ class Line:
         self._bus, self._turn, self.carried = bus, asyncio.Lock(), 0
         self.hung: set[asyncio.Task[Any] | None] = set()
 
-    async def read_chunks(self, key: str, first: int, limit: int, **given: Any) -> list[bytes | memoryview]:
+    async def read_chunks(self, key: str, first: int, limit: int, *args: Any, **given: Any) -> list[bytes | memoryview]:
         if asyncio.current_task() in self.hung:
             await asyncio.Event().wait()
-        chunks = await self._bus.read_chunks(key, first, limit, **given)
+        chunks = await self._bus.read_chunks(key, first, limit, *args, **given)
         async with self._turn:
             await asyncio.sleep(sum(map(len, chunks)) / RATE)
         self.carried += sum(map(len, chunks))

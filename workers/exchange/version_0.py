@@ -4,9 +4,10 @@ Also of a run that has lost its heads for good: it begins again with what a lear
 """
 
 import asyncio
+from contextlib import suppress
 
 from diloco.pipeline.agreement import PATIENCE_S
-from diloco.pipeline.errors import BusError, BusUnavailable
+from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable
 from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.waiting import meanwhile
@@ -96,11 +97,12 @@ class Version0:
 
     async def _prolong(self, nonce: str) -> None:
         """What is uploaded lives on while it is wanted: the rest of it, and the syncers' copy, may take long."""
-        bus = self._bus
+        bus, size = self._bus, self._member.spec.sync.chunk_bytes
         while True:
             await asyncio.sleep(PROLONG_S)
             for p, count in enumerate(self._chunks):
-                await bus.read_chunks(bus.keys.initial_payload(p, nonce), count, 1, extend_s=INITIAL_TTL_S)
+                with suppress(BadPayload):  # whoever appends to it harms its readers, who look at it
+                    await bus.read_chunks(bus.keys.initial_payload(p, nonce), count, 1, size, extend_s=INITIAL_TTL_S)
             mine = self._announced
             if mine and await bus.read_initial() in (None, mine) and await bus.claim_initial(nonce, CLAIM_TTL_S):
                 await bus.finish_initial(mine, INITIAL_TTL_S)

@@ -8,10 +8,12 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import hiredis
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
 
+from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import ChunkParts
 
@@ -20,7 +22,24 @@ Argument = str | bytes | memoryview | int | float | ChunkParts
 
 ROOM_BYTES = 4 * 2**20 + 64 * 2**10
 """Of the buffer that a reply comes into; it grows if the reply does not fit."""
-_LEAST_ROOM = 64 * 2**10
+_LEAST_ROOM = _READ_BYTES = 64 * 2**10
+ANY_SIZE = 2**62
+"""Of replies that only syncers have a say in."""
+ENTRY_VALUES = 5
+"""Members of arrays that each entry of a stream adds to a reply: itself, id and fields, a field and its value."""
+ENTRY_BYTES = 256
+"""What a stream's entry has around its value on the wire, at most."""
+KEY_BYTES = 64 * 2**10
+"""The same of a stream, and of the reply."""
+
+
+class TooMuch(rx.InvalidResponse):
+    """A reply is larger than what was asked for can be. It was not read to its end: the connection is of no use."""
+
+
+def of_chunks(limit: int, chunk_bytes: int) -> tuple[int, int]:
+    """Bytes and values that the reply to an XREAD of so many chunks has at most."""
+    return limit * (chunk_bytes + CHUNK_EXTRA_BYTES + ENTRY_BYTES) + KEY_BYTES, ENTRY_VALUES * limit + 8
 
 
 def pack(arguments: Sequence[Argument]) -> list[Part]:
@@ -40,18 +59,19 @@ def pack(arguments: Sequence[Argument]) -> list[Part]:
     return [*pieces, bytes(text)]
 
 
-async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[Any]:
-    """Several commands in one round trip; errors are among the replies."""
+async def send(client: Redis, commands: Iterable[Sequence[Argument]], most_bytes: int = ANY_SIZE) -> list[Any]:
+    """Several commands in one round trip; errors are among the replies.
+
+    Raises:
+        ConnectionError: the connection was lost.
+        TooMuch: the replies have more than `most_bytes`, all together.
+    """
     made = [pack(command) for command in commands]
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
-    writer, replies = connection._writer, list[Any]()
+    writer = connection._writer
     try:
         await connection.send_packed_command([part for pieces in made for part in pieces])
-        for _ in made:
-            try:
-                replies.append(await connection.read_response())
-            except rx.ResponseError as error:
-                replies.append(error)
+        replies = await _replies(connection, len(made), most_bytes)
     except BaseException:
         if writer is not None:  # the library may have closed it by now, which waits for what was to be sent
             writer.transport.abort()
@@ -62,29 +82,52 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]]) -> list[An
     return replies
 
 
-async def ask(client: Redis, command: Sequence[Argument]) -> Any:
+async def _replies(connection: AbstractConnection, count: int, most_bytes: int) -> list[Any]:
+    """As the library reads them, which takes them of any size."""
+    stream, left, replies = connection._reader, most_bytes, list[Any]()
+    reader = hiredis.Reader(protocolError=rx.InvalidResponse, replyError=connection._parser.parse_error)
+    while len(replies) < count:
+        reply = reader.gets()
+        if reply is not False:  # which none of ours is
+            if isinstance(reply, rx.ConnectionError):  # the server is loading its data, say
+                raise reply
+            replies.append(reply)
+            continue
+        data = await stream.read(_READ_BYTES) if stream else b""
+        if not data:
+            raise rx.ConnectionError("connection closed")
+        left -= len(data)
+        if left < 0:
+            raise TooMuch(f"not a reply: more than {most_bytes} bytes")
+        reader.feed(data)
+    return replies
+
+
+async def ask(client: Redis, command: Sequence[Argument], most_bytes: int = ANY_SIZE) -> Any:
     """One command's reply as Redis gives it, by a shorter way than the library's own.
 
     Raises:
         ResponseError: the reply is an error.
-        ConnectionError: the connection was lost.
+        ConnectionError, TooMuch: as `send`.
     """
-    (reply,) = await send(client, (command,))
+    (reply,) = await send(client, (command,), most_bytes)
     if isinstance(reply, Exception):
         raise reply
     return reply
 
 
-async def receive(client: Redis, command: Sequence[Argument]) -> list[memoryview]:
+async def receive(client: Redis, command: Sequence[Argument], most_bytes: int, most_values: int) -> list[memoryview]:
     """All strings of a command's reply, however they are nested; none where it is nil.
 
     Raises:
         ResponseError: the reply is an error.
         ConnectionError: the connection was lost.
+        TooMuch: the reply has more bytes, or members of arrays.
     """
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
     try:
-        return await _receive(connection, b"".join(pack(command)))
+        packed = b"".join(pack(command))
+        return (await exchange(connection, [packed], most_bytes=most_bytes, most_values=most_values)).strings()
     except rx.ResponseError:
         raise
     except BaseException:
@@ -107,23 +150,19 @@ async def drop_all(pool: ConnectionPool) -> None:
         await drop(connection)
 
 
-async def _receive(connection: AbstractConnection, command: bytes) -> list[memoryview]:
-    return (await exchange(connection, [command])).strings()
-
-
 async def exchange(
     connection: AbstractConnection,
     commands: Sequence[Part],
     replies: int = 1,
-    most_bytes: int = 2**62,
-    most_values: int = 2**62,
+    most_bytes: int = ANY_SIZE,
+    most_values: int = ANY_SIZE,
 ) -> "Reply":
     """Send packed commands, and take their replies as they lie in memory.
 
     Raises:
         ConnectionError: the connection was lost.
-        InvalidResponse: what came is none, or more than `most_bytes` or `most_values`. The connection is of no use
-            then.
+        InvalidResponse: what came is none. The connection is of no use then.
+        TooMuch: it is more than `most_bytes` or `most_values`.
     """
     if connection._writer is None:
         raise rx.ConnectionError("connection lost before the command was sent")
@@ -151,9 +190,9 @@ class Reply(asyncio.BufferedProtocol):
         self,
         usual: asyncio.BaseProtocol,
         room_bytes: int = ROOM_BYTES,
-        most_bytes: int = 2**62,
+        most_bytes: int = ANY_SIZE,
         replies: int = 1,
-        most_values: int = 2**62,
+        most_values: int = ANY_SIZE,
     ) -> None:
         """As the reply of so many commands, one after another.
 
@@ -199,10 +238,12 @@ class Reply(asyncio.BufferedProtocol):
         try:
             if self._filled >= self._needed:
                 self._look()
+            if self._filled > self._most:
+                raise TooMuch(f"not a reply: more than {self._most} bytes")
+        except TooMuch as error:
+            self._finish(error)
         except ValueError as error:  # int() of something else: no Redis speaks so
             self._finish(rx.InvalidResponse(f"not a reply: {error}"))
-        if self._filled > self._most:
-            self._finish(rx.InvalidResponse(f"not a reply: more than {self._most} bytes"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing more will come."""
@@ -230,7 +271,7 @@ class Reply(asyncio.BufferedProtocol):
             if kind == b"*":
                 members = max(0, int(text))
                 if members > self._members:
-                    raise ValueError(f"an array of {members}, with more values than were asked for")
+                    raise TooMuch(f"not a reply: an array of {members}, with more values than were asked for")
                 self._members -= members
                 self._due += members - 1
             elif kind == b"$":
@@ -238,7 +279,7 @@ class Reply(asyncio.BufferedProtocol):
                 stop = after + max(0, size) + (2 if size >= 0 else 0)
                 self._needed = stop
                 if stop > self._most:
-                    raise ValueError(f"more than {self._most} bytes, with a string of {size}")
+                    raise TooMuch(f"not a reply: more than {self._most} bytes, with a string of {size}")
                 if stop > self._filled:
                     if stop > len(self._room):
                         self._grow(stop + _LEAST_ROOM)

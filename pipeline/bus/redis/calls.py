@@ -20,7 +20,7 @@ from diloco.pipeline.bus.redis.address import Place
 from diloco.pipeline.bus.redis.errors import refused, scripts_missing
 from diloco.pipeline.bus.redis.lanes import BLOCKING, Lane, Lanes
 from diloco.pipeline.bus.redis.nodes import Nodes
-from diloco.pipeline.errors import BusUnavailable, DilocoError, NotPermitted
+from diloco.pipeline.errors import BusUnavailable, DilocoError, NotPermitted, Oversized
 
 CONTROL_S = 10.0
 BULK_S = 60.0
@@ -30,6 +30,9 @@ POLL_S = 0.2
 
 SCANNED = 1000
 """Keys a round trip, where all are looked at."""
+
+MOST_READ_BYTES = 2**24
+"""Of entries that learners wrote, in one reply: with more, they are looked at on the server."""
 
 _KEY_AT = {"EVALSHA": 3, "EVAL": 3, "XINFO": 2, "XGROUP": 2, "MEMORY": 2}
 """Where a command's first key stands, if it is not the first argument."""
@@ -70,6 +73,11 @@ def _sha(text: str) -> str:
 def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
     """A hash, of the names and values by turns that Redis gives it as."""
     return dict(zip(flat[::2], flat[1::2], strict=True))
+
+
+def unix_ms(time: Sequence[bytes]) -> int:
+    """The server's, of its reply to TIME."""
+    return int(time[0]) * 1000 + int(time[1]) // 1000
 
 
 def to_ms(seconds: float) -> int:
@@ -297,21 +305,52 @@ class RedisCalls:
         commands = [("HGETALL", key) for key in keys]
         if self.nodes.cluster:
             return await self.many(commands)
-        return [pairs(flat) for flat in await self._at_one_node(commands, None)]
+        return [pairs(flat) for flat in await self.at_one_node(commands, None)]
 
-    async def timed_hashes(self, *keys: str) -> tuple[int, list[Mapping[bytes, bytes]]]:
+    async def timed_hashes(
+        self, *keys: str, most_bytes: int = bulk.ANY_SIZE
+    ) -> tuple[int, list[Mapping[bytes, bytes]]]:
         """Fields of hashes in one slot, and the server's time in ms after them, in one round trip.
 
         Plain commands, each seeing the server a little later than the one before: whoever looks on needs no script.
+
+        Raises:
+            Oversized: they have more than `most_bytes`, all together.
         """
         cluster_slots.one_slot(keys)
-        *flat, time = await self._at_one_node([*(("HGETALL", key) for key in keys), ("TIME",)], keys[0])
-        return int(time[0]) * 1000 + int(time[1]) // 1000, list(map(pairs, flat))
+        *flat, time = await self.at_one_node([*(("HGETALL", key) for key in keys), ("TIME",)], keys[0], most_bytes)
+        return unix_ms(time), list(map(pairs, flat))
 
-    async def _at_one_node(self, commands: Sequence[Sequence[Any]], key: str | None) -> list[Any]:
-        """Replies as Redis gives them, of the node that has a key, in one round trip; the first error is raised."""
+    async def sift(self, key: str, name_bytes: int, value_bytes: int) -> tuple[dict[bytes, bytes], int]:
+        """Fields of a hash without those that are larger; how many of these went, which they do where this user may.
+
+        In parts, each bounded: for one that has more than can be read at once.
+        """
+        found, gone, cursor = dict[bytes, bytes](), 0, b"0"
+        while True:
+            cursor, removed, flat = await self.script("sift", [key], cursor, name_bytes, value_bytes)
+            found |= pairs(flat)
+            gone += removed
+            if cursor == b"0":
+                return found, gone
+
+    async def delete(self, key: str, names: Collection[bytes]) -> int:
+        """Delete fields of a hash, some at a time; how many there were."""
+        listed, gone = sorted(names), 0
+        for i in range(0, len(listed), SCANNED):
+            gone += await self.command("HDEL", key, *listed[i : i + SCANNED])
+        return gone
+
+    async def at_one_node(
+        self, commands: Sequence[Sequence[Any]], key: str | None, most_bytes: int = bulk.ANY_SIZE
+    ) -> list[Any]:
+        """Replies as Redis gives them, of the node that has a key, in one round trip; the first error is raised.
+
+        Raises:
+            Oversized: they have more than `most_bytes`, all together.
+        """
         async with self.call("control", CONTROL_S, key) as client:
-            replies = await bulk.send(client, commands)
+            replies = await bulk.send(client, commands, most_bytes)
         self.notice(replies, key)
         for reply in replies:
             if isinstance(reply, Exception):
@@ -331,18 +370,27 @@ class RedisCalls:
         limit: int,
         block_s: float,
         away: set[str] | None = None,
+        value_bytes: int | None = None,
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first.
 
-        away: told the keys whose node did not answer. Without it that is an error if the others have nothing.
+        Args:
+            cursors, limit, block_s, lane: which.
+            away: told the keys whose node did not answer. Without it that is an error if the others have nothing.
+            value_bytes: of values that learners write into streams of one slot: where there is very much, larger ones
+                are cut, to one byte more, and there may be fewer than `limit`.
         """
         for cursor in cursors.values():
             stored_values.entry_id(cursor)
         if self.nodes.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
             return await self._read_slots(slots, limit, block_s, away)
         command, lane = self.xread(cursors, limit, block_s, "control")
-        async with self.call(lane, CONTROL_S + block_s, next(iter(cursors))) as client:
-            return _entries(await bulk.ask(client, command))
+        most_bytes = bulk.ANY_SIZE if value_bytes is None else MOST_READ_BYTES
+        try:
+            async with self.call(lane, CONTROL_S + block_s, next(iter(cursors))) as client:
+                return _entries(await bulk.ask(client, command, most_bytes))
+        except Oversized:
+            return _entries(await self.script("read_cut", list(cursors), limit, value_bytes, *cursors.values()))
 
     async def _read_slots(
         self, slots: Sequence[Mapping[str, str]], limit: int, block_s: float, away: set[str] | None

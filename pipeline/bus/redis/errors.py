@@ -5,8 +5,9 @@ from typing import Any
 
 import redis.exceptions as rx
 
-from diloco.pipeline.bus import acl, stored_values
+from diloco.pipeline.bus import acl, stored_reports
 from diloco.pipeline.bus.keys import run_of
+from diloco.pipeline.bus.redis.bulk import TooMuch
 from diloco.pipeline.errors import (
     BadMessage,
     BusError,
@@ -16,6 +17,7 @@ from diloco.pipeline.errors import (
     HeadMoved,
     LeaseLost,
     NotPermitted,
+    Oversized,
     PayloadIncomplete,
     ScriptsMissing,
     UsageError,
@@ -112,6 +114,8 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
     for sign, found, remedy in _TLS:
         if sign.search(text):
             return UsageError(f"Redis at {where}: {found}", remedy, text)
+    if isinstance(error, TooMuch):
+        return Oversized(f"Redis at {where} has more there than any party of a run writes", said=text)
     if isinstance(error, rx.NoScriptError):
         return scripts_missing(where)
     if code in _FULL:
@@ -206,7 +210,7 @@ def refused(reply: list[Any]) -> DilocoError:
         case "PAYLOAD":
             return PayloadIncomplete(f"{key} has {detail} chunks")
         case "HOLDER":
-            return stored_values.replaced(str(key), int(detail or 0))
+            return stored_reports.replaced(str(key), int(detail or 0))
         case "TOTAL":
             return BadMessage(f"{key}: {detail} is no total that can be added to")
         case _:

@@ -28,19 +28,22 @@ from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.calls import BULK_S, RedisCalls, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.bus.redis.errors import THERE
-from diloco.pipeline.errors import BusUnavailable, NotPermitted, ScriptsMissing
+from diloco.pipeline.errors import BusUnavailable, NotPermitted, Oversized, ScriptsMissing
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
+from diloco.pipeline.messages.wire import MAX_NAME_CHARS
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 
 AT_ONCE = 2048
-"""Keys, or names, of one call."""
+"""Keys of one call."""
+SENDERS_BYTES = 2**20
+"""Of a reply with the names of all learners that a run may have, at most."""
 SENDERS_DROPPED = (
-    "the list of learners that offer deltas had this many names with no delta pending, which are off it until they "
-    "offer one. A run of more than 512 learners meets this where a fragment gets another owner, and nothing is lost. "
-    "If the run never had as many learners, somebody with a learner's password makes them up: CLIENT KILL and ACL "
-    "SETUSER learner-NAME off end that"
+    "the list of learners that offer deltas had this many names that are no learner's, or under which no delta is "
+    "pending: these are off it until they offer one. A run of more than 512 learners meets this where a fragment gets "
+    "another owner, and nothing is lost. If the run never had as many learners, somebody with a learner's password "
+    "makes them up: CLIENT KILL and ACL SETUSER learner-NAME off end that"
 )
 
 
@@ -65,11 +68,9 @@ class RedisOffers(RedisConnection, Offers):
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
     ) -> list[Offered]:
         group, now = self.keys.group(fragment), asyncio.get_running_loop().time
-        senders, arrivals = self.keys.senders(group), self.keys.arrivals(group)
-        until = now() + block_s
+        arrivals, until = self.keys.arrivals(group), now() + block_s
         while True:
-            # The last arrival before the names: whoever comes after them is a later one, and ends the read.
-            last, names = await self._redis.many([("XREVRANGE", arrivals, "+", "-", "COUNT", 1), ("HKEYS", senders)])
+            last, names = await self._senders_now(group, block_s > 0)
             if self._too_many(group, names, after):
                 names = await self._with_headers(group, after)
             streams = {
@@ -77,8 +78,12 @@ class RedisOffers(RedisConnection, Offers):
                 for name, at in stored_values.offer_cursors(names, after).items()
             }
             cursors = {key: at for key, (_, at) in streams.items()}
-            cursors[arrivals] = last[0][0].decode() if last else START
-            found = dict(await self._redis.read(cursors, limit, max(0.0, until - now())))
+            if last is not None:
+                cursors[arrivals] = last
+            if not cursors:
+                return []
+            left_s = max(0.0, until - now())
+            found = dict(await self._redis.read(cursors, limit, left_s, value_bytes=DeltaHeader.max_bytes))
             came = found.pop(arrivals, None)
             if found or not came or now() >= until:
                 of = {streams[key][0]: entries for key, entries in found.items()}
@@ -87,6 +92,28 @@ class RedisOffers(RedisConnection, Offers):
                     for name in sorted(of)
                     for at, data in of[name]
                 ]
+
+    async def _senders_now(self, group: int, waits: bool) -> tuple[str | None, list[bytes]]:
+        """Cursor after the last arrival, for who waits for the next one, and the names of a group's senders.
+
+        What is no learner's name goes, where this user may, and arrivals if there is more than names can be.
+        """
+        senders, arrivals, gone = self.keys.senders(group), self.keys.arrivals(group), 0
+        # The last arrival before the names: whoever comes after them is a later one, and ends the read.
+        commands = [("XREVRANGE", arrivals, "+", "-", "COUNT", 1)] if waits else []
+        try:
+            *last, names = await self._redis.at_one_node([*commands, ("HKEYS", senders)], senders, SENDERS_BYTES)
+        except Oversized:
+            if waits:
+                with suppress(NotPermitted):
+                    await self._redis.command("XTRIM", arrivals, "MAXLEN", 0)
+            (names, gone), last = await self._redis.sift(senders, MAX_NAME_CHARS, 0), [()]
+        listed = [name for name in names if stored_values.is_learner(name)]
+        with suppress(NotPermitted):
+            gone += await self._redis.delete(senders, set(names).difference(listed))
+        if gone:
+            self._warn("senders_dropped", names=gone, detail=SENDERS_DROPPED)
+        return (last[0][0][0].decode() if last[0] else START) if waits else None, listed
 
     def _too_many(self, group: int, names: Collection[bytes], after: Mapping[str, str] | None) -> set[bytes]:
         """Names that are not known here, if there are too many. Without the spec, nor are the streams of a name."""
@@ -100,13 +127,8 @@ class RedisOffers(RedisConnection, Offers):
         key = self.keys.senders(group)
         fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
         async with self._dropping:  # the readers of all fragments come here at once
-            names = await self._redis.command("HKEYS", key)
-            new, idle, gone = self._too_many(group, names, after), set[bytes](), 0
-            asked = [name for name in new if stored_values.is_learner(name)]
-            others = [name for name in new if not stored_values.is_learner(name)]
-            with suppress(NotPermitted):
-                for i in range(0, len(others), AT_ONCE):
-                    gone += await self._redis.command("HDEL", key, *others[i : i + AT_ONCE])
+            _, names = await self._senders_now(group, waits=False)
+            asked, idle, gone = list(self._too_many(group, names, after)), set[bytes](), 0
             step = max(1, AT_ONCE // len(fragments))
             for i in range(0, len(asked), step):
                 some = asked[i : i + step]
@@ -114,7 +136,7 @@ class RedisOffers(RedisConnection, Offers):
                 try:
                     found, removed = await self._redis.script("drop_senders", [key, *streams], *some)
                 except ScriptsMissing:  # for who looks on: it reads all, which takes longer
-                    return list(names)
+                    return names
                 idle |= set(found)
                 gone += removed
             self._senders[group] = self._senders.get(group, set()).union(asked) - idle
@@ -168,15 +190,19 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         return int(await self._redis.command("XLEN", key))
 
     async def read_chunks(
-        self, key: str, first: int, limit: int, block_s: float = 0.0, extend_s: float = 0.0
+        self, key: str, first: int, limit: int, chunk_bytes: int, block_s: float = 0.0, extend_s: float = 0.0
     ) -> list[bytes | memoryview]:
         if extend_s > 0:
             with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
                 await self._redis.script("extend", [key], to_ms(extend_s))
         cursors = {key: f"{first}-0"}
         command, lane = self._redis.xread(cursors, limit, block_s, "payloads")
-        async with self._redis.call(lane, BULK_S + block_s, key) as client:
-            key_then_entries = await bulk.receive(client, command)  # perhaps in memory that nobody else has
+        try:
+            async with self._redis.call(lane, BULK_S + block_s, key) as client:
+                # Perhaps in memory that nobody else has.
+                key_then_entries = await bulk.receive(client, command, *bulk.of_chunks(limit, chunk_bytes))
+        except Oversized as error:
+            raise stored_values.chunks_too_large(key, chunk_bytes) from error
         return list(key_then_entries[3::3])  # id, field, value
 
     async def expire_soon(self, key: str, ttl_s: float) -> None:

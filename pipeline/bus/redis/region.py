@@ -18,22 +18,17 @@ from redis.backoff import NoBackoff
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.redis.address import parse
-from diloco.pipeline.bus.redis.bulk import Argument, Reply, drop, drop_all, exchange, pack
+from diloco.pipeline.bus.redis.bulk import Argument, Reply, drop, drop_all, exchange, of_chunks, pack
 from diloco.pipeline.bus.redis.calls import to_ms
 from diloco.pipeline.bus.redis.errors import ERRORS, THERE, translate
 from diloco.pipeline.bus.region import ENTRY_S, FADING_S, LEASE_S, LEAST_CALL_S, RegionCache
 from diloco.pipeline.bus.tls import check_files
 from diloco.pipeline.errors import NotPermitted, RegionAway, UsageError
-from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES
 
 SMALL_BYTES = 64 * 1024
 """Of what is answered to commands that fetch no payload."""
 SMALL_VALUES = 1024
 """Members of arrays in such an answer: names that may go are no more."""
-ENTRY_VALUES = 5
-"""Members of arrays that each entry of a stream adds to an answer: itself, id and fields, a field and its value."""
-ENTRY_BYTES = 256
-"""What a stream's entry has around its chunk on the wire, at most."""
 _OURS = {"DILOCO_REDIS_CERT and DILOCO_REDIS_KEY": "?ssl_certfile=FILE&ssl_keyfile=FILE in the URL"}
 _OURS |= {"DILOCO_REDIS_CA to the file": "?ssl_ca_certs=FILE in the URL, the file"}
 _OURS |= {"DILOCO_REDIS_URL": "DILOCO_REGION_REDIS_URL"}
@@ -74,8 +69,7 @@ class RedisRegionCache(RegionCache):
     ) -> Sequence[bytes | memoryview]:
         block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
         command = ("XREAD", "COUNT", limit, *block, "STREAMS", self._keys.region_payload(name), f"{first}-0")
-        most = limit * (chunk_bytes + CHUNK_EXTRA_BYTES + ENTRY_BYTES) + SMALL_BYTES
-        reply = await self._call([command], within_s + block_s, most, ENTRY_VALUES * limit + 8)
+        reply = await self._call([command], within_s + block_s, *of_chunks(limit, chunk_bytes))
         return reply.strings()[3::3][:limit]  # key, and of each entry id, field, value
 
     async def claim(self, name: str, nonce: str) -> str:

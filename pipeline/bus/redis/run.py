@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import stored_reports, stored_values
 from diloco.pipeline.bus.ports import (
     START,
     InitialUploads,
@@ -16,9 +16,9 @@ from diloco.pipeline.bus.ports import (
     SpecAndState,
     SyncerBoard,
 )
-from diloco.pipeline.bus.redis.calls import SCANNED, RedisCalls, to_ms
+from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms, unix_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
-from diloco.pipeline.errors import BadMessage, NotPermitted
+from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.wire import Message
@@ -27,10 +27,12 @@ from diloco.pipeline.payload.codec import decode, encode
 T = TypeVar("T", bound=Message)
 
 REPORTS_DROPPED = (
-    "so many reports were too many: the latest of each learner were kept, then those of most tokens. If the run never "
-    "had as many processes, somebody with a learner's password makes them up: CLIENT KILL and ACL SETUSER learner-NAME "
-    "off end that"
+    "so many reports were too many, or too large: the latest of each learner were kept, then those of most tokens. If "
+    "the run never had as many processes, somebody with a learner's password makes them up: CLIENT KILL and ACL "
+    "SETUSER learner-NAME off end that"
 )
+AROUND_BYTES = 2**20
+"""What Redis says around reports that are not too many, at most."""
 
 
 class RedisSpecAndState(RedisConnection, SpecAndState):
@@ -73,12 +75,12 @@ class RedisReports(RedisConnection, Reports):
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         super().__init__(calls, run)
-        self._known: stored_values.Known = {}
+        self._known: stored_reports.Known = {}
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
         name = f"{report.learner}/{report.incarnation}"
-        holder = (report.generation, stored_values.holder(report))
+        holder = (report.generation, stored_reports.holder(report))
         (blob,) = await self._redis.script(
             "write_report", keys, name, encode(report, self.format), report.number, *holder
         )
@@ -92,35 +94,60 @@ class RedisReports(RedisConnection, Reports):
         )
 
     async def read_reports(self) -> list[SeenReport]:
-        now_ms, (reports, seen) = await self._redis.timed_hashes(self.keys.learners, self.keys.seen)
-        if max(len(reports), len(seen)) > stored_values.MOST_REPORTS:
-            with suppress(NotPermitted):  # a syncer may
-                reports = await self._without_surplus(reports, seen)
-        return stored_values.seen_reports(now_ms, reports, seen, self.format, self._known)
+        now_ms, reports, seen = await self._stored()
+        large = stored_reports.oversized(reports, LearnerReport.max_bytes)
+        late = stored_reports.oversized(seen, stored_reports.TIME_BYTES)
+        if large or late or stored_reports.are_too_many(reports, seen, self._fragments):
+            with suppress(NotPermitted, Oversized):  # a syncer may, and does it the next time
+                await self._redis.delete(self.keys.seen, late)
+                reports = await self._without_surplus(reports, seen, large)
+        return stored_reports.seen_reports(now_ms, reports, seen, self.format, self._known)
 
-    async def _without_surplus(self, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-        """Reports without those that are too many. These go, and times without a report.
+    async def _stored(self) -> tuple[int, Mapping[bytes, bytes], Mapping[bytes, bytes]]:
+        """The server's time, ms, reports, and when they came."""
+        try:
+            now_ms, (reports, seen) = await self._redis.timed_hashes(
+                self.keys.learners, self.keys.seen, most_bytes=self._most_bytes
+            )
+            return now_ms, reports, seen
+        except Oversized:
+            name_bytes = stored_reports.REPORT_NAME_BYTES
+            reports, large = await self._redis.sift(self.keys.learners, name_bytes, LearnerReport.max_bytes)
+            seen, late = await self._redis.sift(self.keys.seen, name_bytes, stored_reports.TIME_BYTES)
+            if large or late:
+                self._warn("reports_dropped", reports=max(large, late), kept=len(reports), detail=REPORTS_DROPPED)
+            (time,) = await self._redis.at_one_node([("TIME",)], self.keys.learners)
+            return unix_ms(time), reports, seen
+
+    @property
+    def _most_bytes(self) -> int:
+        """Of a reply with all reports that are not too many."""
+        return stored_reports.reports_bytes(stored_reports.MOST_REPORTS, self._fragments) + AROUND_BYTES
+
+    async def _without_surplus(
+        self, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], large: Collection[bytes]
+    ) -> dict[bytes, bytes]:
+        """Reports without those that are too large or too many. These go, and times without a report.
 
         A report is anybody's to write, and each costs every reading.
         """
-        gone: set[bytes] = set()
-        if len(reports) > stored_values.MOST_REPORTS:
-            learners = stored_values.reporting(reports)
-            held = await self._redis.many(("GET", self.keys.holder(learner)) for learner in learners)
-            holders = dict(zip(learners, held, strict=True))
-            gone = await asyncio.to_thread(stored_values.surplus_reports, reports, holders, self.format)
+        gone = set(large)
         kept = {name: blob for name, blob in reports.items() if name not in gone}
-        await self._delete(self.keys.learners, gone)
+        if stored_reports.are_too_many(kept, {}, self._fragments):
+            learners = stored_reports.reporting(kept)
+            # No more of them than can be ours: each is its learner's to write.
+            held = await self._redis.many(("GETRANGE", self.keys.holder(learner), 0, 64) for learner in learners)
+            holders = dict(zip(learners, held, strict=True))
+            surplus = stored_reports.surplus_reports
+            gone |= await asyncio.to_thread(surplus, kept, holders, self._fragments, self.format)
+            kept = {name: blob for name, blob in kept.items() if name not in gone}
+        await self._redis.delete(self.keys.learners, gone)
         # Asked anew: a report may have come between the reading of the two hashes.
-        await self._delete(self.keys.seen, seen.keys() - set(await self._redis.command("HKEYS", self.keys.learners)))
+        (names,) = await self._redis.at_one_node([("HKEYS", self.keys.learners)], self.keys.learners, self._most_bytes)
+        await self._redis.delete(self.keys.seen, seen.keys() - set(names))
         if gone:
             self._warn("reports_dropped", reports=len(gone), kept=len(kept), detail=REPORTS_DROPPED)
         return kept
-
-    async def _delete(self, key: str, names: Collection[bytes]) -> None:
-        listed = sorted(names)
-        for i in range(0, len(listed), SCANNED):
-            await self._redis.command("HDEL", key, *listed[i : i + SCANNED])
 
 
 class RedisRunLogs(RedisConnection, RunLogs):
@@ -132,7 +159,7 @@ class RedisRunLogs(RedisConnection, RunLogs):
     async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
         """One that cannot be read is as good as none: any learner may write there."""
         while True:
-            found = await self._redis.read({key: after}, limit, 0)
+            found = await self._redis.read({key: after}, limit, 0, value_bytes=kind.max_bytes)
             entries = [entry for _, there in found for entry in there]
             read: list[tuple[str, T]] = []
             for at, data in entries:
@@ -182,7 +209,11 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
         return await self._redis.script("announce", keys, *args) == [1]
 
     async def read_initial(self) -> InitialUpload | None:
-        return stored_values.readable(InitialUpload, await self._redis.command("GET", self.keys.initial), self.format)
+        key = self.keys.initial
+        with suppress(Oversized):
+            (blob,) = await self._redis.at_one_node([("GET", key)], key, 2 * InitialUpload.max_bytes)
+            return stored_values.readable(InitialUpload, blob, self.format)
+        return None
 
 
 class RedisMomentsExchange(RedisConnection, MomentsExchange):
@@ -193,7 +224,8 @@ class RedisMomentsExchange(RedisConnection, MomentsExchange):
 
     async def read_moments(self) -> MomentsBoard:
         keys = [self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer]
-        found = await self._redis.script("read_moments", keys, to_ms(stored_values.MOMENTS_S))
+        most_bytes = MomentsWish.max_bytes, MomentsOffer.max_bytes
+        found = await self._redis.script("read_moments", keys, to_ms(stored_values.MOMENTS_S), *most_bytes)
         return stored_values.moments_board(self.format, *found)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:

@@ -5,6 +5,8 @@
 -- has written go on. Scripts that must run even then begin with a write that needs none (PERSIST, UNLINK).
 --
 -- A script with many arguments takes one msgpack map instead. A key stands in it as its place in KEYS.
+--
+-- Any user may call any script, with any arguments: what each may do is checked command by command.
 
 local function mistyped(...)
   local args = {...}
@@ -18,6 +20,21 @@ end
 local function bound(key, most_ms)
   local left = redis.pcall('PTTL', key) -- users' files of before lack it
   if type(left) == 'number' and (left == -1 or left > tonumber(most_ms)) then redis.call('PEXPIRE', key, most_ms) end
+end
+
+-- What any learner may have written: no more of it than shows that it is too large.
+local function cut(value, most_bytes)
+  return value and value:sub(1, most_bytes + 1)
+end
+
+-- What a script looks at and copies of such values, but for the last of them.
+local PART_BYTES = 2 ^ 22
+
+-- The map that an owner's write takes. Some megabytes of empty arrays would take all of the server's memory, so it is
+-- unpacked only for who may trim a tape; nothing is trimmed.
+local function fields(tape)
+  redis.call('XTRIM', tape, 'MINID', '0')
+  return cmsgpack.unpack(ARGV[1])
 end
 
 -- Nil if HINCRBY can add to a total and it stays in bounds.

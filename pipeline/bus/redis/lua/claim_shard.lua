@@ -49,4 +49,4 @@ else
   entry = found and found[1][2][1]
 end
 if not entry then return {'OK'} end
-return {'OK', entry[1], entry[2][2], redis.call('HGET', positions, entry[1])}
+return {'OK', entry[1], cut(entry[2][2], 1024), cut(redis.call('HGET', positions, entry[1]), 20)}

@@ -10,7 +10,8 @@
 --   replaced, replaced_ttl_ms      payloads that the head names no more, and how long they live on
 --   headers          {key, entries} of each learner's stream that headers go from
 --   gone             keys that go: delta payloads, retired payloads, the replaced momentum
-local lease, head, tape, a = KEYS[1], KEYS[2], KEYS[3], cmsgpack.unpack(ARGV[1])
+local lease, head, tape = KEYS[1], KEYS[2], KEYS[3]
+local a = fields(tape)
 
 local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream') or no_streams(a.staged) or no_streams(a.headers)
 if refused then return refused end

@@ -1,5 +1,21 @@
 -- The work queue as it is at one moment: epochs, entries, positions.
 -- KEYS: shards, positions, epochs.
-local wrong = mistyped(KEYS[1], 'stream', KEYS[2], 'hash', KEYS[3], 'string')
+local shards, positions, epochs = unpack(KEYS)
+local wrong = mistyped(shards, 'stream', positions, 'hash', epochs, 'string')
 if wrong then return wrong end
-return {'OK', redis.call('GET', KEYS[3]), redis.call('XRANGE', KEYS[1], '-', '+'), redis.call('HGETALL', KEYS[2])}
+-- A few at a time: each may be as large as Redis takes.
+local entries, last = {}, '0'
+repeat
+  local found = redis.call('XREAD', 'COUNT', 16, 'STREAMS', shards, last)
+  for _, entry in ipairs(found and found[1][2] or {}) do
+    last = entry[1]
+    table.insert(entries, {last, {'', cut(entry[2][2], 1024)}})
+  end
+until not found
+local read, cursor = {}, '0'
+repeat
+  local part = redis.call('HSCAN', positions, cursor, 'COUNT', 1)
+  cursor = part[1]
+  for _, value in ipairs(part[2]) do table.insert(read, cut(value, 64)) end
+until cursor == '0'
+return {'OK', cut(redis.call('GET', epochs), 64), entries, read}

@@ -8,7 +8,8 @@
 --   headers          {key, entries} of each learner's stream that headers go from
 --   gone             delta payloads that go
 --   records          for the tape
-local lease, head, tape, a = KEYS[1], KEYS[2], KEYS[3], cmsgpack.unpack(ARGV[1])
+local lease, head, tape = KEYS[1], KEYS[2], KEYS[3]
+local a = fields(tape)
 
 local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream') or no_streams(a.headers)
 if refused then return refused end

@@ -1,7 +1,8 @@
 -- Have a fragment's head name other payloads of the same version: exactly once, or not at all.
 -- KEYS: lease, head, tape (not written), then those that the fields below name by their places.
 -- ARGV: a map of nonce, was, set, staged, replaced, replaced_ttl_ms and gone, as in `commit`.
-local lease, head, tape, a = KEYS[1], KEYS[2], KEYS[3], cmsgpack.unpack(ARGV[1])
+local lease, head, tape = KEYS[1], KEYS[2], KEYS[3]
+local a = fields(tape)
 
 local refused = mistyped(lease, 'string', head, 'hash', tape, 'stream') or no_streams(a.staged)
 if refused then return refused end

@@ -12,8 +12,11 @@ if theirs and #theirs < 16 and tonumber(theirs) >= tonumber(generation) and held
   return {'HOLDER', holder, theirs}
 end
 -- A call that its sender gave up may be served after the next ones. One that is some dozens behind is no such
--- call: any learner may write another number here, which must not silence this one (LATE_REPORTS).
-local readable, before = pcall(cmsgpack.unpack, redis.call('HGET', learners, name))
+-- call: any learner may write another number here, which must not silence this one (LATE_REPORTS). Nor is what it
+-- may write here unpacked in any size: some megabytes of empty arrays hold up the server for seconds, and take its
+-- memory (LearnerReport.max_bytes).
+local stored = redis.call('HGET', learners, name)
+local readable, before = pcall(cmsgpack.unpack, stored and #stored <= 65536 and stored)
 local last = readable and type(before) == 'table' and before.number
 if type(last) == 'number' and last > tonumber(number) and last <= tonumber(number) + 64 then
   return {'OK', redis.call('HGET', state, 'blob')}
