@@ -85,7 +85,7 @@ async def test_payloads_that_do_not_come_hold_up_neither_a_header_nor_a_payload_
     key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await push(bus, key, values, 4, 60)
     async with asyncio.TaskGroup() as group:
-        idle = group.create_task(bus.read_chunks(waiting, 0, 1, block_s=30))
+        idle = group.create_task(bus.read_chunks(waiting, 0, 1, 4, block_s=30))
         await asyncio.sleep(0.1)
         header = group.create_task(bus.read_offers(0, block_s=30))
         await bus.offer(samples.header("l0"))
@@ -104,7 +104,7 @@ async def test_a_turn_that_comes_late_is_no_silence_of_the_server(bus: Bus, monk
     monkeypatch.setattr(lanes, "LANES", dict.fromkeys(lanes.LANES, 1))
     monkeypatch.setattr("diloco.pipeline.bus.redis.fragments.BULK_S", 0.3)
     keys = [bus.keys.delta_payload(0, "l0", "0" * 8, serial) for serial in range(4)]
-    assert await asyncio.gather(*(bus.read_chunks(key, 0, 1, block_s=0.2) for key in keys)) == [[]] * 4
+    assert await asyncio.gather(*(bus.read_chunks(key, 0, 1, 4, block_s=0.2) for key in keys)) == [[]] * 4
 
 
 IN_SCRIPT = "Error running script (call to f_1): @user_script:9: @user_script: 9: "
