@@ -107,13 +107,10 @@ class RealLearner(VirtualLearner):
     def connect(self) -> RedisBus:
         return self.link
 
-    def train(self) -> None:
-        if not self.resting:
-            super().train()
-
-    def publish(self, publication: Any) -> None:
-        if not self.resting:
-            super().publish(publication)
+    async def step(self) -> None:
+        await super().step()
+        while self.resting:
+            await super().step()
 
 
 @asynccontextmanager

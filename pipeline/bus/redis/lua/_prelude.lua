@@ -32,8 +32,8 @@ local PART_BYTES = 2 ^ 22
 
 -- The map that an owner's write takes. Some megabytes of empty arrays would take all of the server's memory, so it is
 -- unpacked only for who may trim a tape; nothing is trimmed.
-local function fields(tape)
-  redis.call('XTRIM', tape, 'MINID', '0')
+local function fields(key)
+  redis.call('XTRIM', key, 'MINID', '0')
   return cmsgpack.unpack(ARGV[1])
 end
 
