@@ -21,6 +21,8 @@ TRAINING_BYTES: dict[Precision, int] = {"fp32": 16, "bf16": 18}
 As the built-in trainer has them (docs/howto/gpus.md)."""
 ROOM_SHARE = 4
 """A learner takes snapshots while those that it holds are less than the model divided by this (`workers.rounds`)."""
+ROOM_LEAST = 2
+"""Or so many."""
 CHECKPOINT_BYTES = 2 * VALUE_BYTES
 """Of a parameter in a checkpoint: value and momentum."""
 
@@ -49,7 +51,7 @@ def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) ->
     """
     lost = 0 if codec in EXACT else VALUE_BYTES
     kept = (VALUE_BYTES + 3 * lost) * math.ceil(fragments / ranks)
-    snapshots = VALUE_BYTES * (math.ceil(fragments / ROOM_SHARE) if ranks == 1 else 1)
+    snapshots = VALUE_BYTES * (max(ROOM_LEAST, math.ceil(fragments / ROOM_SHARE)) if ranks == 1 else 1)
     rows = 0 if ranks == 1 else 2 * VALUE_BYTES * min(1, fragments / ranks) - (0 if lost else VALUE_BYTES)
     return params / fragments * (kept + snapshots + CODECS[codec] + VALUE_BYTES + rows)
 

@@ -11,14 +11,15 @@ A snapshot is held until its delta is on the bus. So that they do not pile up wh
 for some at a time. What finds none stays due: a later snapshot on the same base holds all that an earlier one does.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from diloco.pipeline import party_memory
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.party_memory import ROOM_SHARE
 from diloco.pipeline.ramps import interval_at, interval_in_force
 
 NONE_UPLOADED: Mapping[int, int] = MappingProxyType({})
@@ -30,6 +31,8 @@ LEAST_RENEWED = 12
 LEAST_ROOM = 2**24
 """Elements. Snapshots are taken while those that are held are less, or less than a quarter of the model
 (`party_memory.ROOM_SHARE`)."""
+AT_ONCE = party_memory.ROOM_LEAST
+"""Snapshots that each group has room for, however large: a header waits for no payload before its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +121,7 @@ class Rounds:
         self._sync = sync
         count, first = len(layout.fragments), interval_at(sync, 0)
         self._fragments = [_Counters(f.elements, first_due=1 + f.id * first // count) for f in layout.fragments]
-        self._room = max(LEAST_ROOM, layout.elements / ROOM_SHARE)
+        self._room = max(LEAST_ROOM, layout.elements / party_memory.ROOM_SHARE)
         self._held: dict[int, int] = {}
         """Serial -> fragment of each delta whose snapshot is held, as far as is known."""
         self.deltas = 0
@@ -174,10 +177,10 @@ class Rounds:
 
         Args:
             windows: open ones.
-            uploaded: fragment -> serial of the last delta of which all is on the bus.
+            uploaded: fragment -> serial of the last delta that may be renewed (`exchange.shared.Shared`).
             released: fragment -> serial of the last delta whose snapshot is held no more. Whoever waits longest is
-                first, as long as there is room; None: there is, for all. Each group has room for one: the server of
-                another one may be away.
+                first, as long as there is room; None: there is, for all. Each group has some of its own: the server
+                of another one may be away.
         """
         wanted = self.wanted(windows, uploaded)
         if released is None:
@@ -186,12 +189,12 @@ class Rounds:
             return
         self._held = {serial: p for serial, p in self._held.items() if serial > released.get(p, 0)}
         held, lanes = sum(self._fragments[p].elements for p in self._held.values()), self._sync.groups
-        busy = {p % lanes for p in self._held.values()}
+        busy = Counter(p % lanes for p in self._held.values())
         for p in sorted(wanted, key=lambda p: self._fragments[p].published_serial):
-            if held < self._room or p % lanes not in busy:
+            if held < self._room or busy[p % lanes] < AT_ONCE:
                 publication = self.publication(p, windows)
                 held += self._fragments[p].elements
-                busy.add(p % lanes)
+                busy[p % lanes] += 1
                 self._held[publication.serial] = p
                 yield publication
 
@@ -237,19 +240,18 @@ class Rounds:
         return window is not None and window.attempt > counters.window_attempt and not window.member
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
-        """What to publish on leaving: every fragment not published on its base yet.
+        """What to publish on leaving: every fragment not published on its base yet, or to be published once more.
 
         due: the run is draining, so that all of these may open windows; else those may that are due. There are such
         ones where uploads before have kept a snapshot waiting. What was trained past an earlier snapshot on the same
         base can never be merged: it counts as overwritten.
         """
         for p, counters in enumerate(self._fragments):
-            base = counters.base
-            if base is not None and counters.tokens > 0 and counters.published_attempt is None:
-                window = windows.get(p)
-                same = window is not None and window.version == base.version
+            base, window = counters.base, self._window(p, windows)
+            unsaid = counters.published_attempt is None or counters.again or self._reopened(counters, window)
+            if base is not None and counters.tokens > 0 and unsaid:
                 late = counters.steps >= self._due_after(counters)
-                yield self._publication(counters, base, window if same else None, due or late)
+                yield self._publication(counters, base, window, due or late)
             self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
             counters.tokens = counters.published_tokens
         self._count()

@@ -20,7 +20,14 @@ from tests.workers.test_device_encoding import a_syncer
 
 pytestmark = [pytest.mark.trainers, pytest.mark.redis, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
-SYNC = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=1200)
+SYNC = SyncSettings(
+    fragments=2,
+    sync_interval=2,
+    first_interval=0,
+    quorum=1,
+    tokens=1200,
+    global_codec="fp32",  # so that learners have what checkpoints have, to the last bit
+)
 TOKENS = torch.arange(32).reshape(2, 16)
 
 

@@ -53,6 +53,18 @@ def damaged(learner: VirtualLearner) -> None:
     learner.bus.write_chunks = spoiled  # type: ignore[method-assign]
 
 
+def damaged_at_first(learner: VirtualLearner) -> None:
+    """As `damaged`; and a delta is refused before the rest of it is there."""
+    damaged(learner)
+    write = learner.bus.write_chunks
+
+    async def slowly(key: str, first: int, chunks: list[bytes], ttl_s: float) -> None:
+        await asyncio.sleep(0.5 * (first > 0))
+        await write(key, first, chunks, ttl_s)
+
+    learner.bus.write_chunks = slowly  # type: ignore[method-assign]
+
+
 def silent(learner: VirtualLearner) -> None:
     """It announces, and uploads nothing."""
 
@@ -245,7 +257,8 @@ def test_a_doubted_learner_that_sends_a_sound_delta_is_waited_for_again() -> Non
 
 async def _doubted_below_the_quorum(spoil: Spoil) -> tuple[VirtualRun, list[VirtualLearner]]:
     """Two learners of a quorum of two, one of which has sent nothing sound for 600 steps."""
-    world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+    sync = sync_spec(tokens=10**9, quorum=2, fragments=1, codec="fp32").model_copy(update={"chunk_bytes": 16})
+    world = VirtualRun(sync)
     world.start_syncer()
     learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
     await world.until_version(2)
@@ -297,11 +310,15 @@ def test_no_number_of_attempts_ends_a_window() -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["mended in its place", "started again"])
-def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_is_mended(restarted: bool) -> None:
+@pytest.mark.parametrize("spoil", [damaged, damaged_at_first])
+def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_is_mended(
+    restarted: bool, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the same base: within a renewal if it goes on, in some steps if it was started again."""
+    monkeypatch.setattr("diloco.pipeline.transfer.payloads.PIECE_BYTES", 16)
 
     async def main() -> None:
-        world, learners = await _doubted_below_the_quorum(damaged)
+        world, learners = await _doubted_below_the_quorum(spoil)
         (was,) = await world.versions()
         if restarted:
             await learners[1].kill()

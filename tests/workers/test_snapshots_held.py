@@ -158,3 +158,30 @@ def test_a_server_of_a_cluster_that_is_away_takes_no_room_from_the_fragments_of_
                 released[one.base.fragment] = one.serial
                 rounds.adopt(Base(one.base.fragment, one.base.version + 1, bytes(16), np.zeros(7, np.float32)))
     assert went == {1, 3, 5, 7}
+
+
+def test_few_large_fragments_wait_for_no_payload_but_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows count headers: those of two fragments go out at once, however large these are."""
+    monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
+    sync = sync_spec(fragments=3, sync_interval=1)
+    rounds = Rounds(layout_of(spec_of(sync).tensors), sync)
+    for version, p in itertools.product((0, 1), range(3)):
+        rounds.adopt(Base(p, version, bytes(16), np.zeros(7, np.float32)))
+    rounds.trained(10)
+    assert len(list(rounds.publications({}, {}, {}))) == 2
+
+
+def test_what_is_to_be_offered_again_and_found_no_room_goes_out_on_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bus that came back may lack all of it."""
+    monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
+    rounds, released = rounds_of(1), dict[int, int]()
+    for _ in range(P):
+        rounds.trained(10)
+        for one in rounds.publications({}, {}, released):
+            released[one.base.fragment] = one.serial
+    rounds.offer_again()
+    rounds.trained(10)
+    at_once = [one.base.fragment for one in rounds.publications({}, {}, released)]
+    left = [one.base.fragment for one in rounds.last({}, due=False)]
+    assert 0 < len(at_once) < P
+    assert sorted(at_once + left) == list(range(P))

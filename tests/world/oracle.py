@@ -37,7 +37,7 @@ from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.studies.strikes.audit import Violation
 from diloco.syncer import algorithm
-from diloco.workers.rounds import LEAST_ROOM, Base
+from diloco.workers.rounds import Base
 from tests.world import reference
 from tests.world.archives import Archive
 from tests.world.globals import Globals, badly_coded
@@ -69,7 +69,7 @@ class Oracle:
     def __init__(self, plan: Plan, layout: Layout, store: MemoryStore, keys: RunKeys, now: Callable[[], float]) -> None:
         self._now = now
         self._together = plan.together
-        self._has_little_room = plan.least_room < LEAST_ROOM
+        self._has_little_room = plan.has_little_room
         self._spec, self._layout, self._store, self._keys = plan.spec, layout, Seen(store), keys
         self.fragments = [Surviving.none(fragment.elements) for fragment in layout.fragments]
         self.violation: Violation | None = None

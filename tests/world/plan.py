@@ -14,7 +14,6 @@ from diloco.pipeline.messages.wire import MergeRule
 from diloco.pipeline.payload.quantize import KINDS
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.testing.chance import Chance
-from diloco.workers.rounds import LEAST_ROOM
 
 FRAGMENTS = 2
 LEASE_S = 0.5
@@ -170,8 +169,8 @@ class Plan:
     poison_rate: float
     piece_bytes: int
     """How much of a payload one call carries."""
-    least_room: int
-    """Elements that the snapshots of a learner may have at least: `workers.rounds.LEAST_ROOM`."""
+    has_little_room: bool
+    """Whether a learner has no room for snapshots of all fragments at a time (`workers.rounds`)."""
     faults: tuple[Fault, ...]
     calm_end: bool
     """Whether faults end, and all are back, before the run drains; else they go on until it is finished."""
@@ -299,7 +298,7 @@ def plan(seed: int) -> Plan:
         slow_merge_rate=chance.one_of((0.0, 0.002, 0.01), "slow"),
         poison_rate=chance.one_of((0.0, 0.002, 0.01), "poison"),
         piece_bytes=chance.one_of((16, 32, 4096, 4096, 4096, 4096), "piece"),
-        least_room=chance.one_of((LEAST_ROOM, 1), "room"),
+        has_little_room=chance.share("room") < 0.5,
         faults=tuple(sorted(faults, key=lambda fault: fault.at_s)),
         calm_end=calm_end,
         end_faults=tuple(sorted(end_faults, key=lambda fault: fault.at_s)),

@@ -571,9 +571,11 @@ def _sizes(of: Plan) -> Iterator[None]:
     """Small payloads travel in several calls too, so that a party can be killed between them; and small models may have
     no room for snapshots of all fragments at a time, as large ones.
     """
-    usual = payloads.PIECE_BYTES, rounds.LEAST_ROOM
-    payloads.PIECE_BYTES, rounds.LEAST_ROOM = of.piece_bytes, of.least_room
+    usual = payloads.PIECE_BYTES, rounds.LEAST_ROOM, rounds.AT_ONCE
+    payloads.PIECE_BYTES = of.piece_bytes
+    if of.has_little_room:
+        rounds.LEAST_ROOM, rounds.AT_ONCE = 0, 1
     try:
         yield
     finally:
-        payloads.PIECE_BYTES, rounds.LEAST_ROOM = usual
+        payloads.PIECE_BYTES, rounds.LEAST_ROOM, rounds.AT_ONCE = usual

@@ -116,25 +116,30 @@ class Publishing:
 
     async def _upload_on(self, lane: int) -> None:
         while True:
-            p, serial = await self._send_one(*await self._uploads[lane].get())
-            self._member.shared.released[p] = serial
+            await self._send_one(*await self._uploads[lane].get())
             self.unsent -= 1
             if not self.unsent:
                 self.all_sent.set()
 
-    async def _send_one(self, publication: Publication, values: Values) -> tuple[int, int]:
-        """Its fragment and serial. A call of its own, so that nothing else of it is held from then on."""
+    async def _send_one(self, publication: Publication, values: Values) -> None:
+        """A call of its own, so that nothing of it is held while the next one is waited for."""
+        try:
+            await self._upload_one(publication, values)
+        finally:
+            released, p = self._member.shared.released, publication.base.fragment
+            released[p] = max(publication.serial, released.get(p, 0))
+
+    async def _upload_one(self, publication: Publication, values: Values) -> None:
         member, p, renews = self._member, publication.base.fragment, publication.renews
         whole = await self._carrier.upload(publication, values, partial(self._is_of_use, publication))
         takes_its_place = renews and not self._is_outdone(publication)
         if takes_its_place:
             await member.outages.retry(self._send_header, publication)
-        if whole:
+        if whole or self._is_of_use(publication):  # refused before it was whole, perhaps without asking for another
             member.shared.uploaded[p] = publication.serial
         if whole and takes_its_place:
             with suppress(BusError):  # else it expires later
                 await member.bus.expire_soon(delta_key(member, p, renews), RENEWED_TTL_S)
-        return p, publication.serial
 
     def _is_of_use(self, publication: Publication) -> bool:
         """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""

@@ -18,7 +18,8 @@ class Shared:
     """Newest global of each fragment not adopted yet; the training side pops it."""
     windows: dict[int, OpenWindow] = field(default_factory=dict)
     uploaded: dict[int, int] = field(default_factory=dict)
-    """Fragment -> serial of the last delta of which header and payload are on the bus."""
+    """Fragment -> serial of the last delta that may be renewed: header and payload are on the bus, or it was refused
+    before they were."""
     released: dict[int, int] = field(default_factory=dict)
     """Fragment -> serial of the last delta whose snapshot is held no more: it is on the bus, or of no use."""
     state: RunState | None = None
