@@ -26,6 +26,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.workers.checks.arguments import one_loss, whole_tokens
 from diloco.workers.checks.model_checks import check_optimizer
 from diloco.workers.copies.losses import Loss
+from diloco.workers.copies.snapshots import snapshot_of
 
 
 class Flag:
@@ -33,18 +34,11 @@ class Flag:
 
     def __init__(self, found_inf: torch.Tensor) -> None:
         """found_inf: one number; not 0: skipped."""
-        self._copied: torch.cuda.Event | None = None
-        self._host = found_inf
-        if found_inf.is_cuda:  # copied behind the step: to wait for it would be to wait for the step
-            self._host = torch.empty_like(found_inf, device="cpu", pin_memory=True)
-            self._host.copy_(found_inf, non_blocking=True)
-            self._copied = torch.cuda.current_stream(found_inf.device).record_event()
+        self._copy = snapshot_of(found_inf)  # behind the step: to wait for it would be to wait for the step
 
     def says_skipped(self) -> bool:
         """It is known, and so: False while it is still on its way to host memory."""
-        if self._copied is not None and not self._copied.query():  # type: ignore[no-untyped-call]
-            return False
-        return bool(self._host.item())
+        return self._copy.ready() and bool(self._copy.tensor().item())
 
 
 class StepTokens:

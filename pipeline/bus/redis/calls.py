@@ -375,7 +375,7 @@ class RedisCalls:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first.
 
         Args:
-            cursors, limit, block_s, lane: which.
+            cursors, limit, block_s: which.
             away: told the keys whose node did not answer. Without it that is an error if the others have nothing.
             value_bytes: of values that learners write into streams of one slot: where there is very much, larger ones
                 are cut, to one byte more, and there may be fewer than `limit`.
