@@ -13,7 +13,9 @@ from tests.releases.kept import FOLDER, VERSION, check_frozen, write_files, writ
 def main() -> None:
     """Write the folder of the version in pyproject.toml; with --check, only compare what its wire format has."""
     folder = FOLDER / VERSION
-    if sys.argv[1:] == ["--check"]:
+    if sys.argv[1:] not in ([], ["--check"]):
+        sys.exit(__doc__)
+    if sys.argv[1:]:
         if problem := check_frozen(folder):
             sys.exit(problem)
         return
