@@ -173,6 +173,9 @@ def report(
         typer.Option("--csv", metavar="FILE.csv", help="Also keep the summaries here; other runs' lines in it stay"),
     ] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw curves and final values")] = None,
+    sizes: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Also draw how far rows end from their reference, by size")
+    ] = None,
     any_code: Annotated[
         bool, typer.Option(help="Show results of other versions of the code where there are none")
     ] = False,
@@ -201,12 +204,15 @@ def report(
             replace(csv_file, [whole.encode()])
         except OSError as error:
             raise UsageError(f"cannot write summaries {csv_file}: {error}") from error
-    if plot is not None:
+    if plot is not None or sizes is not None:
         try:
             drawer = importlib.import_module("diloco.studies.quality.plot")
         except ModuleNotFoundError as error:
-            raise UsageError("--plot needs matplotlib: pip install 'diloco[run]'") from error
-        drawer.draw(tables, plot)
+            raise UsageError("--plot and --sizes need matplotlib: pip install 'diloco[run]'") from error
+        if plot is not None:
+            drawer.draw(tables, plot)
+        if sizes is not None:
+            drawer.draw_sizes(tables, sizes)
 
 
 def _read_csv(path: Path) -> dict[RunName, RunSummary]:

@@ -1,7 +1,8 @@
-"""Pictures of an experiment: its curves with seeds as bands, and the final measure of each row."""
+"""Pictures: an experiment's curves with seeds as bands and the final measure of each row; distances by size."""
 
 import math
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 
 import matplotlib
@@ -12,8 +13,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from diloco.pipeline.errors import UsageError
 from diloco.studies.pictures import save
-from diloco.studies.quality.report import Line, Table
+from diloco.studies.quality.report import Distance, Line, Table
+from diloco.studies.quality.settings import LabRun
+from diloco.workers.trainer.models.sizes import SIZES
+
+DODGE = 0.04
+"""Between two variants of one size, or one's bars would hide the other's."""
 
 MOST_CURVES = 12
 """Rows drawn as curves at most, best ones first; all are in the bars."""
@@ -67,3 +74,69 @@ def _bars(axes: Axes, lines: Sequence[Line]) -> None:
     axes.set_xlabel("final: median, and standard deviation over seeds")
     axes.grid(True, axis="x", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+Place = tuple[float, Distance]
+"""Millions of parameters, and how far a row of that size ends from its reference."""
+
+
+def draw_sizes(tables: Sequence[Table], path: Path) -> None:
+    """Write a picture: how far rows end from their references, by the number of parameters.
+
+    Drawn are variants that several sizes have. A line joins those of one frame: data, learners, fragments, batch.
+
+    Raises:
+        UsageError: there are none.
+    """
+    series = _by_variant(tables)
+    if not series:
+        raise UsageError("--sizes needs rows of one name at two sizes or more, each with a reference that was run")
+    figure = Figure(figsize=(8, 5.4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    markers = dict(zip(dict.fromkeys(told for frames in series.values() for told in frames), cycle("osD^vP*")))
+    for number, (variant, frames) in enumerate(series.items()):
+        for told, places in frames.items():
+            at, distances = zip(*sorted(places, key=lambda place: place[0]), strict=True)
+            of_seeds = [np.std(list(one.by_seed.values()), ddof=1) if len(one.by_seed) > 1 else 0 for one in distances]
+            axes.errorbar(
+                np.array(at) * (1 + DODGE * number),
+                [one.of_medians for one in distances],
+                yerr=of_seeds,
+                color=f"C{number}",
+                marker=markers[told],
+                markersize=4,
+                capsize=3,
+                linewidth=1.0,
+                label=f"{variant}; {told}",
+            )
+    axes.axhline(0.0, color="black", linewidth=0.8)
+    sizes = sorted({at for frames in series.values() for places in frames.values() for at, _ in places})
+    axes.set_xscale("log")
+    axes.set_xticks(sizes, [f"{at:.2g}" for at in sizes])
+    axes.set_xticks([], minor=True)
+    axes.set_xlabel("parameters (millions)")
+    axes.set_ylabel(f"{tables[0].measure}: % from {tables[0].experiment.reference}", fontsize=8)
+    axes.grid(True, alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
+    save(figure, path)
+
+
+def _by_variant(tables: Sequence[Table]) -> dict[str, dict[str, list[Place]]]:
+    """Variant -> frame -> places, of variants that several sizes have."""
+    found: dict[str, dict[str, list[Place]]] = {}
+    for table in tables:
+        for line in table.best():
+            distance, run = table.distance(line), line.row.runs[0]
+            if distance is not None and line.row.variant != table.experiment.reference and run.model in SIZES:
+                place = SIZES[run.model].parameters() / 1e6, distance
+                found.setdefault(line.row.variant, {}).setdefault(_frame(run), []).append(place)
+    return {
+        variant: frames
+        for variant, frames in found.items()
+        if len({place[0] for places in frames.values() for place in places}) > 1
+    }
+
+
+def _frame(run: LabRun) -> str:
+    return f"M = {run.members}, {run.steps} steps of {run.batch * run.seq_len / 1024:g}k tokens"

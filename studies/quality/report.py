@@ -51,6 +51,14 @@ class Line:
         return stdev(self.values) if len(self.summaries) > 1 else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Distance:
+    """How far a row ends from its reference, in percent of that, over the seeds that both have."""
+
+    of_medians: float
+    by_seed: dict[int, float]
+
+
 @dataclass(slots=True)
 class Table:
     """An experiment with what is known of it."""
@@ -105,6 +113,18 @@ class Table:
             if best is None or self._better(other.mid, best.mid):
                 best = other
         return best
+
+    def distance(self, line: Line) -> Distance | None:
+        """From the reference; None: there is none, or one of the two has diverged, or the reference ended at 0."""
+        other = self.reference(line)
+        if other is None or not line.done or not math.isfinite(line.mid):
+            return None
+        both = [seed for seed in line.seeds if seed in line.summaries and seed in other.summaries]
+        ours, theirs = ([one.summaries[seed].value for seed in both] or one.values for one in (line, other))
+        if not all(theirs):
+            return None
+        by_seed = {seed: _percent(a, b) for seed, a, b in zip(both, ours, theirs, strict=bool(both))}
+        return Distance(_percent(median(ours), median(theirs)), by_seed)
 
     def _better(self, a: float, b: float) -> bool:
         if not (math.isfinite(a) and math.isfinite(b)):
@@ -209,19 +229,19 @@ def _seeds(line: Line) -> str:
 
 
 def _against(table: Table, line: Line) -> str:
-    """Of the medians; of a row of several seeds besides of each seed that the reference has too, '-' of others."""
-    other = table.reference(line)
-    if other is None or not math.isfinite(line.mid) or not other.mid:
+    """Of the medians; of a row of several seeds besides of each seed, '-' of those that the reference has not."""
+    found = table.distance(line)
+    if found is None:
         return ""
-    of_medians = f"{_percent(line.mid, other.mid)} %"
-    if other is line or len(line.summaries) == 1 or not line.summaries.keys() & other.summaries.keys():
+    of_medians = f"{found.of_medians:+.2f} %"
+    if table.reference(line) is line or len(line.summaries) == 1 or not found.by_seed:
         return of_medians
-    pairs = ((line.summaries.get(seed), other.summaries.get(seed)) for seed in line.seeds)
-    return f"{of_medians} ({', '.join(_percent(a.value, b.value) if a and b else '-' for a, b in pairs)})"
+    pairs = (f"{found.by_seed[seed]:+.2f}" if seed in found.by_seed else "-" for seed in line.seeds)
+    return f"{of_medians} ({', '.join(pairs)})"
 
 
-def _percent(value: float, of: float) -> str:
-    return f"{100 * (value / of - 1):+.2f}" if of else "-"
+def _percent(value: float, of: float) -> float:
+    return 100 * (value / of - 1)
 
 
 def _exact(line: Line) -> str:

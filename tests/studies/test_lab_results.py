@@ -252,7 +252,7 @@ def test_values_and_differences_stand_by_seed_beside_the_medians(tmp_path):
 
 
 def test_a_seed_that_was_not_done_keeps_its_place(experiment):
-    """So that nobody takes one seed's value for another's; what has no partner has no difference."""
+    """So that nobody takes one seed's value for another's; what has no partner is in no difference."""
     done = {("dp", 2e-3): {0, 1}, ("ours", 2e-3): {1, 2}}
 
     def find(row, run):
@@ -260,7 +260,7 @@ def test_a_seed_that_was_not_done_keeps_its_place(experiment):
 
     written = markdown(table_of(experiment, find))
     assert "| 2.000, 3.000, - | 2 of 3 | +0.00 % |" in written
-    assert "| -, 3.000, 4.000 | 2 of 3 | +40.00 % (-, +0.00, -) |" in written
+    assert "| -, 3.000, 4.000 | 2 of 3 | +0.00 % (-, +0.00, -) |" in written
 
 
 def test_single_seeds_need_no_column(experiment):
@@ -358,6 +358,49 @@ def test_the_picture_is_drawn(experiment, tmp_path):
     first[0] = replace(first[0], curve=first[0].curve[:-1])
     plot.draw([drawn, told(experiment, {})], tmp_path / "trial.png")
     assert (tmp_path / "trial.png").stat().st_size > 10_000
+
+
+SIZED = """
+question = "How far?"
+reference = "dp"
+[settings]
+data = "{text}"
+model = "{model}"
+seed = [0, 1, 2]
+[[variants]]
+name = "dp"
+method = "data-parallel"
+[[variants]]
+name = "ours"
+[[variants]]
+name = "of this size alone, {model}"
+merge = "rda"
+"""
+
+
+def sized(folder, text, model, losses):
+    """A table of one size: variant -> losses of seeds 0, 1, 2."""
+    (folder / f"{model}.toml").write_text(SIZED.format(text=text, model=model))
+    experiment = read_experiment(folder / f"{model}.toml")
+    return table_of(experiment, lambda row, run: summary_of(result(losses.get(row.variant, (9, 9, 9))[run.seed])))
+
+
+def test_distances_are_drawn_for_what_has_several_sizes(tmp_path, text):
+    """With an error over seeds, each against its own size's reference."""
+    plot = pytest.importorskip("diloco.studies.quality.plot")
+    tables = [
+        sized(tmp_path, text, "nano", {"dp": (2.0, 2.0, 2.0), "ours": (2.2, 2.0, 2.1)}),
+        sized(tmp_path, text, "deep", {"dp": (1.0, 1.1, 1.2), "ours": (1.1, 1.21, 1.32)}),
+    ]
+    assert list(plot._by_variant(tables)) == ["ours"]
+    (places,) = plot._by_variant(tables)["ours"].values()
+    assert [round(at, 1) for at, _ in places] == [0.2, 0.9]
+    assert [round(one.of_medians, 6) for _, one in places] == [5.0, 10.0]
+    assert [round(one, 6) for one in places[0][1].by_seed.values()] == [10.0, 0.0, 5.0]
+    plot.draw_sizes(tables, tmp_path / "sizes.png")
+    assert (tmp_path / "sizes.png").stat().st_size > 5_000
+    with pytest.raises(UsageError, match="at two sizes or more"):
+        plot.draw_sizes(tables[:1], tmp_path / "none.png")
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf])

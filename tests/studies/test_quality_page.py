@@ -405,11 +405,11 @@ def struck() -> Iterator[list[float]]:
 
 
 def sizes() -> Iterator[list[float]]:
-    for size, rates in (("10m", ("0.008", "0.004")), ("30m", ("0.004", "0.002"))):
-        base = f"sizes/{size}: data-parallel, the same outer step, lr={rates[0]}"
+    for size, best, of_plain in (("10m", "0.008", "0.004"), ("30m", "0.004", "0.002")):
+        base = f"sizes-{size}/data-parallel, the same outer step, lr={best}"
         yield of_gpu(base, base)
-        yield of_gpu(f"sizes/{size}: decoupled", base)
-        plain = f"sizes/{size}: data-parallel, lr={rates[1]}"
+        yield of_gpu(f"sizes-{size}/decoupled, lr={of_plain}", base)
+        plain = f"sizes-{size}/data-parallel, lr={of_plain}"
         yield of_gpu(plain, base) if size == "10m" else [*first(plain), *changes(plain, base)[:1]]
 
 
