@@ -329,8 +329,8 @@ class Oracle:
         reported = report.tokens if report else 0
         if report and (wrong := self._pulls.wrong(report)) is not None:
             self.broken("a pull is reported as long as it was", f"{header.learner}: {wrong}")
-        # A header that was long on its way may come after its report was lost with the bus.
-        if reported < header.tokens and self._now() - self._rewound_s > REPORTED_S:
+        # A header that was long on its way may come after its report was lost, with the bus or the server it was on.
+        if reported < header.tokens and self._now() - max(self._rewound_s, self._healed_s) > REPORTED_S:
             self.broken("tokens are reported before their header", f"{header.learner}: {reported} < {header.tokens}")
 
     # --- the owner's writes ------------------------------------------------------------------------------
