@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 from diloco.doctor.facts import Folder, Link, Machine, Run
@@ -109,6 +109,16 @@ def server(nodes: Iterable[Server]) -> Iterator[Finding]:
     yield from _of_each([one for one in nodes if one.cluster], of_server.coverage)
 
 
+def sentinels(unwell: Sequence[str]) -> Iterator[Finding]:
+    """Whether all of them would help to replace a primary. unwell: those that would not, each with why."""
+    if unwell:
+        yield warning(
+            "sentinels",
+            f"{'; '.join(unwell)}: most of them must be well, or no primary is replaced",
+            "start it again; where it is up, see that its file has the servers' present password (auth-pass)",
+        )
+
+
 def persistence(nodes: Iterable[Server], checkpoints: bool) -> Iterator[Finding]:
     """What a restart of each node loses. checkpoints: a syncer here can keep some, or those of the run do."""
     yield from _of_each(nodes, partial(of_server.persistence, checkpoints=checkpoints))
@@ -129,7 +139,7 @@ def fills(nodes: Iterable[Server], run: Run | None) -> Iterator[Finding]:
     nodes = list(nodes)
     learners = 0 if run is None else max(run.sync.quorum, run.learners if run.live is None else run.live)
     a_round = 0.0 if run is None else round_bytes(run.params, learners, run.sync.codec) / len(nodes)
-    yield from _of_each(nodes, lambda one: of_server.fill(one.used_bytes, one.maxmemory_bytes, a_round))
+    yield from _of_each(nodes, lambda one: of_server.fill(one.expected_bytes, one.maxmemory_bytes, a_round))
 
 
 def memory(nodes: Iterable[Server], run: Run) -> Finding:
@@ -138,7 +148,8 @@ def memory(nodes: Iterable[Server], run: Run) -> Finding:
     limits = [node.maxmemory_bytes for node in nodes]
     limit = sum(limits) if all(limits) else 0
     machines = 0 if len(nodes) > 1 else nodes[0].machine_bytes  # nodes may share one
-    return of_server.room(limit, run.params, run.sync, run.learners, machines, len(nodes))
+    backlogs = of_server.backlogs_bytes(nodes)
+    return of_server.room(limit, run.params, run.sync, run.learners, machines, len(nodes), backlogs)
 
 
 def one_maxmemory(findings: Iterable[Finding]) -> list[Finding]:

@@ -106,7 +106,8 @@ async def look(
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
             report.add(*map(_refused, examination.away))
-            report.add(*checks.server(nodes), *checks.transport(address, nodes))
+            report.add(*checks.server(nodes), *checks.sentinels(await examination.unwell()))
+            report.add(*checks.transport(address, nodes))
             lacks = await examination.lacks(bus.keys, name)
             as_party, named = None if party == "all" else party, "run" in settings.model_fields_set
             report.add(checks.rights(address, lacks, settings.run, settings.learner_id, as_party, named))

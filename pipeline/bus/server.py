@@ -4,7 +4,7 @@ One judgement for all who ask: the bus as it connects and warns, the syncer befo
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Self
 
@@ -85,8 +85,15 @@ class Server:
     """By how much a replica may be behind, or it is cut off; 0: no limit, None: not told."""
     backlog_bytes: int | None = None
     """Of how much a replica that was away need not take all again; None: not told."""
+    backlog_to_come_bytes: int = 0
+    """Of it, what is not in use yet; it will be, since there are replicas, and is a part of `maxmemory_bytes`."""
     own: bool = False
     """One of ours, which lasts as long as the command that has started it (`embedded`)."""
+
+    @property
+    def expected_bytes(self) -> int:
+        """In use, as soon as its replicas' backlog is full."""
+        return self.used_bytes + self.backlog_to_come_bytes
 
     @classmethod
     def of(
@@ -95,6 +102,7 @@ class Server:
         """Of a node's INFO, as a client library reads it."""
         config = config or {}
         mode, coverage = config.get("protected-mode"), config.get(FULL_COVERAGE)
+        backlog = int(info.get("repl_backlog_size", 0)) if info.get("connected_slaves") else 0
         return cls(
             version=str(info["redis_version"]),
             used_bytes=int(info.get("used_memory", 0)),
@@ -115,6 +123,7 @@ class Server:
             full_coverage=None if coverage is None else coverage == "yes",
             buffer_bytes=_of_replicas(config.get(BUFFER_LIMIT)),
             backlog_bytes=info.get("repl_backlog_size"),
+            backlog_to_come_bytes=max(0, backlog - int(info.get("mem_replication_backlog", 0))),
             own=f"/{OWN_PREFIX}" in str(info.get("config_file", "")),
         )
 
@@ -123,6 +132,11 @@ def _of_replicas(limits: str | None) -> int | None:
     """The lowest limit of theirs, hard or soft; 0: none."""
     found = re.search(r"(?:slave|replica) (\d+) (\d+)", limits or "")
     return None if found is None else min(filter(None, map(int, found.groups())), default=0)
+
+
+def backlogs_bytes(nodes: Iterable[Server]) -> int:
+    """What their replicas' backlogs take of `maxmemory_bytes`."""
+    return sum(node.backlog_bytes or 0 for node in nodes if node.replicas)
 
 
 def version(server: Server) -> Finding:
@@ -151,7 +165,10 @@ def eviction(server: Server) -> Finding:
 
 def to_set(setting: str) -> str:
     """How a server that is up is set otherwise, and stays so."""
-    return f'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET {setting}, and the same in its configuration'
+    return (
+        f'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET {setting} (if that is one server\'s, and its user may), and the '
+        "same in its configuration"
+    )
 
 
 def to_maxmemory(amount: float, each: str = "") -> str:
@@ -164,7 +181,7 @@ def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding
     """How full a node is: the one rule, by which log, status, page, alert and doctor go.
 
     Args:
-        used_bytes: of it.
+        used_bytes: of it, and what is going to be of its replicas' backlog.
         maxmemory_bytes: 0: no limit.
         a_round: bytes that a round of the run uploads to it (`redis_memory.round_bytes`); 0: not known.
     """
@@ -316,7 +333,13 @@ def warnings(nodes: Sequence[Server]) -> Iterator[str]:
 
 
 def room(
-    maxmemory_bytes: int, elements: float, sync: SyncSpec, learners: int = 0, machine_bytes: int = 0, nodes: int = 1
+    maxmemory_bytes: int,
+    elements: float,
+    sync: SyncSpec,
+    learners: int = 0,
+    machine_bytes: int = 0,
+    nodes: int = 1,
+    backlogs: int = 0,
 ) -> Finding:
     """Whether its memory can hold a run, by what `diloco plan` says for as many learners.
 
@@ -327,11 +350,13 @@ def room(
         learners: that are expected; no fewer than `LEAST_LEARNERS`, or a quorum, are reckoned with.
         machine_bytes: memory of the servers' machines, which counts where there is no limit; 0: not known.
         nodes: that hold keys.
+        backlogs: bytes that their replicas' backlogs take of it.
     """
     learners = max(LEAST_LEARNERS, sync.quorum, learners)
-    needed = redis_bytes(elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval)
+    needed = redis_bytes(elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval) + backlogs
     limit, written = maxmemory_bytes or machine_bytes, as_maxmemory if maxmemory_bytes else as_bytes
-    needs = f"this model needs at least {written(needed)} ({redis_holds(learners, sync.global_codec)})"
+    backlog = f", repl-backlog-size of {as_maxmemory(backlogs)}" if backlogs else ""
+    needs = f"this model needs at least {written(needed)} ({redis_holds(learners, sync.global_codec)}{backlog})"
     has = f"Redis has maxmemory {written(limit)}" if maxmemory_bytes else "Redis has no maxmemory"
     if not maxmemory_bytes and machine_bytes:
         has += f", on a machine of {as_bytes(machine_bytes)}"

@@ -136,7 +136,7 @@ async def check_memory(bus: Bus, layout: Layout, sync: SyncSpec) -> None:
         UsageError: its memory cannot hold the run.
     """
     info = await bus.info()
-    found = room(info.maxmemory_bytes, layout.elements, sync)
+    found = room(info.maxmemory_bytes, layout.elements, sync, backlogs=info.backlogs_bytes)
     if found.level == "error":
         raise UsageError(f"{found} (`diloco doctor` looks at all of it)")
 

@@ -1,6 +1,7 @@
 """`diloco acl`: whose passwords, where they are kept, and that the file that is shipped is what it prints."""
 
 import hashlib
+import re
 import shutil
 import subprocess
 import time
@@ -62,6 +63,17 @@ def test_the_redis_of_a_region_has_one_user(tmp_path: Path, capsys: pytest.Captu
     assert [line.split("=")[0] for line in file.read_text().splitlines()] == ["REDIS_REGION_PASSWORD"]
     assert cli.main(["acl", "--run", "r", "--region", "--learner", "anna", "--passwords", str(file)]) == 2
     assert "leave out --learner" in capsys.readouterr().err
+
+
+def test_a_file_is_not_made_anew_without_the_users_that_servers_have(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Servers that take over from each other would lock each other out."""
+    file = tmp_path / "passwords.env"
+    assert cli.main(["acl", "--run", "r", "--failover", "--passwords", str(file)]) == 0
+    assert "user replica on #" in capsys.readouterr().out
+    assert cli.main(["acl", "--run", "r", "--passwords", str(file)]) == 2
+    assert re.search(r"REDIS_REPLICA_PASSWORD.*add --failover", capsys.readouterr().err, re.DOTALL)
 
 
 def test_the_environment_comes_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

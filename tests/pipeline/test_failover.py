@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 from redis import Redis
 
+from diloco.doctor import checks
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server, free_port
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START
+from diloco.pipeline.bus.redis import connecting
 from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.bus.redis.connecting import connect_calls
@@ -304,6 +306,8 @@ def told(port: int, flags: str = "master", epoch: int = 1) -> list[bytes]:
 
 
 DOWN = told(1, "s_down,o_down,master")
+BLIND = "s_down,master,disconnected"
+"""Flags of a primary that this sentinel alone does not reach."""
 
 
 @pytest.mark.parametrize(
@@ -318,6 +322,9 @@ DOWN = told(1, "s_down,o_down,master")
         ((told(2), told(2), 7), 2),
         ((told(2), told(2), OSError("away")), 2),
         ((told(2), OSError("away"), OSError("away")), 2),
+        ((told(2), told(2, BLIND), OSError("away")), 2),
+        ((told(2, BLIND), told(2, BLIND), told(3, epoch=999_999)), "has no primary now"),
+        ((told(2, BLIND), told(2, BLIND), told(2, BLIND)), "has no primary now"),
         ((DOWN, DOWN, told(3, epoch=999_999)), "has no primary now"),
         ((told(2), told(3, epoch=999_999), OSError("away")), "name several primaries, and none by most"),
         (("OK", "OK", []), "is no sentinel"),
@@ -339,6 +346,54 @@ async def test_what_most_sentinels_say_that_answer_counts(
     else:
         with pytest.raises((BusUnavailable, UsageError), match=primary):
             await nodes.look()
+
+
+async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself: what most of them say hides what is wrong with one."""
+    answers = {1: told(2), 2: told(2, BLIND), 3: told(4), 4: DOWN, 5: OSError("away"), 6: "OK", 7: told(2)}
+    nodes = SentinelNodes(parse(f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in answers)}/diloco"))
+
+    async def ask(host: HostPort, *_: Any) -> Any:
+        found = answers[host.port]
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr("diloco.pipeline.bus.redis.nodes._ask", ask)
+    await nodes.look()
+    unwell = await nodes.unwell()
+    assert unwell == [
+        "127.0.0.1:2 does not reach the primary, or is refused there",
+        "127.0.0.1:3 takes 127.0.0.1:4 for the primary",
+        "127.0.0.1:4 takes the primary for dead",
+        "127.0.0.1:5 does not answer as a sentinel of it",
+        "127.0.0.1:6 does not answer as a sentinel of it",
+    ]
+    (found,) = checks.sentinels(unwell)
+    assert found.level == "warning"
+    assert list(checks.sentinels([])) == []
+
+
+async def test_a_primary_that_died_before_sentinels_missed_it_is_not_given_up_at_once(
+    redis_binary: Path | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes then waits for the next one; not for ever."""
+    dead, looks = free_port("127.0.0.1"), list[Any]()
+
+    async def ask(_: SentinelNodes, what: str) -> list[Any]:
+        return [looks.pop(0) if looks else told(dead)]
+
+    monkeypatch.setattr(SentinelNodes, "_ask", ask)
+    url = "redis+sentinel://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3/diloco"
+    with EmbeddedRedis(port=0, binary=redis_binary) as server:
+        assert server.port is not None
+        looks += [told(dead), told(dead), DOWN, told(server.port), told(server.port)]
+        calls = await connect_calls(url)
+        assert calls.nodes.all() == [HostPort("127.0.0.1", server.port)]
+        await calls.close()
+    looks.clear()
+    monkeypatch.setattr(connecting, "NEXT_PRIMARY_S", 0.5)
+    assert "unless a replica takes its place" in await said(url, BusUnavailable)
 
 
 class Moving:

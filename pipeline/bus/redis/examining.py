@@ -113,6 +113,10 @@ class RedisExamination:
                 found.append(Server.of(node, config, at, self._calls.nodes.known_replicas))
         return found
 
+    async def unwell(self) -> list[str]:
+        """Sentinels that would not help to replace a primary, each with why; none where there are no sentinels."""
+        return await self._calls.nodes.unwell()
+
     async def user(self) -> str:
         """Who this connection is to the server; "": that may not be asked, and was not said."""
         async with self._calls.call("control", CONTROL_S) as client:

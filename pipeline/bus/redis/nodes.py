@@ -9,7 +9,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from statistics import median_low
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool
@@ -67,6 +67,10 @@ class Nodes:
         """Servers that may take the place of one of these, as far as they are known."""
         return []
 
+    async def unwell(self) -> list[str]:
+        """Sentinels that would not help to replace one of these, each with why."""
+        return []
+
     def moved(self, slot: int, address: HostPort) -> None:
         """A node of a cluster says who has a slot now."""
 
@@ -91,15 +95,15 @@ class SentinelNodes(Nodes):
 
     async def look(self) -> None:
         answers = await self._ask("MASTER")
-        told, errors = _read(answers, _primary_of)
+        told, errors = _read(answers, _vote_of)
         if not told:
             raise self._nobody(errors)
-        ((named, votes),) = Counter(told).most_common(1)
+        ((named, votes),) = Counter(vote.primary for vote in told).most_common(1)
         if 2 * votes <= len(told):
             raise BusUnavailable(
                 f"the sentinels of Redis at {self._place.where} name several primaries, and none by most"
             )
-        if named is None:
+        if named is None or Vote(named, reached=True) not in told:
             raise BusUnavailable(
                 f"the sentinels of Redis say that {self._place.service!r} has no primary now: it is down, and no "
                 "replica has been promoted yet"
@@ -111,6 +115,25 @@ class SentinelNodes(Nodes):
     async def replicas(self) -> list[HostPort]:
         told, _ = _read(await self._ask("REPLICAS"), lambda answer: [_address_of(_fields(one)) for one in answer])
         return list(dict.fromkeys(one for found in told for one in found))
+
+    async def unwell(self) -> list[str]:
+        options, service = self._place.sentinel_options or {}, self._place.service
+        asked = [_ask(host, options, "SENTINEL", "MASTER", service) for host in self._place.hosts]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return [
+            f"{host} {wrong}"
+            for host, answer in zip(self._place.hosts, answers, strict=True)
+            if (wrong := self._wrong(answer))
+        ]
+
+    def _wrong(self, answer: Any) -> str:
+        """With a sentinel that answered so; "": nothing."""
+        (told, _) = _read([answer], _vote_of)
+        if not told:
+            return "does not answer as a sentinel of it"
+        if told[0].primary != self._primary:
+            return f"takes {told[0].primary} for the primary" if told[0].primary else "takes the primary for dead"
+        return "" if told[0].reached else "does not reach the primary, or is refused there"
 
     async def _ask(self, what: str) -> list[Any]:
         """Answers of as many sentinels as most of them are, or in the time of all that do answer; errors among them."""
@@ -234,10 +257,19 @@ def _read(answers: Iterable[Any], reading: Callable[[Any], T]) -> tuple[list[T],
     return told, errors
 
 
-def _primary_of(answer: Any) -> HostPort | None:
-    """Of a sentinel's answer; None: it takes it for dead."""
+class Vote(NamedTuple):
+    """What one sentinel says."""
+
+    primary: HostPort | None
+    """None: it is dead, as sentinels have agreed."""
+    reached: bool
+    """By this sentinel itself: one that is cut off, or whose password is an old one, reaches nobody."""
+
+
+def _vote_of(answer: Any) -> Vote:
     fields = _fields(answer)
-    return None if {"s_down", "o_down"} & set(fields["flags"].split(",")) else _address_of(fields)
+    flags = set(fields["flags"].split(","))
+    return Vote(None if "o_down" in flags else _address_of(fields), not flags & {"s_down", "o_down"})
 
 
 def _address_of(fields: Mapping[str, str]) -> HostPort:
