@@ -7,6 +7,7 @@ DILOCO_TEST_SKY=/tmp/sky/bin/python pytest tests/deploy/test_sky.py
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,3 +75,28 @@ def test_its_variables_are_settings_and_its_command_is_one() -> None:
     assert variables <= KNOWN
     assert told["secrets"] == {"DILOCO_REDIS_URL": None}
     assert told["resources"]["job_recovery"]["recover_on_exit_codes"] == [AGAIN_STATUS]
+
+
+def test_no_secret_that_the_documents_have_one_make_is_sent_or_committed(tmp_path: Path) -> None:
+    """Nor what git leaves out otherwise: SkyPilot reads .skyignore in place of .gitignore. What git has, it sends."""
+    sent, committed = (
+        [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+        for name in (".skyignore", ".gitignore")
+    )
+    assert set(committed) <= set(sent)
+    assert not [line for line in sent if "!" in line or " " in line], "SkyPilot knows no more than patterns"
+    pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    secrets = set(re.findall(r"[\w.-]+\.(?:env|acl|key)\b|(?:redis|sentinel)\.conf", pages))
+    assert {"secrets.env", "users.acl", "region.env", "run.env", "redis.key", "redis.conf"} < secrets
+    for name in [*secrets, ".env"]:
+        (tmp_path / name).touch()
+    for line in sent:
+        for found in tmp_path.glob(f"**/{line}" if not line.startswith("/") else line[1:]):
+            found.unlink(missing_ok=True)
+    assert list(tmp_path.iterdir()) == []
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        pytest.skip("what is sent is told by git")
+    command = [git, "ls-files", "--cached", "--ignored", "--exclude-from=.skyignore"]
+    kept = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert kept.stdout == b""
