@@ -98,7 +98,7 @@ def make(run: str, learners: list[str], passwords: Path | None, region: bool = F
     users += acl.servers() if failover else []
     names = [variable(user.name) for user in users]
     left_out = [variable(user.name) for user in acl.servers() if variable(user.name) in _read(passwords)]
-    if left_out and not failover:
+    if left_out and not (failover or region):
         raise UsageError(
             f"{passwords} has {', '.join(left_out)}: without these users servers do not take over from each other",
             "add --failover, or take their lines out of that file",

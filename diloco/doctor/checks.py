@@ -115,7 +115,7 @@ def sentinels(unwell: Sequence[str]) -> Iterator[Finding]:
         yield warning(
             "sentinels",
             f"{'; '.join(unwell)}: most of them must be well, or no primary is replaced",
-            "start it again; where it is up, see that its file has the servers' present password (auth-pass)",
+            "start those that are down; see that each has the others' files and passwords",
         )
 
 
@@ -139,7 +139,7 @@ def fills(nodes: Iterable[Server], run: Run | None) -> Iterator[Finding]:
     nodes = list(nodes)
     learners = 0 if run is None else max(run.sync.quorum, run.learners if run.live is None else run.live)
     a_round = 0.0 if run is None else round_bytes(run.params, learners, run.sync.codec) / len(nodes)
-    yield from _of_each(nodes, lambda one: of_server.fill(one.expected_bytes, one.maxmemory_bytes, a_round))
+    yield from _of_each(nodes, lambda one: of_server.fill(one.used_bytes, one.maxmemory_bytes, a_round))
 
 
 def memory(nodes: Iterable[Server], run: Run) -> Finding:

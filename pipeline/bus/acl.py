@@ -138,7 +138,8 @@ def acl_command(run: str, user: str) -> str:
     named = f" --learner {learner_id}" if kind in (SHARED_LEARNER, INVITED) and learner_id else ""
     return (
         f"diloco acl --run {run}{named} --passwords FILE > new-users.acl (with --learner NAME for each of the run's "
-        "learners, and for FILE that of the passwords in use: else these are made anew)"
+        "learners, --failover where servers take over from each other, and for FILE that of the passwords in use: else "
+        "these are made anew)"
     )
 
 

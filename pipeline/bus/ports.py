@@ -97,9 +97,9 @@ class BusInfo:
     """From all its clients since it was started, those of other runs too."""
     sent_bytes: int = 0
     node: tuple[int, int] | None = None
-    """(used with its backlog full, maxmemory) of the node that is fullest, of those with a limit; None: as above."""
+    """(used, maxmemory) of the node that is fullest, of those with a limit; None: of a single one, as above."""
     backlogs_bytes: int = 0
-    """What the backlogs of replicas take of `maxmemory_bytes`."""
+    """What the backlogs of replicas take of `maxmemory_bytes` once they are full."""
 
     @property
     def fullest(self) -> tuple[int, int]:

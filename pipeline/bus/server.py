@@ -85,15 +85,10 @@ class Server:
     """By how much a replica may be behind, or it is cut off; 0: no limit, None: not told."""
     backlog_bytes: int | None = None
     """Of how much a replica that was away need not take all again; None: not told."""
-    backlog_to_come_bytes: int = 0
-    """Of it, what is not in use yet; it will be, since there are replicas, and is a part of `maxmemory_bytes`."""
+    keeps_backlog: bool = False
+    """It has replicas, or had some of late: so as many of its `maxmemory_bytes` are the backlog's, sooner or later."""
     own: bool = False
     """One of ours, which lasts as long as the command that has started it (`embedded`)."""
-
-    @property
-    def expected_bytes(self) -> int:
-        """In use, as soon as its replicas' backlog is full."""
-        return self.used_bytes + self.backlog_to_come_bytes
 
     @classmethod
     def of(
@@ -102,7 +97,6 @@ class Server:
         """Of a node's INFO, as a client library reads it."""
         config = config or {}
         mode, coverage = config.get("protected-mode"), config.get(FULL_COVERAGE)
-        backlog = int(info.get("repl_backlog_size", 0)) if info.get("connected_slaves") else 0
         return cls(
             version=str(info["redis_version"]),
             used_bytes=int(info.get("used_memory", 0)),
@@ -123,7 +117,7 @@ class Server:
             full_coverage=None if coverage is None else coverage == "yes",
             buffer_bytes=_of_replicas(config.get(BUFFER_LIMIT)),
             backlog_bytes=info.get("repl_backlog_size"),
-            backlog_to_come_bytes=max(0, backlog - int(info.get("mem_replication_backlog", 0))),
+            keeps_backlog=bool(info.get("connected_slaves") or info.get("repl_backlog_active") or known_replicas),
             own=f"/{OWN_PREFIX}" in str(info.get("config_file", "")),
         )
 
@@ -135,8 +129,8 @@ def _of_replicas(limits: str | None) -> int | None:
 
 
 def backlogs_bytes(nodes: Iterable[Server]) -> int:
-    """What their replicas' backlogs take of `maxmemory_bytes`."""
-    return sum(node.backlog_bytes or 0 for node in nodes if node.replicas)
+    """What their replicas' backlogs take of `maxmemory_bytes` once they are full."""
+    return sum(node.backlog_bytes or 0 for node in nodes if node.keeps_backlog)
 
 
 def version(server: Server) -> Finding:
@@ -166,8 +160,8 @@ def eviction(server: Server) -> Finding:
 def to_set(setting: str) -> str:
     """How a server that is up is set otherwise, and stays so."""
     return (
-        f'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET {setting} (if that is one server\'s, and its user may), and the '
-        "same in its configuration"
+        f'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET {setting}, and the same in its configuration (where there are '
+        "users or sentinels: at each server, by a user who may)"
     )
 
 
@@ -181,7 +175,7 @@ def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding
     """How full a node is: the one rule, by which log, status, page, alert and doctor go.
 
     Args:
-        used_bytes: of it, and what is going to be of its replicas' backlog.
+        used_bytes: of it.
         maxmemory_bytes: 0: no limit.
         a_round: bytes that a round of the run uploads to it (`redis_memory.round_bytes`); 0: not known.
     """

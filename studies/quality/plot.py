@@ -83,21 +83,25 @@ Place = tuple[float, Distance]
 def draw_sizes(tables: Sequence[Table], path: Path) -> None:
     """Write a picture: how far rows end from their references, by the number of parameters.
 
-    Drawn are variants that several sizes have. A line joins those of one frame: data, learners, fragments, batch.
+    Drawn are variants that several sizes have. A line joins those of one frame: data, learners, fragments, steps.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there are none, or they are measured by different references.
     """
     series = _by_variant(tables)
+    if len({(table.measure, table.experiment.reference) for table in tables}) > 1:
+        raise UsageError("--sizes needs experiments of one reference and one measure")
     if not series:
         raise UsageError("--sizes needs rows of one name at two sizes or more, each with a reference that was run")
-    figure = Figure(figsize=(8, 5.4), dpi=120, layout="constrained")
+    figure = Figure(figsize=(10, 5.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     markers = dict(zip(dict.fromkeys(told for frames in series.values() for told in frames), cycle("osD^vP*")))
     for number, (variant, frames) in enumerate(series.items()):
         for told, places in frames.items():
             at, distances = zip(*sorted(places, key=lambda place: place[0]), strict=True)
-            of_seeds = [np.std(list(one.by_seed.values()), ddof=1) if len(one.by_seed) > 1 else 0 for one in distances]
+            of_seeds = [
+                np.std(list(one.by_seed.values()), ddof=1) if len(one.by_seed) > 1 else math.nan for one in distances
+            ]
             axes.errorbar(
                 np.array(at) * (1 + DODGE * number),
                 [one.of_medians for one in distances],
@@ -139,4 +143,5 @@ def _by_variant(tables: Sequence[Table]) -> dict[str, dict[str, list[Place]]]:
 
 
 def _frame(run: LabRun) -> str:
-    return f"M = {run.members}, {run.steps} steps of {run.batch * run.seq_len / 1024:g}k tokens"
+    tokens = f"{run.steps} steps of {run.batch * run.seq_len / 1024:g}k tokens of {run.data}"
+    return f"M = {run.members}, P = {run.fragments}, {tokens}"

@@ -53,7 +53,8 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far a row ends from its reference, in percent of that, over the seeds that both have."""
+    """How far a row ends from its reference, in percent of that: over the seeds that both have, or all if there are
+    none."""
 
     of_medians: float
     by_seed: dict[int, float]
@@ -123,7 +124,7 @@ class Table:
         ours, theirs = ([one.summaries[seed].value for seed in both] or one.values for one in (line, other))
         if not all(theirs):
             return None
-        by_seed = {seed: _percent(a, b) for seed, a, b in zip(both, ours, theirs, strict=bool(both))}
+        by_seed = dict(zip(both, map(_percent, ours, theirs), strict=False))  # {} where they share none
         return Distance(_percent(median(ours), median(theirs)), by_seed)
 
     def _better(self, a: float, b: float) -> bool:
@@ -234,7 +235,9 @@ def _against(table: Table, line: Line) -> str:
     if found is None:
         return ""
     of_medians = f"{found.of_medians:+.2f} %"
-    if table.reference(line) is line or len(line.summaries) == 1 or not found.by_seed:
+    if not found.by_seed:
+        return f"{of_medians} (other seeds)"
+    if table.reference(line) is line or len(line.summaries) == 1:
         return of_medians
     pairs = (f"{found.by_seed[seed]:+.2f}" if seed in found.by_seed else "-" for seed in line.seeds)
     return f"{of_medians} ({', '.join(pairs)})"

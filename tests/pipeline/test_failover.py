@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from redis import Redis
+from redis import AuthenticationError, Redis, ResponseError
 
 from diloco.doctor import checks
 from diloco.pipeline.bus import acl
@@ -23,7 +23,7 @@ from diloco.pipeline.bus.redis import connecting
 from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.bus.redis.connecting import connect_calls
-from diloco.pipeline.bus.redis.examining import examine
+from diloco.pipeline.bus.redis.examining import examine, unwell_sentinels
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
 from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
@@ -323,10 +323,12 @@ BLIND = "s_down,master,disconnected"
         ((told(2), told(2), OSError("away")), 2),
         ((told(2), OSError("away"), OSError("away")), 2),
         ((told(2), told(2, BLIND), OSError("away")), 2),
-        ((told(2, BLIND), told(2, BLIND), told(3, epoch=999_999)), "has no primary now"),
-        ((told(2, BLIND), told(2, BLIND), told(2, BLIND)), "has no primary now"),
+        ((told(2), told(2, BLIND), DOWN), 2),
+        ((told(2, BLIND), told(2, BLIND), told(3, epoch=999_999)), "no sentinel .* reaches the primary 127.0.0.1:2"),
+        ((told(2, BLIND), told(2, BLIND), told(2, BLIND)), "no sentinel .* reaches the primary 127.0.0.1:2"),
+        ((told(2), DOWN, OSError("away")), "do not agree on who is primary"),
         ((DOWN, DOWN, told(3, epoch=999_999)), "has no primary now"),
-        ((told(2), told(3, epoch=999_999), OSError("away")), "name several primaries, and none by most"),
+        ((told(2), told(3, epoch=999_999), OSError("away")), "do not agree on who is primary"),
         (("OK", "OK", []), "is no sentinel"),
     ],
 )
@@ -349,29 +351,36 @@ async def test_what_most_sentinels_say_that_answer_counts(
 
 
 async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each by itself: what most of them say hides what is wrong with one."""
-    answers = {1: told(2), 2: told(2, BLIND), 3: told(4), 4: DOWN, 5: OSError("away"), 6: "OK", 7: told(2)}
-    nodes = SentinelNodes(parse(f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in answers)}/diloco"))
+    """Each by itself: what most of them say hides what is wrong with one. Also where nobody finds the primary."""
+    answers: dict[int, Any] = {
+        **{1: told(2), 2: told(2, BLIND), 3: told(4), 4: DOWN, 5: OSError("away"), 6: "OK", 7: told(2), 8: told(2)},
+        **{9: AuthenticationError("WRONGPASS"), 10: ResponseError("No such master with that name"), 11: told(2)},
+    }
 
     async def ask(host: HostPort, *_: Any) -> Any:
         found = answers[host.port]
-        if isinstance(found, OSError):
+        if isinstance(found, Exception):
             raise found
         return found
 
     monkeypatch.setattr("diloco.pipeline.bus.redis.nodes._ask", ask)
-    await nodes.look()
-    unwell = await nodes.unwell()
-    assert unwell == [
-        "127.0.0.1:2 does not reach the primary, or is refused there",
-        "127.0.0.1:3 takes 127.0.0.1:4 for the primary",
-        "127.0.0.1:4 takes the primary for dead",
-        "127.0.0.1:5 does not answer as a sentinel of it",
-        "127.0.0.1:6 does not answer as a sentinel of it",
+    url = f"redis+sentinel://{','.join(f'127.0.0.1:{port}' for port in answers)}/diloco"
+    unwell = await unwell_sentinels(url)
+    assert [one.removeprefix("127.0.0.1:") for one in unwell] == [
+        "2 does not reach the primary, or is refused there (auth-pass)",
+        "3 takes 127.0.0.1:4 for the primary",
+        "4 takes the primary for dead",
+        "5 does not answer",
+        "6 does not answer as a sentinel",
+        "9 refuses the connection, or its login",
+        "10 knows no service 'diloco'",
     ]
     (found,) = checks.sentinels(unwell)
     assert found.level == "warning"
     assert list(checks.sentinels([])) == []
+    answers |= dict.fromkeys(answers, told(2, BLIND))
+    assert len(await unwell_sentinels(url)) == len(answers)
+    assert await unwell_sentinels("redis://127.0.0.1:1") == []
 
 
 async def test_a_primary_that_died_before_sentinels_missed_it_is_not_given_up_at_once(
@@ -387,13 +396,35 @@ async def test_a_primary_that_died_before_sentinels_missed_it_is_not_given_up_at
     url = "redis+sentinel://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3/diloco"
     with EmbeddedRedis(port=0, binary=redis_binary) as server:
         assert server.port is not None
-        looks += [told(dead), told(dead), DOWN, told(server.port), told(server.port)]
+        looks += [DOWN, told(dead), told(dead), DOWN, told(server.port), told(server.port)]
         calls = await connect_calls(url)
         assert calls.nodes.all() == [HostPort("127.0.0.1", server.port)]
         await calls.close()
     looks.clear()
     monkeypatch.setattr(connecting, "NEXT_PRIMARY_S", 0.5)
     assert "unless a replica takes its place" in await said(url, BusUnavailable)
+    looks += [DOWN] * 100
+    assert "has no primary now" in await said(url, BusUnavailable)
+
+
+async def test_a_primary_that_wants_tls_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is there, and hangs up; what it may want is said."""
+
+    async def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+
+    async def ask(_: SentinelNodes, what: str) -> list[Any]:
+        return [told(port)]
+
+    monkeypatch.setattr(SentinelNodes, "_ask", ask)
+    url = "redis+sentinel://127.0.0.1:1/diloco"
+    began = time.monotonic()
+    assert "perhaps it wants TLS" in await said(url, BusUnavailable)
+    assert time.monotonic() - began < connecting.NEXT_PRIMARY_S / 2
+    server.close()
 
 
 class Moving:

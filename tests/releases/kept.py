@@ -12,6 +12,7 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,10 +152,10 @@ def write_files(folder: Path) -> None:
         "--out",
         "whole",
     ]
-    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
-    for name in REPORTED:
-        (folder / "whole" / name).rename(out / name)
-    shutil.rmtree(folder / "whole")
+    with tempfile.TemporaryDirectory() as elsewhere:  # a report names folders
+        subprocess.run(command, cwd=elsewhere, check=True, stdout=subprocess.DEVNULL)
+        for name in REPORTED:
+            shutil.copyfile(Path(elsewhere) / "whole" / name, out / name)
 
 
 def releases() -> list[Path]:

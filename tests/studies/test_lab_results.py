@@ -399,6 +399,9 @@ def test_distances_are_drawn_for_what_has_several_sizes(tmp_path, text):
     assert [round(one, 6) for one in places[0][1].by_seed.values()] == [10.0, 0.0, 5.0]
     plot.draw_sizes(tables, tmp_path / "sizes.png")
     assert (tmp_path / "sizes.png").stat().st_size > 5_000
+    other = tables[1].experiment.model_copy(update={"reference": "ours"})
+    with pytest.raises(UsageError, match="one reference"):
+        plot.draw_sizes([tables[0], replace(tables[1], experiment=other)], tmp_path / "none.png")
     with pytest.raises(UsageError, match="at two sizes or more"):
         plot.draw_sizes(tables[:1], tmp_path / "none.png")
 

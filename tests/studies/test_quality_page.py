@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
 
+import numpy as np
 import pytest
 
 from diloco.pipeline.errors import UsageError
@@ -87,6 +88,17 @@ def time_s(run: str) -> float:
 def about(run: str, virtual_s: float) -> float:
     """Seed 0, at the mark of its curve that is nearest to a time."""
     return min(summaries(run)[0].curve, key=lambda mark: abs(mark.virtual_s - virtual_s)).value
+
+
+def between(run: str, virtual_s: float) -> float:
+    """Seed 0, at a time between two marks of its curve."""
+    curve = summaries(run)[0].curve
+    return float(np.interp(virtual_s, [mark.virtual_s for mark in curve], [mark.value for mark in curve]))
+
+
+def best(run: str, *rates: str) -> str:
+    """The row of a run at the best of its rates, by the median."""
+    return min((f"{run}, lr={rate}" for rate in rates), key=lambda one: median(values(one)))
 
 
 # --- the pages --------------------------------------------------------------------------------------------
@@ -361,8 +373,8 @@ def fair() -> Iterator[list[float]]:
         yield [*mid(run), *values(run), change(run, base), *changes(run, base)]
 
 
-def of_gpu(run: str, base: str) -> list[float]:
-    """A row of median and seeds, or of the one seed: with its costs if it merges, and against the row `base`."""
+def against(run: str, base: str) -> list[float]:
+    """A row: median and seeds, or the one seed; its costs if it merges; how it differs from the row `base`."""
     of = [*mid(run), *values(run)] if len(values(run)) > 1 else first(run)
     costs = []
     if summaries(run)[0].syncer_s is not None:
@@ -375,16 +387,18 @@ def of_gpu(run: str, base: str) -> list[float]:
 
 
 def paper_cell() -> Iterator[list[float]]:
-    base = "paper-cell/data-parallel, the same outer step, lr=0.008"
-    for label in (
-        *("data-parallel, the same outer step, lr=0.008", "decoupled", "decoupled, RDA of rows"),
-        *("data-parallel, lr=0.004", "the paper's", "the paper's, with the ramp, lr=0.004"),
-        *("DiLoCo, lr=0.008", "Streaming DiLoCo, lr=0.008"),
+    rates = ("0.004", "0.008")
+    base = best("paper-cell/data-parallel, the same outer step", *rates)
+    for run in (
+        *(base, "paper-cell/decoupled", "paper-cell/decoupled, RDA of rows"),
+        *(best("paper-cell/data-parallel", *rates), "paper-cell/the paper's"),
+        best("paper-cell/the paper's, with the ramp", *rates),
+        *("paper-cell/DiLoCo, lr=0.008", "paper-cell/Streaming DiLoCo, lr=0.008"),
     ):
-        yield of_gpu(f"paper-cell/{label}", base)
-    base = "paper-cell-2m/data-parallel, the same outer step, lr=0.004"
-    for run in (base, "paper-cell-2m/decoupled", "paper-cell-2m/data-parallel, lr=0.008"):
-        yield of_gpu(run, base)
+        yield against(run, base)
+    base = best("paper-cell-2m/data-parallel, the same outer step", *rates)
+    for run in (base, "paper-cell-2m/decoupled", best("paper-cell-2m/data-parallel", *rates)):
+        yield against(run, base)
     yield from struck()
 
 
@@ -393,8 +407,8 @@ def struck() -> Iterator[list[float]]:
 
     def row(label: str, at_s: float | None = None) -> list[float]:
         run = f"paper-cell/{label}"
-        (one,) = summaries(run)[:1]
-        then = [] if at_s is None else [about(run, at_s)]
+        one = summaries(run)[0]
+        then = [] if at_s is None else [between(run, at_s)]
         shares = [merged(run)] if one.merged_share is not None else []
         return [one.value, time_s(run), *then, 100 * one.goodput, *shares]
 
@@ -405,12 +419,13 @@ def struck() -> Iterator[list[float]]:
 
 
 def sizes() -> Iterator[list[float]]:
-    for size, best, of_plain in (("10m", "0.008", "0.004"), ("30m", "0.004", "0.002")):
-        base = f"sizes-{size}/data-parallel, the same outer step, lr={best}"
-        yield of_gpu(base, base)
-        yield of_gpu(f"sizes-{size}/decoupled, lr={of_plain}", base)
-        plain = f"sizes-{size}/data-parallel, lr={of_plain}"
-        yield of_gpu(plain, base) if size == "10m" else [*first(plain), *changes(plain, base)[:1]]
+    for size, of_ours, rates in (("10m", "0.004", ("0.004", "0.008")), ("30m", "0.002", ("0.002", "0.004"))):
+        base = best(f"sizes-{size}/data-parallel, the same outer step", *rates)
+        plain = best(f"sizes-{size}/data-parallel", *rates)
+        yield against(base, base)
+        yield against(f"sizes-{size}/decoupled, lr={of_ours}", base)
+        alone = len(values(base)) == 1  # as many seeds of the one alone
+        yield [*mid(plain), *values(plain), *changes(plain, base)] if alone else against(plain, base)
 
 
 def codecs() -> Iterator[list[float]]:

@@ -108,10 +108,10 @@ class RedisCalls:
         there = {address: reply for address, reply in told.items() if not isinstance(reply, DilocoError)}
         nodes, known_replicas = list(there.values()), self.nodes.known_replicas
         limits = [int(node.get("maxmemory", 0)) for node in nodes]
+        limited = [(int(node["used_memory"]), limit) for node, limit in zip(nodes, limits, strict=True) if limit]
         servers = [
             server.Server.of(node, at=str(address), known_replicas=known_replicas) for address, node in there.items()
         ]
-        limited = [(one.expected_bytes, one.maxmemory_bytes) for one in servers if one.maxmemory_bytes]
         warnings = set(server.warnings(servers))
         warnings |= {str(reply) for reply in told.values() if isinstance(reply, DilocoError)}
         return BusInfo(

@@ -13,16 +13,16 @@ from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.address import CONNECT_S, Place, is_tls, parse
 from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import RedisCalls
-from diloco.pipeline.bus.redis.errors import ERRORS, NAME_REDIS, NO_TLS, translate
+from diloco.pipeline.bus.redis.errors import ERRORS, IS_IT_THERE, NAME_REDIS, NO_TLS, translate
 from diloco.pipeline.bus.redis.lanes import LOOK_AGAIN_S, TAKEN_PLACE
-from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, SentinelNodes
+from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, NoSentinel, SentinelNodes
 from diloco.pipeline.bus.tls import check_files
 from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, UsageError
 
 DOCTOR = " (`diloco doctor` looks into it)"
 """What errors end with of a server that refuses a party, or does not answer it at its start."""
 NEXT_PRIMARY_S = 15.0
-"""How long a primary that sentinels name may be silent before it is given up: they need some seconds to replace it."""
+"""How long whoever comes waits for a primary that answers: sentinels need some seconds to replace one."""
 
 
 async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
@@ -55,10 +55,9 @@ async def _nodes(place: Place) -> Nodes:
     if place.service:
         sentinels = SentinelNodes(place)
         try:
-            await sentinels.look()
-        except BusUnavailable as error:
+            await _find_primary(sentinels, place)
+        except NoSentinel as error:
             raise await _hinted(error, place.where, place, place.hosts) from None
-        await _look_at_primary(sentinels, place)
         return sentinels
     if not place.hosts:
         if await _is_cluster(place, None):
@@ -85,28 +84,35 @@ async def _nodes(place: Place) -> Nodes:
     raise failed
 
 
-async def _look_at_primary(sentinels: SentinelNodes, place: Place) -> None:
-    """That which sentinels name may have died a moment ago: then the next one is waited for.
+async def _find_primary(sentinels: SentinelNodes, place: Place) -> None:
+    """Find who is primary, and that it answers; one that died a moment ago is waited out, until another one is.
 
     Raises:
         UsageError: it cannot be used.
-        BusUnavailable: nobody answers.
+        BusUnavailable: nobody is, or answers; `NoSentinel`: nobody knows.
     """
-    until = asyncio.get_running_loop().time() + NEXT_PRIMARY_S
-    while True:
-        (primary,) = sentinels.all()
-        try:
-            if await _is_cluster(place, primary):
-                raise UsageError(
-                    f"Redis at {primary} is a node of a cluster, which has no sentinels", "name it by redis://"
-                )
-            return
-        except BusUnavailable as error:
-            if asyncio.get_running_loop().time() >= until:
-                raise BusUnavailable(error.found, TAKEN_PLACE, error.said) from None
-        await asyncio.sleep(LOOK_AGAIN_S)
-        with suppress(BusUnavailable):  # nobody is, until one is promoted
-            await sentinels.look()
+    failed: BusUnavailable | None = None
+    try:
+        async with asyncio.timeout(NEXT_PRIMARY_S):
+            while True:
+                try:
+                    await sentinels.look()
+                    (primary,) = sentinels.all()
+                    if await _is_cluster(place, primary):
+                        raise UsageError(
+                            f"Redis at {primary} is a node of a cluster, which has no sentinels", "name it by redis://"
+                        )
+                    return
+                except NoSentinel:
+                    raise
+                except BusUnavailable as error:
+                    if error.remedy not in ("", IS_IT_THERE):  # it is there, and wants to be reached otherwise
+                        raise
+                    failed = error
+                await asyncio.sleep(LOOK_AGAIN_S)
+    except TimeoutError:
+        assert failed is not None  # noqa: S101  # a look at sentinels and a connection take less
+        raise BusUnavailable(failed.found, failed.remedy and TAKEN_PLACE, failed.said) from None
 
 
 async def _is_cluster(place: Place, address: HostPort | None) -> bool:

@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from diloco.pipeline.bus.redis.address import is_tls, parse
 from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
 from diloco.pipeline.bus.redis.connecting import connect_calls
+from diloco.pipeline.bus.redis.nodes import Nodes, SentinelNodes
 from diloco.pipeline.bus.redis.users import RedisUsers
 from diloco.pipeline.bus.server import BUFFER_LIMIT, FULL_COVERAGE, Address, Server
 from diloco.pipeline.errors import DilocoError, NotPermitted
@@ -45,6 +47,19 @@ def address_of(url: str) -> Address:
     certificate: Literal["", "shown"] = "shown" if place.options.get("ssl_certfile") else ""
     password = bool(place.options.get("password"))
     return Address(place.where, own, is_tls(place.options), password, place.user, certificate)
+
+
+async def unwell_sentinels(url: str) -> list[str]:
+    """Sentinels of a URL that would not help to replace a primary, each with why; none where it names no sentinels.
+
+    Raises:
+        UsageError: the URL is malformed.
+    """
+    place = parse(url)
+    nodes = SentinelNodes(place) if place.service else Nodes(None)
+    with suppress(DilocoError):  # what is wrong with each says more
+        await nodes.look()
+    return await nodes.unwell()
 
 
 def _loopback(host: str) -> bool:
@@ -112,10 +127,6 @@ class RedisExamination:
                 at = str(address) if cluster else ""
                 found.append(Server.of(node, config, at, self._calls.nodes.known_replicas))
         return found
-
-    async def unwell(self) -> list[str]:
-        """Sentinels that would not help to replace a primary, each with why; none where there are no sentinels."""
-        return await self._calls.nodes.unwell()
 
     async def user(self) -> str:
         """Who this connection is to the server; "": that may not be asked, and was not said."""

@@ -75,6 +75,10 @@ class Nodes:
         """A node of a cluster says who has a slot now."""
 
 
+class NoSentinel(BusUnavailable):
+    """None of them answers."""
+
+
 class SentinelNodes(Nodes):
     """A primary, as most sentinels say that answer: one of several alone sends nobody elsewhere."""
 
@@ -100,10 +104,13 @@ class SentinelNodes(Nodes):
             raise self._nobody(errors)
         ((named, votes),) = Counter(vote.primary for vote in told).most_common(1)
         if 2 * votes <= len(told):
+            raise BusUnavailable(f"the sentinels of Redis at {self._place.where} do not agree on who is primary")
+        if named is not None and Vote(named, reached=True) not in told:
             raise BusUnavailable(
-                f"the sentinels of Redis at {self._place.where} name several primaries, and none by most"
+                f"no sentinel of Redis at {self._place.where} reaches the primary {named}: it died a moment ago, or "
+                "refuses them"
             )
-        if named is None or Vote(named, reached=True) not in told:
+        if named is None:
             raise BusUnavailable(
                 f"the sentinels of Redis say that {self._place.service!r} has no primary now: it is down, and no "
                 "replica has been promoted yet"
@@ -128,12 +135,19 @@ class SentinelNodes(Nodes):
 
     def _wrong(self, answer: Any) -> str:
         """With a sentinel that answered so; "": nothing."""
-        (told, _) = _read([answer], _vote_of)
-        if not told:
-            return "does not answer as a sentinel of it"
-        if told[0].primary != self._primary:
-            return f"takes {told[0].primary} for the primary" if told[0].primary else "takes the primary for dead"
-        return "" if told[0].reached else "does not reach the primary, or is refused there"
+        told, errors = _read([answer], _vote_of)
+        if errors:
+            if "No such master" in str(errors[0]):
+                return f"knows no service {self._place.service!r}"
+            if isinstance(translate(errors[0], ""), UsageError):
+                return "refuses the connection, or its login"
+            return "does not answer as a sentinel" if isinstance(errors[0], rx.ResponseError) else "does not answer"
+        (vote,) = told
+        if vote.primary is None:
+            return "takes the primary for dead"
+        if self._primary not in (None, vote.primary):
+            return f"takes {vote.primary} for the primary"
+        return "" if vote.reached else "does not reach the primary, or is refused there (auth-pass)"
 
     async def _ask(self, what: str) -> list[Any]:
         """Answers of as many sentinels as most of them are, or in the time of all that do answer; errors among them."""
@@ -164,7 +178,7 @@ class SentinelNodes(Nodes):
         translated = translate(said[0], place.where)
         if isinstance(translated, UsageError):
             return translated
-        return BusUnavailable(f"no sentinel of {place.where} answers", translated.remedy, translated.said)
+        return NoSentinel(f"no sentinel of {place.where} answers", translated.remedy, translated.said)
 
 
 class ClusterNodes(Nodes):
