@@ -97,12 +97,13 @@ def make(run: str, learners: list[str], passwords: Path | None, region: bool = F
     users = [acl.region(run)] if region else acl.users(run, learners)
     users += acl.servers() if failover else []
     names = [variable(user.name) for user in users]
-    left_out = [variable(user.name) for user in acl.servers() if variable(user.name) in _read(passwords)]
-    if left_out and not (failover or region):
-        raise UsageError(
-            f"{passwords} has {', '.join(left_out)}: without these users servers do not take over from each other",
-            "add --failover, or take their lines out of that file",
-        )
+    if not (failover or region):
+        kept = _read(passwords)
+        if left_out := [name for name in (variable(user.name) for user in acl.servers()) if name in kept]:
+            raise UsageError(
+                f"{passwords} has {', '.join(left_out)}: without these users servers do not take over from each other",
+                "add --failover, or take their lines out of that file",
+            )
     if len(set(names)) < len(names):
         raise UsageError("two learners would have their passwords in the same variable: choose names that differ more")
     return acl_file(users, gather_passwords(names, os.environ, passwords))

@@ -23,7 +23,7 @@ from diloco.pipeline.bus.redis.address import is_tls, parse
 from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
 from diloco.pipeline.bus.redis.connecting import connect_calls
-from diloco.pipeline.bus.redis.nodes import Nodes, SentinelNodes
+from diloco.pipeline.bus.redis.nodes import SentinelNodes
 from diloco.pipeline.bus.redis.users import RedisUsers
 from diloco.pipeline.bus.server import BUFFER_LIMIT, FULL_COVERAGE, Address, Server
 from diloco.pipeline.errors import DilocoError, NotPermitted
@@ -56,7 +56,9 @@ async def unwell_sentinels(url: str) -> list[str]:
         UsageError: the URL is malformed.
     """
     place = parse(url)
-    nodes = SentinelNodes(place) if place.service else Nodes(None)
+    if not place.service:
+        return []
+    nodes = SentinelNodes(place)
     with suppress(DilocoError):  # what is wrong with each says more
         await nodes.look()
     return await nodes.unwell()

@@ -67,10 +67,6 @@ class Nodes:
         """Servers that may take the place of one of these, as far as they are known."""
         return []
 
-    async def unwell(self) -> list[str]:
-        """Sentinels that would not help to replace one of these, each with why."""
-        return []
-
     def moved(self, slot: int, address: HostPort) -> None:
         """A node of a cluster says who has a slot now."""
 
@@ -124,6 +120,7 @@ class SentinelNodes(Nodes):
         return list(dict.fromkeys(one for found in told for one in found))
 
     async def unwell(self) -> list[str]:
+        """Sentinels that would not help to replace the primary, each with why."""
         options, service = self._place.sentinel_options or {}, self._place.service
         asked = [_ask(host, options, "SENTINEL", "MASTER", service) for host in self._place.hosts]
         answers = await asyncio.gather(*asked, return_exceptions=True)
