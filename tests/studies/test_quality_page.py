@@ -85,11 +85,6 @@ def time_s(run: str) -> float:
     return summaries(run)[0].virtual_s
 
 
-def about(run: str, virtual_s: float) -> float:
-    """Seed 0, at the mark of its curve that is nearest to a time."""
-    return min(summaries(run)[0].curve, key=lambda mark: abs(mark.virtual_s - virtual_s)).value
-
-
 def between(run: str, virtual_s: float) -> float:
     """Seed 0, at a time between two marks of its curve."""
     curve = summaries(run)[0].curve
@@ -510,7 +505,7 @@ def failures() -> Iterator[list[float]]:
     yield [*mid(none), time_s(none), mid(none)[0]]
     yield [*mid(some), change(some, none), *changes(some, none), time_s(some), mid(some)[0]]
     yield [*mid(base), time_s(base), mid(base)[0]]
-    yield [*mid(elastic), time_s(elastic), about(elastic, 215)]
+    yield [*mid(elastic), time_s(elastic), between(elastic, 215)]
 
 
 def scavenging() -> Iterator[list[float]]:
