@@ -49,7 +49,7 @@ class Offered:
     """A header on its learner's stream. `header` is None where it cannot be taken; `problem` says why."""
 
     entry_id: str
-    """`ms-seq@learner`"""
+    """`ms-seq:mark@learner`; of a header that cannot be taken `ms-seq@learner`."""
     header: DeltaHeader | None
     problem: str = ""
 
@@ -323,7 +323,7 @@ class Offers(Keyed, Protocol):
     """Headers of deltas: learners offer them, the fragment's owner reads them."""
 
     async def offer(self, header: DeltaHeader, renews: str = "") -> str:
-        """Append a header to its learner's stream of the fragment; returns its name, `ms-seq@learner`.
+        """Append a header to its learner's stream of the fragment; returns its name, `ms-seq:mark@learner`.
 
         renews: name of an earlier one of that stream, which goes in the same step if it is still there.
         """

@@ -4,6 +4,7 @@ Shared by the bus's adapters, so that neither is kinder than the other. Pure: by
 that need no server.
 """
 
+import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -49,9 +50,18 @@ _LEARNER = re.compile(PARTY.encode())
 # --- entries of streams, and headers by name: whose stream, and which entry ------------------------------
 
 
-def offer_id(learner: str, at: str) -> str:
-    """Name of an entry of a learner's stream: `ms-seq@learner`."""
-    return f"{at}@{learner}"
+def offer_id(learner: str, at: str, data: bytes = b"") -> str:
+    """Name of an entry of a learner's stream: `ms-seq:mark@learner`, of its bytes; without them `ms-seq@learner`.
+
+    A server whose clock is behind gives ids one after the other, so once it has lost its last entries, it gives theirs
+    to others. Whoever names a header that was lost must not mean another one.
+    """
+    return f"{at}:{mark_of(data)}@{learner}" if data else f"{at}@{learner}"
+
+
+def mark_of(data: bytes) -> str:
+    """What tells two entries of one id apart. The scripts make the same of what is there."""
+    return hashlib.sha1(data, usedforsecurity=False).hexdigest()[:8]
 
 
 def parse_offer_id(text: str) -> tuple[str, str]:
@@ -60,19 +70,26 @@ def parse_offer_id(text: str) -> tuple[str, str]:
     Raises:
         BusError: it is none.
     """
-    at, _, learner = text.partition("@")
-    entry_id(at)
-    if not learner:
-        raise BusError(f"invalid name of a header {text!r:.80}: it is <entry id>@<learner>")
+    learner, at, _ = _parts_of(text)
     return learner, at
 
 
-def by_learner(entries: Iterable[str]) -> dict[str, list[str]]:
-    """Names of headers as learner -> entry ids, learners in order."""
-    found: dict[str, list[str]] = {}
-    for learner, at in map(parse_offer_id, entries):
-        found.setdefault(learner, []).append(at)
+def by_learner(entries: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
+    """Names of headers as learner -> (entry id, mark or ''), learners in order."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for learner, at, mark in map(_parts_of, entries):
+        found.setdefault(learner, []).append((at, mark))
     return dict(sorted(found.items()))
+
+
+def _parts_of(text: str) -> tuple[str, str, str]:
+    """(learner, entry id, mark or '')."""
+    where, _, learner = text.partition("@")
+    at, _, mark = where.partition(":")
+    entry_id(at)
+    if not learner:
+        raise BusError(f"invalid name of a header {text!r:.80}: it is <entry id>:<mark>@<learner>")
+    return learner, at, mark
 
 
 def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> dict[str, str]:
@@ -121,7 +138,7 @@ def decode_offer(fragment: int, learner: str, at: str, data: bytes, format: int)
         return Offered(name, None, f"header of fragment {header.fragment} on a stream of fragment {fragment}")
     if header.learner != learner:
         return Offered(name, None, f"header of {header.learner} on the stream of {learner}")
-    return Offered(name, header)
+    return Offered(offer_id(learner, at, data), header)
 
 
 # --- what else is read -----------------------------------------------------------------------------------

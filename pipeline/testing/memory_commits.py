@@ -44,16 +44,27 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
     def _room(self, head: Hash, name: str, more: int) -> int:
         return stored_values.room(stored_values.decode_count(name, head.get(name.encode())), more)
 
-    def _headers(self, p: int, entries: Iterable[str]) -> dict[str, list[EntryId]]:
-        """Streams and the entries named of each."""
+    def _headers(self, p: int, entries: Iterable[str]) -> dict[str, list[tuple[EntryId, str]]]:
+        """Streams and the entries named of each, with their marks."""
         found = stored_values.by_learner(entries)
-        return {self.keys.deltas(p, learner): list(map(stored_values.entry_id, ids)) for learner, ids in found.items()}
+        return {
+            self.keys.deltas(p, learner): [(stored_values.entry_id(at), mark) for at, mark in ones]
+            for learner, ones in found.items()
+        }
 
-    def _delete(self, headers: Mapping[str, list[EntryId]], keys: Iterable[str]) -> None:
-        for deltas, entries in headers.items():
-            stream = self._stream(deltas)
-            for at in entries:
-                stream.delete(at)
+    def _pending(self, headers: Mapping[str, list[tuple[EntryId, str]]]) -> list[tuple[str, EntryId]]:
+        """Those that are there: the very ones, where they have a mark."""
+        found: list[tuple[str, EntryId]] = []
+        for key, ones in headers.items():
+            for at, mark in ones:
+                data = self._stream(key).get(at)
+                if data is not None and mark in ("", stored_values.mark_of(data)):
+                    found.append((key, at))
+        return found
+
+    def _delete(self, headers: Iterable[tuple[str, EntryId]], keys: Iterable[str]) -> None:
+        for key, at in headers:
+            self._stream(key).delete(at)
         for key in keys:
             self.store.delete(key)
 
@@ -78,7 +89,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         self._xadd(keys.tape(keys.group(p)), encode(commit.record, self.format))
         for old in replaced:
             self._expire(old, commit.replaced_ttl_s)
-        self._delete(headers, (*gone, old_momentum))
+        self._delete(self._pending(headers), (*gone, old_momentum))
 
     def _replaced(self, head: Hash, of: Commit | Republication) -> tuple[list[str], str]:
         return stored_values.replaced_by(
@@ -104,7 +115,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         self.store.hset(key, stored_values.payload_fields(anew, self.format))
         for old in replaced:
             self._expire(old, anew.replaced_ttl_s)
-        self._delete({}, (old_momentum,))
+        self._delete((), (old_momentum,))
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
         keys = self.keys
@@ -115,9 +126,10 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         self._expect(fragment, head, refusal.expected)
         counts = {stored_values.refused_field(reason): n for reason, n in refusal.counts().items()}
         sums = self._add(head, {"rejected_tokens": self._room(head, "rejected_tokens", refusal.lost_tokens), **counts})
-        if headers and not any(at in self._stream(key).ids for key, entries in headers.items() for at in entries):
+        pending = self._pending(headers)
+        if headers and not pending:
             return  # refused before; counted and recorded then
-        self._delete(headers, refusal.delta_payloads)
+        self._delete(pending, refusal.delta_payloads)
         self.store.hset(keys.head(fragment), sums)
         for record in refusal.records:
             self._xadd(keys.tape(keys.group(fragment)), encode(record, self.format))

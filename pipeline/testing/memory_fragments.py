@@ -68,7 +68,8 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         arrivals = self.keys.arrivals(self.keys.group(header.fragment))
         _, _, known = self._stream(key), self._stream(arrivals), self._hash(senders)
         self.store.need_room()
-        at = self._xadd(key, encode(header, self.format))
+        data = encode(header, self.format)
+        at = self._xadd(key, data)
         before = stored_values.parse_offer_id(renews)[1] if renews else ""
         if before not in ("", at):
             self._stream(key).delete(stored_values.entry_id(before))
@@ -76,7 +77,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
             self.store.hset(senders, {header.learner: b""})
             self._xadd(arrivals, header.learner.encode())
             self.store.stream(arrivals).keep_last()
-        return stored_values.offer_id(header.learner, at)
+        return stored_values.offer_id(header.learner, at, data)
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         await self._turn()

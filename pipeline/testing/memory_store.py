@@ -46,6 +46,11 @@ class Stream:
         """Remove all but the last entry."""
         del self.ids[:-1], self.data[:-1]
 
+    def get(self, at: EntryId) -> bytes | None:
+        """An entry, if it is there."""
+        index = bisect_left(self.ids, at)
+        return self.data[index] if index < len(self.ids) and self.ids[index] == at else None
+
     def delete(self, at: EntryId) -> bool:
         """Remove an entry if it is there."""
         index = bisect_left(self.ids, at)

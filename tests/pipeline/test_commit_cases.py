@@ -4,6 +4,7 @@ A refused step is compared by a full dump of the server before and after.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication, Rest, Staged
 from diloco.pipeline.bus.ports import START, Bus
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
 from diloco.pipeline.messages.head import MergedBase, WindowView
 from diloco.pipeline.messages.payload import Update
@@ -335,6 +337,29 @@ async def test_a_refusal_removes_and_records_and_counts_once(bus: Bus) -> None:
     assert head.rejected_tokens == 400
     assert head.refused == {"non_finite": 1}
     assert [entry.record for entry in await bus.read_tape({0: START})][1:] == list(refusal.records)
+
+
+async def test_whoever_names_a_header_that_was_lost_does_not_mean_the_one_that_has_its_id_now(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    """A server whose clock is behind gives the ids of what it lost to others."""
+    expected = await first_head(bus)
+    key, ahead_ms = bus.keys.deltas(0, "l0"), int(time.time() * 1000) + 100_000
+    backdoor.append(key, b"before", ahead_ms)
+    lost = await bus.offer(samples.header("l0"))
+    backdoor.delete(key)
+    backdoor.append(key, b"before", ahead_ms)
+    later = await bus.offer(samples.header("l0", attempt=1, serial=1))
+    assert parse_offer_id(later) == parse_offer_id(lost)
+    before = await bus.read_heads([0])
+    await bus.refuse(0, Refusal(NONCE, expected, (lost,), (), (rejected("l0", 400),), lost_tokens=400))
+    assert await bus.read_heads([0]) == before
+    assert len(await bus.read_tape({0: START})) == 1
+    commit = await commit_on(bus, expected, entries=(lost,))
+    await bus.commit(commit)
+    assert [one.entry_id for one in await bus.read_offers(0) if one.header] == [later]
+    await bus.refuse(0, Refusal(NONCE, (1, commit.digest), (later,), (), (rejected("l0", 400),), lost_tokens=400))
+    assert [one for one in await bus.read_offers(0) if one.header] == []
 
 
 async def test_refusals_are_counted_by_reason_whether_the_tape_tells_of_them_or_not(bus: Bus) -> None:

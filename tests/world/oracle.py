@@ -264,7 +264,8 @@ class Oracle:
         there = set()
         for learner in self._senders:
             stream = self._stream(self._keys.deltas(p, learner))
-            there |= {f"{ms}-{seq}@{learner}" for ms, seq in stream.ids} if stream else set()
+            entries = zip(stream.ids, stream.data, strict=True) if stream else ()
+            there |= {stored_values.offer_id(learner, f"{ms}-{seq}", data) for (ms, seq), data in entries}
         expected = self.fragments[p].pending.keys()
         if there != expected:
             lost, strange = sorted(expected - there), sorted(there - expected)

@@ -23,7 +23,7 @@ from diloco.pipeline.bus.ports import START
 from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.bus.stored_values import entry_id, offer_id, parse_offer_id
+from diloco.pipeline.bus.stored_values import entry_id, parse_offer_id
 from diloco.pipeline.testing.memory_store import EntryId, Stream
 from tests import samples
 from tests.world.plan import plan
@@ -89,13 +89,13 @@ class _Entries:
         self._memory: dict[EntryId, EntryId] = {}
         self._order: list[EntryId] = []
         self._before: dict[EntryId, EntryId] = {}
-        """Those known before a failover: some are there still, and others never again."""
-        self._failed_over = False
+        """Those known before a loss: some are there still, and others never again."""
+        self._lost = False
 
-    def fail_over(self) -> None:
+    def lose(self) -> None:
         """Memory may give the ids of lost entries to others: what is there is made known anew."""
         self._before |= self._redis
-        self._failed_over = True
+        self._lost = True
         self._redis, self._memory, self._order = {}, {}, []
 
     def match(self, memory: str, redis: str) -> None:
@@ -122,7 +122,7 @@ class _Entries:
         if memory == START:
             return START
         found = self._redis.get(entry_id(memory)) or self._before.get(entry_id(memory))
-        if found is None and self._failed_over:
+        if found is None and self._lost:
             return NOWHERE  # a server that was cut off told of it
         if found is None:
             raise _Unequal(memory, "no entry that a call told of")
@@ -182,6 +182,7 @@ class Replay:
             await self.clear()
             await self._redis.many(("RESTORE", *key) for key in self._snapshots[snapshot])
             await self._set_full(full)
+            self._lose()
 
     async def _fail_over(self, parts: Mapping[str, int]) -> None:
         """Another server, which has of each part what it had at a snapshot."""
@@ -192,8 +193,11 @@ class Replay:
             kept = (one for one in self._snapshots[number] if part_of(one[0].decode()) == part)
             await self._redis.many(("RESTORE", *key) for key in kept)
         await self._set_full(full)
+        self._lose()
+
+    def _lose(self) -> None:
         for entries in self._entries.values():
-            entries.fail_over()
+            entries.lose()
 
     async def _set_times(self, times: Times) -> None:
         """Make everybody as old, or as soon gone, as memory saw it."""
@@ -260,8 +264,8 @@ class Replay:
             return tuple(self._entries[stream].redis(at) for at in found)
 
         def offers(p: int, names: Iterable[str]) -> tuple[str, ...]:
-            parts = map(parse_offer_id, names)
-            return tuple(offer_id(learner, ids(keys.deltas(p, learner), [at])[0]) for learner, at in parts)
+            parts = [(name, *parse_offer_id(name)) for name in names]
+            return tuple(name.replace(at, ids(keys.deltas(p, learner), [at])[0], 1) for name, learner, at in parts)
 
         given = {name: value * LONGER if name in SPANS else value for name, value in args.items() if name != "block_s"}
         match method:

@@ -61,8 +61,9 @@ class RedisOffers(RedisConnection, Offers):
         group = self.keys.group(p)
         keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
         outdone = [stored_values.parse_offer_id(renews)[1]] if renews else []
-        (at,) = await self._redis.script("offer", keys, learner, encode(header, self.format), *outdone)
-        return stored_values.offer_id(learner, at.decode())
+        data = encode(header, self.format)
+        (at,) = await self._redis.script("offer", keys, learner, data, *outdone)
+        return stored_values.offer_id(learner, at.decode(), data)
 
     async def read_offers(
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
@@ -295,9 +296,12 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
 
     def _headers(self, step: _Step, p: int, entries: Iterable[str]) -> None:
         """Headers that go, by learner's stream."""
-        found = stored_values.by_learner(entries).items()
         step.fields["headers"] = [
-            {"key": step.place(self.keys.deltas(p, learner)), "entries": ids} for learner, ids in found
+            {
+                "key": step.place(self.keys.deltas(p, learner)),
+                "entries": [{"at": at, "mark": mark} for at, mark in found],
+            }
+            for learner, found in stored_values.by_learner(entries).items()
         ]
 
     async def _name_payloads(self, step: _Step, p: int, of: Commit | Republication, retired: Iterable[str]) -> None:

@@ -8,7 +8,7 @@
 --   record           for the tape
 --   staged           {key, chunks} of each payload that stays from now on
 --   replaced, replaced_ttl_ms      payloads that the head names no more, and how long they live on
---   headers          {key, entries} of each learner's stream that headers go from
+--   headers          {key, entries} of each learner's stream that headers go from; an entry is {at, mark}
 --   gone             keys that go: delta payloads, retired payloads, the replaced momentum
 local lease, head, tape = KEYS[1], KEYS[2], KEYS[3]
 local a = fields(tape)
@@ -31,6 +31,6 @@ redis.call('HINCRBY', head, 'merged_tokens', merged_tokens)
 redis.call('HINCRBY', head, 'rejected_tokens', 0)
 redis.call('XADD', tape, '*', 'r', a.record)
 for _, key in ipairs(a.replaced) do redis.call('PEXPIRE', KEYS[key], a.replaced_ttl_ms) end
-delete_headers(a.headers)
+delete_headers(pending_of(a.headers))
 for _, key in ipairs(a.gone) do redis.call('UNLINK', KEYS[key]) end
 return {'OK'}

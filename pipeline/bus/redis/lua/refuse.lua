@@ -5,7 +5,7 @@
 --   was              what the head has now: version, digest
 --   lost_tokens      added to the head's rejected tokens
 --   counts           {field, more}: what else is added to the head's totals
---   headers          {key, entries} of each learner's stream that headers go from
+--   headers          {key, entries} of each learner's stream that headers go from; an entry is {at, mark}
 --   gone             delta payloads that go
 --   records          for the tape
 local lease, head, tape = KEYS[1], KEYS[2], KEYS[3]
@@ -19,16 +19,11 @@ for _, one in ipairs(a.counts) do refused = refused or bad_total(head, one.field
 if refused then return refused end
 -- A refusal is never refused for what a peer says that it lost.
 local lost_tokens = bad_total(head, 'rejected_tokens', a.lost_tokens) and '0' or a.lost_tokens
-local pending = #a.headers == 0
-for _, one in ipairs(a.headers) do
-  for _, entry in ipairs(one.entries) do
-    pending = pending or #redis.call('XRANGE', KEYS[one.key], entry, entry) > 0
-  end
-end
-if not pending then return {'OK'} end
+local pending = pending_of(a.headers)
+if #pending == 0 and #a.headers > 0 then return {'OK'} end
 
 redis.call('PERSIST', head)
-delete_headers(a.headers)
+delete_headers(pending)
 for _, key in ipairs(a.gone) do redis.call('UNLINK', KEYS[key]) end
 redis.call('HINCRBY', head, 'rejected_tokens', lost_tokens)
 for _, one in ipairs(a.counts) do redis.call('HINCRBY', head, one.field, one.more) end
