@@ -1,9 +1,10 @@
 """Settings that only make sense together, or name what has to be there: refused before anything is begun."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 from diloco.options import ChaosProcess, DemoProcess, RunProcess, unused_by_baseline
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import UsageError, missing
 from diloco.pipeline.settings import EvaluatorProcess, check_outer
 from diloco.workers.trainer.models.hf_config import HfModel, read_hf
 from diloco.workers.trainer.models.sizes import check_size
@@ -59,12 +60,17 @@ def check_data(data: str, whose: str = "") -> None:
     Raises:
         UsageError: there is not.
     """
-    if data != "stdlib" and not _is_there(data):
-        from diloco.workers.trainer.data.packages import FOLDER  # brings numpy
+    if data == "stdlib" or _file(data).exists():
+        return
+    from diloco.workers.trainer.data.packages import FOLDER  # brings numpy
+    from diloco.workers.trainer.data.sources import DATA_SET  # and what reads texts
 
+    if not data.startswith(DATA_SET):
         made = Path(data) == FOLDER
         remedy = "make it: diloco data packages" if made else "name one, or hf:OWNER/NAME, or leave it out: stdlib"
         raise UsageError(f"data={data!r}: no such file or folder here{whose}", remedy)
+    if find_spec("datasets") is None:
+        raise UsageError(missing("datasets", "hub", f"data={data!r}"))
 
 
 def is_everywhere(data: str) -> bool:
@@ -75,15 +81,6 @@ def is_everywhere(data: str) -> bool:
 def _file(data: str) -> Path:
     """The file or folder that a setting names, if it names one."""
     return Path(data.partition(",column=")[0])
-
-
-def _is_there(data: str) -> bool:
-    """Whether there is such a text on this machine, or it is a data set of a hub."""
-    if _file(data).exists():
-        return True
-    from diloco.workers.trainer.data.sources import DATA_SET  # brings numpy, and what reads texts
-
-    return data.startswith(DATA_SET)
 
 
 def check_evaluator(settings: EvaluatorProcess) -> None:

@@ -12,6 +12,7 @@ matplotlib.use("Agg")  # no display needed, and none opened
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from diloco.pipeline.errors import UsageError
 from diloco.studies.pictures import save
@@ -41,6 +42,8 @@ def draw(tables: Sequence[Table], path: Path) -> None:
         row[0].set_ylabel(table.measure)
         row[0].legend(fontsize=7)
         row[0].set_title(table.experiment.name, fontsize=10, loc="left")
+        if any(len(line.summaries) > 1 for line in done):
+            row[0].set_title("lines: medians of the seeds; bands: all of them", fontsize=7, loc="right")
     save(figure, path)
 
 
@@ -52,7 +55,7 @@ def _curves(axes: Axes, table: Table, lines: Sequence[Line], x: str, label: str,
         length = min(map(len, curves))  # the same marks for all seeds, but perhaps the last
         at = np.mean([[getattr(mark, x) for mark in curve[:length]] for curve in curves], axis=0) / unit
         values = np.array([[mark.value for mark in curve[:length]] for curve in curves])
-        axes.plot(at, values.mean(axis=0), color=colour, linewidth=1.3, label=line.label)
+        axes.plot(at, np.median(values, axis=0), color=colour, linewidth=1.3, label=line.label)
         if len(curves) > 1:
             axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         late = values[:, length // 3 :]
@@ -67,10 +70,11 @@ def _curves(axes: Axes, table: Table, lines: Sequence[Line], x: str, label: str,
 
 def _bars(axes: Axes, lines: Sequence[Line]) -> None:
     at = list(range(len(lines)))[::-1]
-    axes.errorbar(
-        [line.mid for line in lines], at, xerr=[line.spread for line in lines], fmt="o", markersize=4, capsize=3
-    )
+    for i, line in enumerate(lines):
+        colour = f"C{i % 10}" if i < MOST_CURVES else "grey"  # as its curve
+        axes.errorbar(line.mid, at[i], xerr=line.spread, color=colour, fmt="o", markersize=4, capsize=3)
     axes.set_yticks(at, [line.label for line in lines], fontsize=7)
+    axes.locator_params(axis="x", nbins=6)
     axes.set_xlabel("final: median, and standard deviation over seeds")
     axes.grid(True, axis="x", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -96,7 +100,7 @@ def draw_sizes(tables: Sequence[Table], path: Path) -> None:
     figure = Figure(figsize=(10, 5.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     markers = dict(zip(dict.fromkeys(told for frames in series.values() for told in frames), cycle("osD^vP*")))
-    for number, (variant, frames) in enumerate(series.items()):
+    for number, frames in enumerate(series.values()):
         for told, places in frames.items():
             at, distances = zip(*sorted(places, key=lambda place: place[0]), strict=True)
             of_seeds = [
@@ -111,18 +115,22 @@ def draw_sizes(tables: Sequence[Table], path: Path) -> None:
                 markersize=4,
                 capsize=3,
                 linewidth=1.0,
-                label=f"{variant}; {told}",
             )
     axes.axhline(0.0, color="black", linewidth=0.8)
     sizes = sorted({at for frames in series.values() for places in frames.values() for at, _ in places})
     axes.set_xscale("log")
-    axes.set_xticks(sizes, [f"{at:.2g}" for at in sizes])
+    axes.set_xticks(sizes, [f"{float(f'{at:.1g}'):g}" for at in sizes])
     axes.set_xticks([], minor=True)
     axes.set_xlabel("parameters (millions)")
-    axes.set_ylabel(f"{tables[0].measure}: % from {tables[0].experiment.reference}", fontsize=8)
+    axes.set_ylabel(f"% more {tables[0].measure.partition(',')[0]}", fontsize=8)
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
+    names = [tables[0].experiment.reference, *series]
+    colours = ["black", *(f"C{number}" for number in range(len(series)))]
+    lines = [Line2D([], [], color=colour, label=name) for colour, name in zip(colours, names, strict=True)]
+    shapes = [Line2D([], [], color="grey", linestyle="", marker=markers[told], label=told) for told in markers]
+    axes.add_artist(axes.legend(handles=lines, loc="upper left", fontsize=7))
+    figure.legend(handles=shapes, loc="outside lower center", ncols=2, fontsize=7)
     save(figure, path)
 
 

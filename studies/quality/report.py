@@ -153,7 +153,7 @@ def markdown(table: Table) -> str:
     """Tables as Markdown: all rows, and each row's best of what the experiment names."""
     experiment, parts = table.experiment, []
     parts.append(f"### {experiment.name}\n\n{experiment.question}\n")
-    if experiment.best_of:
+    if experiment.best_of and table.best() != table.lines:
         parts.append(f"Best {', '.join(experiment.best_of)} of each:\n\n{_rows(table, table.best())}\n\nAll:\n")
     parts.append(_rows(table, table.lines))
     parts += [f"\n{said}" for said in _no_difference(table)]
@@ -193,7 +193,7 @@ def _columns(table: Table, lines: Sequence[Line]) -> Columns:
     columns: Columns = {
         "run": lambda line: line.label,
         f"{table.measure}: median": lambda line: f"{line.mid:.4f}",
-        "+-": lambda line: f"{line.spread:.4f}",
+        "+-": lambda line: f"{line.spread:.4f}" if len(line.summaries) > 1 else "",
     }
     if any(len(line.summaries) > 1 for line in lines):
         columns["by seed"] = _by_seed

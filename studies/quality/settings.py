@@ -8,7 +8,7 @@ import itertools
 import math
 import tomllib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -373,7 +373,7 @@ def read_experiment(path: Path) -> Experiment:
     known = {"question": str, "reference": str, "best_of": list, "settings": dict, "variants": list}
     for name, value in table.items():
         if name not in known:
-            raise UsageError(f"{path}: unknown {name!r} at the top; known are {', '.join(known)} (settings go below)")
+            raise UsageError(f"{path}: unknown {name!r} at the top{_told(name, known)} (settings go below)")
         if not isinstance(value, known[name]):
             raise UsageError(f"{path}: {name} must be a {known[name].__name__}, and is {value!r}")
     settings, variants = table.get("settings", {}), table.get("variants", [{"name": path.stem}])
@@ -386,13 +386,13 @@ def read_experiment(path: Path) -> Experiment:
         variant = dict(given)
         rows += _rows(path, variant.pop("name"), {**settings, **variant}, rows)
     names = [given["name"] for given in variants]
-    if len(set(names)) < len(names):
-        raise UsageError(f"{path}: two variants have the same name")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise UsageError(f"{path}: two variants are named {twice[0]!r}: rename one")
     if twice := [label for label, count in Counter(row.label for row in rows).items() if count > 1]:
         raise UsageError(f"{path}: two rows are {twice[0]!r}: rename a variant, or leave out what a sweep has twice")
     reference, best_of = table.get("reference"), table.get("best_of", [])
     if reference is not None and reference not in names:
-        raise UsageError(f"{path}: reference={reference!r} is no variant; there are {', '.join(names)}")
+        raise UsageError(f"{path}: reference={reference!r} is no variant{_told(reference, names)}")
     if wrong := [name for name in best_of if name not in list(LabRun.model_fields)]:
         raise UsageError(f"{path}: best_of names {wrong[0]!r}, which is no setting")
     measured = {"text" if run.task in TEXT else run.task for row in rows for run in row.runs}
@@ -410,12 +410,17 @@ def read_experiment(path: Path) -> Experiment:
     )
 
 
+def _told(name: str, known: Iterable[str]) -> str:
+    """What to add to a name that is not known: the nearest, or all."""
+    return meant(name, known) or f"; known are {', '.join(known)}"
+
+
 def _rows(path: Path, variant: str, given: Mapping[str, Any], above: Sequence[Row]) -> Iterator[Row]:
     """A variant's sweeps crossed with each other, in the file's order; seeds stay together."""
     where = f"{path}, variant {variant!r}"
     for name, value in given.items():
         if name not in LabRun.model_fields:
-            raise UsageError(f"{where}: unknown setting {name!r}; known are {', '.join(sorted(LabRun.model_fields))}")
+            raise UsageError(f"{where}: unknown setting {name!r}{_told(name, sorted(LabRun.model_fields))}")
         if value == []:
             raise UsageError(f"{where}: {name} is an empty list: there is nothing to run")
         if wrong := [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, list | dict)]:

@@ -15,7 +15,7 @@ import safetensors.numpy
 
 from diloco import cli, commands
 from diloco.export import export
-from diloco.launcher import finish, launch
+from diloco.launcher import finish, launch, option_checks
 from diloco.launcher.display import render
 from diloco.launcher.folder import Folder, choose, plain, to_toml
 from diloco.launcher.launch import Children, environment, threads_for
@@ -358,6 +358,14 @@ def test_text_of_packages_that_is_not_there_is_said_with_the_command_that_makes_
         check(RunProcess(data="packages-text"))
     with pytest.raises(UsageError, match="name one, or hf:OWNER/NAME"):
         check(RunProcess(data="other/packages-text"))
+
+
+def test_a_data_set_of_a_hub_needs_its_library_before_anything_is_started(monkeypatch):
+    monkeypatch.setattr(option_checks, "find_spec", lambda name: name)
+    check(RunProcess(data="hf:some/set"))
+    monkeypatch.setattr(option_checks, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"data='hf:some/set' needs datasets.*'diloco\[hub\]'"):
+        check(RunProcess(data="hf:some/set"))
 
 
 def test_a_restart_at_the_very_end_is_refused():

@@ -77,7 +77,7 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("reference = 'x'", "reference='x' is no variant"),
         ("best_of = ['x']", "best_of names 'x'"),
         ("[[variants]]\nlr = 1", "variant 1 needs a name"),
-        ("[[variants]]\nname = 'a'\n[[variants]]\nname = 'a'", "two variants have the same name"),
+        ("[[variants]]\nname = 'a'\n[[variants]]\nname = 'a'", "two variants are named 'a'"),
         ("[settings]\nseed = " + str(list(range(101))) + "\nlearners = " + str(list(range(1, 101))), "more than 10000"),
         ("[settings]\nseed = [[0], [1]]", "seed=[0]: give one value, or a plain list"),
         ("[settings]\nmethod = 'paper'\nmodel = {a = 1}", "model={'a': 1}: give one value, or a plain list"),

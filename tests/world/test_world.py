@@ -33,12 +33,12 @@ learner took no more, since all were leaving. 147: it was a failed write that no
 lost. 838: a header that was under way while its server was replaced came to the new one before its learner's report.
 1337: rank 0 was killed between saying that the learner has left and letting the others go, who waited on. 2631: two
 servers gave one id to two deltas, and the oracle knew only the later one. 2795: an owner refused a delta that was lost
-with the bus, and took another one, which had its id since, off the stream in its stead. 3037: a failover left the word that version 0
-is uploaded, and lost what was uploaded; all waited for it for ever. 3295: a learner's report from before its first pull
-was there again after a failover, and was judged as one made after. 3505: two owners in turn waited 30 s for an upload
-of a learner that had left, of which a failover had lost the end. 4061: an owner that had lost its connection found its
-window closed, and was judged as if it closed it when it next wrote. 9970: a version 0 had the values of a version that
-was lost, and the oracle took bases for the same by their digests."""
+with the bus, and took another one, which had its id since, off the stream in its stead. 3037: a failover left the word
+that version 0 is uploaded, and lost what was uploaded; all waited for it for ever. 3295: a learner's report from before
+its first pull was there again after a failover, and was judged as one made after. 3505: two owners in turn waited 30 s
+for an upload of a learner that had left, of which a failover had lost the end. 4061: an owner that had lost its
+connection found its window closed, and was judged as if it closed it when it next wrote. 9970: a version 0 had the
+values of a version that was lost, and the oracle took bases for the same by their digests."""
 
 
 @pytest.mark.timeout(1500)

@@ -1,5 +1,6 @@
 """Which files are text: of a folder, and of Python's own standard library."""
 
+import os
 import sysconfig
 from pathlib import Path
 
@@ -25,5 +26,8 @@ def stdlib_root() -> Path:
 
 def stdlib_files() -> list[Path]:
     """Python's own source text, without its test suites."""
-    root = stdlib_root()
-    return [p for p in sorted(root.rglob("*.py")) if not _STDLIB_SKIPPED & set(p.relative_to(root).parts)]
+    found: list[Path] = []
+    for folder, below, names in os.walk(stdlib_root()):
+        below[:] = set(below) - _STDLIB_SKIPPED  # of which site-packages may have very much
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(found)
