@@ -350,8 +350,8 @@ class Oracle:
         state = self.fragments[p]
         self._check_close(p, self._windows.shown(link, p, window, state))
         state.window_closed = window.state in CLOSED
-        if link.sent_s <= self._rewound_s or self._ever_drained:
-            return  # decided by what was lost while it was on its way: its owner reads anew
+        if self._reading.get((link, p), 0.0) <= self._rewound_s or self._ever_drained:
+            return  # decided by what was lost: its owner has not looked since, and may have noticed nothing
         if window.state != "idle" and not state.may_open:
             self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
 
