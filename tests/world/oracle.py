@@ -14,7 +14,7 @@ committed values are adopted; a shard leaves the queue when all of it was read (
 to the token-element.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -100,6 +100,9 @@ class Oracle:
         self.shards = Shards(self._store, keys, self.broken)
         self._reading: dict[tuple[Link, int], float] = {}
         """When a syncer last read a fragment's stream from its start."""
+        self._merged_beside: set[tuple[int, str, str, int]] = set()
+        """What was merged on a server that was replaced: its owner may put that back on the one that took over, whose
+        tape does not tell of it."""
         self._make_windows = partial(
             Windows, plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now, self._is_uploaded
         )
@@ -505,6 +508,8 @@ class Oracle:
             if key in state.merged:
                 self.broken("nothing is merged twice", f"{where}: {key}")
             state.merged[key] = header.tokens
+            if link.beside:
+                self._merged_beside.add((p, *key))
             if (header.steps, header.tokens, header.learner) != (part.steps, part.tokens, part.learner):
                 self.broken("the tape tells what was merged", f"{where}: {part}")
             delta = published = self._published_as(header)
@@ -601,14 +606,20 @@ class Oracle:
         """The run is finished, and whoever has followed its tapes has read all that is on them: its books close too."""
         for promise, detail in archive.problems(self._store, self._keys):
             self.broken(promise, detail)
-        self._check_books(archive.records, ledger_inputs)
+        self._check_books(archive.records, ledger_inputs, self._merged_beside)
 
-    def _check_books(self, tape: Sequence[TapeRecord], ledger_inputs: LedgerInputs) -> None:
+    def _check_books(
+        self,
+        tape: Sequence[TapeRecord],
+        ledger_inputs: LedgerInputs,
+        untold: Collection[tuple[int, str, str, int]] = frozenset(),
+    ) -> None:
         for p, fragment in enumerate(self.fragments):
             commits = [one for one in ledger.surviving(tape, ledger_inputs.heads)[0] if one.fragment == p]
             parts = {(one.learner, one.incarnation, one.base_version) for c in commits for one in c.contributions}
-            if parts != fragment.merged.keys():
-                odd = sorted(parts ^ fragment.merged.keys())
+            told = {key for key in fragment.merged if key in parts or (p, *key) not in untold}
+            if parts != told:
+                odd = sorted(parts ^ told)
                 self.broken("the tape tells which merges hold", f"fragment {p}: {odd[:4]} of {len(odd)}")
         outages = {"outages": int(self._rewinds > 0)}
         ledger_inputs = replace(
