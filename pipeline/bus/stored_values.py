@@ -54,7 +54,8 @@ def offer_id(learner: str, at: str, data: bytes = b"") -> str:
     """Name of an entry of a learner's stream: `ms-seq:mark@learner`, of its bytes; without them `ms-seq@learner`.
 
     A server whose clock is behind gives ids one after the other, so once it has lost its last entries, it gives theirs
-    to others. Whoever names a header that was lost must not mean another one.
+    to others. Whoever names a header that was lost must not mean another one. One that cannot be taken has no mark: it
+    may have been read in part, and is refused at once.
     """
     return f"{at}:{mark_of(data)}@{learner}" if data else f"{at}@{learner}"
 

@@ -119,7 +119,7 @@ def draw_sizes(tables: Sequence[Table], path: Path) -> None:
     axes.axhline(0.0, color="black", linewidth=0.8)
     sizes = sorted({at for frames in series.values() for places in frames.values() for at, _ in places})
     axes.set_xscale("log")
-    axes.set_xticks(sizes, [f"{float(f'{at:.1g}'):g}" for at in sizes])
+    axes.set_xticks(sizes, [f"{float(f'{at:.2g}'):g}" for at in sizes])
     axes.set_xticks([], minor=True)
     axes.set_xlabel("parameters (millions)")
     axes.set_ylabel(f"% more {tables[0].measure.partition(',')[0]}", fontsize=8)
@@ -129,7 +129,7 @@ def draw_sizes(tables: Sequence[Table], path: Path) -> None:
     colours = ["black", *(f"C{number}" for number in range(len(series)))]
     lines = [Line2D([], [], color=colour, label=name) for colour, name in zip(colours, names, strict=True)]
     shapes = [Line2D([], [], color="grey", linestyle="", marker=markers[told], label=told) for told in markers]
-    axes.add_artist(axes.legend(handles=lines, loc="upper left", fontsize=7))
+    axes.legend(handles=lines, loc="upper left", fontsize=7)
     figure.legend(handles=shapes, loc="outside lower center", ncols=2, fontsize=7)
     save(figure, path)
 

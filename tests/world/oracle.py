@@ -353,8 +353,10 @@ class Oracle:
         state = self.fragments[p]
         self._check_close(p, self._windows.shown(link, p, window, state))
         state.window_closed = window.state in CLOSED
-        if self._reading.get((link, p), 0.0) <= self._rewound_s or self._ever_drained:
-            return  # decided by what was lost: its owner has not looked since, and may have noticed nothing
+        if link.sent_s <= self._rewound_s or self._ever_drained:
+            return  # decided by what was lost while it was on its way: its owner reads anew
+        if self._reading.get((link, p), 0.0) <= self._rewound_s and self._now() - self._rewound_s <= REPORTED_S:
+            return  # its owner has not looked since, and may have noticed nothing
         if window.state != "idle" and not state.may_open:
             self.broken("a window opens for a due delta on the current base", f"fragment {p} version {state.version}")
 
@@ -508,8 +510,7 @@ class Oracle:
             if key in state.merged:
                 self.broken("nothing is merged twice", f"{where}: {key}")
             state.merged[key] = header.tokens
-            if link.beside:
-                self._merged_beside.add((p, *key))
+            (self._merged_beside.add if link.beside else self._merged_beside.discard)((p, *key))
             if (header.steps, header.tokens, header.learner) != (part.steps, part.tokens, part.learner):
                 self.broken("the tape tells what was merged", f"{where}: {part}")
             delta = published = self._published_as(header)

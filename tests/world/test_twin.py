@@ -73,8 +73,8 @@ MUTATIONS = {
     ),
     "a commit that deletes one header too few": (
         "commit",
-        "delete_headers(pending_of(a.headers))\n",
-        "if a.headers[1] then table.remove(a.headers[1].entries) end\ndelete_headers(pending_of(a.headers))\n",
+        "delete_headers(pending)\n",
+        "table.remove(pending)\ndelete_headers(pending)\n",
     ),
     "a commit that is not on the tape": ("commit", "redis.call('XADD', tape, '*', 'r', a.record)\n", ""),
     "a commit that leaves payloads behind": (

@@ -28,6 +28,6 @@ def stdlib_files() -> list[Path]:
     """Python's own source text, without its test suites."""
     found: list[Path] = []
     for folder, below, names in os.walk(stdlib_root()):
-        below[:] = set(below) - _STDLIB_SKIPPED  # of which site-packages may have very much
+        below[:] = set(below) - _STDLIB_SKIPPED  # site-packages may hold very many files
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(found)

@@ -23,6 +23,7 @@ refused = refused or bad_total(head, 'merged_deltas', a.merged_deltas) or bad_to
 if refused then return refused end
 -- A commit is never refused for what a peer says that it trained.
 local merged_tokens = bad_total(head, 'merged_tokens', a.merged_tokens) and '0' or a.merged_tokens
+local pending = pending_of(a.headers)
 
 for _, one in ipairs(a.staged) do redis.call('PERSIST', KEYS[one.key]) end
 redis.call('HSET', head, unpack(a.set))
@@ -31,6 +32,6 @@ redis.call('HINCRBY', head, 'merged_tokens', merged_tokens)
 redis.call('HINCRBY', head, 'rejected_tokens', 0)
 redis.call('XADD', tape, '*', 'r', a.record)
 for _, key in ipairs(a.replaced) do redis.call('PEXPIRE', KEYS[key], a.replaced_ttl_ms) end
-delete_headers(pending_of(a.headers))
+delete_headers(pending)
 for _, key in ipairs(a.gone) do redis.call('UNLINK', KEYS[key]) end
 return {'OK'}
