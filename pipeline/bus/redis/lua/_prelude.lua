@@ -68,7 +68,7 @@ local function no_streams(listed)
   end
 end
 
--- Those of some headers, listed as {key, entries} by learner's stream, that are there, as {key, id}. An entry is
+-- Those of some headers, listed as {key, entries} by learner's stream, that are there, as {key, at}. An entry is
 -- {at, mark}: after a loss another header may have its id, of which the mark tells. '' is the mark of any.
 local function pending_of(headers)
   local found = {}
@@ -76,7 +76,7 @@ local function pending_of(headers)
     for _, entry in ipairs(one.entries) do
       local there = redis.call('XRANGE', KEYS[one.key], entry.at, entry.at)[1]
       if there and (entry.mark == '' or redis.sha1hex(there[2][2]):sub(1, 8) == entry.mark) then
-        table.insert(found, {KEYS[one.key], entry.at})
+        table.insert(found, {key = one.key, at = entry.at})
       end
     end
   end
@@ -85,7 +85,7 @@ end
 
 -- Delete headers that were found so.
 local function delete_headers(found)
-  for _, one in ipairs(found) do redis.call('XDEL', one[1], one[2]) end
+  for _, one in ipairs(found) do redis.call('XDEL', KEYS[one.key], one.at) end
 end
 
 -- Whether the work queue has its consumer group.
