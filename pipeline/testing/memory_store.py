@@ -46,15 +46,19 @@ class Stream:
         """Remove all but the last entry."""
         del self.ids[:-1], self.data[:-1]
 
+    def _place(self, at: EntryId) -> int | None:
+        index = bisect_left(self.ids, at)
+        return index if index < len(self.ids) and self.ids[index] == at else None
+
     def get(self, at: EntryId) -> bytes | None:
         """An entry, if it is there."""
-        index = bisect_left(self.ids, at)
-        return self.data[index] if index < len(self.ids) and self.ids[index] == at else None
+        index = self._place(at)
+        return None if index is None else self.data[index]
 
     def delete(self, at: EntryId) -> bool:
         """Remove an entry if it is there."""
-        index = bisect_left(self.ids, at)
-        if index == len(self.ids) or self.ids[index] != at:
+        index = self._place(at)
+        if index is None:
             return False
         del self.ids[index], self.data[index]
         return True

@@ -9,6 +9,7 @@ import pytest
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import Bus, TapeEntry
+from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable
@@ -193,5 +194,5 @@ async def test_ids_go_up_though_the_servers_clock_goes_back(bus: Bus, backdoor: 
     """A stream that is there keeps its last id: what comes next is above it, whatever time it is."""
     ahead_ms, header = int(time.time() * 1000) + 3_600_000, samples.header()
     backdoor.append(bus.keys.deltas(header.fragment, header.learner), encode(header), ahead_ms)
-    first, second = [(await bus.offer(header)).partition("@")[0] for _ in range(2)]
+    first, second = [parse_offer_id(await bus.offer(header))[1] for _ in range(2)]
     assert (first, second) == (f"{ahead_ms}-1", f"{ahead_ms}-2")
