@@ -1,5 +1,6 @@
 """What the simulated world's onlooker takes for the base of a delta: a version and its values, not the values alone."""
 
+import asyncio
 from typing import Any, cast
 
 import numpy as np
@@ -14,7 +15,7 @@ from diloco.syncer.serving.initial import IDLE_VIEW
 from tests import samples
 from tests.world import reference
 from tests.world.link import Link
-from tests.world.oracle import Oracle
+from tests.world.oracle import REPORTED_S, Oracle
 from tests.world.plan import plan
 from tests.world.record import WorldBus, WorldStore
 from tests.world.surviving import Surviving
@@ -93,6 +94,24 @@ def test_a_due_delta_on_a_lost_version_of_the_same_values_opens_no_window() -> N
         return owner.opens()
 
     assert run_virtual(main()) == "a window opens for a due delta on the current base"
+
+
+def test_an_owner_that_may_have_noticed_nothing_of_a_loss_is_excused_for_a_while_and_no_longer() -> None:
+    """Its window is for a due delta that was lost with the bus, and it has not read the stream since."""
+
+    async def opens_after(seconds: float) -> str | None:
+        owner = await Owner().begins()
+        before = owner.oracle.snapshot()
+        saved = owner.store.snapshot()
+        await owner.offered("learner-1", 0)
+        owner.store.restart(saved)
+        owner.oracle.rewind(before)
+        await asyncio.sleep(seconds)
+        owner.sent_s = owner.clock.now()
+        return owner.opens()
+
+    assert run_virtual(opens_after(REPORTED_S - 0.1)) is None
+    assert run_virtual(opens_after(REPORTED_S + 0.1)) == "a window opens for a due delta on the current base"
 
 
 def test_an_attempt_is_outdone_by_a_later_one_on_its_base_only() -> None:
