@@ -7,17 +7,19 @@ import shutil
 import sys
 from pathlib import Path
 
-from tests.releases.kept import FOLDER, VERSION, check_frozen, write_files, write_frozen
+from tests.releases.kept import FOLDER, VERSION, check_frozen, lost_scripts, write_files, write_frozen
 
 
 def main() -> None:
-    """Write the folder of the version in pyproject.toml; with --check, only compare what its wire format has."""
+    """Write the folder of the version in pyproject.toml; with --check, only compare its wire format and its scripts."""
     folder = FOLDER / VERSION
     if sys.argv[1:] not in ([], ["--check"]):
         sys.exit(__doc__)
     if sys.argv[1:]:
         if problem := check_frozen(folder):
             sys.exit(problem)
+        if lost := lost_scripts(folder):
+            sys.exit(f"{folder.name}: no syncer loads its {', '.join(lost)} any more ('A new field', CONTRIBUTING.md)")
         return
     shutil.rmtree(folder / "run", ignore_errors=True)
     shutil.rmtree(folder / "learner", ignore_errors=True)
