@@ -78,7 +78,7 @@ def _globals_in(folder: Place) -> Globals:
 def _read_state(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads((folder / STATE_FILE).read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"cannot read {folder / STATE_FILE}: {error}") from error
     return state if isinstance(state, dict) else {"fragments": ()}
 

@@ -36,6 +36,10 @@ def missing(package: str, extra: str, what: str) -> str:
     return f"{what} needs {package}, which is not installed: pip install 'diloco[{extra}]'"
 
 
+class LoginRefused(UsageError):
+    """The bus does not know this party's user, or not its password."""
+
+
 class NotPermitted(UsageError):
     """The bus does not let this party's user do that."""
 

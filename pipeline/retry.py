@@ -114,6 +114,16 @@ class Outages:
         """
         return await retry(lambda: call(*args), self.BACKOFF.waits(), BusError, self._failed, unless)
 
+    async def sent(self, send: Callable[..., Awaitable[Any]], *args: Any, unless: Errors = ()) -> Any:
+        """Send what will not be made again: as `retry`, and also while a key has what cannot be read or added to.
+
+        Raises:
+            SpecMismatch: the run is another one by now.
+            unless: these are not for trying again.
+        """
+        raised = (SpecMismatch, *(unless if isinstance(unless, tuple) else [unless]))
+        return await retry(lambda: send(*args), self.BACKOFF.waits(), (BusError, PeerError), self._failed, raised)
+
     async def forever(self, work: Callable[[], Awaitable[None]]) -> Never:
         """Do a work of which there is always more; begin it again whenever the bus or a peer breaks it off.
 

@@ -5,33 +5,52 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import TypeVar
 
 from diloco.pipeline.bus.keys import RunKeys
-from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.errors import BadMessage, BusUnavailable
 
 T = TypeVar("T")
 
 
 async def by_group(
-    keys: RunKeys, fragments: Iterable[int], ask: Callable[[list[int]], Awaitable[list[T]]]
+    keys: RunKeys,
+    fragments: Iterable[int],
+    ask: Callable[[list[int]], Awaitable[list[T]]],
+    unreadable: Callable[[BadMessage], None] | None = None,
 ) -> dict[int, T]:
     """Fragment -> answer, of the groups whose nodes answer.
 
-    ask: gives the answers of some fragments, in their order.
+    Args:
+        keys: of the run.
+        fragments: those that are asked for.
+        ask: gives the answers of some fragments, in their order.
+        unreadable: told of each fragment whose answer cannot be read, which is left out; without it, that is raised.
 
     Raises:
         BusUnavailable: nobody answers.
     """
+
+    async def each(some: list[int]) -> dict[int, T]:
+        try:
+            return dict(zip(some, await ask(some), strict=True))
+        except BadMessage as error:
+            if unreadable is None:
+                raise
+            if len(some) == 1:
+                unreadable(error)
+                return {}
+            return {p: answer for one in some for p, answer in (await each([one])).items()}
+
     groups: dict[int, list[int]] = {}
     for p in fragments:
         groups.setdefault(keys.group(p), []).append(p)
-    answers = await asyncio.gather(*map(ask, groups.values()), return_exceptions=True)
+    answers = await asyncio.gather(*map(each, groups.values()), return_exceptions=True)
     found, away = dict[int, T](), list[BusUnavailable]()
-    for some, answer in zip(groups.values(), answers, strict=True):
+    for answer in answers:
         if isinstance(answer, BusUnavailable):
             away.append(answer)
         elif isinstance(answer, BaseException):
             raise answer
         else:
-            found |= zip(some, answer, strict=True)
+            found |= answer
     if away and not found:
         raise away[0]
     return found

@@ -404,7 +404,7 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes], format: int) -> He
         }
         return Head(**_without_later(said, format))
     except (KeyError, ValueError) as error:  # pydantic's and UnicodeDecodeError are ValueErrors
-        raise BadMessage(f"head of fragment {fragment} is unreadable: {error}") from error
+        raise BadMessage(f"head of fragment {fragment} is unreadable", said=str(error)) from error
 
 
 def fragment_of(commit: Commit) -> int:

@@ -131,6 +131,9 @@ def complaint(error: ValidationError) -> str:
     if first["type"] == "literal_error" and where.endswith("format"):
         expected = first.get("ctx", {}).get("expected")
         return f"{where} {first['input']!r:.20} is not {expected}, which this build reads: a later release may have it"
+    if first["type"] in ("literal_error", "enum", "union_tag_invalid"):
+        value = first.get("ctx", {}).get("tag", first["input"])
+        return f"{where or 'message'} {value!r:.40} is unknown to this build: a later release may have it"
     if first["type"] == "extra_forbidden":
         return f"{where or 'message'} is unknown to this build: a later release may have written it"
     return f"{where or 'message'}: {what}"

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import START, Bus, BusInfo, Clock
 from diloco.pipeline.bus.server import fill_of_run
+from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import Head
@@ -122,7 +123,8 @@ async def read_status_of(
     """
     # Totals of heads before those of reports: what was merged was reported as trained earlier.
     fragments = range(0 if spec is None else spec.sync.fragments)
-    there = await by_group(bus.keys, fragments, bus.read_heads)  # who is away is among the warnings
+    unreadable = list[BadMessage]()
+    there = await by_group(bus.keys, fragments, bus.read_heads, unreadable.append)  # who is away is among the warnings
     heads = [there.get(p) for p in fragments]
     syncers = await bus.read_syncers()
     held = await by_group(bus.keys, fragments, bus.read_leases)
@@ -132,7 +134,7 @@ async def read_status_of(
     liveness_s = _liveness(state, live_s)
     if state is None or state.phase is not Phase.FINISHED:
         reports = as_heard(reports, info, liveness_s, answers_s)
-    warnings = list(info.warnings)
+    warnings = [*info.warnings, *map(str, unreadable)]
     if spec is not None and (found := redis_fill(info, spec, live_learners(reports, state))).level != "ok":
         warnings.append(str(found))
     status = build_status(

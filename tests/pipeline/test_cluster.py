@@ -27,7 +27,7 @@ from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.lanes import Lanes
 from diloco.pipeline.bus.redis.nodes import ClusterNodes
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.errors import BusUnavailable, HeadMoved
+from diloco.pipeline.errors import BusUnavailable, HeadMoved, UsageError
 from diloco.pipeline.messages.tape import WindowChanged
 from diloco.studies.strikes.failing.servers import Node
 from tests import samples
@@ -299,6 +299,35 @@ async def test_a_node_that_does_not_name_the_other_ones_host_means_its_own(error
     lanes = Lanes(place, nodes, found)
     lanes.notice(error, told_by)
     assert nodes.of("key") == HostPort("10.0.0.1", 7001)
+    await lanes.close()
+
+
+async def test_a_login_that_a_node_that_came_later_refuses_is_no_reason_to_end() -> None:
+    """It was taken before: the new one has not been given the users. Of the first one it is as wrong as ever."""
+    place = parse("redis://learner:secret@10.0.0.1:7000")
+    first, came = HostPort("10.0.0.1", 7000), HostPort("10.0.0.9", 7000)
+
+    async def found(_: object) -> None:
+        pass
+
+    class Moving(ClusterNodes):
+        async def look(self) -> None:
+            self.there = [came]
+
+        def all(self) -> list[HostPort | None]:
+            return list(getattr(self, "there", [first]))
+
+    lanes = Lanes(place, Moving(place), found)
+    refused = rx.AuthenticationError("WRONGPASS invalid username-password pair or user is disabled.")
+    assert isinstance(lanes.translate(refused, came), UsageError)
+    lanes.notice(rx.ConnectionError("gone"), first)
+    await asyncio.sleep(0.05)
+    told = lanes.translate(refused, came)
+    assert isinstance(told, BusUnavailable)
+    assert "10.0.0.9:7000 has taken the place of another node" in str(told)
+    assert "give it the users' file" in str(told)
+    assert "secret" not in str(told)
+    assert isinstance(lanes.translate(refused, first), UsageError)
     await lanes.close()
 
 

@@ -24,6 +24,7 @@ from diloco.pipeline.errors import (
     BusFull,
     BusUnavailable,
     DilocoError,
+    LoginRefused,
     NotPermitted,
     ScriptsMissing,
     UsageError,
@@ -99,6 +100,26 @@ async def test_payloads_that_do_not_come_hold_up_neither_a_header_nor_a_payload_
 
 
 @pytest.mark.redis
+async def test_a_key_with_what_no_party_writes_is_named_with_what_to_do_about_it(
+    bus: Bus, backdoor: RedisBackdoor
+) -> None:
+    """A value of another kind, a head or a state that cannot be read, and what a script refuses to touch."""
+    head, state, senders = bus.keys.head(0), bus.keys.state, bus.keys.senders(0)
+    backdoor.client.hset(head, mapping={"version": "3"})
+    backdoor.client.hset(state, mapping={"blob": b"garbage"})
+    backdoor.client.set(senders, "x")
+    for ask, key in (
+        (bus.read_heads([0]), head),
+        (bus.read_state(), state),
+        (bus.read_offers(0), senders),
+        (bus.offer(samples.header()), senders),
+    ):
+        with pytest.raises(BadMessage) as told:
+            await ask
+        assert f"have it deleted (UNLINK '{key}'): what belongs there is put back" in str(told.value)
+
+
+@pytest.mark.redis
 async def test_a_turn_that_comes_late_is_no_silence_of_the_server(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls would fail, and what they had downloaded would begin anew."""
     monkeypatch.setattr(lanes, "LANES", dict.fromkeys(lanes.LANES, 1))
@@ -130,7 +151,7 @@ IN_SCRIPT = "Error running script (call to f_1): @user_script:9: @user_script: 9
         (rx.ResponseError("MISCONF Redis is configured to save RDB snapshots"), BusFull),
         (rx.ResponseError("NOREPLICAS Not enough good replicas to write."), BusFull),
         (rx.ResponseError(IN_SCRIPT + "WRONGTYPE Operation against a key"), BadMessage),
-        (rx.AuthenticationError("WRONGPASS invalid username-password pair"), UsageError),
+        (rx.AuthenticationError("WRONGPASS invalid username-password pair"), LoginRefused),
         (rx.NoPermissionError("this user has no permissions to run the 'xadd' command"), NotPermitted),
         (rx.ResponseError("The user executing the script can't run this command or subcommand"), NotPermitted),
         (rx.ResponseError("ACL failure in script: No permissions to access a key"), NotPermitted),
@@ -162,10 +183,14 @@ def test_an_error_that_is_a_kind_of_another_is_told_as_what_it_is(error: Excepti
 @pytest.mark.parametrize(
     ("said", "kind", "ours"),
     [
-        ("NOAUTH Authentication required.", UsageError, "asks for a login; set user and password in DILOCO_REDIS_URL"),
+        (
+            "NOAUTH Authentication required.",
+            LoginRefused,
+            "asks for a login; set user and password in DILOCO_REDIS_URL",
+        ),
         (
             "WRONGPASS invalid username-password pair",
-            UsageError,
+            LoginRefused,
             "refuses the login of user 'syncer': name or",
         ),
         ("OOM command not allowed when used memory > 'maxmemory'.", BusFull, "its memory is full; raise its maxmemory"),

@@ -215,7 +215,7 @@ class OwnCarrier:
                 whole = True
 
         with suppress(PayloadIncomplete):  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
-            await member.outages.retry(send, unless=PayloadIncomplete)
+            await member.outages.sent(send, unless=PayloadIncomplete)
         return whole
 
 

@@ -82,7 +82,7 @@ class Publishing:
     async def _offer_one(self, item: tuple[Publication, Values]) -> None:
         """A call of its own, as `_send_one`."""
         if not item[0].renews:
-            await self._member.outages.retry(self._send_header, item[0])
+            await self._member.outages.sent(self._send_header, item[0])
         self._uploads[item[0].base.fragment % self._carrier.lanes].put_nowait(item)
 
     async def _send_header(self, publication: Publication) -> None:
@@ -134,7 +134,7 @@ class Publishing:
         whole = await self._carrier.upload(publication, values, partial(self._is_of_use, publication))
         takes_its_place = renews and not self._is_outdone(publication)
         if takes_its_place:
-            await member.outages.retry(self._send_header, publication)
+            await member.outages.sent(self._send_header, publication)
         if whole or self._is_of_use(publication):  # refused before it was whole, perhaps without asking for another
             member.shared.uploaded[p] = publication.serial
         if whole and takes_its_place:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import Clock
 from diloco.pipeline.ema import Ema
+from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.retry import Backoff, Retries
@@ -64,6 +65,8 @@ class Pulling:
         self.looks = 0
         self.reached = False
         """The last look found all nodes."""
+        self._told = ""
+        """Of a head that cannot be read, the last time."""
         self._looked: dict[int, int] = {}
         """Fragment -> number of the look by which its head was last known."""
 
@@ -77,7 +80,7 @@ class Pulling:
         number, windows, began = self.looks, self._member.shared.windows, self._member.clock.now()
         bus = self._member.bus
         asked = list(fragments)
-        heads = (await by_group(bus.keys, asked, bus.read_heads)).values()
+        heads = (await by_group(bus.keys, asked, bus.read_heads, self._unreadable)).values()
         self.reached = len(heads) == len(asked)
         for head in heads:
             if head is None or self._looked.get(head.fragment, 0) > number:
@@ -100,6 +103,11 @@ class Pulling:
         if windows:
             self._member.shared.window_seen()
         return None not in heads
+
+    def _unreadable(self, error: BadMessage) -> None:
+        if str(error) != self._told:
+            self._told = str(error)
+            self._member.log.warning("head_unreadable", error=str(error))
 
     async def pull_wanted(self) -> None:
         """Pull each global that is not here yet, on each lane one after the other.

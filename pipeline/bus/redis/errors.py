@@ -16,6 +16,7 @@ from diloco.pipeline.errors import (
     DilocoError,
     HeadMoved,
     LeaseLost,
+    LoginRefused,
     NotPermitted,
     Oversized,
     PayloadIncomplete,
@@ -124,11 +125,18 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
     if code in _AWAY:
         return BusUnavailable(f"Redis at {where} {_AWAY[code]}", _BACK.get(code, ""), text)
     if "WRONGTYPE" in text:
-        return BadMessage(f"Redis at {where} has another kind of value there", said=text)
+        named = key.decode(errors="replace") if isinstance(key, bytes) else key
+        at, remedy = (f"at {named}", unlink(named)) if named else ("there", "")
+        return BadMessage(f"Redis at {where} has another kind of value {at}", remedy, text)
     if isinstance(error, rx.ResponseError) and not isinstance(error, rx.ClusterError):
         return BusError(f"Redis at {where} refuses what it was asked", said=text)
     found, remedy = next((told for sign, *told in _NOT_THERE if sign in text), ("it does not answer", ""))
     return BusUnavailable(f"Redis at {where}: {found}", remedy, text.rstrip(".") or type(error).__name__)
+
+
+def unlink(key: str) -> str:
+    """What to do about a key of the run that has what no party of it writes."""
+    return f"have it deleted (UNLINK '{key}'): what belongs there is put back"
 
 
 def _code(error: BaseException, text: str) -> str:
@@ -181,7 +189,7 @@ def _not_let_in(text: str, where: str, user: str) -> UsageError:
     if "without any password configured" in text or "no password is set" in text:
         return UsageError(f"Redis at {where} has no passwords", "leave user and password out of DILOCO_REDIS_URL", text)
     if learner := acl.invited_learner(user):
-        return UsageError(
+        return LoginRefused(
             f"Redis at {where} refuses the login of user {user!r}",
             f"whoever runs it may have revoked the invitation of learner {learner!r}: ask for a new one (`diloco "
             f"invite {learner}`)",
@@ -192,7 +200,7 @@ def _not_let_in(text: str, where: str, user: str) -> UsageError:
     else:
         found = f"refuses the login{f' of user {user!r}' if user else ''}: name or password is wrong"
     remedy = "set user and password in DILOCO_REDIS_URL, or ask whoever runs it"
-    return UsageError(f"Redis at {where} {found}", remedy, text.rstrip("."))
+    return LoginRefused(f"Redis at {where} {found}", remedy, text.rstrip("."))
 
 
 ERRORS = (rx.RedisError, OSError, TimeoutError)
@@ -212,6 +220,6 @@ def refused(reply: list[Any]) -> DilocoError:
         case "HOLDER":
             return stored_reports.replaced(str(key), int(detail or 0))
         case "TOTAL":
-            return BadMessage(f"{key}: {detail} is no total that can be added to")
+            return BadMessage(f"{key}: {detail} is no total that can be added to", unlink(str(key)))
         case _:
-            return BadMessage(f"{key} holds a {detail}")
+            return BadMessage(f"{key} holds a {detail}", unlink(str(key)))

@@ -27,8 +27,8 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.calls import BULK_S, RedisCalls, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
-from diloco.pipeline.bus.redis.errors import THERE
-from diloco.pipeline.errors import BusUnavailable, NotPermitted, Oversized, ScriptsMissing
+from diloco.pipeline.bus.redis.errors import THERE, unlink
+from diloco.pipeline.errors import BadMessage, BusUnavailable, NotPermitted, Oversized, ScriptsMissing
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
@@ -215,7 +215,13 @@ class RedisHeads(RedisConnection, Heads):
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         found = await self._redis.hashes(self.keys.head(p) for p in fragments)
-        return [stored_values.decode_head(p, fields, self.format) for p, fields in zip(fragments, found, strict=True)]
+        return [self._decoded(p, fields) for p, fields in zip(fragments, found, strict=True)]
+
+    def _decoded(self, fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
+        try:
+            return stored_values.decode_head(fragment, fields, self.format)
+        except BadMessage as error:
+            raise BadMessage(error.found, unlink(self.keys.head(fragment)), error.said) from error
 
 
 class RedisTape(RedisConnection, Tape):

@@ -20,7 +20,7 @@ from diloco.pipeline.bus.redis.address import Place
 from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.errors import ERRORS, IS_IT_THERE, translate
 from diloco.pipeline.bus.redis.nodes import LOOK_S, Nodes
-from diloco.pipeline.errors import BusUnavailable, DilocoError
+from diloco.pipeline.errors import BusUnavailable, DilocoError, LoginRefused
 
 Lane = Literal["control", "bulk", "payloads", "blocking", "blocking payloads"]
 
@@ -81,6 +81,8 @@ class Lanes:
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
         self._closed = False
+        self._came: set[HostPort | None] = set()
+        """Nodes that came later than this party."""
         self._log = structlog.get_logger()
         self._following = self._begin(self._follow()) if nodes.moves else None
 
@@ -99,6 +101,12 @@ class Lanes:
         if isinstance(error, DilocoError):
             return error
         told = translate(error, self.where(address), self.place.user, key)
+        if isinstance(told, LoginRefused) and address in self._came:  # where it came from, the login was good
+            told = BusUnavailable(
+                f"Redis at {address} has taken the place of another node, and refuses the login that this one took",
+                "give it the users' file that the other one has: then it goes on by itself",
+                told.said,
+            )
         if self.nodes.moves and told.remedy == IS_IT_THERE:  # its address is not the URL's
             told.remedy = TAKEN_PLACE
         return told
@@ -202,6 +210,8 @@ class Lanes:
             now = set(self.nodes.all())
             if now != before:
                 gone, came = before - now, now - before
+                if before:
+                    self._came |= came
                 self._log.warning("primary_moved", gone=sorted(map(str, gone)), came=sorted(map(str, came)))
                 self._leave(gone)
                 with suppress(DilocoError):

@@ -18,6 +18,7 @@ from diloco.pipeline.bus.ports import (
 )
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms, unix_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
+from diloco.pipeline.bus.redis.errors import unlink
 from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
@@ -67,7 +68,15 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
         return await self._redis.script("begin_again", [self.keys.state], *ranks, encode(state, self.format)) == [1]
 
     async def read_state(self) -> RunState | None:
-        return stored_values.decode_state(await self._redis.command("HGET", self.keys.state, "blob"), self.format)
+        blob = await self._redis.command("HGET", self.keys.state, "blob")
+        return _state(blob, self.format, self.keys.state)
+
+
+def _state(blob: bytes | None, format: int, key: str) -> RunState | None:
+    try:
+        return stored_values.decode_state(blob, format)
+    except BadMessage as error:
+        raise BadMessage("the run's state is unreadable", unlink(key), str(error)) from error
 
 
 class RedisReports(RedisConnection, Reports):
@@ -84,7 +93,7 @@ class RedisReports(RedisConnection, Reports):
         (blob,) = await self._redis.script(
             "write_report", keys, name, encode(report, self.format), report.number, *holder
         )
-        return stored_values.decode_state(blob, self.format)
+        return _state(blob, self.format, self.keys.state)
 
     async def put_back_report(self, seen: SeenReport) -> None:
         name = f"{seen.report.learner}/{seen.report.incarnation}"

@@ -143,8 +143,8 @@ class Network:
             time.sleep(0.002)
         said = holder.stderr.read().decode(errors="replace").strip() if holder.poll() and holder.stderr else "no answer"
         raise UsageError(
-            f"no network of its own can be made here ({said}): be root, or put `unshare --user --map-root-user --net` "
-            "before the command"
+            f"no network of its own can be made here ({said}): be root, or take the command into a "
+            "user's own: unshare --user --map-root-user --net sh -c 'ip link set lo up; COMMAND'"
         )
 
 
