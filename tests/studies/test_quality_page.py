@@ -4,7 +4,7 @@ The CSV holds nothing that its experiments do not ask for.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -85,10 +85,13 @@ def time_s(run: str) -> float:
     return summaries(run)[0].virtual_s
 
 
-def between(run: str, virtual_s: float) -> float:
-    """Seed 0, at a time between two marks of its curve."""
-    curve = summaries(run)[0].curve
-    return float(np.interp(virtual_s, [mark.virtual_s for mark in curve], [mark.value for mark in curve]))
+def between(run: str, virtual_s: float) -> list[float]:
+    """Of each seed, at a time between two marks of its curve."""
+
+    def at(curve: Sequence[Mark]) -> float:
+        return float(np.interp(virtual_s, [mark.virtual_s for mark in curve], [mark.value for mark in curve]))
+
+    return [at(one.curve) for one in summaries(run)]
 
 
 def best(run: str, *rates: str) -> str:
@@ -126,7 +129,7 @@ def page_tables() -> dict[str, list[list[str]]]:
             section = line.lstrip("# ")
         elif line.startswith("|") and not line.startswith("| `--") and not below.startswith("|---"):
             cells = line.removeprefix("|").removesuffix("|").split("|")
-            figures = FIGURE.findall(" | ".join(cells[section != "Handwritten digits" :]))
+            figures = FIGURE.findall(" | ".join(cells[1:]))
             if figures:
                 found.setdefault(section, []).append(figures)
     return found
@@ -183,17 +186,13 @@ def lengths_and_batches() -> Iterator[list[float]]:
 
 
 def methods() -> Iterator[list[float]]:
-    base = "methods/data-parallel, lr=0.016"
-    yield first(base)
-    for run in (
-        "methods/decoupled, lr=0.016",
-        "methods/decoupled, Nesterov, lr=0.016",
-        "methods/Streaming DiLoCo 0.4/0.9, lr=0.008",
-        "methods/DiLoCo 0.7/0.9, lr=0.008",
-        "methods/one learner, lr=0.008",
-        "tried/RDA, Nesterov 0.7/0.9 from the start",
-    ):
-        yield with_changes((run, base))
+    same = "data-parallel, the same outer step"
+    rates = {same: (4, 8, 16, 24), "decoupled": (8, 16, 24), "data-parallel": (8, 16, 24, 32)}
+    rates |= {"decoupled, Nesterov": (8, 16, 24), "DiLoCo": (4, 8), "Streaming DiLoCo": (4, 8)}
+    rates |= {"the paper's": (4, 8), "one learner": (8, 16)}
+    bests = {label: best(f"methods/{label}", *(f"{n / 1000:.3f}" for n in tried)) for label, tried in rates.items()}
+    for run in bests.values():
+        yield against(run, bests[same])
 
 
 def tried() -> Iterator[list[float]]:
@@ -304,10 +303,8 @@ def mean_or_rda() -> Iterator[list[float]]:
 
 
 def mixed_speeds() -> Iterator[list[float]]:
-    base, grace, without = "speeds/K = M", "speeds/K = 1 with grace", "speeds/K = 1 without grace"
-    yield [*mid(base), merged(base)]
-    yield [*mid(grace), change(grace, base), *changes(grace, base), merged(grace)]
-    yield [*mid(without), change(without, base), merged(without)]
+    for label in ("K = M", "K = 1 with grace", "K = 1 without grace"):
+        yield against(f"speeds/{label}", "speeds/K = M")
 
 
 def learners() -> Iterator[list[float]]:
@@ -357,9 +354,9 @@ def many() -> Iterator[list[float]]:
 
 
 def fair() -> Iterator[list[float]]:
-    rates = {"defaults": ("", ""), "defaults-deep": (", lr=0.004", ", lr=0.008")}
-    for name, (rate, of_plain) in rates.items():
-        base = f"{name}/data-parallel, the same outer step{rate}"
+    rates = {"defaults": (("0.008", "0.016"), ""), "defaults-deep": (("0.004", "0.008"), ", lr=0.008")}
+    for name, (of_same, of_plain) in rates.items():
+        base = best(f"{name}/data-parallel, the same outer step", *of_same)
         yield [*mid(base), *values(base), 100.0]
         for label in ("decoupled", "decoupled, RDA of rows"):
             run = f"{name}/{label}"
@@ -403,7 +400,7 @@ def struck() -> Iterator[list[float]]:
     def row(label: str, at_s: float | None = None) -> list[float]:
         run = f"paper-cell/{label}"
         one = summaries(run)[0]
-        then = [] if at_s is None else [between(run, at_s)]
+        then = [] if at_s is None else between(run, at_s)
         shares = [merged(run)] if one.merged_share is not None else []
         return [one.value, time_s(run), *then, 100 * one.goodput, *shares]
 
@@ -451,15 +448,32 @@ def few_bits() -> Iterator[list[float]]:
 
 
 def digits() -> Iterator[list[float]]:
-    labels = ("data-parallel", "decoupled", "decoupled, Nesterov", "RDA, no momentum", "one learner")
-    yield list(chain.from_iterable(mid(f"digits/{label}") for label in labels))
+    for label in ("data-parallel, the same outer step", "decoupled", "decoupled, RDA of rows", "data-parallel"):
+        yield points(f"digits/{label}")
+    for label in ("DiLoCo", "Streaming DiLoCo", "the paper's"):
+        yield points(f"digits/{label}")
+    yield points("digits/one learner")
+    for label in ("data-parallel, the same outer step", "decoupled", "data-parallel"):
+        low, high = (f"digits/{label}, other rates, lr={lr}" for lr in (0.001, 0.004))
+        yield first(low, f"digits/{label}", high)
+
+
+def points(run: str) -> list[float]:
+    """Accuracy: median and seeds, or the one seed; percent merged where it merges."""
+    shares = [merged(run)] if summaries(run)[0].syncer_s is not None else []
+    return [*(mid(run) if len(values(run)) > 1 else []), *values(run), *shares]
 
 
 def experts() -> Iterator[list[float]]:
-    base, ours = "experts/data-parallel", "experts/decoupled"
-    yield [*mid(base), *values(base), *first("experts/data-parallel, other rates, lr=0.008")]
-    yield [*mid(ours), *values(ours), change(ours, base)]
-    yield first("experts/one learner")
+    main = ("data-parallel, the same outer step", "decoupled", "data-parallel")
+    base, ours, plain = (f"experts/{label}" for label in main)
+    for run in (base, ours, plain):
+        yield against(run, base)
+    for label in ("DiLoCo", "Streaming DiLoCo", "the paper's", "one learner"):
+        yield against(f"experts/{label}", base)
+    for run in (base, ours):
+        yield first(f"{run}, other rates, lr=0.008", run, f"{run}, other rates, lr=0.024")
+    yield first(f"{plain}, other rates, lr=0.008", plain)
 
 
 def vision_language() -> Iterator[list[float]]:
@@ -500,22 +514,28 @@ def post_training() -> Iterator[list[float]]:
 
 
 def failures() -> Iterator[list[float]]:
+    same = "failures/data-parallel with the same outer step, no failures"
     none, some = "failures/decoupled, no failures", "failures/decoupled, failures"
     base, elastic = "failures/data-parallel, no failures", "failures/elastic data-parallel, failures"
-    yield [*mid(none), time_s(none), mid(none)[0]]
-    yield [*mid(some), change(some, none), *changes(some, none), time_s(some), mid(some)[0]]
-    yield [*mid(base), time_s(base), mid(base)[0]]
-    yield [*mid(elastic), time_s(elastic), between(elastic, 215)]
+
+    def row(run: str) -> list[float]:
+        times = [one.virtual_s for one in summaries(run)]
+        shares = cost(run)[1:] if run in (same, none, some) else []
+        return [*mid(run), *values(run), median(times), median(between(run, 215)), *shares]
+
+    for run in (same, none, some, base, elastic):
+        yield row(run)
 
 
 def scavenging() -> Iterator[list[float]]:
     more = ", four more for a part"
     for base, others in (
         ("decoupled", ("decoupled", "RDA of rows", "RDA of rows, slower ramp")),
+        ("RDA of rows, half the batch", ("RDA of rows, half the batch",)),
         ("data-parallel", ("elastic data-parallel",)),
     ):
         alone = f"scavenging/{base}"
-        shares = [merged(alone)] if base == "decoupled" else []
+        shares = [merged(alone)] if base != "data-parallel" else []
         yield [*first(alone), time_s(alone), *shares]
         for label in others:
             run = f"scavenging/{label}{more}"
