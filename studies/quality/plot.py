@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from diloco.pipeline.errors import UsageError
 from diloco.studies.pictures import save
 from diloco.studies.quality.report import Distance, Line, Table
-from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.settings import TEXT, LabRun
 from diloco.workers.trainer.models.sizes import SIZES
 
 DODGE = 0.04
@@ -140,6 +140,8 @@ def _by_variant(tables: Sequence[Table]) -> dict[str, dict[str, list[Place]]]:
     for table in tables:
         for line in table.best():
             distance, run = table.distance(line), line.row.runs[0]
+            if run.task not in TEXT or run.experts is not None:
+                raise UsageError(f"--sizes draws dense models of text alone: {table.experiment.name} has others")
             if distance is not None and line.row.variant != table.experiment.reference and run.model in SIZES:
                 place = SIZES[run.model].parameters() / 1e6, distance
                 found.setdefault(line.row.variant, {}).setdefault(_frame(run), []).append(place)

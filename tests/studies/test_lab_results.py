@@ -385,6 +385,15 @@ def sized(folder, text, model, losses):
     return table_of(experiment, lambda row, run: summary_of(result(losses.get(row.variant, (9, 9, 9))[run.seed])))
 
 
+def with_experts(experiment):
+    """The same rows, of a mixture."""
+
+    def mixtures(row):
+        return row.model_copy(update={"runs": tuple(run.model_copy(update={"experts": 8}) for run in row.runs)})
+
+    return experiment.model_copy(update={"rows": tuple(map(mixtures, experiment.rows))})
+
+
 def test_distances_are_drawn_for_what_has_several_sizes(tmp_path, text):
     """With an error over seeds, each against its own size's reference."""
     plot = pytest.importorskip("diloco.studies.quality.plot")
@@ -404,6 +413,9 @@ def test_distances_are_drawn_for_what_has_several_sizes(tmp_path, text):
         plot.draw_sizes([tables[0], replace(tables[1], experiment=other)], tmp_path / "none.png")
     with pytest.raises(UsageError, match="at two sizes or more"):
         plot.draw_sizes(tables[:1], tmp_path / "none.png")
+    mixture = table_of(with_experts(tables[0].experiment), lambda row, run: summary_of(result(2.0)))
+    with pytest.raises(UsageError, match="dense models of text alone"):
+        plot.draw_sizes([mixture], tmp_path / "none.png")
 
 
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
