@@ -528,18 +528,21 @@ def failures() -> Iterator[list[float]]:
 
 
 def scavenging() -> Iterator[list[float]]:
-    more = ", four more for a part"
+    def row(run: str, base: str) -> list[float]:
+        several = len(values(run)) > 1
+        found = [*mid(run), *values(run)] if several else values(run)
+        if run != base:
+            found += [change(run, base), *changes(run, base)] if several else changes(run, base)
+        return [*found, median(one.virtual_s for one in summaries(run)), *([merged(run)] if merged(run) else [])]
+
+    half = "RDA of rows, half the batch"
     for base, others in (
         ("decoupled", ("decoupled", "RDA of rows", "RDA of rows, slower ramp")),
-        ("RDA of rows, half the batch", ("RDA of rows, half the batch",)),
+        (half, (half,)),
         ("data-parallel", ("elastic data-parallel",)),
     ):
-        alone = f"scavenging/{base}"
-        shares = [merged(alone)] if base != "data-parallel" else []
-        yield [*first(alone), time_s(alone), *shares]
-        for label in others:
-            run = f"scavenging/{label}{more}"
-            yield [*with_changes((run, alone)), time_s(run), *([merged(run)] if shares else [])]
+        for run in (base, *(f"{label}, four more for a part" for label in others)):
+            yield row(f"scavenging/{run}", f"scavenging/{base}")
 
 
 def agreement() -> Iterator[list[float]]:
