@@ -114,16 +114,6 @@ class Outages:
         """
         return await retry(lambda: call(*args), self.BACKOFF.waits(), BusError, self._failed, unless)
 
-    async def sent(self, send: Callable[..., Awaitable[Any]], *args: Any, unless: Errors = ()) -> Any:
-        """Send what will not be made again: as `retry`, and also while a key has what cannot be read or added to.
-
-        Raises:
-            SpecMismatch: the run is another one by now.
-            unless: these are not for trying again.
-        """
-        raised = (SpecMismatch, *(unless if isinstance(unless, tuple) else [unless]))
-        return await retry(lambda: send(*args), self.BACKOFF.waits(), (BusError, PeerError), self._failed, raised)
-
     async def forever(self, work: Callable[[], Awaitable[None]]) -> Never:
         """Do a work of which there is always more; begin it again whenever the bus or a peer breaks it off.
 
@@ -138,6 +128,10 @@ class Outages:
         waits = self.BACKOFF.waits()
         while True:
             await retry(work, waits, (BusError, PeerError), failed, SpecMismatch)
+
+    def told(self, error: PeerError, **where: Any) -> None:
+        """Log what cannot be read, and is tried again by another way than `retry`."""
+        self._log.warning(outage_event(error), error=str(error), **where)
 
     def _failed(self, error: BaseException, wait_s: float, **where: str) -> None:
         self.count += isinstance(error, BusUnavailable)

@@ -37,7 +37,8 @@ async def by_group(
             if len(some) == 1:
                 unreadable(error)
                 return {}
-            return {p: answer for one in some for p, answer in (await each([one])).items()}
+            half = len(some) // 2
+            return await each(some[:half]) | await each(some[half:])
 
     groups: dict[int, list[int]] = {}
     for p in fragments:

@@ -13,6 +13,9 @@ from pydantic import ValidationError
 
 from diloco.pipeline.messages.wire import Message, Since
 
+LATER = "a later release may"
+"""How a complaint ends of what this build does not know."""
+
 
 @dataclass(frozen=True, slots=True)
 class Later:
@@ -130,12 +133,12 @@ def complaint(error: ValidationError) -> str:
     where, what = ".".join(str(part)[:80] for part in first["loc"]), first["msg"][:400].removeprefix("Value error, ")
     if first["type"] == "literal_error" and where.endswith("format"):
         expected = first.get("ctx", {}).get("expected")
-        return f"{where} {first['input']!r:.20} is not {expected}, which this build reads: a later release may have it"
+        return f"{where} {first['input']!r:.20} is not {expected}, which this build reads: {LATER} have it"
     if first["type"] in ("literal_error", "enum", "union_tag_invalid"):
         value = first.get("ctx", {}).get("tag", first["input"])
-        return f"{where or 'message'} {value!r:.40} is unknown to this build: a later release may have it"
+        return f"{where or 'message'} {value!r:.40} is unknown to this build: {LATER} have it"
     if first["type"] == "extra_forbidden":
-        return f"{where or 'message'} is unknown to this build: a later release may have written it"
+        return f"{where or 'message'} is unknown to this build: {LATER} have written it"
     return f"{where or 'message'}: {what}"
 
 

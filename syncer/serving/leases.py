@@ -245,7 +245,9 @@ class Leases:
         if not free:
             self._headless.clear()
             return [], []
-        heads = await by_group(self._bus.keys, free, lambda some: self._in_time(self._bus.read_heads(some)))
+        # One that cannot be read is left as it is: learners and status say so.
+        asked = by_group(self._bus.keys, free, lambda some: self._in_time(self._bus.read_heads(some)), lambda _: None)
+        heads = await asked
         free, gone = list(heads), {p for p, head in heads.items() if head is None}
         mine = [p for p in free if p in gone and self._owners[p].knows(None)]
         now, begun = self._clock.now(), bool(gone) and await self._trained()

@@ -324,10 +324,15 @@ async def test_a_login_that_a_node_that_came_later_refuses_is_no_reason_to_end()
     await asyncio.sleep(0.05)
     told = lanes.translate(refused, came)
     assert isinstance(told, BusUnavailable)
-    assert "10.0.0.9:7000 has taken the place of another node" in str(told)
+    assert "10.0.0.9:7000 is there since a failover" in str(told)
     assert "give it the users' file" in str(told)
     assert "secret" not in str(told)
     assert isinstance(lanes.translate(refused, first), UsageError)
+    async with lanes.call("control", 1.0, came):
+        pass  # it answers
+    assert isinstance(lanes.translate(refused, came), UsageError), "who is revoked later has to end"
+    lanes.notice(rx.MovedError(f"{SLOT} 10.0.0.7:7000"), came)
+    assert isinstance(lanes.translate(refused, HostPort("10.0.0.7", 7000)), BusUnavailable)
     await lanes.close()
 
 

@@ -105,6 +105,13 @@ async def test_a_key_with_what_no_party_writes_is_named_with_what_to_do_about_it
 ) -> None:
     """A value of another kind, a head or a state that cannot be read, and what a script refuses to touch."""
     head, state, senders = bus.keys.head(0), bus.keys.state, bus.keys.senders(0)
+    backdoor.client.set(bus.keys.arrivals(0), "x")
+    with pytest.raises(BadMessage, match=r"UNLINK 'diloco:.*:arrivals'"):
+        await bus.read_offers(0, block_s=0.1)
+    backdoor.client.delete(bus.keys.arrivals(0))
+    backdoor.client.set(bus.keys.head(1), "x")
+    with pytest.raises(BadMessage, match=r"UNLINK 'diloco:.*:head:1'"):
+        await bus.read_heads([0, 1])
     backdoor.client.hset(head, mapping={"version": "3"})
     backdoor.client.hset(state, mapping={"blob": b"garbage"})
     backdoor.client.set(senders, "x")

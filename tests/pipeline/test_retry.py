@@ -4,17 +4,9 @@ import asyncio
 from itertools import islice
 
 import pytest
-import structlog
 
-from diloco.pipeline.errors import (
-    BadMessage,
-    BusError,
-    BusUnavailable,
-    DilocoError,
-    PayloadIncomplete,
-    SpecMismatch,
-)
-from diloco.pipeline.retry import LEAST_S, Backoff, Outages, Retries, retry
+from diloco.pipeline.errors import BusError, BusUnavailable, PayloadIncomplete
+from diloco.pipeline.retry import LEAST_S, Backoff, Retries, retry
 from diloco.pipeline.testing.virtual_time import run_virtual
 
 BACKOFF = Backoff(0.5, 3.0)
@@ -88,25 +80,3 @@ def test_each_fragment_has_waits_of_its_own() -> None:
     retries.tried(1, True, 1.5)
     retries.tried(1, False, 2.0)
     assert retries.choose([1], 2.0) == (None, 0.5)
-
-
-def test_what_is_sent_is_sent_again_also_while_a_key_has_what_cannot_be_read() -> None:
-    """But neither in another run, nor where the caller has another way."""
-    outages = Outages(structlog.get_logger())
-
-    async def main(*errors: DilocoError) -> int:
-        sent, left = 0, list(errors)
-
-        async def send() -> int:
-            nonlocal sent
-            sent += 1
-            if left:
-                raise left.pop(0)
-            return sent
-
-        return int(await outages.sent(send, unless=PayloadIncomplete))
-
-    assert run_virtual(main(BadMessage("a string is there"), BusUnavailable("away"), BadMessage("still"))) == 4
-    for error in (SpecMismatch("another run"), PayloadIncomplete("gone")):
-        with pytest.raises(type(error)):
-            run_virtual(main(error))

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -68,6 +69,45 @@ def test_one_unreadable_head_holds_up_its_fragment_alone_and_is_put_back_once_it
         assert [one for one in status["warnings"] if "head of fragment 1 is unreadable" in one]
         assert status["phase"] == Phase.RUNNING.value
         world.store.delete(key)
+        await world.until_version(after.version, 60.0)
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_a_stream_of_another_kind_holds_up_its_fragment_alone() -> None:
+    async def main() -> None:
+        world, party = await under_way(2, quorum=1)
+        mended = another_kind(world, world.bus.keys.deltas(0, "l0"))
+        (before,) = await world.bus.read_heads([1])
+        await asyncio.sleep(10.0)
+        (after,) = await world.bus.read_heads([1])
+        assert before
+        assert after
+        assert after.version >= before.version + 5
+        mended()
+        await world.until_version(after.version + 2, 60.0)
+        await end(*party)
+
+    run_virtual(main())
+
+
+def test_a_syncer_that_comes_takes_the_fragments_whose_heads_can_be_read() -> None:
+    async def main() -> None:
+        world, party = await under_way(2, quorum=2)
+        world.syncer.cancel()
+        with suppress(asyncio.CancelledError):
+            await world.syncer
+        key = world.bus.keys.head(1)
+        digest = world.store.values[key].pop(b"digest")
+        (before,) = await world.bus.read_heads([0])
+        world.start_syncer(syncer_id="another")
+        await asyncio.sleep(30.0)
+        (after,) = await world.bus.read_heads([0])
+        assert before
+        assert after
+        assert after.version >= before.version + 5
+        world.store.values[key][b"digest"] = digest
         await world.until_version(after.version, 60.0)
         await end(*party)
 

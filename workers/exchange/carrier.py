@@ -6,7 +6,6 @@ itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.carri
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.errors import BadPayload, PayloadIncomplete, UsageError
+from diloco.pipeline.errors import BadMessage, BadPayload, PayloadIncomplete, UsageError
 from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload import codec
@@ -214,8 +213,12 @@ class OwnCarrier:
                 member.log.debug("delta_published", **told)
                 whole = True
 
-        with suppress(PayloadIncomplete):  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
-            await member.outages.sent(send, unless=PayloadIncomplete)
+        try:
+            await member.outages.retry(send, unless=PayloadIncomplete)
+        except PayloadIncomplete:  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
+            pass
+        except BadMessage as error:  # something else is there: as if it were gone
+            member.outages.told(error, fragment=base.fragment)
         return whole
 
 

@@ -13,9 +13,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from diloco.pipeline.errors import BusError
+from diloco.pipeline.errors import BadMessage, BusError
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.payload import codec
+from diloco.pipeline.retry import Backoff, Retries
 from diloco.workers.exchange.carrier import Carrier, delta_key, on_all_lanes
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.reporting import Reporting
@@ -25,6 +26,7 @@ Values = Any
 """A fragment's values as they were, for the carrier; `OwnCarrier`'s: gives its vector (elements,), of the encoder's
 kind, to be overwritten, and may wait for a device."""
 
+BACKOFF = Backoff(0.1, 2.0)
 RENEWED_TTL_S = 10.0
 """One that was renewed is; who is reading it still can end."""
 
@@ -72,18 +74,36 @@ class Publishing:
         await on_all_lanes(self._offer_on, self._carrier.lanes)
 
     async def _offer_on(self, lane: int) -> None:
-        lanes, wake = self._carrier.lanes, self._header_wakes[lane]
+        lanes, wake, clock = self._carrier.lanes, self._header_wakes[lane], self._member.clock
+        retries = Retries(BACKOFF)
         while True:
             wake.clear()
-            while (key := next((key for key in self._headers if key[0] % lanes == lane), None)) is not None:
-                await self._offer_one(self._headers.pop(key))
-            await wake.wait()
+            mine = [key for key in self._headers if key[0] % lanes == lane]
+            key = next((key for key in mine if retries.choose([key[0]], clock.now())[0] is not None), None)
+            if key is not None:
+                retries.tried(key[0], await self._offer_one(key, self._headers.pop(key)), clock.now())
+                continue
+            _, wait_s = retries.choose({p for p, *_ in mine}, clock.now())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await wake.wait()
 
-    async def _offer_one(self, item: tuple[Publication, Values]) -> None:
-        """A call of its own, as `_send_one`."""
-        if not item[0].renews:
-            await self._member.outages.sent(self._send_header, item[0])
-        self._uploads[item[0].base.fragment % self._carrier.lanes].put_nowait(item)
+    async def _offer_one(self, key: tuple[int, int, bytes], item: tuple[Publication, Values]) -> bool:
+        """A call of its own, as `_send_one`; whether it is for its payload now.
+
+        If not, a key has what no party writes: it is kept for later, unless a newer one is there, and the other
+        fragments go on.
+        """
+        try:
+            if not item[0].renews:
+                await self._member.outages.retry(self._send_header, item[0])
+        except BadMessage as error:
+            self._member.outages.told(error, fragment=key[0])
+            self.unsent -= key in self._headers
+            self._headers.setdefault(key, item)
+            return False
+        self._uploads[key[0] % self._carrier.lanes].put_nowait(item)
+        return True
 
     async def _send_header(self, publication: Publication) -> None:
         member, base = self._member, publication.base
@@ -134,7 +154,11 @@ class Publishing:
         whole = await self._carrier.upload(publication, values, partial(self._is_of_use, publication))
         takes_its_place = renews and not self._is_outdone(publication)
         if takes_its_place:
-            await member.outages.sent(self._send_header, publication)
+            try:
+                await member.outages.retry(self._send_header, publication)
+            except BadMessage as error:  # the one before it stays, and the next one holds all that this one does
+                member.outages.told(error, fragment=p)
+                return
         if whole or self._is_of_use(publication):  # refused before it was whole, perhaps without asking for another
             member.shared.uploaded[p] = publication.serial
         if whole and takes_its_place:

@@ -65,13 +65,13 @@ class Pulling:
         self.looks = 0
         self.reached = False
         """The last look found all nodes."""
-        self._told = ""
-        """Of a head that cannot be read, the last time."""
+        self._told: set[str] = set()
+        """What was said of heads that cannot be read, since all were last looked at."""
         self._looked: dict[int, int] = {}
         """Fragment -> number of the look by which its head was last known."""
 
     async def look(self, fragments: Iterable[int]) -> bool:
-        """See what the heads say, of nodes that can be reached; False if one is not there.
+        """See what the heads say, of nodes that can be reached; False if one is not there. One may be unreadable.
 
         Raises:
             BusError: they cannot be read.
@@ -80,8 +80,13 @@ class Pulling:
         number, windows, began = self.looks, self._member.shared.windows, self._member.clock.now()
         bus = self._member.bus
         asked = list(fragments)
-        heads = (await by_group(bus.keys, asked, bus.read_heads, self._unreadable)).values()
-        self.reached = len(heads) == len(asked)
+        unreadable = list[BadMessage]()
+        heads = (await by_group(bus.keys, asked, bus.read_heads, unreadable.append)).values()
+        self.reached = len(heads) + len(unreadable) == len(asked)
+        told = {str(error) for error in unreadable}
+        for error in sorted(told - self._told):
+            self._member.log.warning("head_unreadable", error=error)
+        self._told = told if len(asked) == len(self._member.layout.fragments) else self._told | told
         for head in heads:
             if head is None or self._looked.get(head.fragment, 0) > number:
                 continue  # a look that began later was answered first
@@ -103,11 +108,6 @@ class Pulling:
         if windows:
             self._member.shared.window_seen()
         return None not in heads
-
-    def _unreadable(self, error: BadMessage) -> None:
-        if str(error) != self._told:
-            self._told = str(error)
-            self._member.log.warning("head_unreadable", error=str(error))
 
     async def pull_wanted(self) -> None:
         """Pull each global that is not here yet, on each lane one after the other.

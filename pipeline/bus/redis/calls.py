@@ -353,9 +353,9 @@ class RedisCalls:
         async with self.call("control", CONTROL_S, key) as client:
             replies = await bulk.send(client, commands, most_bytes)
         self.notice(replies, key)
-        for reply in replies:
+        for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, Exception):
-                raise self._error(reply, key) from reply
+                raise self._error(reply, key_of(command)) from reply
         return replies
 
     @staticmethod

@@ -23,6 +23,7 @@ from diloco.pipeline.errors import (
     ScriptsMissing,
     UsageError,
 )
+from diloco.pipeline.messages.formats import LATER
 
 _CODE = re.compile(r"(?:^|[-\s])([A-Z]{3,}) ")
 """Of an error that redis-py has not read: of a script, or of our own reader."""
@@ -134,9 +135,12 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
     return BusUnavailable(f"Redis at {where}: {found}", remedy, text.rstrip(".") or type(error).__name__)
 
 
-def unlink(key: str) -> str:
-    """What to do about a key of the run that has what no party of it writes."""
-    return f"have it deleted (UNLINK '{key}'): what belongs there is put back"
+def unlink(key: str, said: str = "") -> str:
+    """What to do about a key of the run that has what no party of it writes; of a later release's, nothing.
+
+    said: what is wrong with it.
+    """
+    return "" if LATER in said else f"have it deleted (UNLINK '{key}'): what belongs there is put back"
 
 
 def _code(error: BaseException, text: str) -> str:

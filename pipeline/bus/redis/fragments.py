@@ -221,7 +221,7 @@ class RedisHeads(RedisConnection, Heads):
         try:
             return stored_values.decode_head(fragment, fields, self.format)
         except BadMessage as error:
-            raise BadMessage(error.found, unlink(self.keys.head(fragment)), error.said) from error
+            raise BadMessage(error.found, unlink(self.keys.head(fragment), error.said), error.said) from error
 
 
 class RedisTape(RedisConnection, Tape):

@@ -82,7 +82,7 @@ class Lanes:
         self._look = asyncio.Event()
         self._closed = False
         self._came: set[HostPort | None] = set()
-        """Nodes that came later than this party."""
+        """Nodes that came later than this party, and have answered it nothing yet."""
         self._log = structlog.get_logger()
         self._following = self._begin(self._follow()) if nodes.moves else None
 
@@ -103,8 +103,8 @@ class Lanes:
         told = translate(error, self.where(address), self.place.user, key)
         if isinstance(told, LoginRefused) and address in self._came:  # where it came from, the login was good
             told = BusUnavailable(
-                f"Redis at {address} has taken the place of another node, and refuses the login that this one took",
-                "give it the users' file that the other one has: then it goes on by itself",
+                f"Redis at {address} is there since a failover, and refuses the login that the others took",
+                "give it the users' file that they have: then it goes on by itself",
                 told.said,
             )
         if self.nodes.moves and told.remedy == IS_IT_THERE:  # its address is not the URL's
@@ -142,6 +142,7 @@ class Lanes:
                         if scope.when() is None:
                             scope.reschedule(asyncio.get_running_loop().time() + limit_s)
                         yield way.client
+                        self._came.discard(address)  # it knows this user
                 finally:
                     way.calls.discard(scope)
                     if not way.calls:
@@ -178,7 +179,10 @@ class Lanes:
         """A node that does not know the other one's name means its own host."""
         if host in ("", "?") and told_by is not None:
             host = told_by.host
-        self.nodes.moved(slot, HostPort(host, port))
+        node = HostPort(host, port)
+        if node not in self.nodes.all():
+            self._came.add(node)
+        self.nodes.moved(slot, node)
 
     def _leave(self, addresses: Collection[HostPort | None]) -> None:
         """Drop all connections to nodes, the busy ones too: who asks for one of them anew gets new ones."""
@@ -210,8 +214,7 @@ class Lanes:
             now = set(self.nodes.all())
             if now != before:
                 gone, came = before - now, now - before
-                if before:
-                    self._came |= came
+                self._came |= came
                 self._log.warning("primary_moved", gone=sorted(map(str, gone)), came=sorted(map(str, came)))
                 self._leave(gone)
                 with suppress(DilocoError):

@@ -76,7 +76,7 @@ def _state(blob: bytes | None, format: int, key: str) -> RunState | None:
     try:
         return stored_values.decode_state(blob, format)
     except BadMessage as error:
-        raise BadMessage("the run's state is unreadable", unlink(key), str(error)) from error
+        raise BadMessage("the run's state is unreadable", unlink(key, str(error)), str(error)) from error
 
 
 class RedisReports(RedisConnection, Reports):
