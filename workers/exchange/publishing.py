@@ -16,7 +16,7 @@ from typing import Any
 from diloco.pipeline.errors import BadMessage, BusError
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.payload import codec
-from diloco.pipeline.retry import Backoff, Retries
+from diloco.pipeline.retry import Outages, Retries
 from diloco.workers.exchange.carrier import Carrier, delta_key, on_all_lanes
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.reporting import Reporting
@@ -26,7 +26,6 @@ Values = Any
 """A fragment's values as they were, for the carrier; `OwnCarrier`'s: gives its vector (elements,), of the encoder's
 kind, to be overwritten, and may wait for a device."""
 
-BACKOFF = Backoff(0.1, 2.0)
 RENEWED_TTL_S = 10.0
 """One that was renewed is; who is reading it still can end."""
 
@@ -75,7 +74,7 @@ class Publishing:
 
     async def _offer_on(self, lane: int) -> None:
         lanes, wake, clock = self._carrier.lanes, self._header_wakes[lane], self._member.clock
-        retries = Retries(BACKOFF)
+        retries = Retries(Outages.BACKOFF)
         while True:
             wake.clear()
             mine = [key for key in self._headers if key[0] % lanes == lane]
