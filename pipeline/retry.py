@@ -129,10 +129,10 @@ class Outages:
         while True:
             await retry(work, waits, (BusError, PeerError), failed, SpecMismatch)
 
-    def told(self, error: PeerError, **where: Any) -> None:
-        """Log what cannot be read, and is tried again by another way than `retry`."""
+    def told(self, error: BaseException, **where: Any) -> None:
+        """Log an error, by itself where it is tried again by another way than `retry`."""
         self._log.warning(outage_event(error), error=str(error), **where)
 
     def _failed(self, error: BaseException, wait_s: float, **where: str) -> None:
         self.count += isinstance(error, BusUnavailable)
-        self._log.warning(outage_event(error), error=str(error), retry_s=wait_s, **where)
+        self.told(error, retry_s=wait_s, **where)

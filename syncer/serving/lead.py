@@ -87,7 +87,7 @@ class Lead:
         if now < self._sample_from_s:
             return None
         self._sample_from_s = now + SAMPLE_RETRY_S
-        # Whose owner says which cannot be read.
+        # One that cannot be read is told of by its owner, by learners and by status.
         found = await by_group(self._bus.keys, range(count), self._bus.read_heads, lambda error: None)
         heads = [head for head in found.values() if head is not None]
         return merged_tokens(self._layout, heads) if len(heads) == count else None

@@ -25,6 +25,17 @@ def unreadable_state(world: VirtualRun, key: str) -> Callable[[], None]:
     return lambda: world.store.delete(key)
 
 
+async def goes_on(world: VirtualRun, fragment: int, seconds: float) -> int:
+    """The fragment's version after that time: it has risen by five or more."""
+    (before,) = await world.bus.read_heads([fragment])
+    await asyncio.sleep(seconds)
+    (after,) = await world.bus.read_heads([fragment])
+    assert before
+    assert after
+    assert after.version >= before.version + 5
+    return after.version
+
+
 DAMAGES = {
     "senders of another kind": (another_kind, lambda keys: keys.senders(0)),
     "arrivals of another kind": (another_kind, lambda keys: keys.arrivals(0)),
@@ -59,17 +70,12 @@ def test_one_unreadable_head_holds_up_its_fragment_alone_and_is_put_back_once_it
         del world.store.values[key][b"digest"]
         with pytest.raises(BadMessage, match="head of fragment 1 is unreadable"):
             await world.heads()
-        (before,) = await world.bus.read_heads([0])
-        await asyncio.sleep(10.0)
-        (after,) = await world.bus.read_heads([0])
-        assert before
-        assert after
-        assert after.version >= before.version + 5
+        version = await goes_on(world, 0, 10.0)
         status = await read_status(world.bus, world.clock)
         assert [one for one in status["warnings"] if "head of fragment 1 is unreadable" in one]
         assert status["phase"] == Phase.RUNNING.value
         world.store.delete(key)
-        await world.until_version(after.version, 60.0)
+        await world.until_version(version, 60.0)
         await end(*party)
 
     run_virtual(main())
@@ -79,14 +85,9 @@ def test_a_stream_of_another_kind_holds_up_its_fragment_alone() -> None:
     async def main() -> None:
         world, party = await under_way(2, quorum=1)
         mended = another_kind(world, world.bus.keys.deltas(0, "l0"))
-        (before,) = await world.bus.read_heads([1])
-        await asyncio.sleep(10.0)
-        (after,) = await world.bus.read_heads([1])
-        assert before
-        assert after
-        assert after.version >= before.version + 5
+        version = await goes_on(world, 1, 10.0)
         mended()
-        await world.until_version(after.version + 2, 60.0)
+        await world.until_version(version + 2, 60.0)
         await end(*party)
 
     run_virtual(main())
@@ -100,15 +101,10 @@ def test_a_syncer_that_comes_takes_the_fragments_whose_heads_can_be_read() -> No
             await world.syncer
         key = world.bus.keys.head(1)
         digest = world.store.values[key].pop(b"digest")
-        (before,) = await world.bus.read_heads([0])
         world.start_syncer(syncer_id="another")
-        await asyncio.sleep(30.0)
-        (after,) = await world.bus.read_heads([0])
-        assert before
-        assert after
-        assert after.version >= before.version + 5
+        version = await goes_on(world, 0, 30.0)
         world.store.values[key][b"digest"] = digest
-        await world.until_version(after.version, 60.0)
+        await world.until_version(version, 60.0)
         await end(*party)
 
     run_virtual(main())
