@@ -339,7 +339,7 @@ def test_no_learner_is_left_behind_where_training_cannot_begin(
     loop, run = Loop(), f"begins-{secrets.token_hex(4)}"
     if where == "as steps are attached":
         monkeypatch.setattr(Learner, "attach", interrupted)
-    with a_syncer(redis_server, run, tokens=10**6):
+    with a_syncer(redis_server, run):
         hosted = Hosted(1, {"run": run, "redis_url": redis_server, "sync": SYNC})
         with pytest.raises(KeyboardInterrupt), hosted.begin(loop.model, [loop.optimizer], lambda: 1):
             interrupted()

@@ -217,8 +217,10 @@ def a_syncer(url: str, run: str, **told: Any) -> Iterator[None]:
         started.set()
         bus = await connect(url, run)
         process = SyncerProcess(syncer_id="syncer", http_port=0, **told)
-        await SyncerService(bus, LoopClock(), process, Metrics()).run(stop)
-        await bus.close()
+        try:
+            await SyncerService(bus, LoopClock(), process, Metrics()).run(stop)
+        finally:
+            await bus.close()
 
     started, stopped = threading.Event(), list[tuple[asyncio.AbstractEventLoop, asyncio.Event]]()
     thread = threading.Thread(target=asyncio.run, args=(main(),))
