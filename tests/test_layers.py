@@ -99,6 +99,7 @@ PURE = (
     "studies/goodput/studies.py",
     "studies/goodput/table.py",
     "studies/goodput/windows.py",
+    "studies/quality/experiment.py",
     "studies/quality/fragment.py",
     "studies/quality/outer.py",
     "studies/quality/report.py",

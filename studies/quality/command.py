@@ -3,8 +3,9 @@
 import importlib
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
@@ -18,9 +19,10 @@ from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.process.output import outlive_readers
+from diloco.studies.quality.experiment import Experiment, Row, read_experiment, settings_help
 from diloco.studies.quality.report import Table, markdown, table_of
-from diloco.studies.quality.settings import Experiment, LabRun, read_experiment, settings_help
-from diloco.studies.quality.store import Store
+from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.store import Store, told_digest
 from diloco.studies.quality.summary import RunName, RunSummary, decode, encode
 from diloco.studies.quality.sweep import News, sweep
 
@@ -67,8 +69,9 @@ def run(
         raise UsageError("`diloco lab run` needs torch, which is not installed: pip install 'diloco[run]'")
     names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
     kept = {store.parameters(one.after) for one in missing if one.after is not None}
+    before: Callable[[LabRun], int] = attrgetter("before")
     status, at_once = 0, jobs or max(1, usable_cores() // threads)
-    for _, group in itertools.groupby(sorted(missing, key=_runs_before), _runs_before):
+    for _, group in itertools.groupby(sorted(missing, key=before), before):
         wave, able = list(group), []
         for one in wave:
             if one.after is None or store.parameters(one.after).exists():
@@ -113,11 +116,6 @@ def _missing(runs: Sequence[LabRun], store: Store) -> list[LabRun]:
         if store.read(run) is None:
             add(run)
     return list(found.values())
-
-
-def _runs_before(run: LabRun) -> int:
-    """How many runs it begins from, one after the other."""
-    return 0 if run.after is None else 1 + _runs_before(run.after)
 
 
 def _sweep(
@@ -189,15 +187,22 @@ def report(
     def table(experiment: Experiment) -> Table:
         if source is None:
             return table_of(experiment, lambda row, run: store.summary(run, any_code))
-        return table_of(
-            experiment,
-            lambda row, run: kept.get(RunName(experiment.name, row.label, run.seed)),
-            f"not in {source.name}",
-        )
+
+        def find(row: Row, run: LabRun) -> RunSummary | None:
+            one = kept.get(RunName(experiment.name, row.label, run.seed))
+            if one is not None and one.settings != told_digest(run):
+                said = f"{source} has {experiment.name}'s {row.label!r}, seed {run.seed}, with other settings"
+                typer.echo(f"warning: {said} than its file has now: it counts as not there", err=True)
+                return None
+            return one
+
+        return table_of(experiment, find, f"not in {source.name}")
 
     tables = [table(experiment) for experiment in _experiments(files)]
     typer.echo("\n".join(map(markdown, tables)), nl=False)
     if csv_file is not None:
+        if csv_file.exists() and not csv_file.is_file():
+            raise UsageError(f"cannot write summaries {csv_file}: it is no file; name one")
         before = _read_csv(csv_file) if csv_file.exists() else {}
         whole = encode(before | {name: one for table in tables for name, one in table.named()})
         try:
@@ -217,6 +222,8 @@ def report(
 
 def _read_csv(path: Path) -> dict[RunName, RunSummary]:
     try:
+        if path.exists() and not path.is_file() and not path.is_fifo():  # one without end, for instance
+            raise UsageError("it is no file")
         return decode(path.read_text("utf-8-sig"))  # as spreadsheets save it
     except (OSError, UnicodeDecodeError, UsageError) as error:
         raise UsageError(f"cannot read summaries {path}: {error}") from error

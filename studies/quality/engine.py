@@ -59,7 +59,9 @@ def _load(model: nn.Module, file: Path) -> None:
     try:
         load_model(model, file)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"{file} has no parameters that the run could begin from: {error}") from error
+        raise UsageError(
+            f"{file} has no parameters that the run could begin from ({error}): delete it, and they are made again"
+        ) from error
 
 
 def _save(model: nn.Module, file: Path) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import mean, median, stdev
 
-from diloco.studies.quality.settings import Experiment, LabRun, Row
+from diloco.studies.quality.experiment import Experiment, Row
+from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.summary import RunName, RunSummary
 
 
@@ -71,8 +72,8 @@ class Table:
 
     @property
     def measure(self) -> str:
-        """What the values are."""
-        return next((one.measure for _, one in self.named()), "value")
+        """What the values are; of several tasks, all of it."""
+        return "; ".join(dict.fromkeys(one.measure for _, one in self.named())) or "value"
 
     @property
     def higher_is_better(self) -> bool:
@@ -181,8 +182,12 @@ def _no_difference(table: Table) -> Iterator[str]:
 def _rows(table: Table, lines: Sequence[Line]) -> str:
     columns = _columns(table, lines)
     rows = [list(columns), *(_cells(table, line, columns) for line in lines)]
-    head, *rest = [f"| {' | '.join(cells)} |" for cells in rows]
+    head, *rest = [f"| {' | '.join(map(_escaped, cells))} |" for cells in rows]
     return "\n".join([head, "|---" * len(columns) + "|", *rest])
+
+
+def _escaped(cell: str) -> str:
+    return cell.replace("|", r"\|")
 
 
 Columns = dict[str, Callable[[Line], str]]

@@ -1,27 +1,20 @@
-"""What an experiment is: a TOML file with settings, in which a list means a sweep. Pure: pydantic only.
+"""One run of an experiment, all of it decided: `LabRun`. Pure: pydantic only.
 
-`SKELETON` is such a file. `LabRun` is one run, all of it decided. What is None is switched off, and no part of a run's
-digest: so a new option that is off by default leaves the results of earlier runs valid.
+What is None is switched off, and no part of a run's digest: so a new option that is off by default leaves the results
+of earlier runs valid.
 """
 
-import itertools
 import math
-import tomllib
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec, GlobalCodec, MergeName, WeightsName
 from diloco.pipeline.messages.wire import OuterName as Production
 from diloco.pipeline.methods import METHODS, RunMethod
 from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
 from diloco.pipeline.sources import meant
-from diloco.pipeline.wrong_values import told
 from diloco.workers.trainer.models.sizes import SIZES
 
 Method = Literal[RunMethod, "single"]
@@ -34,26 +27,10 @@ TEXT = ("text", "keywords")
 """Tasks of the GPT alone."""
 VIT_SIZES = ("tiny", "small", "base")
 """Sizes of what tells classes of images apart; torch would be loaded to look them up."""
-MOST_RUNS = 10_000
-SKELETON = """\
-question = "Which outer optimizer?"    # heads the report; all but the variants' names may be left out
-reference = "data-parallel"            # the variant that the others are compared with
-best_of = ["lr"]                       # the report also shows each row at its best of these
-
-[settings]                             # of every run; lists are swept, crossed with each other
-lr = [8e-3, 16e-3]
-seed = [0, 1, 2]                       # seeds of one row are its error bars
-
-[[variants]]                           # settings that belong together; they have the last word
-name = "data-parallel"
-method = "data-parallel"
-
-[[variants]]
-name = "Nesterov's"
-outer = "nesterov"
-"""
-"""An experiment file, as short as it can be with everything in it."""
-
+MOST_BEFORE = 8
+"""Runs that one begins from, one after the other."""
+LEAST_DONE = 0.01
+"""Of the steps, where learners fail: with less, a run would have no end."""
 _WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
 """What the papers' learners do and those of `diloco run` do not."""
 PRESETS: dict[str, dict[str, Any]] = {
@@ -76,7 +53,7 @@ class LabRun(BaseModel):
         USUAL["model"], description=f"Size: {', '.join(SIZES)}; of digits and images {', '.join(VIT_SIZES)}"
     )
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
-    experts_a_token: int = Field(2, ge=1, description="Experts that a token goes through")
+    experts_a_token: int = Field(2, ge=1, le=1024, description="Experts that a token goes through")
     balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
     data: str = Field(
         USUAL["data"],
@@ -97,8 +74,8 @@ class LabRun(BaseModel):
     # --- by whom, and for how long -------------------------------------------------------------------
     method: Method = Field("decoupled", description="How learners come together")
     learners: int = Field(4, ge=1, le=256, description="M")
-    steps: int = Field(400, ge=1, description="Inner steps of each learner: the budget is M x steps x batch")
-    batch: int = Field(USUAL["batch"], ge=1, description="Examples in an inner step of one learner")
+    steps: int = Field(400, ge=1, le=10**9, description="Inner steps of each learner: the budget is M x steps x batch")
+    batch: int = Field(USUAL["batch"], ge=1, le=2**20, description="Examples in an inner step of one learner")
     # --- inner optimizer -----------------------------------------------------------------------------
     lr: float = Field(USUAL["lr"], gt=0, description="Peak inner learning rate")
     min_lr_ratio: float = Field(
@@ -171,7 +148,7 @@ class LabRun(BaseModel):
     )
     mixing: float = Field(0.5, ge=0, lt=1, description="Share of the local fragment that blend keeps")
     # --- the world -----------------------------------------------------------------------------------
-    step_s: float = Field(1.0, gt=0, description="Virtual time of an inner step")
+    step_s: float = Field(1.0, gt=0, le=1e6, description="Virtual time of an inner step")
     slowdown: float = Field(0.0, ge=0, le=100, description="Every second learner's steps take longer by this share")
     jitter: float = Field(0.0, ge=0, le=100, description="Each step takes longer by up to this share, at random")
     latency_s: float = Field(0.01, ge=0, description="Time of a call to the bus")
@@ -205,8 +182,20 @@ class LabRun(BaseModel):
             raise ValueError(f"quorum={self.quorum} of {self.learners} learners: there would never be a merge")
         if self.after is not None and self._architecture() != self.after._architecture():
             raise ValueError("after: it has another model, whose parameters do not fit")
+        if self.after is not None and self.before > MOST_BEFORE:
+            raise ValueError(f"after: {self.before} runs one after the other, and {MOST_BEFORE} are allowed")
         if self.experts is not None and self.task != "text":
             raise ValueError("experts are for task='text'")
+        if self.experts is not None and self.experts_a_token > self.experts:
+            raise ValueError(f"experts_a_token={self.experts_a_token} of experts={self.experts}: a token has no more")
+        dense = self.task in TEXT and self.experts is None
+        if self.decoupled and dense and self.fragments > (tensors := SIZES[self.model].tensors):
+            raise ValueError(f"fragments={self.fragments} of the {tensors} tensors of model={self.model!r}")
+        if self.fail_every_s is not None and (done := self._steps_done(self.fail_every_s)) < LEAST_DONE:
+            raise ValueError(
+                f"fail_every_s={self.fail_every_s:g}: with {self.learners} learners, steps of {self.step_s:g} s and "
+                f"{self.fail_down_s:g} s until one is back, one step of {1 / max(done, 1e-99):.3g} would be done"
+            )
         if self.task == "images" and self.image_size % self.patch_size:
             raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
         if self.task != "text" and (self.poison == "shuffled" or self.apart or self.odd_data is not None):
@@ -227,6 +216,21 @@ class LabRun(BaseModel):
     def decoupled(self) -> bool:
         """It runs the protocol; else it is one loop."""
         return self.method not in ("data-parallel", "single")
+
+    @property
+    def before(self) -> int:
+        """How many runs it begins from, one after the other."""
+        return 0 if self.after is None else 1 + self.after.before
+
+    def _steps_done(self, fail_every_s: float) -> float:
+        """Share of the steps that no failure interrupts. Failures are Poisson; of data-parallel any learner's counts,
+        those that come back too, and without elasticity none is done before all are there."""
+        step, there = self.step_s * (1 + self.slowdown), fail_every_s / (fail_every_s + self.fail_down_s)
+        if self.decoupled or self.method == "single":
+            return math.exp(-step / fail_every_s)
+        if self.elastic:
+            return math.exp(-2 * max(1.0, self.learners * there) * step / fail_every_s)
+        return math.exp(-self.learners * step / fail_every_s) * there**self.learners
 
     @property
     def scavenge_until_s(self) -> float:
@@ -324,152 +328,3 @@ LEARNERS_ONLY = (
     *("learners", "fail_every_s", "fail_down_s", "resize_s", "elastic"),
     *("scavengers", "scavenge_from_s", "scavenge_s", "late_join_s"),
 )
-
-
-class Row(BaseModel):
-    """Runs that differ in their seeds only."""
-
-    model_config = ConfigDict(frozen=True)
-
-    variant: str
-    swept: dict[str, Any]
-    """What its sweeps gave it, but for the seed."""
-    runs: tuple[LabRun, ...]
-
-    @property
-    def label(self) -> str:
-        """For tables and legends."""
-        return ", ".join([self.variant, *(f"{name}={value}" for name, value in self.swept.items())])
-
-
-class Experiment(BaseModel):
-    """A file, read and checked."""
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    question: str
-    reference: str | None
-    best_of: tuple[str, ...]
-    rows: tuple[Row, ...]
-
-    @property
-    def runs(self) -> list[LabRun]:
-        """All runs, each once."""
-        return list(dict.fromkeys(run for row in self.rows for run in row.runs))
-
-
-def read_experiment(path: Path) -> Experiment:
-    """An experiment file.
-
-    Raises:
-        UsageError: not readable, an unknown name, a value out of bounds, two rows of one label, or rows to compare
-            whose tasks measure different things: says where, and what is allowed.
-    """
-    try:
-        table = tomllib.loads(path.read_text("utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:  # no TOML, a number of 5,000 digits, 5,000 brackets
-        raise UsageError(f"cannot read experiment {path}: {error}") from error
-    known = {"question": str, "reference": str, "best_of": list, "settings": dict, "variants": list}
-    for name, value in table.items():
-        if name not in known:
-            raise UsageError(f"{path}: unknown {name!r} at the top{_told(name, known)} (settings go below)")
-        if not isinstance(value, known[name]):
-            raise UsageError(f"{path}: {name} must be a {known[name].__name__}, and is {value!r}")
-    settings, variants = table.get("settings", {}), table.get("variants", [{"name": path.stem}])
-    if not variants:
-        raise UsageError(f"{path}: variants is an empty list: there is nothing to run; leave it out, or give one")
-    rows: list[Row] = []
-    for number, given in enumerate(variants):
-        if not isinstance(given, dict) or not isinstance(given.get("name"), str):
-            raise UsageError(f"{path}: variant {number + 1} needs a name")
-        variant = dict(given)
-        rows += _rows(path, variant.pop("name"), {**settings, **variant}, rows)
-    names = [given["name"] for given in variants]
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise UsageError(f"{path}: two variants are named {twice[0]!r}: rename one")
-    if twice := [label for label, count in Counter(row.label for row in rows).items() if count > 1]:
-        raise UsageError(f"{path}: two rows are {twice[0]!r}: rename a variant, or leave out what a sweep has twice")
-    reference, best_of = table.get("reference"), table.get("best_of", [])
-    if reference is not None and reference not in names:
-        raise UsageError(f"{path}: reference={reference!r} is no variant{_told(reference, names)}")
-    if wrong := [name for name in best_of if name not in list(LabRun.model_fields)]:
-        raise UsageError(f"{path}: best_of names {wrong[0]!r}, which is no setting")
-    measured = {"text" if run.task in TEXT else run.task for row in rows for run in row.runs}
-    if len(measured) > 1 and (reference is not None or best_of):
-        raise UsageError(
-            f"{path}: tasks {', '.join(sorted(measured))} measure different things, which reference and best_of would "
-            "compare: leave these out, or make a file for each task"
-        )
-    return Experiment(
-        name=path.stem,
-        question=table.get("question", ""),
-        reference=reference,
-        best_of=tuple(best_of),
-        rows=tuple(rows),
-    )
-
-
-def _told(name: str, known: Iterable[str]) -> str:
-    """What to add to a name that is not known: the nearest, or all."""
-    return meant(name, known) or f"; known are {', '.join(known)}"
-
-
-def _rows(path: Path, variant: str, given: Mapping[str, Any], above: Sequence[Row]) -> Iterator[Row]:
-    """A variant's sweeps crossed with each other, in the file's order; seeds stay together."""
-    where = f"{path}, variant {variant!r}"
-    for name, value in given.items():
-        if name not in LabRun.model_fields:
-            raise UsageError(f"{where}: unknown setting {name!r}{_told(name, sorted(LabRun.model_fields))}")
-        if value == []:
-            raise UsageError(f"{where}: {name} is an empty list: there is nothing to run")
-        if wrong := [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, list | dict)]:
-            raise UsageError(f"{where}: {name}={wrong[0]!r}: give one value, or a plain list of values to sweep")
-    swept = {name: value for name, value in given.items() if isinstance(value, list) and name != "seed"}
-    seeds = given["seed"] if isinstance(given.get("seed"), list) else [given.get("seed", 0)]
-    if sum(len(row.runs) for row in above) + math.prod(map(len, swept.values())) * len(seeds) > MOST_RUNS:
-        raise UsageError(f"{path}: more than {MOST_RUNS} runs; make the sweeps smaller")
-    for values in itertools.product(*swept.values()):
-        chosen = dict(zip(swept, values, strict=True))
-        runs = [_lab_run(where, {**given, **chosen, "seed": seed}, above) for seed in dict.fromkeys(seeds)]
-        yield Row(variant=variant, swept=chosen, runs=tuple(dict.fromkeys(runs)))
-
-
-def _lab_run(where: str, given: dict[str, Any], above: Sequence[Row]) -> LabRun:
-    if (after := given.get("after")) is not None:
-        found = [run for row in above if row.label == after for run in row.runs if run.seed == given["seed"]]
-        if not found:
-            raise UsageError(
-                f"{where}: after={after!r} is no row above with seed {given['seed']}; above are "
-                f"{', '.join(row.label for row in above) or 'none'}"
-            )
-        given = given | {"after": found[0]}
-    method = given.get("method", LabRun.model_fields["method"].default)
-    preset = dict(PRESETS.get(method, {})) if isinstance(method, str) else {}
-    dense = given.get("task", "text") == "text" and given.get("experts") is None
-    if dense and method == "paper" and (size := SIZES.get(given.get("model", USUAL["model"]))):
-        preset["fragments"] = min(preset["fragments"], size.tensors)
-    try:
-        run = LabRun(**{**preset, **given})
-        run.sync_spec(tokens=1)  # which has bounds of its own
-        return run
-    except ValidationError as error:
-        lines = []
-        for problem in error.errors(include_url=False):
-            name = str(problem["loc"][0]) if problem["loc"] else ""
-            shown = f"{name}={problem['input']!r}: " if name else ""
-            known = name in LabRun.model_fields
-            about = f" ({LabRun.model_fields[name].description})" if known else ""
-            lines.append(f"{where}: {shown}{told(problem)}{about}")
-        raise UsageError("\n".join(dict.fromkeys(lines))) from error
-
-
-def settings_help() -> str:
-    """An experiment file, and all settings with defaults and meaning, one a line."""
-    lines = ["An experiment file:", "", SKELETON, "What may stand among its settings, and in a variant:", ""]
-    for name, info in LabRun.model_fields.items():
-        choices = [part for choice in get_args(info.annotation) for part in (choice, *get_args(choice))]
-        words = [choice for choice in choices if isinstance(choice, str)]
-        allowed = f" [{', '.join(words)}]" if words else ""
-        lines.append(f"{name} = {'off' if info.default is None else info.default}{allowed}: {info.description}")
-    return "\n".join(lines)

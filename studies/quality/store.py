@@ -25,10 +25,18 @@ from diloco.workers.trainer.data.text import open_text
 Result = dict[str, Any]
 
 
+def told_digest(run: LabRun) -> str:
+    """Of all that a run is told; of the run that it begins from too."""
+    return _digest(run, "")
+
+
 def settings_digest(run: LabRun) -> str:
-    """Of all that a run is told, and of the data it finds; of the run that it begins from too."""
-    told = dumps(run.relevant(), sort_keys=True)
-    return xxhash.xxh3_64_hexdigest(f"{told} {data_fingerprint(run)}".encode())
+    """Of all that a run is told, and of the data it finds."""
+    return _digest(run, f" {data_fingerprint(run)}")
+
+
+def _digest(run: LabRun, more: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{dumps(run.relevant(), sort_keys=True)}{more}".encode())
 
 
 def data_fingerprint(run: LabRun) -> str:
@@ -90,8 +98,8 @@ class Store:
         for file in sorted(found, key=lambda one: (one == own, one.stat().st_mtime), reverse=True):
             try:
                 result: Result = json.loads(file.read_bytes())
-                summary_of(result)
-            except (LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+                summary_of(result, "")
+            except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
                 typer.echo(f"warning: {file} is no whole result, so its run counts as not done ({error!r})", err=True)
             else:
                 return result
@@ -100,7 +108,7 @@ class Store:
     def summary(self, run: LabRun, any_code: bool = False) -> RunSummary | None:
         """What tables need of a run's result; as `read`."""
         result = self.read(run, any_code)
-        return None if result is None else summary_of(result)
+        return None if result is None else summary_of(result, told_digest(run))
 
     def write(self, run: LabRun, result: Result) -> None:
         """Keep a result; whole, or not at all."""

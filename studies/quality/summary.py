@@ -10,17 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import number
 from diloco.pipeline.wrong_values import told
 
 COLUMNS = (
-    *("experiment", "run", "seed", "measure", "better", "value"),
+    *("experiment", "run", "seed", "settings", "measure", "better", "value"),
     *("merged_share", "overwritten_share", "stale_share", "bytes_a_token", "syncer_s", "goodput", "virtual_s", "curve"),
 )
 BETTER = {"more": True, "less": False}
+Number = Annotated[float, Field(strict=True)]
+"""A number in JSON, and no word for one."""
+Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 MOST_MARKS = 15
 """Of a curve, in the CSV."""
 
@@ -28,11 +31,11 @@ MOST_MARKS = 15
 class Mark(NamedTuple):
     """A point of a curve."""
 
-    tokens: int
+    tokens: Annotated[int, Field(strict=True)]
     """Trained by all learners until then."""
-    virtual_s: FiniteFloat
-    value: float
-    exact: FiniteFloat | None = None
+    virtual_s: Finite
+    value: Number
+    exact: Finite | None = None
     """Share of the held-out answers that are exactly right, where the task has answers."""
 
 
@@ -49,23 +52,25 @@ class RunName(NamedTuple):
 class RunSummary:
     """One run, in short."""
 
+    settings: str
+    """Digest of all that the run was told: a file that says something else now does not have this result."""
     measure: str
     """What the values are, with their unit."""
     higher_is_better: bool
-    value: float
+    value: Number
     """At the end."""
-    merged_share: FiniteFloat | None
+    merged_share: Finite | None
     """Of the trained tokens; None where there is no protocol, as for the other two shares."""
-    overwritten_share: FiniteFloat | None
-    stale_share: FiniteFloat | None
+    overwritten_share: Finite | None
+    stale_share: Finite | None
     """Of the merged deltas."""
-    bytes_a_token: FiniteFloat | None
+    bytes_a_token: Finite | None
     """Of deltas and globals, to and from all learners, for each trained token; None where there is no protocol, or in
     results of earlier code, as the next one is."""
-    syncer_s: FiniteFloat | None
+    syncer_s: Finite | None
     """Processor time of merges and outer steps, with encoding and digests."""
-    goodput: FiniteFloat
-    virtual_s: FiniteFloat
+    goodput: Finite
+    virtual_s: Finite
     curve: Annotated[tuple[Mark, ...], Field(min_length=1)]
 
     @property
@@ -77,13 +82,14 @@ class RunSummary:
 _CHECKED = TypeAdapter(RunSummary)
 
 
-def summary_of(result: Mapping[str, Any]) -> RunSummary:
-    """Of a raw result, as `Recorder.result` has it.
+def summary_of(result: Mapping[str, Any], settings: str) -> RunSummary:
+    """Of a raw result, as `Recorder.result` has it. settings: digest of what its run was told.
 
     Raises:
         LookupError, TypeError, ValueError, ArithmeticError: it is none.
     """
     summary = {
+        "settings": settings,
         "measure": result["measure"],
         "higher_is_better": result["higher_is_better"],
         "value": number(result["final"]["value"]),
@@ -117,7 +123,7 @@ def encode(summaries: Mapping[RunName, RunSummary]) -> str:
         curve = ";".join(map(_cell, _thinned(one.curve)))
         cells = ["" if share is None else f"{share:.4g}" for share in shares]
         ends = (f"{one.value:.8g}", *cells, f"{one.goodput:.4g}", f"{one.virtual_s:.6g}")
-        writer.writerow((*name, one.measure, better, *ends, curve))
+        writer.writerow((*name, one.settings, one.measure, better, *ends, curve))
     return text.getvalue()
 
 
@@ -133,11 +139,13 @@ def decode(text: str) -> dict[RunName, RunSummary]:
         if (found := tuple(next(lines, ()))) != COLUMNS:
             raise UsageError(f"columns are {', '.join(found)}; a table of summaries has {', '.join(COLUMNS)}")
         for line in lines:
+            if len(line) != len(COLUMNS):
+                raise UsageError(f"line {lines.line_num} has {len(line)} cells, and the columns are {len(COLUMNS)}")
             name, one = _summary(*line)
             if name in summaries:
                 raise UsageError(f"line {lines.line_num} is of a run that an earlier line has: {name}")
             summaries[name] = one
-    except (csv.Error, TypeError, ValueError, KeyError) as error:
+    except (csv.Error, TypeError, ValueError) as error:
         raise UsageError(f"line {lines.line_num} is no summary: {error}") from error
     return summaries
 
@@ -146,6 +154,7 @@ def _summary(
     experiment: str,
     run: str,
     seed: str,
+    settings: str,
     measure: str,
     better: str,
     value: str,
@@ -158,7 +167,10 @@ def _summary(
     virtual_s: str,
     curve: str,
 ) -> tuple[RunName, RunSummary]:
+    if better not in BETTER:
+        raise ValueError(f"{better!r} is neither {' nor '.join(BETTER)}")
     return RunName(experiment, run, int(seed)), RunSummary(
+        settings=settings,
         measure=measure,
         higher_is_better=BETTER[better],
         value=float(value),

@@ -5,11 +5,13 @@ import multiprocessing
 import os
 import queue
 import signal
+import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ class News(NamedTuple):
     run: int
     """Index in the list of runs."""
     share: float
-    """Of its budget."""
+    """Of its budget; 0: it begins."""
     last: float
     """Last measure; not a number before the first."""
 
@@ -53,46 +55,72 @@ def sweep(
 
     kept: files of parameters to keep; those that a run begins from must be there.
 
-    On Ctrl-C runs under way are given up within a step, or killed after `STOP_S`, and the iterator ends. At a second
-    one they are killed at once, and it is a KeyboardInterrupt.
+    Where the system kills a process, the runs under way have no result, and the others go on. On Ctrl-C runs under way
+    are given up within a step, or killed after `STOP_S`, and the iterator ends. At a second one they are killed at
+    once, and it is a KeyboardInterrupt.
 
     Raises:
-        LabProcessDied: the system killed one.
+        LabProcessDied: the system killed one before it began a run.
     """
-    context = multiprocessing.get_context("spawn")
     # Read when torch loads in the processes below: as many threads as a job has, and idle ones do not spin.
     os.environ.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
-    with (
-        _interrupted(context) as (stop, news),
-        ProcessPoolExecutor(
-            jobs, mp_context=context, initializer=_begin, initargs=(os.getpid(), stop, news, threads)
-        ) as pool,
-    ):
+    left = dict(enumerate(runs))
+    with _interrupted() as asked:
+        while left and not asked.is_set():
+            for number, result in _in_one_pool(left, folder, kept, jobs, threads, device, heard, asked):
+                del left[number]
+                yield number, result
+
+
+def _in_one_pool(
+    runs: Mapping[int, LabRun],
+    folder: Path,
+    kept: Collection[Path],
+    jobs: int,
+    threads: int,
+    device: str,
+    heard: Callable[[News], None],
+    asked: threading.Event,
+) -> Iterator[tuple[int, Result | DilocoError]]:
+    """As `sweep`, until one of the processes is killed. asked: set by the signal to end."""
+    context = multiprocessing.get_context("spawn")
+    stop, news, begun = context.Event(), context.Queue(), set[int]()
+    told = os.getpid(), stop, news, threads
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=told) as pool:
         doing: dict[Future[Result | DilocoError | None], int] = {
-            pool.submit(_train, number, run, folder, device, kept): number for number, run in enumerate(runs)
+            pool.submit(_train, number, run, folder, device, kept): number for number, run in runs.items()
         }
         until = math.inf
         while doing:
             done, _ = wait(doing, timeout=LOOK_S, return_when=FIRST_COMPLETED)
-            with_news = _drain(news)
-            for one in with_news:
+            for one in _drain(news):
+                begun.add(one.run)
                 heard(one)
+            broken = False
             for future in done:
-                number = doing.pop(future)
                 try:
                     result = future.result()
-                except BrokenProcessPool as error:
-                    _kill()
-                    if stop.is_set():  # the signal to end went to all, and to one that did not ignore it yet
-                        return
-                    raise LabProcessDied(
-                        "a process was killed, perhaps for want of memory: try fewer --jobs. What is done is kept"
-                    ) from error
+                except BrokenProcessPool:
+                    broken = True
+                    continue
+                number = doing.pop(future)
                 if result is not None:
                     yield number, result
-            if stop.is_set() and time.monotonic() > (until := min(until, time.monotonic() + STOP_S)):
+            if broken:
                 _kill()
+                if asked.is_set():  # the signal to end went to all, and to one that did not ignore it yet
+                    return
+                why = "a process was killed, perhaps for want of memory: try fewer --jobs"
+                lost = sorted(begun.intersection(doing.values()))
+                if not lost:
+                    raise LabProcessDied(f"{why}. What is done is kept")
+                yield from ((number, LabProcessDied(why)) for number in lost)
                 return
+            if asked.is_set():
+                stop.set()
+                if time.monotonic() > (until := min(until, time.monotonic() + STOP_S)):
+                    _kill()
+                    return
 
 
 def _kill() -> None:
@@ -111,8 +139,8 @@ def _drain(news: Any) -> list[News]:
 
 
 @contextmanager
-def _interrupted(context: Any) -> Iterator[tuple[Any, Any]]:
-    """An event that the first signal to end sets, while a second one interrupts; and a queue for news."""
+def _interrupted() -> Iterator[threading.Event]:
+    """An event that the first signal to end sets, while a second one interrupts."""
 
     def interrupt() -> None:
         _kill()
@@ -120,12 +148,13 @@ def _interrupted(context: Any) -> Iterator[tuple[Any, Any]]:
 
     before = {number: signal.getsignal(number) for number in end_signals()}
     ignore_hangup()  # for Python's tracker of what processes share, which starts here
-    stop, news = context.Event(), context.Queue()
-    handle = two_phases(stop.set, interrupt)
+    resource_tracker.ensure_running()
+    asked = threading.Event()
+    handle = two_phases(asked.set, interrupt)
     for number in before:
         signal.signal(number, lambda number, frame: handle(number))
     try:
-        yield stop, news
+        yield asked
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -165,6 +194,7 @@ def _train(number: int, run: LabRun, folder: Path, device: str, kept: Collection
 
     if _stop.is_set():
         return None
+    _news.put(News(number, 0.0, math.nan))
     look_again()
     try:
         begin_from = None if run.after is None else store.parameters(run.after)

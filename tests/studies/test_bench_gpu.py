@@ -17,7 +17,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.studies.bench.gpu import command, running
 from diloco.studies.bench.gpu.pieces import WAYS, Figures, NoFigures, Piece, plan, said, summary, to_do
 from diloco.studies.bench.gpu.running import do, do_all, read_results
-from diloco.studies.quality.settings import read_experiment
+from diloco.studies.quality.experiment import read_experiment
 from diloco.workers.trainer.models.sizes import SIZES
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.studies.quality import sweep
 from diloco.studies.quality.command import _sweep
-from diloco.studies.quality.settings import LabRun, read_experiment
+from diloco.studies.quality.experiment import read_experiment
+from diloco.studies.quality.settings import LabRun
 from diloco.studies.quality.store import Store
 from diloco.studies.quality.sweep import News
 from tests.studies.test_lab_results import result
@@ -174,15 +176,19 @@ def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_process_that_the_system_killed_ends_the_others(text, tmp_path):
-    """Which do not end by themselves; and it says why that may have been."""
-    file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000, 1_000_001]), tmp_path / "out"
-    process = begun(file, out, "2")
+def test_a_process_that_the_system_killed_costs_the_run_under_way_alone(text, tmp_path):
+    """It is named, with why that may have been; the others are done."""
+    file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000, 5, 6]), tmp_path / "out"
+    process = begun(file, out)
     first_result(process, out)
+    time.sleep(5)
     os.kill(workers(process.pid)[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "a process was killed, perhaps for want of memory" in errors
+    said = " ".join(errors.split())
+    assert "failed tiny, steps=1000000, seed 0: a process was killed, perhaps for want of memory" in said
+    assert "3 done, 1 failed, 0 left" in said
+    assert len(list(out.glob("*.json"))) == 3
     ends(process.pid)
 
 
@@ -251,6 +257,7 @@ def test_an_error_that_nobody_expected_is_one_run_s_alone(text, tmp_path, monkey
 
     pytest.importorskip("torch")
     monkeypatch.setattr(sweep, "_stop", threading.Event())
+    monkeypatch.setattr(sweep, "_news", queue.Queue())
     monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: result(1.0))
     with monkeypatch.context() as full:
         full.setattr(Store, "write", refuse)
@@ -266,6 +273,7 @@ def test_text_that_changes_during_a_sweep_makes_the_next_run_another(text, tmp_p
     """Though the same process does it: its result is not kept as one of the text before."""
     pytest.importorskip("torch")
     monkeypatch.setattr(sweep, "_stop", threading.Event())
+    monkeypatch.setattr(sweep, "_news", queue.Queue())
     monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: result(1.0))
     run, out = LabRun(data=str(text)), tmp_path / "out"
     assert sweep._train(0, run, out, "cpu", ()) == result(1.0)

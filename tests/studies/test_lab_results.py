@@ -10,10 +10,18 @@ import pytest
 from diloco.cli import main
 from diloco.pipeline.errors import UsageError
 from diloco.studies.quality import source
-from diloco.studies.quality.command import _missing, _read_csv, _runs_before
+from diloco.studies.quality.command import _missing, _read_csv
+from diloco.studies.quality.experiment import read_experiment
 from diloco.studies.quality.report import markdown, table_of
-from diloco.studies.quality.settings import LabRun, read_experiment
-from diloco.studies.quality.store import Store, _names_fingerprint, _text_fingerprint, code_of, settings_digest
+from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.store import (
+    Store,
+    _names_fingerprint,
+    _text_fingerprint,
+    code_of,
+    settings_digest,
+    told_digest,
+)
 from diloco.studies.quality.summary import RunName, decode, encode, summary_of
 from tests.studies.test_lab_settings import SWEEP
 
@@ -73,7 +81,10 @@ def test_a_result_is_whole_or_not_there(text, tmp_path):
     assert [path.suffix for path in store.folder.iterdir()] == [".json"]
 
 
-OTHERS = ({"points": []}, {"goodput": None}, {"merged_share": "x"}, {"final": {"value": []}}, {"virtual_s": 10**400})
+OTHERS = (
+    *({"points": []}, {"goodput": None}, {"merged_share": "x"}, {"final": {"value": []}}, {"virtual_s": 10**400}),
+    *({"final": {"value": "3"}}, {"final": {"value": True}}),
+)
 """What is not a result's, though all else is."""
 
 
@@ -91,6 +102,9 @@ def test_a_damaged_result_is_named_and_done_again(text, tmp_path, capsys, damage
     store.path(run).write_text(damaged, "latin-1")
     assert _missing([run], store) == [run]
     assert f"warning: {store.path(run)} is no whole result" in capsys.readouterr().err
+    assert store.summary(run) is None
+    store.path(run).unlink()
+    store.path(run).mkdir()  # nor is a folder
     assert store.summary(run) is None
     other = store.folder / f"{settings_digest(run)}-other.json"
     other.write_text(json.dumps(result(2.0)))
@@ -145,7 +159,7 @@ def test_what_a_run_begins_from_is_done_before_it_where_it_is_not_there(text, tm
     second = LabRun(**given, after=first)
     third = LabRun(**given, after=second)
     assert _missing([third, first], store) == [first, second, third]
-    assert [_runs_before(run) for run in (first, second, third)] == [0, 1, 2]
+    assert [run.before for run in (first, second, third)] == [0, 1, 2]
     for run in (first, second):
         store.write(run, result(2.0))
     assert _missing([first, second], store) == []
@@ -220,7 +234,7 @@ def told(experiment, values, **more):
     def find(row, run):
         if (row.variant, run.lr) not in values:
             return None
-        return summary_of(result(values[row.variant, run.lr][run.seed], **more))
+        return summary_of(result(values[row.variant, run.lr][run.seed], **more), told_digest(run))
 
     return table_of(experiment, find)
 
@@ -256,7 +270,7 @@ def test_a_seed_that_was_not_done_keeps_its_place(experiment):
     done = {("dp", 2e-3): {0, 1}, ("ours", 2e-3): {1, 2}}
 
     def find(row, run):
-        return summary_of(result(2.0 + run.seed)) if run.seed in done.get((row.variant, run.lr), ()) else None
+        return summary_of(result(2.0 + run.seed), "") if run.seed in done.get((row.variant, run.lr), ()) else None
 
     written = markdown(table_of(experiment, find))
     assert "| 2.000, 3.000, - | 2 of 3 | +0.00 % |" in written
@@ -265,7 +279,7 @@ def test_a_seed_that_was_not_done_keeps_its_place(experiment):
 
 def test_single_seeds_need_no_column(experiment):
     """A median of one is its value."""
-    written = markdown(table_of(experiment, lambda row, run: summary_of(result(2.0)) if run.seed == 0 else None))
+    written = markdown(table_of(experiment, lambda row, run: summary_of(result(2.0), "") if run.seed == 0 else None))
     assert "by seed" not in written
     assert "| 1 of 3 | +0.00 % | 90.0 % |" in written
 
@@ -285,7 +299,7 @@ def test_rows_whose_settings_made_no_difference_are_named_under_the_table(experi
 
 def test_rows_of_one_end_and_another_course_are_not_called_the_same(experiment):
     """Accuracies on few images often end alike. Nor are rows that diverged called so."""
-    one, other = summary_of(result(2.0)), summary_of(result(3.0))
+    one, other = summary_of(result(2.0), ""), summary_of(result(3.0), "")
     found = {"dp, lr=0.001": one, "ours, lr=0.002": replace(other, value=one.value)}
     assert SAME not in markdown(table_of(experiment, lambda row, run: found.get(row.label)))
     diverged = dict.fromkeys([("dp", 1e-3), ("ours", 2e-3)], (2.0, math.inf, 2.2))
@@ -328,7 +342,7 @@ def test_rows_are_compared_with_those_of_their_own_task(tmp_path):
         'reference = "fine"\n[[variants]]\nname = "pre"\n[[variants]]\nname = "fine"\ntask = "keywords"\n'
         'after = "pre"\n[[variants]]\nname = "other"\ntask = "keywords"\n'
     )
-    table = table_of(read_experiment(path), lambda row, run: summary_of(result(2.0)))
+    table = table_of(read_experiment(path), lambda row, run: summary_of(result(2.0), ""))
     assert [line and line.label for line in map(table.reference, table.lines)] == [None, "fine", "fine"]
 
 
@@ -348,6 +362,26 @@ def test_a_row_that_a_csv_lacks_is_not_said_to_be_not_run(experiment, tmp_path, 
     written = capsys.readouterr().out
     assert written.count("| dp, lr=0.001 | not in kept.csv | ") == 2
     assert "not run" not in written
+
+
+def test_a_row_whose_settings_were_others_is_not_taken_for_one_of_this_file(experiment, tmp_path, capsys):
+    """Whoever edits a file sees no figure of before; it is said which rows of the CSV those are."""
+    csv = tmp_path / "kept.csv"
+    csv.write_text(encode(dict(told(experiment, {("ours", 2e-3): (2.0, 2.1, 2.2)}).named())))
+    file = tmp_path / "trial.toml"
+    file.write_text(file.read_text().replace('name = "ours"', 'name = "ours"\nsteps = 3'))
+    assert main(["lab", "report", str(file), "--from", str(csv)]) == 0
+    written = capsys.readouterr()
+    assert "| ours, lr=0.002 | not in kept.csv | " in written.out
+    assert "kept.csv has trial's 'ours, lr=0.002', seed 2, with other settings than its file has now" in written.err
+
+
+def test_a_table_s_lines_hold_whatever_a_row_is_called(tmp_path):
+    """A bar is no border of a cell."""
+    path = tmp_path / "trial.toml"
+    path.write_text('[[variants]]\nname = "a | b"\n')
+    written = markdown(table_of(read_experiment(path), lambda row, run: summary_of(result(2.0), "")))
+    assert "| a \\| b | 2.0000 |" in written
 
 
 def test_the_picture_is_drawn(experiment, tmp_path):
@@ -382,7 +416,7 @@ def sized(folder, text, model, losses):
     """A table of one size: variant -> losses of seeds 0, 1, 2."""
     (folder / f"{model}.toml").write_text(SIZED.format(text=text, model=model))
     experiment = read_experiment(folder / f"{model}.toml")
-    return table_of(experiment, lambda row, run: summary_of(result(losses.get(row.variant, (9, 9, 9))[run.seed])))
+    return table_of(experiment, lambda row, run: summary_of(result(losses.get(row.variant, (9, 9, 9))[run.seed]), ""))
 
 
 def with_experts(experiment):
@@ -413,7 +447,7 @@ def test_distances_are_drawn_for_what_has_several_sizes(tmp_path, text):
         plot.draw_sizes([tables[0], replace(tables[1], experiment=other)], tmp_path / "none.png")
     with pytest.raises(UsageError, match="at two sizes or more"):
         plot.draw_sizes(tables[:1], tmp_path / "none.png")
-    mixture = table_of(with_experts(tables[0].experiment), lambda row, run: summary_of(result(2.0)))
+    mixture = table_of(with_experts(tables[0].experiment), lambda row, run: summary_of(result(2.0), ""))
     with pytest.raises(UsageError, match="dense models of text alone"):
         plot.draw_sizes([mixture], tmp_path / "none.png")
 
@@ -466,7 +500,7 @@ def test_a_long_curve_is_thinned(marks, kept):
     """Evenly, with its end."""
     points = [{"tokens": n, "virtual_s": n, "measures": {"value": 1.0}} for n in range(marks)]
     name = RunName("trial", "ours", 0)
-    curve = decode(encode({name: summary_of(result(1.0, points=points))}))[name].curve
+    curve = decode(encode({name: summary_of(result(1.0, points=points), "")}))[name].curve
     tokens = [mark.tokens for mark in curve]
     assert len(tokens) == kept
     assert tokens[-1] == marks - 1
@@ -479,7 +513,7 @@ def test_a_broken_csv_says_where(experiment):
     for broken, reason in [
         ("", "columns are"),
         (whole.replace("merged_share", "merged", 1), "columns are"),
-        (whole.replace(",1,loss", ",loss", 1), "line 3"),
+        (whole.replace(",loss", "", 1), "line 2 has 14 cells, and the columns are 15"),
         (whole.replace("2.5,", "two,", 1), "line 4"),
         (whole.replace("less", "worse", 1), "line 2"),
         (whole.replace("less", "l" * 2**18, 1), "line 2 is no summary: field larger"),

@@ -6,7 +6,8 @@ import pytest
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings, TrainerSettings
-from diloco.studies.quality.settings import SKELETON, LabRun, read_experiment, settings_help
+from diloco.studies.quality.experiment import SKELETON, read_experiment, settings_help
+from diloco.studies.quality.settings import LabRun
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """
@@ -101,6 +102,21 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         (
             "[settings]\nmodel = ['base', 'bsae']\ntask = 'captions'",
             "'bsae': task='captions' has no such size (is 'b",
+        ),
+        ("[settings]\nfragments = 99\nmodel = 'nano'", "fragments=99 of the 11 tensors of model='nano'"),
+        ("[settings]\nexperts = 2\nexperts_a_token = 3", "experts_a_token=3 of experts=2"),
+        ("[settings]\nbatch = 1" + 400 * "0", "batch=1000000"),
+        ("[settings]\nsteps = 1000000000\nbatch = 1000000\nlearners = 256\nseq_len = 65536", "tokens"),
+        ("[settings]\nfail_every_s = 1e-2", "one step of 2.69e+43 would be done"),
+        (
+            "[settings]\nmethod = 'data-parallel'\nlearners = 64\nfail_every_s = 60.0\nelastic = false",
+            "with 64 learners, steps of 1 s and 60 s until one is back, one step of",
+        ),
+        ("[[variants]]\nname = 'a\\u000db'".replace("'", '"'), "the name 'a\\rb' cannot stand in a line of a table"),
+        (
+            "[[variants]]\nname = 'r0'\n"
+            + "".join(f"[[variants]]\nname = 'r{n}'\nafter = 'r{n - 1}'\n" for n in range(1, 20)),
+            "9 runs one after the other, and 8 are allowed",
         ),
         ("[settings]\nmodel = 'nano'\ntask = 'digits'", "task='digits' has no such size (Size: "),
     ],

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from diloco.studies.quality.settings import read_experiment
+from diloco.studies.quality.experiment import read_experiment
 from diloco.studies.quality.store import Store
 
 FOLDER = Path("runs/lab")
