@@ -20,10 +20,10 @@ from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.process.output import outlive_readers
 from diloco.studies.quality.experiment import Experiment, Row, read_experiment, settings_help
-from diloco.studies.quality.report import Table, markdown, table_of
+from diloco.studies.quality.results.report import Table, markdown, table_of
+from diloco.studies.quality.results.store import Store, told_digest
+from diloco.studies.quality.results.summary import RunName, RunSummary, decode, encode
 from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.store import Store, told_digest
-from diloco.studies.quality.summary import RunName, RunSummary, decode, encode
 from diloco.studies.quality.sweep import News, sweep
 
 OUT = Path("runs/lab")
@@ -211,7 +211,7 @@ def report(
             raise UsageError(f"cannot write summaries {csv_file}: {error}") from error
     if plot is not None or sizes is not None:
         try:
-            drawer = importlib.import_module("diloco.studies.quality.plot")
+            drawer = importlib.import_module("diloco.studies.quality.results.plot")
         except ModuleNotFoundError as error:
             raise UsageError("--plot and --sizes need matplotlib: pip install 'diloco[run]'") from error
         if plot is not None:

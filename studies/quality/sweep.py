@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.process.lifecycle import die_with_parent, end_signals, ignore_hangup, two_phases
+from diloco.studies.quality.results.store import Result, Store, look_again
 from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.store import Result, Store, look_again
 
 LOOK_S = 0.2
 STOP_S = 10.0

@@ -20,8 +20,8 @@ from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.studies.quality import sweep
 from diloco.studies.quality.command import _sweep
 from diloco.studies.quality.experiment import read_experiment
+from diloco.studies.quality.results.store import Store
 from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.store import Store
 from diloco.studies.quality.sweep import News
 from tests.studies.test_lab_results import result
 from tests.studies.test_lab_settings import SWEEP

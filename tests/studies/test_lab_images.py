@@ -6,8 +6,8 @@ import torch
 
 from diloco.pipeline.errors import UsageError
 from diloco.studies.quality.engine import train
+from diloco.studies.quality.results.store import settings_digest
 from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.store import settings_digest
 from diloco.studies.quality.tasks import images
 from diloco.studies.quality.tasks.images import ImageFolder, listed
 from diloco.studies.quality.tasks.tasks import open_task

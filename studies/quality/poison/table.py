@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.studies.quality.experiment import read_experiment
-from diloco.studies.quality.store import Store
+from diloco.studies.quality.results.store import Store
 
 FOLDER = Path("runs/lab")
 

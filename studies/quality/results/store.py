@@ -15,9 +15,9 @@ import xxhash
 
 from diloco.launcher.option_checks import check_data
 from diloco.pipeline.files.strict_json import dumps
+from diloco.studies.quality.results.source import code_digest
+from diloco.studies.quality.results.summary import RunSummary, summary_of
 from diloco.studies.quality.settings import TEXT, LabRun
-from diloco.studies.quality.source import code_digest
-from diloco.studies.quality.summary import RunSummary, summary_of
 from diloco.studies.quality.tasks import images
 from diloco.workers.trainer.data.files import visible_files
 from diloco.workers.trainer.data.text import open_text

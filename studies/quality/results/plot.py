@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 
 from diloco.pipeline.errors import UsageError
 from diloco.studies.pictures import save
-from diloco.studies.quality.report import Distance, Line, Table
+from diloco.studies.quality.results.report import Distance, Line, Table
 from diloco.studies.quality.settings import TEXT, LabRun
 from diloco.workers.trainer.models.sizes import SIZES
 

@@ -7,8 +7,8 @@ from functools import partial
 from statistics import mean, median, stdev
 
 from diloco.studies.quality.experiment import Experiment, Row
+from diloco.studies.quality.results.summary import RunName, RunSummary
 from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.summary import RunName, RunSummary
 
 
 @dataclass(slots=True)
