@@ -76,15 +76,17 @@ class _Found:
             yield Text(summary(self.report))
         if page := self.page():
             yield Text(f"page       {page}")
-        if silent := self._silent():
-            yield Text(f"again      {way_to(self.place.redis_url or '', self.place.own).command(*silent)}")
+        if self.status is not None and (silent := self._silent()) is not None:
+            own = self.place.own
+            command = way_to(self.place.redis_url or "", own).command("learner", self.status["run"], silent)
+            in_own_loop = self.status["own_loop"] and silent not in own
+            yield Text(f"again      {f'your own program, with learner_id={silent!r}' if in_own_loop else command}")
 
-    def _silent(self) -> tuple[str, str, str] | None:
-        """What starts the first learner again that is missed: its party, run and name."""
+    def _silent(self) -> str | None:
+        """The first learner that is missed."""
         if self.status is None or self.status["phase"] not in ("waiting", Phase.RUNNING):
             return None
-        missed = [one["id"] for one in present(self.status["learners"]) if is_missed(one)]
-        return ("learner", self.status["run"], missed[0]) if missed else None
+        return next((one["id"] for one in present(self.status["learners"]) if is_missed(one)), None)
 
     def _report_file(self) -> Path:
         assert self.place.folder is not None  # noqa: S101  # only a folder says that it closes

@@ -69,6 +69,7 @@ def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
         evaluation = {"loss": at["val_loss"], "final": False, "tokens": at["tokens"], "elapsed_s": at["elapsed_s"]}
     return {
         "run": out.name,
+        "own_loop": False,
         "phase": "running" if lines else "waiting",
         "reason": "data-parallel" if lines else "waiting for the ranks",
         "tokens": last["tokens"],

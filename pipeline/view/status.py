@@ -139,6 +139,8 @@ class Status(TypedDict):
     """A run's status. The names are what users read at `/status` and from `diloco status --json`."""
 
     run: str
+    own_loop: bool
+    """Its learners are programs of the user's own: no command of ours starts one."""
     phase: str
     """Of `Phase`, or "waiting"."""
     reason: str
@@ -379,6 +381,7 @@ def build_status(
         refused.update(head.refused)
     return {
         "run": run,
+        "own_loop": spec is not None and "data_fingerprint" not in spec.trainer,
         "phase": "waiting"
         if state is None or awaited or (gone and state.phase is Phase.RUNNING)
         else state.phase.value,

@@ -54,6 +54,7 @@ def fragment(p: int, **window: Any) -> dict[str, Any]:
 def status(**changes: Any) -> dict[str, Any]:
     fields = {
         "run": "my-run",
+        "own_loop": False,
         "phase": "running",
         "reason": "training",
         "tokens": 1_620_000,

@@ -467,13 +467,14 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("own", "said"),
+    ("own", "trainer", "said"),
     [
-        ({"l1": Started(("--learner-id", "l1", "--threads", "3"), {"GPU": "1"})}, "--learner-id l1 --threads 3"),
-        ({}, "learner --run my-run --learner-id l1"),
+        ({"l1": Started(("--learner-id", "l1", "--threads", "3"), {"GPU": "1"})}, {}, "--learner-id l1 --threads 3"),
+        ({}, {"data_fingerprint": "0123"}, "learner --run my-run --learner-id l1"),
+        ({}, {}, "your own program, with learner_id='l1'"),
     ],
 )
-def test_status_says_how_a_dead_learner_is_started_again(own, said):
+def test_status_says_how_a_dead_learner_is_started_again(own, trainer, said):
     """One of `diloco run` as that did it. Nobody is asked for who left or was revoked, or as the run ends."""
     l0, l1 = samples.seen("l0"), samples.seen("l1", age_s=60.0)
     left, revoked = samples.seen("l2", age_s=9.0, left=True), samples.seen("l3", 60.0, 2000.0)
@@ -484,7 +485,8 @@ def test_status_says_how_a_dead_learner_is_started_again(own, said):
         ([l0, l1], Phase.DRAINING, None),
     ):
         state = samples.run_state(phase=phase)
-        found = build_status("my-run", samples.spec(), state, seen, heads, None, [], 2000.0, told=told)
+        spec = samples.spec().model_copy(update={"trainer": trainer})
+        found = build_status("my-run", spec, state, seen, heads, None, [], 2000.0, told=told)
         place = Place("my-run", "redis://:secret@h:1", None, own=own)
         last = str(list(_Found(place, found).as_text())[-1])
         assert (said in last and last.startswith("again      ")) if missed else "again" not in last

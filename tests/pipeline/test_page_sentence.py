@@ -15,6 +15,8 @@ from diloco.pipeline.view.trouble import Told
 from tests import samples
 
 NOW_S = 1100.0
+BUILT_IN = {"model": "tiny", "data_fingerprint": "0123"}
+"""Of the spec of a run of the built-in trainer."""
 
 
 def window(state: str, reason: str = "because", **given: Any) -> WindowView:
@@ -37,7 +39,7 @@ def status(
         heads = [samples.head(p, version=40, merged_tokens=800, interval=4) for p in range(2)]
     return build_status(
         "my-run",
-        spec if spec is not None else samples.spec(**sync),
+        spec if spec is not None else samples.spec(**sync).model_copy(update={"trainer": BUILT_IN}),
         state or samples.run_state(),
         reports,
         heads,
@@ -166,6 +168,19 @@ def test_nobody_is_left() -> None:
     said = verdict(status([samples.seen("l0", left=True)]), Beside())
     assert "all have left" in said["text"]
     assert asked(said) == ("Start one:", "diloco learner --run my-run")
+
+
+def test_learners_in_loops_of_the_user_s_own_are_programs_of_the_user_s_own() -> None:
+    """No command of ours starts one again, unless the launcher on this machine did; the syncer is ours all the same."""
+    own = samples.spec()
+    said = verdict(status([samples.seen("l0", age_s=75.0)], spec=own), Beside())
+    assert asked(said) == ("Start it again: your own program, in run 'my-run', with learner_id='l0'.", "")
+    said = verdict(status([samples.seen("l0", left=True)], spec=own), Beside())
+    assert asked(said) == ("Start one: your own program, in run 'my-run'.", "")
+    way = Way(own={"l0": Started(("--learner-id", "l0", "--threads", "3"))})
+    said = verdict(status([samples.seen("l0", age_s=75.0)], spec=own), Beside(way=way))
+    assert said["command"] == "diloco learner --run my-run --learner-id l0 --threads 3"
+    assert verdict(status(TWO, syncers=(), spec=own), Beside())["command"] == "diloco syncer --run my-run"
 
 
 def test_a_quorum_that_cannot_be_met() -> None:

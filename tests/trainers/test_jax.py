@@ -395,7 +395,7 @@ def test_a_loop_that_breaks_off_with_donated_arrays_leaves_all_the_same(redis_se
 
         with pytest.raises(ZeroDivisionError):
             break_off()
-        assert one.left_in_order
+        assert not one.left_in_order
         (withheld,) = [line["error"] for line in logs if line["event"] == "last_delta_withheld"]
         assert "was donated to a jitted function, and no step() has said what came of it" in withheld
         assert jax.tree.structure(one.globals()) == jax.tree.structure(jax_params())
@@ -445,6 +445,11 @@ def donated() -> Any:
 REFUSED = {
     "an integer": (lambda: {"a": {"step": jnp.zeros((), jnp.int32)}}, {}, "leaf a.step is int32"),
     "a key": (lambda: {"key": jax.random.key(0)}, {}, r"leaf key is key<"),
+    "a name of half a character": (
+        lambda: {"a\ud800": jnp.ones(2)},
+        {},
+        r"leaf 'a\\ud800' has a name that is no Unicode",
+    ),
     "a complex one": (lambda: {"w": jnp.zeros(2, jnp.complex64)}, {}, "leaf w is complex64"),
     "eight bits": (
         lambda: [jnp.zeros(2, jnp.float8_e4m3fn)],
@@ -516,6 +521,12 @@ def test_a_loss_that_is_no_number_is_refused_at_its_step(loss, said):
     """The exchange would find out later, and end the loop."""
     with pytest.raises(UsageError, match=re.escape(said)):
         Learner(params := {"w": jnp.ones(2)}, run="r", **NOWHERE).step(params, tokens=1, loss=loss())
+
+
+def test_a_key_is_no_count_of_tokens():
+    """It is told at its step, in words."""
+    with pytest.raises(UsageError, match=re.escape("tokens: key<fry> of shape (); pass a number")):
+        Learner(params := {"w": jnp.ones(2)}, run="r", **NOWHERE).step(params, tokens=jax.random.key(0))
 
 
 def test_embeddings_may_come_one_after_another():

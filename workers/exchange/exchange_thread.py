@@ -278,22 +278,23 @@ class JoinedLearner:
         return False
 
     def leave(self, within_s: float, save_state: bool) -> bool:
-        """Publish what is unpublished, flush it, say goodbye; whether all of it was in time.
+        """Publish what is unpublished, flush it, say goodbye; whether all of it got away in time.
 
         Where an error has ended the training too: what was trained until then counts.
 
         Raises:
             LearnerReplaced: another process took this learner's place meanwhile.
         """
-        training, over = self.training, self.over
+        training, over, whole = self.training, self.over, True
         for publication in training.rounds.last(self.shared.windows, due=over):
             try:
                 self.hand_over([publication], adopted=False)
             except Exception as error:  # the model has changed, its device has no memory for a copy, or has failed
+                whole = False
                 structlog.get_logger().warning("last_delta_withheld", learner=training.learner, error=str(error))
         leaving = self.thread.ask(self.exchange.leave(within_s))
         training.keeper.close(self.shared, save_state, within_s)
-        return self._left(leaving)
+        return self._left(leaving) and whole
 
     def forget(self) -> None:
         """Let go of the bases and residuals of a learner that has left, once its thread has ended."""

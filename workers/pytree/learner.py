@@ -232,7 +232,7 @@ def _is_concrete(name: str, value: Any) -> bool:
     """Whether it is an array of JAX's.
 
     Raises:
-        UsageError: it has no value, since it is traced or was donated.
+        UsageError: it has no value, since it is traced or was donated; or it holds no numbers.
     """
     if isinstance(value, jax.core.Tracer):
         raise UsageError(f"{name} is traced: call the learner outside of jit, grad and scan")
@@ -242,6 +242,8 @@ def _is_concrete(name: str, value: Any) -> bool:
         raise UsageError(
             f"{name} was donated to a jitted function, and is no longer there: pass what that has returned"
         )
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):  # such as a random key
+        raise UsageError(f"{name}: {value.dtype} of shape {value.shape}; pass a number")
     return True
 
 
@@ -264,6 +266,6 @@ def _loss(loss: Any) -> Loss | None:
     """As `one_loss`; an array stays one, so that nothing waits for its device."""
     if not _is_concrete("loss", loss):
         return one_loss(loss)
-    if loss.size != 1 or jnp.iscomplexobj(loss) or jnp.issubdtype(loss.dtype, jax.dtypes.extended):
+    if loss.size != 1 or jnp.iscomplexobj(loss):
         raise UsageError(f"loss: {loss.dtype} of shape {loss.shape}; pass one number, or leave it out")
     return _LossArray(loss.reshape(()))

@@ -210,5 +210,16 @@ def _check_leaves(leaves: Sequence[Leaf]) -> None:
             raise UsageError(
                 f"leaf {leaf.name[:60]}... has a name of {len(leaf.name)} characters: {MAX_TEXT_CHARS} at most"
             )
+        if not _is_unicode(leaf.name):
+            raise UsageError(f"leaf {leaf.path!r} has a name that is no Unicode text, and cannot travel: rename it")
         if len(leaf.shape) > MAX_DIMS:
             raise UsageError(f"leaf {leaf.path} has {len(leaf.shape)} dimensions: {MAX_DIMS} at most")
+
+
+def _is_unicode(name: str) -> bool:
+    """Whether it can be written: a half of a surrogate pair, as of a file's name, cannot."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -235,7 +235,10 @@ def _bad(text: str, do: str, command: str = "") -> Verdict:
 def _start(
     status: Status, beside: Beside, party: str = "learner", what: str = "Start one", again: str = ""
 ) -> tuple[str, str]:
-    """What to do, and the command that does it."""
+    """What to do, and the command that does it; none of learners that are programs of the user's own."""
+    if party == "learner" and status["own_loop"] and again not in beside.way.own:
+        named = f", with learner_id={again!r}" if again else ""
+        return f"{what}: your own program, in run {status['run']!r}{named}.", ""
     return f"{what}{beside.way.from_where(again)}:", beside.way.command(party, status["run"], again)
 
 
