@@ -409,6 +409,8 @@ def struck() -> Iterator[list[float]]:
     yield row("decoupled, failures", 2370)
     yield row("elastic data-parallel, failures", 2370)
     yield row("decoupled, four slow, K = 1 with grace")
+    for run in ("K = M", "K = 1 with grace"):
+        yield against(f"slow-half/{run}", "slow-half/K = M")
 
 
 def sizes() -> Iterator[list[float]]:
