@@ -77,10 +77,8 @@ class _Found:
         if page := self.page():
             yield Text(f"page       {page}")
         if self.status is not None and (silent := self._silent()) is not None:
-            own = self.place.own
-            command = way_to(self.place.redis_url or "", own).command("learner", self.status["run"], silent)
-            in_own_loop = self.status["own_loop"] and silent not in own
-            yield Text(f"again      {f'your own program, with learner_id={silent!r}' if in_own_loop else command}")
+            way, run = way_to(self.place.redis_url or "", self.place.own), self.status["run"]
+            yield Text(f"again      {''.join(way.start('learner', run, silent, self.status['own_loop']))}")
 
     def _silent(self) -> str | None:
         """The first learner that is missed."""

@@ -188,15 +188,20 @@ def report(
         if source is None:
             return table_of(experiment, lambda row, run: store.summary(run, any_code))
 
+        other = set[str]()
+
         def find(row: Row, run: LabRun) -> RunSummary | None:
             one = kept.get(RunName(experiment.name, row.label, run.seed))
             if one is not None and one.settings != told_digest(run):
-                said = f"{source} has {experiment.name}'s {row.label!r}, seed {run.seed}, with other settings"
-                typer.echo(f"warning: {said} than its file has now: it counts as not there", err=True)
+                other.add(row.label)
                 return None
             return one
 
-        return table_of(experiment, find, f"not in {source.name}")
+        found = table_of(experiment, find, f"not in {source.name}")
+        for label in sorted(other):
+            said = f"{source} has {label!r} with other settings than {experiment.name}.toml has now"
+            typer.echo(f"warning: {said}: run it again, and keep it with `report --csv`", err=True)
+        return found
 
     tables = [table(experiment) for experiment in _experiments(files)]
     typer.echo("\n".join(map(markdown, tables)), nl=False)

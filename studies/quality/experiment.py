@@ -101,7 +101,7 @@ def read_experiment(path: Path) -> Experiment:
         variant = dict(given)
         rows += _rows(path, variant.pop("name"), {**settings, **variant}, rows)
     if odd := next((name for name in (path.stem, *(row.label for row in rows)) if not name.isprintable()), None):
-        raise UsageError(f"{path}: the name {odd!r} cannot stand in a line of a table: leave its signs out")
+        raise UsageError(f"{path}: the name {odd!r} cannot stand in a table: leave out what cannot be printed")
     names = [given["name"] for given in variants]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UsageError(f"{path}: two variants are named {twice[0]!r}: rename one")
@@ -163,7 +163,7 @@ def _lab_run(where: str, given: dict[str, Any], above: Sequence[Row]) -> LabRun:
         given = given | {"after": found[0]}
     method = given.get("method", LabRun.model_fields["method"].default)
     preset = dict(PRESETS.get(method, {})) if isinstance(method, str) else {}
-    dense = given.get("task", "text") == "text" and given.get("experts") is None
+    dense = given.get("task", "text") in TEXT and given.get("experts") is None
     if dense and method == "paper" and (size := SIZES.get(given.get("model", USUAL["model"]))):
         preset["fragments"] = min(preset["fragments"], size.tensors)
     try:
@@ -174,6 +174,7 @@ def _lab_run(where: str, given: dict[str, Any], above: Sequence[Row]) -> LabRun:
         lines = []
         for problem in error.errors(include_url=False):
             name = str(problem["loc"][0]) if problem["loc"] else ""
+            name = "steps x batch x learners x seq_len" if name == "tokens" else name
             shown = f"{name}={reprlib.repr(problem['input'])}: " if name else ""
             known = name in LabRun.model_fields
             about = f" ({LabRun.model_fields[name].description})" if known else ""

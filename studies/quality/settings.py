@@ -191,7 +191,8 @@ class LabRun(BaseModel):
         dense = self.task in TEXT and self.experts is None
         if self.decoupled and dense and self.fragments > (tensors := SIZES[self.model].tensors):
             raise ValueError(f"fragments={self.fragments} of the {tensors} tensors of model={self.model!r}")
-        if self.fail_every_s is not None and (done := self._steps_done(self.fail_every_s)) < LEAST_DONE:
+        fails = self.fail_every_s is not None and self.method != "single"
+        if fails and (done := self._steps_done()) < LEAST_DONE:
             raise ValueError(
                 f"fail_every_s={self.fail_every_s:g}: with {self.learners} learners, steps of {self.step_s:g} s and "
                 f"{self.fail_down_s:g} s until one is back, one step of {1 / max(done, 1e-99):.3g} would be done"
@@ -222,15 +223,17 @@ class LabRun(BaseModel):
         """How many runs it begins from, one after the other."""
         return 0 if self.after is None else 1 + self.after.before
 
-    def _steps_done(self, fail_every_s: float) -> float:
+    def _steps_done(self) -> float:
         """Share of the steps that no failure interrupts. Failures are Poisson; of data-parallel any learner's counts,
         those that come back too, and without elasticity none is done before all are there."""
-        step, there = self.step_s * (1 + self.slowdown), fail_every_s / (fail_every_s + self.fail_down_s)
-        if self.decoupled or self.method == "single":
-            return math.exp(-step / fail_every_s)
+        every_s = self.fail_every_s or math.inf
+        steps = self.step_s * (1 + self.slowdown) / every_s
+        there = 1 / (1 + self.fail_down_s / every_s)
+        if self.decoupled:
+            return math.exp(-steps)
         if self.elastic:
-            return math.exp(-2 * max(1.0, self.learners * there) * step / fail_every_s)
-        return math.exp(-self.learners * step / fail_every_s) * there**self.learners
+            return math.exp(-2 * max(1.0, self.learners * there) * steps)
+        return math.exp(-self.learners * steps) * there**self.learners
 
     @property
     def scavenge_until_s(self) -> float:

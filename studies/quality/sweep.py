@@ -60,7 +60,7 @@ def sweep(
     once, and it is a KeyboardInterrupt.
 
     Raises:
-        LabProcessDied: the system killed one before it began a run.
+        LabProcessDied: the system killed one while no run was under way.
     """
     # Read when torch loads in the processes below: as many threads as a job has, and idle ones do not spin.
     os.environ.update(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
@@ -110,11 +110,11 @@ def _in_one_pool(
                 _kill()
                 if asked.is_set():  # the signal to end went to all, and to one that did not ignore it yet
                     return
-                why = "a process was killed, perhaps for want of memory: try fewer --jobs"
+                why = "a process was killed, perhaps for want of memory: the same command does it, with fewer --jobs"
                 lost = sorted(begun.intersection(doing.values()))
                 if not lost:
-                    raise LabProcessDied(f"{why}. What is done is kept")
-                yield from ((number, LabProcessDied(why)) for number in lost)
+                    raise LabProcessDied(why)
+                yield from ((number, LabProcessDied(f"under way as {why}")) for number in lost)
                 return
             if asked.is_set():
                 stop.set()

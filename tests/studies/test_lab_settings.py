@@ -106,13 +106,16 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("[settings]\nfragments = 99\nmodel = 'nano'", "fragments=99 of the 11 tensors of model='nano'"),
         ("[settings]\nexperts = 2\nexperts_a_token = 3", "experts_a_token=3 of experts=2"),
         ("[settings]\nbatch = 1" + 400 * "0", "batch=1000000"),
-        ("[settings]\nsteps = 1000000000\nbatch = 1000000\nlearners = 256\nseq_len = 65536", "tokens"),
+        (
+            "[settings]\nsteps = 1000000000\nbatch = 1000000\nlearners = 256\nseq_len = 65536",
+            "steps x batch x learners x seq_len=",
+        ),
         ("[settings]\nfail_every_s = 1e-2", "one step of 2.69e+43 would be done"),
         (
             "[settings]\nmethod = 'data-parallel'\nlearners = 64\nfail_every_s = 60.0\nelastic = false",
             "with 64 learners, steps of 1 s and 60 s until one is back, one step of",
         ),
-        ("[[variants]]\nname = 'a\\u000db'".replace("'", '"'), "the name 'a\\rb' cannot stand in a line of a table"),
+        ("[[variants]]\nname = 'a\\u000db'".replace("'", '"'), "the name 'a\\rb' cannot stand in a table"),
         (
             "[[variants]]\nname = 'r0'\n"
             + "".join(f"[[variants]]\nname = 'r{n}'\nafter = 'r{n - 1}'\n" for n in range(1, 20)),
@@ -177,6 +180,13 @@ def test_a_row_that_cannot_begin_so_is_refused(tmp_path, changed, said):
     """No such row, none of its seed, or one of another model."""
     with pytest.raises(UsageError, match=said):
         experiment(tmp_path, AFTER.replace(*changed))
+
+
+def test_what_a_run_does_not_look_at_does_not_refuse_it(tmp_path):
+    """One learner alone has no failures, and a preset's fragments are those that the model can have."""
+    assert LabRun(method="single", fail_every_s=1e-2).method == "single"
+    (row,) = experiment(tmp_path, "[settings]\nmethod = 'paper'\nmodel = 'nano'\ntask = 'keywords'").rows
+    assert row.runs[0].fragments == 11
 
 
 def test_settings_that_a_method_does_not_look_at_do_not_make_another_run():

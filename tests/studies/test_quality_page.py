@@ -328,7 +328,7 @@ def many() -> Iterator[list[float]]:
     short, long, most, last = (f"many-{name}/" for name in ("8", "8-long", "16", "16-long"))
     base, same, ramp = "data-parallel", "data-parallel, the same outer step", ", ramp of 12, warm-up"
     yield first(f"{short}{base}, lr=0.024", f"{long}{base}", f"{most}{base}, lr=0.016", f"{last}{base}")
-    others = first(f"{long}{same}{ramp} 3", f"{most}{same}, lr=0.016", f"{last}{same}")
+    others = first(f"{long}{same}{ramp} 3", f"{most}{same}, lr=0.016", f"{last}{same}, a lower rate")
     yield [*first(f"{short}{same}, lr=0.016"), 100.0, *others]
     yield cost(f"{short}mean")
     yield [*cost(f"{short}rows, lr=0.016"), *first(f"{long}rows", f"{most}rows, lr=0.024", f"{last}rows")]

@@ -283,7 +283,7 @@ def test_an_error_of_the_loop_is_not_hidden_by_one_of_leaving(
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_a_learner_whose_device_can_copy_no_more_leaves_in_order(
+def test_a_learner_whose_device_can_copy_no_more_leaves_and_says_what_it_withheld(
     redis_server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
 ) -> None:
     """The delta that it cannot copy is withheld, which is told. What it can copy is published and saved."""

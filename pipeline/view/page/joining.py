@@ -71,6 +71,16 @@ class Way:
         environ = ({"DILOCO_REDIS_URL": shown} if secret else {}) | files
         return cls(shown, environ if secret or files else None, where + fill + (", and your FILE" if files else ""))
 
+    def start(self, party: str, run: str, again: str = "", own_loop: bool = False) -> tuple[str, str]:
+        """(what starts a party where no command of ours does, "" otherwise; that command, or "").
+
+        again: the learner of this name. own_loop: learners are programs of the user's own.
+        """
+        if party == "learner" and own_loop and again not in self.own:
+            named = f", with learner_id={again!r}" if again else ""
+            return f"your own program, in run {run!r}{named}", ""
+        return "", self.command(party, run, again)
+
     def command(self, party: str, run: str, again: str = "") -> str:
         """The one that starts a party; `again`: the learner of this name."""
         started = self.own.get(again, Started(("--learner-id", again)))

@@ -236,10 +236,8 @@ def _start(
     status: Status, beside: Beside, party: str = "learner", what: str = "Start one", again: str = ""
 ) -> tuple[str, str]:
     """What to do, and the command that does it; none of learners that are programs of the user's own."""
-    if party == "learner" and status["own_loop"] and again not in beside.way.own:
-        named = f", with learner_id={again!r}" if again else ""
-        return f"{what}: your own program, in run {status['run']!r}{named}.", ""
-    return f"{what}{beside.way.from_where(again)}:", beside.way.command(party, status["run"], again)
+    program, command = beside.way.start(party, status["run"], again, status["own_loop"])
+    return f"{what}: {program}." if program else f"{what}{beside.way.from_where(again)}:", command
 
 
 def _again(
