@@ -19,13 +19,23 @@ tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()  # a byte i
 model = build_mixture("nano", seed=0, experts=8, chosen=2)  # any nn.Module would do
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 loss = None
+
+
+def loss_of(count: int) -> torch.Tensor:
+    """Of so many rows of the text, drawn at random."""
+    starts = torch.randint(len(tokens) - LENGTH, (count, 1))
+    rows = tokens[starts + torch.arange(LENGTH + 1)]  # (count, LENGTH + 1)
+    return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
 with Learner(model, optimizer, run="experts") as learner:
     learner.attach(tokens=BATCH * LENGTH, loss=lambda: loss)
     while not learner.finished:
-        starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1))  # each learner draws its own
-        rows = tokens[starts + torch.arange(LENGTH + 1)]  # (BATCH, LENGTH + 1)
-        loss = nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+        loss = loss_of(BATCH)  # each learner draws its own
         (loss + 0.01 * model.balance).backward()  # experts used alike: by this learner's batch, nobody else's
         optimizer.step()
         optimizer.zero_grad()
-    print(f"last loss {loss.item():.3f}" if loss is not None else "the run is finished already")
+learner.load_globals()  # the model is the run's from here on
+torch.manual_seed(0)  # the same rows for all
+with torch.no_grad():
+    print(f"loss of the run's model {loss_of(512).item():.3f}")

@@ -73,6 +73,7 @@ with Learner(initial(jax.random.key(0)), names=NAMES, run="jax-model") as learne
         params, moments, loss = train_step(params, moments, drawn(), rate())
         params = learner.step(params, tokens=BATCH, loss=loss)
 params = learner.globals()  # the run's values, the same for all learners
+rng = np.random.default_rng(0)  # the same rows for all
 own = f"last loss {loss:.3f}" if loss is not None else "the run is finished already"
 print(f"{own}, of the run's values {loss_of(params, drawn()):.3f}")
 np.savez(

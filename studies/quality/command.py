@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.replacing import replace
+from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.process.output import outlive_readers
@@ -182,6 +183,7 @@ def report(
 
     Example: diloco lab report docs/quality/methods.toml --from docs/quality/results.csv --plot methods.png
     """
+    check_files(csv_file, plot, sizes)
     kept, store = ({} if source is None else _read_csv(source)), Store(out)
 
     def table(experiment: Experiment) -> Table:

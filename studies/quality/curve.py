@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.studies.quality.settings import LabRun
+from diloco.studies.quality.settings import PATIENCE, LabRun
 from diloco.studies.quality.tasks.tasks import Task
 
 
@@ -71,6 +72,13 @@ class Recorder:
 
     def _marks(self, tokens: int) -> int:
         return tokens * self.run.evaluations // self.budget_tokens
+
+    def give_up(self) -> UsageError:
+        """What to raise after `LabRun.patience_s`."""
+        return UsageError(
+            f"given up after {self.run.patience_s:.4g} virtual seconds, {PATIENCE} times what its steps take, at "
+            f"{self.tokens / self.budget_tokens:.0%}: failures, waiting and calls to the bus leave no time for steps"
+        )
 
     def begin_step(self, tokens: int) -> bool:
         """Whether there is a step left to do; it counts as begun then. No decoupled learner trains past the budget."""

@@ -44,7 +44,7 @@ def train_decoupled(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
     The model has the globals' final values then.
 
     Raises:
-        UsageError: more fragments than tensors.
+        UsageError: more fragments than tensors; or it came to no end in `LabRun.patience_s`.
         Stopped: the recorder said so.
     """
     return run_virtual(_train(recorder, model))
@@ -56,6 +56,9 @@ async def _train(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
         return await world.train()
     except BaseExceptionGroup as group:  # one party's error ends all: it is the one to show
         raise group.exceptions[0] from None
+
+
+LOOK_S = 0.01
 
 
 class LabWorld:
@@ -118,13 +121,14 @@ class LabWorld:
     async def train(self) -> dict[str, Any]:
         """From the start to the finished run's last measure."""
         async with asyncio.TaskGroup() as group:
-            evaluator = group.create_task(self._evaluate())
+            evaluator, patience = group.create_task(self._evaluate()), group.create_task(self._give_up())
             group.create_task(self._drain())
             serving = group.create_task(self._syncer().run(asyncio.Event()))
             for number in range(self.run.members):
                 group.create_task(self._live(number))
             await serving
             evaluator.cancel()
+            patience.cancel()
         heads = await self._measure()
         return self.recorder.result(self._ended_s, failures=self.failures, **await self._books(heads))
 
@@ -187,11 +191,16 @@ class LabWorld:
         self._learners[number] = learner
         return learner
 
+    async def _give_up(self) -> None:
+        await asyncio.sleep(self.run.patience_s)
+        if not self._ending.is_set():
+            raise self.recorder.give_up()
+
     async def _drain(self) -> None:
         """Ask for the run's end. The syncer would see it itself, were it not for what the dead could not report."""
         await self._ending.wait()
-        state = await self._bus.read_state()
-        assert state is not None  # noqa: S101  # learners train only once it is there
+        while (state := await self._bus.read_state()) is None:  # noqa: ASYNC110  # of steps shorter than a call to it
+            await asyncio.sleep(LOOK_S)
         reason = "the token budget is trained"
         await self._bus.write_state(state.model_copy(update={"phase": Phase.DRAINING, "reason": reason}))
 

@@ -31,6 +31,8 @@ MOST_BEFORE = 8
 """Runs that one begins from, one after the other."""
 LEAST_DONE = 0.01
 """Of the steps, where learners fail: with less, a run would have no end."""
+PATIENCE = 100
+"""A run is given up after so many times what its steps take."""
 _WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
 """What the papers' learners do and those of `diloco run` do not."""
 PRESETS: dict[str, dict[str, Any]] = {
@@ -227,13 +229,18 @@ class LabRun(BaseModel):
         """Share of the steps that no failure interrupts. Failures are Poisson; of data-parallel any learner's counts,
         those that come back too, and without elasticity none is done before all are there."""
         every_s = self.fail_every_s or math.inf
-        steps = self.step_s * (1 + self.slowdown) / every_s
+        steps = self.step_s * (1 + self.slowdown) * (1 + self.jitter / 2) / every_s
         there = 1 / (1 + self.fail_down_s / every_s)
         if self.decoupled:
             return math.exp(-steps)
         if self.elastic:
             return math.exp(-2 * max(1.0, self.learners * there) * steps)
         return math.exp(-self.learners * steps) * there**self.learners
+
+    @property
+    def patience_s(self) -> float:
+        """Virtual time after which it is given up."""
+        return PATIENCE * self.steps * self.step_s * (1 + self.slowdown) * (1 + self.jitter)
 
     @property
     def scavenge_until_s(self) -> float:

@@ -32,13 +32,16 @@ def train_synchronous(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
 
     Raises:
         Stopped: the recorder said so.
+        UsageError: it came to no end in `LabRun.patience_s`.
     """
     run, task = recorder.run, recorder.task
     optimizer, gradients = inner_optimizer(model, run), Gradients(task, model)
     order = (divmod(position, task.examples) for position in count())  # (epoch, index)
     now = 0.0
     for steps, (now, busy_s, learners) in enumerate(step_times(run)):
-        examples = learners * run.batch
+        if now > run.patience_s:
+            raise recorder.give_up()
+        examples = min(learners * run.batch, run.budget_examples - recorder.tokens // task.example_tokens)
         with recorder.computing():
             loss = gradients(task.batch(list(islice(order, examples))))
             lr = learning_rate(
@@ -59,7 +62,10 @@ def train_synchronous(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
 
 
 def step_times(run: LabRun) -> Iterator[tuple[float, float, int]]:
-    """(virtual time at its end, time its learners computed together, learners in it) of each step, endless."""
+    """(virtual time at its end, time its learners computed together, learners in it) of each step, endless.
+
+    The last one is of no learner, where there is none until `LabRun.patience_s`.
+    """
     schedule = Schedule(run)
     members = run.members
     changes: list[Change] = []
@@ -67,7 +73,7 @@ def step_times(run: LabRun) -> Iterator[tuple[float, float, int]]:
         for learner in range(members):
             _push_next(changes, learner, schedule.outages(learner))
     present, now, done = set(range(members)), 0.0, [0] * members
-    while True:
+    while now <= run.patience_s:
         ready = sorted(present) if run.elastic or len(present) == members else []
         takes = [schedule.step_s(m, done[m]) for m in ready]
         end = now + max(takes, default=math.inf)
@@ -85,6 +91,7 @@ def step_times(run: LabRun) -> Iterator[tuple[float, float, int]]:
             _push_next(changes, learner, outages)
         if at > now:  # else it falls into a pause, which deals with it too
             now = at + run.resize_s  # what was computed of the step under way is lost
+    yield now, 0.0, 0
 
 
 def _push_next(changes: list[Change], learner: int, outages: Outages) -> None:

@@ -471,7 +471,7 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys, monkeypatch):
     [
         ({"l1": Started(("--learner-id", "l1", "--threads", "3"), {"GPU": "1"})}, {}, "--learner-id l1 --threads 3"),
         ({}, {"data_fingerprint": "0123"}, "learner --run my-run --learner-id l1"),
-        ({}, {}, "your own program, in run 'my-run', with learner_id='l1'"),
+        ({}, {}, "your own program, in run 'my-run', with DILOCO_LEARNER_ID=l1"),
     ],
 )
 def test_status_says_how_a_dead_learner_is_started_again(own, trainer, said):

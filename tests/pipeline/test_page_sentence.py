@@ -174,7 +174,10 @@ def test_learners_in_loops_of_the_user_s_own_are_programs_of_the_user_s_own() ->
     """No command of ours starts one again, unless the launcher on this machine did; the syncer is ours all the same."""
     own = samples.spec()
     said = verdict(status([samples.seen("l0", age_s=75.0)], spec=own), Beside())
-    assert asked(said) == ("Start it again: your own program, in run 'my-run', with learner_id='l0'.", "")
+    assert asked(said) == (
+        "Start it again: your own program, in run 'my-run', with DILOCO_LEARNER_ID=l0 (or learner_id='l0').",
+        "",
+    )
     said = verdict(status([samples.seen("l0", left=True)], spec=own), Beside())
     assert asked(said) == ("Start one: your own program, in run 'my-run'.", "")
     way = Way(own={"l0": Started(("--learner-id", "l0", "--threads", "3"))})

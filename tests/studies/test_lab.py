@@ -153,6 +153,33 @@ def test_a_run_stops_when_told_to(text, method):
     assert 0.5 <= heard[-1] < 0.6
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"latency_s": 5.0, "fail_every_s": 5.0},  # nobody has joined before it fails
+        {"wait": True, "quorum": "all", "late_join_s": 1e9},
+        {"latency_s": 1e7},
+        {"method": "data-parallel", "fail_every_s": 20.0, "resize_s": 1e300},
+        {"method": "data-parallel", "elastic": False, "late_join_s": 1e18},
+    ],
+)
+def test_a_run_that_comes_to_no_end_is_given_up(text, told):
+    """In virtual time, whatever it waits for; it says how far it came."""
+    with pytest.raises(UsageError, match=r"given up after \S+ virtual seconds, 100 times what its steps take, at \d+%"):
+        train(small(text, **told), "cpu")
+
+
+def test_steps_may_be_shorter_than_a_look_at_the_run(text):
+    """All are done before the syncer has said that the run has begun."""
+    assert train(small(text, step_s=1e-3, latency_s=0.0, steps=4), "cpu")["tokens"] == 4 * 2 * 2 * 16
+
+
+def test_data_parallel_ends_its_last_step_at_its_budget(text):
+    """Though more learners are there than the rest of it has examples for."""
+    run = small(text, "data-parallel", scavengers=20, steps=24)
+    assert train(run, "cpu")["tokens"] == run.budget_examples * 16
+
+
 def test_guard_rails_are_the_production_ones(text):
     """The interval grows from one step on, so there are more merges; the warm-up changes what they do."""
     usual, grown = (train(small(text, **told), "cpu") for told in ({}, {"first_interval": 1}))

@@ -329,7 +329,12 @@ def test_a_row_of_which_a_seed_diverged_is_neither_best_nor_the_reference(experi
 
 
 def test_a_reference_of_nothing_is_at_no_distance(experiment):
-    """An accuracy of 0: nothing is so many percent of it."""
+    """An accuracy of 0: nothing is so many percent of it. Nor is it of two values whose middle is 0."""
+    middle = {("dp", 1e-3): (-1.0, 0.0, 1.0), ("ours", 2e-3): (0.5, 0.5, 0.5)}
+    found = told(experiment, middle)
+    for line in found.lines:
+        line.summaries.pop(1, None)
+    assert found.distance(found.lines[-1]) is None
     values = {("dp", 1e-3): (0.0, 0.0, 0.0), ("ours", 2e-3): (0.5, 0.5, 0.5)}
     assert "| ours, lr=0.002 | 0.5000 | 0.0000 | 0.5000, 0.5000, 0.5000 | 3 |  | 90.0 %" in markdown(
         told(experiment, values)
@@ -427,6 +432,31 @@ def with_experts(experiment):
         return row.model_copy(update={"runs": tuple(run.model_copy(update={"experts": 8}) for run in row.runs)})
 
     return experiment.model_copy(update={"rows": tuple(map(mixtures, experiment.rows))})
+
+
+@pytest.mark.parametrize("name", ["cost $x_{$", "H=$8, now $16", "_hidden"])
+def test_a_picture_shows_names_as_they_are(tmp_path, name):
+    """They are no formulas, and none is left out of the legend."""
+    plot = pytest.importorskip("diloco.studies.quality.results.plot")
+    path = tmp_path / "trial.toml"
+    path.write_text(f"[[variants]]\nname = '{name}'\n")
+    table = table_of(read_experiment(path), lambda row, run: summary_of(result(2.0), ""))
+    axes = plot.Figure().subplots()
+    plot._curves(axes, table, table.lines, "tokens", "tokens", 1)
+    (shown,) = axes.legend().get_texts()
+    assert shown.get_text().endswith(name)
+    assert not shown.get_parse_math()
+    plot.draw([table], tmp_path / "trial.png")
+
+
+def test_a_picture_that_cannot_be_written_is_told_before_the_table(experiment, tmp_path, capsys):
+    """In words."""
+    picture = tmp_path / "none" / "trial.png"
+    for option in ("--plot", "--sizes", "--csv"):
+        assert main(["lab", "report", str(tmp_path / "trial.toml"), option, str(picture)]) == 2
+        told = capsys.readouterr()
+        assert f"{picture}: there is no folder {picture.parent}" in told.err
+        assert not told.out
 
 
 def test_distances_are_drawn_for_what_has_several_sizes(tmp_path, text):

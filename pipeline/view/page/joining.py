@@ -77,7 +77,7 @@ class Way:
         again: the learner of this name. own_loop: learners are programs of the user's own.
         """
         if party == "learner" and own_loop and again not in self.own:
-            named = f", with learner_id={again!r}" if again else ""
+            named = f", with DILOCO_LEARNER_ID={again} (or learner_id={again!r})" if again else ""
             return f"your own program, in run {run!r}{named}", ""
         return "", self.command(party, run, again)
 

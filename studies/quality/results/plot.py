@@ -20,6 +20,8 @@ from diloco.studies.quality.results.report import Distance, Line, Table
 from diloco.studies.quality.settings import TEXT, LabRun
 from diloco.workers.trainer.models.sizes import SIZES
 
+matplotlib.rcParams["text.parse_math"] = False  # a dollar in a name is one
+
 DODGE = 0.04
 """Between two variants of one size, or one's bars would hide the other's."""
 
@@ -55,7 +57,7 @@ def _curves(axes: Axes, table: Table, lines: Sequence[Line], x: str, label: str,
         length = min(map(len, curves))  # the same marks for all seeds, but perhaps the last
         at = np.mean([[getattr(mark, x) for mark in curve[:length]] for curve in curves], axis=0) / unit
         values = np.array([[mark.value for mark in curve[:length]] for curve in curves])
-        axes.plot(at, np.median(values, axis=0), color=colour, linewidth=1.3, label=line.label)
+        axes.plot(at, np.median(values, axis=0), color=colour, linewidth=1.3, label=_shown(line.label))
         if len(curves) > 1:
             axes.fill_between(at, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         late = values[:, length // 3 :]
@@ -66,6 +68,11 @@ def _curves(axes: Axes, table: Table, lines: Sequence[Line], x: str, label: str,
     axes.set_xlabel(label)
     axes.grid(True, alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _shown(label: str) -> str:
+    """Of a row, for a legend, which leaves out what begins with an underscore."""
+    return f"\N{ZERO WIDTH SPACE}{label}" if label.startswith("_") else label
 
 
 def _bars(axes: Axes, lines: Sequence[Line]) -> None:

@@ -123,7 +123,7 @@ class Table:
             return None
         both = [seed for seed in line.seeds if seed in line.summaries and seed in other.summaries]
         ours, theirs = ([one.summaries[seed].value for seed in both] or one.values for one in (line, other))
-        if not all(theirs):
+        if not all(theirs) or not median(theirs):
             return None
         by_seed = dict(zip(both, map(_percent, ours, theirs), strict=False))  # {} where they share none
         return Distance(_percent(median(ours), median(theirs)), by_seed)

@@ -24,6 +24,7 @@ BETTER = {"more": True, "less": False}
 Number = Annotated[float, Field(strict=True)]
 """A number in JSON, and no word for one."""
 Finite = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+MOST_TOKENS = 2**63
 MOST_MARKS = 15
 """Of a curve, in the CSV."""
 
@@ -143,9 +144,10 @@ def decode(text: str) -> dict[RunName, RunSummary]:
                 raise UsageError(f"line {lines.line_num} has {len(line)} cells, and the columns are {len(COLUMNS)}")
             name, one = _summary(*line)
             if name in summaries:
-                raise UsageError(f"line {lines.line_num} is of a run that an earlier line has: {name}")
+                run = f"{name.experiment}'s {name.run!r}, seed {name.seed}"
+                raise UsageError(f"line {lines.line_num} is of a run that an earlier line has: {run}")
             summaries[name] = one
-    except (csv.Error, TypeError, ValueError) as error:
+    except (csv.Error, TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"line {lines.line_num} is no summary: {error}") from error
     return summaries
 
@@ -201,6 +203,8 @@ def _cell(mark: Mark) -> str:
 
 
 def _mark(tokens: str, virtual_s: str, value: str, exact: str | None = None) -> Mark:
+    if int(tokens) > MOST_TOKENS:
+        raise ValueError(f"tokens of {len(tokens)} digits")
     return Mark(int(tokens), _number(virtual_s), float(value), None if exact is None else _number(exact))
 
 
