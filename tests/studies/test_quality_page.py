@@ -114,8 +114,6 @@ WITHOUT_DATA = {
         ["2.2696", "+0.5", "+1.3", "+0.7", "+1.5", "-1.8", "-0.2", "+1.6", "+1.9", "-0.3", "-0.9", "+0.7", "-1.0"],
     ],
     "Virtual time and real time": [["2.091", "2.119", "2.115", "2.115", "0.015"]],
-    # a trial of 30 steps, which the page calls no claim; its results were not kept
-    "What it costs": [["2.540"], ["2.631"], ["2.802"]],
 }
 """Rows that are no summary of a lab's run in the CSV."""
 
@@ -451,14 +449,16 @@ def few_bits() -> Iterator[list[float]]:
 
 
 def digits() -> Iterator[list[float]]:
-    for label in ("data-parallel, the same outer step", "decoupled", "decoupled, RDA of rows", "data-parallel"):
-        yield points(f"digits/{label}")
+    fast = "other rates, lr=0.004"
+    for label in ("data-parallel, the same outer step", "decoupled"):
+        yield points(f"digits/{label}, {fast}")
+    yield points("digits/decoupled, RDA of rows")
+    yield points(f"digits/data-parallel, {fast}")
     for label in ("DiLoCo", "Streaming DiLoCo", "the paper's"):
         yield points(f"digits/{label}")
     yield points("digits/one learner")
     for label in ("data-parallel, the same outer step", "decoupled", "data-parallel"):
-        low, high = (f"digits/{label}, other rates, lr={lr}" for lr in (0.001, 0.004))
-        yield first(low, f"digits/{label}", high)
+        yield [*first(f"digits/{label}, other rates, lr=0.001"), *mid(f"digits/{label}")]
 
 
 def points(run: str) -> list[float]:
@@ -469,12 +469,13 @@ def points(run: str) -> list[float]:
 
 def experts() -> Iterator[list[float]]:
     main = ("data-parallel, the same outer step", "decoupled", "data-parallel")
-    base, ours, plain = (f"experts/{label}" for label in main)
+    usual, ours, plain = (f"experts/{label}" for label in main)
+    base = f"{usual}, other rates, lr=0.008"
     for run in (base, ours, plain):
         yield against(run, base)
     for label in ("DiLoCo", "Streaming DiLoCo", "the paper's", "one learner"):
         yield against(f"experts/{label}", base)
-    for run in (base, ours):
+    for run in (usual, ours):
         yield first(f"{run}, other rates, lr=0.008", run, f"{run}, other rates, lr=0.024")
     yield first(f"{plain}, other rates, lr=0.008", plain)
 
@@ -539,17 +540,30 @@ def scavenging() -> Iterator[list[float]]:
         return [*found, median(one.virtual_s for one in summaries(run)), *([merged(run)] if merged(run) else [])]
 
     half = "RDA of rows, half the batch"
-    for base, others in (
-        ("decoupled", ("decoupled", "RDA of rows", "RDA of rows, slower ramp")),
-        (half, (half,)),
-        ("data-parallel", ("elastic data-parallel",)),
+    for base, with_more in (
+        ("scavenging/decoupled", "decoupled"),
+        ("defaults/decoupled, RDA of rows", "RDA of rows"),
+        ("scavenging/RDA of rows, slower ramp", "RDA of rows, slower ramp"),
+        (f"scavenging/{half}", half),
+        ("scavenging/data-parallel", "elastic data-parallel"),
     ):
-        for run in (base, *(f"{label}, four more for a part" for label in others)):
-            yield row(f"scavenging/{run}", f"scavenging/{base}")
+        for run in (base, f"scavenging/{with_more}, four more for a part"):
+            yield row(run, base)
 
 
 def agreement() -> Iterator[list[float]]:
     yield [*values("agreement/the lab"), *mid("agreement/the lab")]
+
+
+def trial() -> Iterator[list[float]]:
+    for label in ("data-parallel", "decoupled, defaults", "decoupled 0.7/0.9"):
+        yield first(f"trial/{label}")
+
+
+def packing() -> Iterator[list[float]]:
+    for label in ("balanced", "contiguous", "strided"):
+        *losses, _bytes, share, syncer_s = (row := against(f"packing/{label}", "packing/balanced"))[:8]
+        yield [*losses, share, syncer_s, *row[8:]]
 
 
 TABLES = {
@@ -579,6 +593,8 @@ TABLES = {
     "Failures": failures,
     "More learners for a part of the run": scavenging,
     "Virtual time and real time": agreement,
+    "What it costs": trial,
+    "Fragment packing": packing,
 }
 """Section of a page -> figures of its tables' rows, from the CSV."""
 
