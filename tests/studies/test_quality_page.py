@@ -330,9 +330,12 @@ def many() -> Iterator[list[float]]:
     yield [*first(f"{short}{same}, lr=0.016"), 100.0, *others]
     yield cost(f"{short}mean")
     yield [*cost(f"{short}rows, lr=0.016"), *first(f"{long}rows", f"{most}rows, lr=0.024", f"{last}rows")]
-    yield [*cost(f"{short}rows{ramp}, outer_warmup=3"), *first(f"{long}rows{ramp} 3, lr=0.016")]
+    yield [*cost(f"{short}rows{ramp}, outer_warmup=3"), *first(f"{long}rows{ramp} 3, lr=0.016", f"{last}rows{ramp} 3")]
     halved = f"{long}rows{ramp} 3, half the batch"
-    yield [*cost(f"{short}rows, half the batch, lr=0.016"), *first(halved, f"{most}rows, half the batch")]
+    yield [
+        *cost(f"{short}rows, half the batch, lr=0.016"),
+        *first(halved, f"{most}rows, half the batch", f"{last}rows{ramp} 3, half the batch"),
+    ]
     yield first(f"{short}{base}, half the batch")
     yield [*first(f"{short}{same}, half the batch"), 100.0]
     yield first(f"{short}rows, lr=0.016")
