@@ -169,6 +169,12 @@ def test_what_cannot_be_is_refused_at_once(
     assert told in capsys.readouterr().err
 
 
+async def lives(url: str, run: str, tokens: int, loss: float) -> None:
+    """Its learner, still: whoever began to look some seconds after `train` would find it silent."""
+    async with open_bus(url, run) as bus:
+        await bus.write_report(samples.report("anna", tokens=tokens, loss=loss + 0.5, number=tokens + 1))
+
+
 async def train(url: str, run: str, tokens: int, loss: float) -> None:
     """So far the run is, and its evaluator has said so."""
     async with open_bus(url, run) as bus:
@@ -277,6 +283,8 @@ def test_one_that_is_killed_goes_on_and_writes_no_step_twice(
     run = f"tracked-{kind}"
     asyncio.run(train(redis_server, run, 100, 5.0))
     first = Watcher(redis_server, run, kind, tmp_path)
+    first.wrote(100)
+    asyncio.run(lives(redis_server, run, 100, 5.0))
     first.wrote(100)
     asyncio.run(train(redis_server, run, 150, 4.5))
     first.wrote(150)
