@@ -76,15 +76,10 @@ class _Found:
             yield Text(summary(self.report))
         if page := self.page():
             yield Text(f"page       {page}")
-        if self.status is not None and (silent := self._silent()) is not None:
-            way, run = way_to(self.place.redis_url or "", self.place.own), self.status["run"]
-            yield Text(f"again      {''.join(way.start('learner', run, silent, self.status['own_loop']))}")
-
-    def _silent(self) -> str | None:
-        """The first learner that is missed."""
-        if self.status is None or self.status["phase"] not in ("waiting", Phase.RUNNING):
-            return None
-        return next((one["id"] for one in present(self.status["learners"]) if is_missed(one)), None)
+        if (status := self.status) is not None and status["phase"] in ("waiting", Phase.RUNNING):
+            for silent in [one["id"] for one in present(status["learners"]) if is_missed(one)][:1]:
+                way = way_to(self.place.redis_url or "", self.place.own)
+                yield Text(f"again      {''.join(way.start('learner', status['run'], silent, status['own_loop']))}")
 
     def _report_file(self) -> Path:
         assert self.place.folder is not None  # noqa: S101  # only a folder says that it closes

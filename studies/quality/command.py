@@ -3,9 +3,8 @@
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from importlib.util import find_spec
-from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
@@ -70,9 +69,8 @@ def run(
         raise UsageError("`diloco lab run` needs torch, which is not installed: pip install 'diloco[run]'")
     names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
     kept = {store.parameters(one.after) for one in missing if one.after is not None}
-    before: Callable[[LabRun], int] = attrgetter("before")
     status, at_once = 0, jobs or max(1, usable_cores() // threads)
-    for _, group in itertools.groupby(sorted(missing, key=before), before):
+    for _, group in itertools.groupby(sorted(missing, key=lambda one: one.before), lambda one: one.before):
         wave, able = list(group), []
         for one in wave:
             if one.after is None or store.parameters(one.after).exists():
