@@ -70,7 +70,7 @@ def check_data(data: str, whose: str = "") -> None:
         remedy = "make it: diloco data packages" if made else "name one, or hf:OWNER/NAME, or leave it out: stdlib"
         raise UsageError(f"data={data!r}: no such file or folder here{whose}", remedy)
     if find_spec("datasets") is None:
-        raise UsageError(missing("datasets", "hub", f"data={data!r}"))
+        raise UsageError(missing("datasets", "data", f"data={data!r}"))
 
 
 def is_everywhere(data: str) -> bool:

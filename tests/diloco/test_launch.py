@@ -364,7 +364,7 @@ def test_a_data_set_of_a_hub_needs_its_library_before_anything_is_started(monkey
     monkeypatch.setattr(option_checks, "find_spec", lambda name: name)
     check(RunProcess(data="hf:some/set"))
     monkeypatch.setattr(option_checks, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"data='hf:some/set' needs datasets.*'diloco\[hub\]'"):
+    with pytest.raises(UsageError, match=r"data='hf:some/set' needs datasets.*'diloco\[data\]'"):
         check(RunProcess(data="hf:some/set"))
 
 

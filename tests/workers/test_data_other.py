@@ -128,5 +128,5 @@ def test_what_is_not_there_is_named(monkeypatch, data, said) -> None:
 def test_without_the_library_the_extra_is_named(monkeypatch) -> None:
     """Not an ImportError."""
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UsageError, match=r"diloco\[hub\]"):
+    with pytest.raises(UsageError, match=r"diloco\[data\]"):
         open_text("hf:someone/stories")

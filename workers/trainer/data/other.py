@@ -44,7 +44,7 @@ def open_hub(data: str) -> TextData:
     """A data set by name; documents are held out by a hash of their place in it. All of its text goes to memory.
 
     Raises:
-        UsageError: the extra `hub` is missing, no such data set or column, or too little text.
+        UsageError: the extra `data` is missing, no such data set or column, or too little text.
     """
     table, column = load_hub(data)
     return gather(_named(str(row[column] or "") for row in table), data)

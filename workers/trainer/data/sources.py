@@ -245,13 +245,13 @@ def load_hub(data: str, streaming: bool = False, usual: str = "text") -> tuple[A
     """A data set hf:OWNER/NAME[,config=C][,split=S][,column=T], and the column of its text.
 
     Raises:
-        UsageError: the extra `hub` is missing, or no such data set or column.
+        UsageError: the extra `data` is missing, or no such data set or column.
     """
     name, *more = data.removeprefix(DATA_SET).split(",")
     told = dict(part.partition("=")[::2] for part in more)
     if wrong := [key for key in told if key not in _KNOWN]:
         raise UsageError(f"data={data!r}: unknown {wrong[0]!r}; known are {', '.join(_KNOWN)}")
-    datasets = library("datasets", "hub", f"data={data!r}")
+    datasets = library("datasets", "data", f"data={data!r}")
     try:
         way = {"streaming": True} if streaming else {}
         table = datasets.load_dataset(name, told.get("config"), split=told.get("split", "train"), **way)
