@@ -52,8 +52,7 @@ GLOBALS: dict[str, Global] = {
     "int8": Global(_UPDATE, 4 / KEY_FRAMES, _UPDATE + 4 / KEY_FRAMES),
 }
 BY_CHOICE = ("bf16", "int8", "int4")
-"""Codecs that are chosen from, the paper's main setting first. Of those of 4 bits int4 loses less here than e3m0, which
-Streaming DiLoCo has (docs/results/quality.md). Paper: 4 bits cost vision quality (34.4 for 36.6)."""
+"""Codecs that are chosen from, the paper's main setting first. Paper: 4 bits cost vision quality (34.4 for 36.6)."""
 ROUNDING = 1e-9
 """Of a step: a round trip that is longer by no more has the length that it should have."""
 OUTER_SETTINGS = ("outer_lr", "outer_momentum", "outer_warmup")

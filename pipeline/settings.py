@@ -150,7 +150,7 @@ class SyncSettings(Settings):
     codec: Codec = Field(
         "bf16",
         description="Deltas on the wire: bf16, fp32, or quantized, with what that loses added to the next delta: int8 "
-        "(half of bf16's bytes), int4 or e3m0 (a quarter), int2 (an eighth)",
+        "(half of bf16's bytes), int4 (a quarter)",
     )
     global_codec: GlobalCodec = Field(
         "bf16",

@@ -20,15 +20,14 @@ import torch.nn.functional as F  # noqa: N812  # as everybody calls it
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST, PARTED, Kind
+from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST, Kind
 from diloco.workers.encoding import grown
 
 PIECE = 64 * GROUP
 """Elements encoded at a time. With what is in between they take some 25 bytes an element, 100 MB."""
 
 _LARGEST = {"int8": 127.0, "int4": 7.0}
-_SIGN, _MAGNITUDE, _INFINITE, _NAN = -0x80000000, 0x7FFFFFFF, 0x7F800000, 0x7FC00000
-_HALF, _MANTISSA_BITS = 0x00400000, 23
+_MAGNITUDE, _INFINITE, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 
 def encoded(delta: torch.Tensor, kind: Codec) -> Iterator[torch.Tensor]:
@@ -56,67 +55,20 @@ def _quantized(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Te
     """Groups (groups, blocks, BLOCK) as their wires (groups, bytes), and decoded again, of the same shape."""
     largest = (values.view(torch.int32) & _MAGNITUDE).amax(-1, keepdim=True)
     sound = largest < _INFINITE
-    values, largest = torch.where(sound, values, 0.0), torch.where(sound, largest, 0)
-    make = {"e3m0": _powers, "int2": _levels}.get(kind, _whole)
-    codes, decoded, scales = make(values, largest, kind)
-    if kind == "int2":
-        codes = codes[..., 0::4] | codes[..., 1::4] << 2 | codes[..., 2::4] << 4 | codes[..., 3::4] << 6
-    elif kind != "int8":
-        codes = codes[..., 0::2] | codes[..., 1::2] << 4
-    short = (torch.where(sound, scales.view(torch.int32), _NAN) >> 16).to(torch.int16)
-    wire = torch.cat([short.flatten(1).view(torch.uint8), codes.flatten(1)], 1)
-    return wire, torch.where(sound, decoded, math.nan)
-
-
-def _whole(values: torch.Tensor, largest: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes as whole numbers, what they stand for, and scales (groups, blocks, 1)."""
-    largest = largest.view(torch.float32)
+    values = torch.where(sound, values, 0.0)
+    largest = torch.where(sound, largest, 0).view(torch.float32)
     most = torch.full_like(largest, _LARGEST[kind])  # a tensor, so that it is a division everywhere
     exact = (largest / most).view(torch.int32)
     scales = torch.where(largest >= LEAST, (exact + 0xFFFF & -0x10000).view(torch.float32), 0.0)
     factors = torch.where(scales > 0, scales.reciprocal(), 0.0)
     codes = (values * factors).round_().to(torch.int8)
-    decoded = codes.to(torch.float32)
-    return (codes if kind == "int8" else codes & 15).view(torch.uint8), decoded.mul_(scales), scales
-
-
-def _powers(values: torch.Tensor, largest: torch.Tensor, _: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes as sign and exponent, what they stand for, and scales (groups, blocks, 1), powers of two."""
-    bits = values.view(torch.int32)
-    magnitudes = bits & _MAGNITUDE
-    top = largest + _HALF >> _MANTISSA_BITS
-    kept = largest.view(torch.float32) >= LEAST
-    below = torch.where(kept, top - 7, 255)
-    half = torch.where(kept, top - 7 << _MANTISSA_BITS, _MAGNITUDE)
-    codes = (magnitudes + _HALF >> _MANTISSA_BITS).maximum(below) - below
-    codes = codes.maximum((magnitudes >= half).to(torch.int32))
-    decoded = torch.where(codes > 0, codes + 126 << _MANTISSA_BITS, 0) | bits & _SIGN
-    scales = torch.where(kept, top - 6, 0) << _MANTISSA_BITS
-    scales = scales.view(torch.float32)
-    return (codes | bits >> 28 & 8).to(torch.uint8), decoded.view(torch.float32).mul_(scales), scales
-
-
-def _levels(values: torch.Tensor, _: torch.Tensor, __: Kind) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes as sign and level, what they stand for, and both levels (groups, blocks, 2), the lower first."""
-    bits = values.view(torch.int32)
-    magnitudes = (bits & _MAGNITUDE).view(torch.float32)
-    total = _sums(magnitudes)
-    large = magnitudes >= total * (PARTED / BLOCK)
-    count = large.sum(-1, keepdim=True)
-    above = _sums(magnitudes * large)
-    sums = torch.cat([(total - above).clamp_min(0), above], -1)
-    means = sums / torch.cat([BLOCK - count, count], -1).clamp_min(1).to(torch.float32)
-    levels = torch.where(means < LEAST, 0, means.view(torch.int32) + 0x8000 & -0x10000)
-    decoded = torch.where(large, levels[..., 1:], levels[..., :1]) | bits & _SIGN
-    codes = large.to(torch.uint8) | (bits >> 30 & 2).to(torch.uint8)
-    return codes, decoded.view(torch.float32), levels.view(torch.float32)
-
-
-def _sums(rows: torch.Tensor) -> torch.Tensor:
-    """As numpy's (`quantize`): of each row (..., 2^n), (..., 1)."""
-    while (half := rows.shape[-1] // 2) > 0:
-        rows = rows[..., :half] + rows[..., half:]
-    return rows
+    decoded = codes.to(torch.float32).mul_(scales)
+    codes = codes.view(torch.uint8)
+    if kind == "int4":
+        codes = codes[..., 0::2] & 15 | codes[..., 1::2] << 4
+    short = (torch.where(sound, scales.view(torch.int32), _NAN) >> 16).to(torch.int16)
+    wire = torch.cat([short.flatten(1).view(torch.uint8), codes.flatten(1)], 1)
+    return wire, torch.where(sound, decoded, math.nan)
 
 
 class OnDevice:

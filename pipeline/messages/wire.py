@@ -72,7 +72,7 @@ MAX_CHUNK_BYTES = 16 * 2**20
 CHUNK_EXTRA_BYTES = 256
 """What an encoded chunk has besides its data, at most."""
 
-Codec = Literal["bf16", "fp32", "int8", "int4", "e3m0", "int2"]
+Codec = Literal["bf16", "fp32", "int8", "int4"]
 """How an element of a delta travels: as it is, or quantized (`quantize`). Momentum is always fp32."""
 
 GlobalCodec = Literal["fp32", "bf16", "int8"]

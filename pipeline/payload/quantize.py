@@ -1,31 +1,21 @@
-"""Deltas in 8, 4 or 2 bits an element: blocks of whole numbers, of powers of two, or of two levels. Pure numpy.
+"""Deltas in 8 or 4 bits an element: blocks of whole numbers. Pure numpy.
 
     int8   -127..127 times the scale; the error of an element is at most 0.4 % of its block's largest
     int4   -7..7 times the scale, two a byte; at most 7.2 % of it
-    e3m0   a sign and three bits of exponent, two a byte: 0 and +-1, 2, 4 .. 64 times the scale; at most a third of the
-           element itself, or 1.1 % of the block's largest where that is more (paper: Streaming DiLoCo, low precision)
-    int2   a sign and a bit that says which of the block's two levels, four a byte: a third of a normal delta's length
 
 Elements are taken in blocks of `BLOCK`; the last one is filled up with zeros. 256 elements a block cost 0.8 % (int8) or
-1.6 % (4 bits) for the scales; halving the blocks would double that, and doubling them would let one large element
+1.6 % (int4) for the scales; halving the blocks would double that, and doubling them would let one large element
 silence twice as many others. A scale in bfloat16 has float32's range in half of its bytes, and rounding it *up* keeps
 the largest element within the codes, so nothing is ever clipped.
-
-The two levels of int2 stand where the others' scale does, the lower first: the mean of the magnitudes below `PARTED`
-times the block's mean, and the mean of the others. So each is the best one for its elements, and no block gets longer
-by its code. Zeros beside a few large elements stay zeros, as in the rows of an embedding; for a normal block the error
-is that of the best four levels but for a percent (Max 1960, "Quantizing for minimum distortion"). One scale for levels
-1 and 3 would cost 3 % fewer bytes, and lose up to half more of a block with outliers. Both levels are rounded to
-nearest.
 
 On the wire `GROUP` elements follow each other: first the scales of their blocks, in bfloat16, then their codes. So the
 first bytes are known when the first elements are, and are of use before the last have come; and the size is a function
 of the number of elements alone.
 
-Rounding is to nearest, ties to even (e3m0: away from zero): equal arrays give equal bytes. A block that is nowhere as
-large as `LEAST` is zero, which keeps subnormal numbers out; one with an element that is not finite gets a scale that is
-not, so that whoever decodes it sees so (int2: also one whose sum is not finite). All of it is single float32
-operations, element by element, sums in halves too: what is decoded is the same on every machine.
+Rounding is to nearest, ties to even: equal arrays give equal bytes. A block that is nowhere as large as `LEAST` is
+zero, which keeps subnormal numbers out; one with an element that is not finite gets a scale that is not, so that
+whoever decodes it sees so. All of it is single float32 operations, element by element: what is decoded is the same on
+every machine.
 """
 
 from typing import Any, Final, Literal
@@ -36,8 +26,8 @@ import numpy.typing as npt
 
 from diloco.pipeline.errors import BadPayload
 
-Kind = Literal["int8", "int4", "e3m0", "int2"]
-KINDS: Final[tuple[Kind, ...]] = ("int8", "int4", "e3m0", "int2")
+Kind = Literal["int8", "int4"]
+KINDS: Final[tuple[Kind, ...]] = ("int8", "int4")
 
 BLOCK = 256
 """Elements with one scale."""
@@ -48,52 +38,29 @@ LEAST = 2.0**-100
 GROUP = 256 * BLOCK
 """Elements worked on at a time: a few arrays of so many stay in the cache."""
 
-PARTED = 1.375
-"""Of a block's mean magnitude: what is as large belongs to the upper level. The least error is at 1.23 if elements are
-normal; of real deltas, whose tails are longer, 1.4 leaves the least residual."""
-
-_ELEMENTS_A_BYTE: Final[dict[Kind, int]] = {"int8": 1, "int4": 2, "e3m0": 2, "int2": 4}
-_SCALES: Final[dict[Kind, int]] = {"int8": 1, "int4": 1, "e3m0": 1, "int2": 2}
+_ELEMENTS_A_BYTE: Final[dict[Kind, int]] = {"int8": 1, "int4": 2}
+_SCALE_BYTES = 2
 """Of one block."""
 
-_LARGEST: Final[dict[Kind, int]] = {"int8": 127, "int4": 7, "e3m0": 64}
+_LARGEST: Final[dict[Kind, int]] = {"int8": 127, "int4": 7}
 """Largest code times the scale."""
 
 Float32 = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
-Words = npt.NDArray[np.uint32]
 
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITE = np.uint32(0x7F800000)
-_SIGN = np.uint32(0x80000000)
-_HALF, _MANTISSA_BITS = np.uint32(0x00400000), np.uint32(23)
 
 
-def _pairs(kind: Kind) -> npt.NDArray[np.uint64]:
-    """(256,) the two elements that a byte stands for: float32 next to each other, the low nibble's first."""
-    nibbles = np.arange(16)
-    if kind == "int4":
-        values = np.where(nibbles < 8, nibbles, nibbles - 16)
-    else:
-        exponents = nibbles & 7
-        values = np.where(exponents > 0, 2.0 ** (exponents - 1), 0) * np.where(nibbles < 8, 1, -1)
-    byte = np.arange(256)
+def _pairs() -> npt.NDArray[np.uint64]:
+    """(256,) the two elements that a byte of int4 stands for: float32 next to each other, the low nibble's first."""
+    nibbles, byte = np.arange(16), np.arange(256)
+    values = np.where(nibbles < 8, nibbles, nibbles - 16)
     both = np.stack([values[byte & 15], values[byte >> 4]], axis=1).astype(np.float32)
     return both.view(np.uint64).reshape(-1)
 
 
-_PAIRS: Final[dict[Kind, npt.NDArray[np.uint64]]] = {"int4": _pairs("int4"), "e3m0": _pairs("e3m0")}
-
-
-def _fours() -> npt.NDArray[np.complex128]:
-    """(256,) the four elements that a byte of int2 stands for, the lowest bits' first: its sign, and all other bits set
-    where it has the upper level. (As words of 16 bytes, for want of another type that has so many.)"""
-    codes = np.arange(256)[:, None] >> np.arange(0, 8, 2)
-    bits = np.where(codes & 2, _SIGN, np.uint32(0)) | np.where(codes & 1, _MAGNITUDE, np.uint32(0))
-    return bits.view(np.complex128).reshape(-1)
-
-
-_FOURS: Final = _fours()
+_PAIRS: Final = _pairs()
 
 
 def _blocks(elements: int) -> int:
@@ -105,14 +72,9 @@ def _code_bytes(kind: Kind) -> int:
     return BLOCK // _ELEMENTS_A_BYTE[kind]
 
 
-def _scale_bytes(kind: Kind) -> int:
-    """Of one block."""
-    return 2 * _SCALES[kind]
-
-
 def wire_bytes(elements: int, kind: Kind) -> int:
     """Size of a vector of `elements` on the wire."""
-    return _blocks(elements) * (_scale_bytes(kind) + _code_bytes(kind))
+    return _blocks(elements) * (_SCALE_BYTES + _code_bytes(kind))
 
 
 def decodable(size: int, elements: int, kind: Kind) -> int:
@@ -128,9 +90,9 @@ class _Group:
     def __init__(self, wire: Bytes, start: int, elements: int, kind: Kind) -> None:
         """start: its first element, of `elements` of the vector."""
         blocks, at = _blocks(min(GROUP, elements - start)), wire_bytes(start, kind)
-        codes_at, self.end = at + blocks * _scale_bytes(kind), at + wire_bytes(blocks * BLOCK, kind)
-        self.scales = wire[at:codes_at].view(ml_dtypes.bfloat16).reshape(blocks, _SCALES[kind])
-        """(blocks, scales of one)"""
+        codes_at, self.end = at + blocks * _SCALE_BYTES, at + wire_bytes(blocks * BLOCK, kind)
+        self.scales = wire[at:codes_at].view(ml_dtypes.bfloat16)
+        """(blocks,)"""
         self.codes = wire[codes_at : self.end].reshape(blocks, _code_bytes(kind))
         """(blocks, bytes of one)"""
 
@@ -173,7 +135,7 @@ class Encoding:
         return group.end
 
     def _encode(self, piece: npt.NDArray[Any], scales: npt.NDArray[Any], out: Bytes) -> None:
-        """A piece (elements,) into its scales (blocks, scales of one) and codes (blocks, bytes of one)."""
+        """A piece (elements,) into its scales (blocks,) and codes (blocks, bytes of one)."""
         blocks = len(scales)
         if piece.dtype == np.float32 and len(piece) == blocks * BLOCK:
             values = piece.reshape(blocks, BLOCK)
@@ -189,89 +151,27 @@ class Encoding:
         if not sound.all():  # rare: such a delta will be refused
             values = np.where(sound[:, None], values, np.float32(0))
             magnitudes[~sound] = 0
-        codes = self._codes[:blocks]
-        if self._kind == "e3m0":
-            found = self._powers(values, magnitudes, largest, codes)[:, None]
-        elif self._kind == "int2":
-            found = self._levels(values, work, codes)
-        else:
-            found = self._whole(values, work, largest.view(np.float32), codes)[:, None]
-        upper = found.view(np.uint32) >> np.uint32(16)
-        np.copyto(scales.view(np.uint16), np.where(sound[:, None], upper, 0x7FC0), "unsafe")
-        if self._kind == "int8":
-            np.copyto(out, codes)
-        elif self._kind == "int2":
-            quads = codes.view("<u4")  # four codes in one word: all in its lowest byte
-            quads |= quads >> np.uint32(6)
-            quads |= quads >> np.uint32(12)
-            np.copyto(out, quads, casting="unsafe")
-        else:
-            words = codes.view("<u2")  # (low, high) nibbles in one word: both in its lower byte
-            words |= words >> np.uint16(4)
-            np.copyto(out, words, casting="unsafe")
-
-    def _whole(self, values: Float32, work: Float32, largest: Float32, codes: Bytes) -> Float32:
-        """Codes as whole numbers, two's complement (4 bits: lower half); returns scales (blocks,), all in bfloat16."""
-        most = np.float32(_LARGEST[self._kind])
-        exact = (largest / most).view(np.uint32)
-        scales = ((exact + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
-        scales = np.where(largest >= LEAST, scales, np.float32(0))
+        found, codes = self._scales(largest.view(np.float32)), self._codes[:blocks]
         with np.errstate(divide="ignore"):
-            factors = np.where(scales > 0, np.float32(1) / scales, np.float32(0))
+            factors = np.where(found > 0, np.float32(1) / found, np.float32(0))
         np.multiply(values, factors[:, None], out=work)
         np.rint(work, out=work)
         np.copyto(codes.view(np.int8), work, casting="unsafe")
+        upper = found.view(np.uint32) >> np.uint32(16)
+        np.copyto(scales.view(np.uint16), np.where(sound, upper, 0x7FC0), "unsafe")
         if self._kind == "int4":
             np.bitwise_and(codes, np.uint8(15), out=codes)
-        return scales
+            words = codes.view("<u2")  # (low, high) nibbles in one word: both in its lower byte
+            words |= words >> np.uint16(4)
+            np.copyto(out, words, casting="unsafe")
+        else:
+            np.copyto(out, codes)
 
-    def _powers(self, values: Float32, magnitudes: Words, largest: Words, codes: Bytes) -> Float32:
-        """Codes as sign and exponent; returns scales (blocks,), powers of two.
-
-        Half of the mantissa's range, added to a magnitude, carries into the exponent where the next power is nearer.
-        """
-        top = (largest + _HALF) >> _MANTISSA_BITS
-        kept = largest >= np.float32(LEAST).view(np.uint32)
-        below = np.where(kept, top - np.uint32(7), 255).astype(np.uint8)[:, None]  # exponent that is 0 here
-        half = np.where(kept, (top - np.uint32(7)) << _MANTISSA_BITS, _MAGNITUDE)[:, None]  # half a scale: not 0 but 1
-        least = np.greater_equal(magnitudes, half).view(np.uint8)
-        np.add(magnitudes, _HALF, out=magnitudes)
-        np.right_shift(magnitudes, _MANTISSA_BITS, out=magnitudes)
-        np.copyto(codes, magnitudes, casting="unsafe")
-        np.maximum(codes, below, out=codes)
-        np.subtract(codes, below, out=codes)
-        np.maximum(codes, least, out=codes)
-        np.right_shift(values.view(np.uint32), np.uint32(28), out=magnitudes)
-        signs = magnitudes.astype(np.uint8)
-        signs &= np.uint8(8)
-        codes |= signs
-        scales = np.where(kept, top - np.uint32(6), np.uint32(0)) << _MANTISSA_BITS
-        return scales.view(np.float32)
-
-    def _levels(self, values: Float32, magnitudes: Float32, codes: Bytes) -> Float32:
-        """Codes as sign and level; returns both levels (blocks, 2), the lower first, all in bfloat16."""
-        with np.errstate(over="ignore"):
-            total = _sums(magnitudes)
-            parted = total * np.float32(PARTED / BLOCK)
-        large = np.greater_equal(magnitudes, parted[:, None], out=codes.view(np.bool_))
-        count = codes.sum(axis=1, dtype=np.float32)
-        np.multiply(magnitudes, large, out=magnitudes)
-        above = _sums(magnitudes)
-        means = np.empty((len(values), 2), np.float32)
-        one = np.float32(1)
-        np.divide(np.maximum(total - above, np.float32(0)), np.maximum(BLOCK - count, one), out=means[:, 0])
-        np.divide(above, np.maximum(count, one), out=means[:, 1])
-        levels = (means.view(np.uint32) + np.uint32(0x8000)) & np.uint32(0xFFFF0000)
-        np.copyto(levels, np.uint32(0), where=means < LEAST)
-        codes |= np.signbit(values).view(np.uint8) << np.uint8(1)
-        return levels.view(np.float32)
-
-
-def _sums(rows: Float32) -> Float32:
-    """Of each row (rows, 2^n): a half is added to the other, again and again, which is the same sum wherever it is."""
-    while (half := rows.shape[1] // 2) > 0:
-        rows = rows[:, :half] + rows[:, half:]
-    return rows[:, 0]
+    def _scales(self, largest: Float32) -> Float32:
+        """Scales (blocks,) of blocks with these largest magnitudes; each one is a bfloat16."""
+        exact = (largest / np.float32(_LARGEST[self._kind])).view(np.uint32)
+        rounded_up = ((exact + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
+        return np.where(largest >= LEAST, rounded_up, np.float32(0))
 
 
 def encode(values: npt.NDArray[Any], kind: Kind, error: Float32 | None = None) -> Bytes:
@@ -294,19 +194,13 @@ def encode(values: npt.NDArray[Any], kind: Kind, error: Float32 | None = None) -
 
 def _decode(group: _Group, kind: Kind, out: Float32) -> None:
     """Whole blocks into `out` (blocks * BLOCK,)."""
-    rows, scales = out.reshape(-1, BLOCK), group.scales.astype(np.float32)
-    if kind == "int2":
-        bits, levels = rows.view(np.uint32), scales.view(np.uint32)
-        np.take(_FOURS, group.codes, out=rows.view(np.complex128), mode="clip")
-        np.bitwise_and(bits, levels[:, :1] ^ levels[:, 1:] | _SIGN, out=bits)
-        np.bitwise_xor(bits, levels[:, :1], out=bits)
-        return
+    rows = out.reshape(-1, BLOCK)
     if kind == "int8":
         np.copyto(rows, group.codes.view(np.int8))
     else:
-        np.take(_PAIRS[kind], group.codes, out=rows.view(np.uint64), mode="clip")
+        np.take(_PAIRS, group.codes, out=rows.view(np.uint64), mode="clip")
     with np.errstate(over="ignore", invalid="ignore"):  # whoever takes it from a peer looks at what came out
-        np.multiply(rows, scales, out=rows)
+        np.multiply(rows, group.scales.astype(np.float32)[:, None], out=rows)
 
 
 class Quantized:
@@ -328,7 +222,7 @@ class Quantized:
             raise BadPayload(f"{len(wire)} bytes, and {elements} elements in {kind} have {wire_bytes(elements, kind)}")
         self.wire, self._elements, self._kind = wire, elements, kind
         for start in range(sound - sound % GROUP, elements, GROUP):
-            negative = (_Group(wire, start, elements, kind).scales.view(np.int16) < 0).any(axis=1)
+            negative = _Group(wire, start, elements, kind).scales.view(np.int16) < 0
             if negative.any():
                 raise BadPayload(f"the scale of block {start // BLOCK + int(negative.argmax())} is negative")
 

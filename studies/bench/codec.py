@@ -51,7 +51,7 @@ from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import encode_delta
 from diloco.workers.trainer.recipe import choose_device
 
-CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4", "e3m0", "int2")
+CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
 CHUNK_BYTES = 512 * 1024
 TTL_S = 600.0
 RUN = "bench-codec"

@@ -24,7 +24,7 @@ def test_every_codec_is_measured_drawn_and_written(tmp_path, capsys) -> None:
         for figure in ("encode_gb_s", "device_gb_s", "decode_gb_s", "loopback_s", "link_s"):
             assert found[name][figure]["median"] > 0
     assert (tmp_path / "found.png").stat().st_size > 0
-    assert "e3m0" in capsys.readouterr().out
+    assert "int4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sizes", ["", "0", "1e6,x", "nan", "1e999"])

@@ -34,7 +34,7 @@ from diloco.workers.exchange import carrier
 from diloco.workers.learner import Learner
 from diloco.workers.parameters import FragmentParameters, tensor_table
 
-CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4", "e3m0", "int2")
+CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
 BORDERS = (1, BLOCK - 1, BLOCK, BLOCK + 1, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP + BLOCK + 7)
 HARD = np.array(
     [0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC12345, 0x7F7FFFFF, 0x00000001, 0x80000001, 0x80000000, 0, 0x7F800001],

@@ -100,27 +100,17 @@ def rounded(values: Float64) -> Float64:
 
 
 def dequantized(wire: bytes, elements: int, codec: str) -> Float64:
-    """A vector (elements,) from its bytes in int8, int4, e3m0 or int2, as `payload.quantize` describes them."""
+    """A vector (elements,) from its bytes in int8 or int4, as `payload.quantize` describes them."""
     found, at = [], 0
     for start in range(0, elements, 256 * 256):
         blocks = -(-min(256 * 256, elements - start) // 256)
-        each = blocks * (2 if codec == "int2" else 1)
-        scales = (np.frombuffer(wire, "<u2", each, at).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-        size = 256 * blocks // {"int8": 1, "int2": 4}.get(codec, 2)
-        codes = np.frombuffer(wire, np.uint8, size, at + 2 * each).astype(np.int64)
-        at += 2 * each + size
-        if codec == "int2":
-            codes = np.stack([codes // 4**place % 4 for place in range(4)], axis=1).reshape(-1)
-            levels = scales.reshape(-1, 2)[np.arange(256 * blocks) // 256, codes % 2]
-            found.append(np.where(codes < 2, levels, -levels))
-            continue
-        if codec != "int8":
+        scales = (np.frombuffer(wire, "<u2", blocks, at).astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+        size = 256 * blocks // (1 if codec == "int8" else 2)
+        codes = np.frombuffer(wire, np.uint8, size, at + 2 * blocks).astype(np.int64)
+        at += 2 * blocks + size
+        if codec == "int4":
             codes = np.stack([codes % 16, codes // 16], axis=1).reshape(-1)
-        if codec == "e3m0":
-            power = codes % 8
-            values = np.where(power > 0, 2.0**power / 2, 0.0) * np.where(codes < 8, 1, -1)
-        else:
-            half = 128 if codec == "int8" else 8
-            values = np.where(codes < half, codes, codes - 2 * half).astype(np.float64)
+        half = 128 if codec == "int8" else 8
+        values = np.where(codes < half, codes, codes - 2 * half)
         found.append(values * np.repeat(scales, 256))
     return np.concatenate(found)[:elements]

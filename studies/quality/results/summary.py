@@ -54,7 +54,8 @@ class RunSummary:
     """One run, in short."""
 
     settings: str
-    """Digest of all that the run was told: a file that says something else now does not have this result."""
+    """Digest of all that the run was told: a file that says something else now does not have this result. Of a run that
+    no file can ask for any more, `commit` and the last commit that can make it."""
     measure: str
     """What the values are, with their unit."""
     higher_is_better: bool
