@@ -14,8 +14,6 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 TAKEN = "workers", "pipeline", "bench", "syncer", "studies", "tests"
 """Names that a training repository may have for packages of its own."""
 
-pytestmark = [pytest.mark.timeout(300)]
-
 
 def ran(*command: object, cwd: Path, **environ: str) -> str:
     """Standard output of a command that ends well, started without this process's paths."""

@@ -272,7 +272,6 @@ def _records(data: bytes) -> Iterator[bytes]:
 
 
 @pytest.mark.redis
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kind", "read"), [("tensorboard", of_tensorboard), ("wandb", of_wandb)])
 def test_one_that_is_killed_goes_on_and_writes_no_step_twice(
     redis_server: str, tmp_path: Path, kind: str, read: Callable[[Path], dict[str, list[tuple[int, float]]]]

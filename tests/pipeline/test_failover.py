@@ -37,7 +37,6 @@ from tests.pipeline.test_cluster import everything
 
 pytestmark = [
     pytest.mark.redis,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="servers die with this process"),
 ]
 A = "aa" * 8

@@ -25,7 +25,6 @@ from tests.pipeline.test_failover import AGAIN_S, moved, until_answered
 pytestmark = [
     pytest.mark.redis,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(sys.platform != "linux", reason="servers die with this process"),
 ]
 SECRET = "hunter2"  # noqa: S105  # of servers that live for a test

@@ -13,7 +13,7 @@ from tests.system.test_hostile_redis import RealRun, real_run, told
 
 __all__ = ["told"]
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.redis]
 
 
 async def command(run: RealRun, *args: Any) -> Any:

@@ -29,7 +29,6 @@ from tests.syncer.test_run_metrics import At, look
 
 pytestmark = [
     pytest.mark.prometheus,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
 ]
 

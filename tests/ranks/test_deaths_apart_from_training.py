@@ -6,7 +6,7 @@ import pytest
 
 from tests.ranks.party import Party
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 RANKS = "diloco.workers.ranks."
 NOT_CONNECTED = "they meet", "it has yet to connect"
 WHILE_JOINING = {

@@ -78,7 +78,6 @@ CASES = {"later": ("ddp", "1 break 25"), "first": ("fsdp", "0 break 25"), "error
 
 @pytest.mark.redis
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_rank_that_leaves_while_others_train_on_is_named_by_all(tmp_path: Path) -> None:
     """Rank 1 of DDP, rank 0 of FSDP2, and one whose data loader fails: all ranks end with an error, and say why."""
     with Party(tmp_path, sync_interval=6, fragments=4, tokens=10**9) as party:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.ranks.party import Party, free_port
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 PROGRAM = textwrap.dedent(
     """

@@ -8,7 +8,7 @@ import pytest
 from tests.ranks.party import Party
 from tests.ranks.test_rank_processes import same
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 PAUSED_S = 20.0
 """Longer than any call of the bus waits for its answer."""
 LOGS = "trio-0", "solo-0"

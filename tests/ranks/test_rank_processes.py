@@ -12,7 +12,7 @@ from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.settings import CHUNK_BYTES
 from tests.ranks.party import Party
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 
 def same(folder: Path, *names: str) -> bool:

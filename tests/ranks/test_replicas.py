@@ -84,7 +84,6 @@ def test_what_rounding_does_is_no_difference() -> None:
 
 @pytest.mark.redis
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_a_loop_that_does_not_average_gradients_is_told_so(tmp_path: Path) -> None:
     """At its first step, once; one that does, and DDP, hear nothing."""
     with Party(tmp_path, sync_interval=6, fragments=4, tokens=8_000) as party:

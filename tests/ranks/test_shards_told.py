@@ -196,7 +196,6 @@ def test_who_would_divide_the_batches_once_more_is_refused() -> None:
 
 @pytest.mark.redis
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_ranks_and_one_process_read_one_queue(tmp_path: Path) -> None:
     """DDP and FSDP2 of two ranks beside a plain learner: all indices as often, and what is left is on the queue."""
     length = 203

@@ -13,7 +13,7 @@ from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.workers.ranks.stuck import AGAIN_S, BACK_S, SAID_AT_ONCE_S, SAID_S
 from tests.ranks.party import Party
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 MORE_S = 10.0
 """For a process to be scheduled, and to end."""
 Pair = list[subprocess.Popen[bytes]]

@@ -13,7 +13,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.payload import codec
 from diloco.workers.ranks.told import Place, said_by_all
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow]
 FIRST, SECOND = Place(host="first", port=1), Place(host="second", port=2)
 UNREADABLE = "rank 1 of this learner says what this one cannot read: Place"
 CASES = [

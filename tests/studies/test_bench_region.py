@@ -9,7 +9,7 @@ from rich.console import Console
 from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.studies.bench.region.measuring import Case, measure
 
-pytestmark = [pytest.mark.slow, pytest.mark.redis, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.redis]
 
 
 def measured(**given: object) -> dict[str, float]:

@@ -104,7 +104,6 @@ def simulated(steps_s, pause, **sync):
     return found["mean_participants"], found["outer_steps_per_hour"], found["overwritten"]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("gamma", [0.0, 0.8], ids=["no grace", "grace"])
 @pytest.mark.parametrize(
     ("steps_s", "pause", "quorum"),

@@ -203,7 +203,6 @@ def test_decoupled_learners_are_as_much_faster_across_regions_as_their_settings_
 # --- plan and studies ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(300)
 def test_a_plan_keeps_to_the_link_and_says_why():
     """A slower link takes a longer H; one that is hopeless is said to be."""
     given = {"mtbi": "0.5y", "params": "70B", "step_time": "3s"}
@@ -426,7 +425,6 @@ def test_wrong_arguments_are_named(arguments, said, capsys):
     assert len(error.splitlines()) == 1
 
 
-@pytest.mark.timeout(300)
 def test_the_other_commands_write_their_tables(tmp_path, capsys):
     """Bandwidth, plan, mixed, scavenge, mtbi, calibrate: each as JSON, and most as pictures."""
     out, png = tmp_path / "a.json", tmp_path / "a.png"

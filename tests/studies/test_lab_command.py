@@ -98,7 +98,6 @@ def tiny(tmp_path, text, **told):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
     """Three runs of which one cannot be: two results; the second time only that one is tried."""
     given = {"method": "data-parallel", "learners": [1, 2], "model": "nano", "experts": 4}
@@ -119,7 +118,6 @@ def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_parameters_are_kept_of_runs_that_others_begin_from(text, tmp_path):
     """Two jobs at a time, and yet none begins before what it begins from is there."""
     file, out = tiny(tmp_path, text, method="single", model="nano"), tmp_path / "out"
@@ -136,7 +134,6 @@ def test_parameters_are_kept_of_runs_that_others_begin_from(text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_path):
     """They are named; the others are done."""
     file, out = tiny(tmp_path, text, method="single", model="nano", experts=4), tmp_path / "out"
@@ -155,7 +152,6 @@ def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
     """The long run is given up within a step, the short one's result is there, nothing else is, and no process.
@@ -175,7 +171,6 @@ def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_process_that_the_system_killed_costs_the_runs_under_way_alone(text, tmp_path):
     """They are named, with why that may have been, and no process of theirs is left; the others are done."""
     file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000, 1_000_001, 5, 6]), tmp_path / "out"
@@ -194,7 +189,6 @@ def test_a_process_that_the_system_killed_costs_the_runs_under_way_alone(text, t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["Ctrl-C", "a second Ctrl-C", "a parent that was killed"])
 def test_no_process_is_left_of_a_sweep(how, text, tmp_path):
     """Also where a run does not look whether it is to end: here it has been stopped. Others are not begun yet."""

@@ -17,7 +17,6 @@ from diloco.studies.strikes.failing.servers import ClusterServers, SentinelServe
 pytestmark = [
     pytest.mark.redis,
     pytest.mark.slow,
-    pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="servers die with this process by a call of Linux"),
 ]
 KINDS: tuple[type[Servers], ...] = (SentinelServers, ClusterServers)

@@ -21,7 +21,7 @@ from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import LedgerInputs, read_ledger_inputs
 from diloco.tape import read_archive
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 LEARNER = """

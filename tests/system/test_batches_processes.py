@@ -20,7 +20,7 @@ from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.workers.trainer.data.blocks import permuted
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 LENGTH, BATCH, SEED = 1500, 4, 11

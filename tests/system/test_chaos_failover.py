@@ -13,7 +13,6 @@ from tests.system.test_chaos_processes import chaos
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.redis,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc"),
 ]
 LEASE = ["--lease-s", "2s"]

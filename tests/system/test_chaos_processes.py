@@ -23,7 +23,6 @@ from tests.system.test_processes import environment as clean_environment
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.redis,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc"),
 ]
 

@@ -17,7 +17,7 @@ import pytest
 
 from tests.system.test_processes import ROOT, SMALL, Run, environment
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow]
 
 
 class Watched(Run):

@@ -65,7 +65,6 @@ def test_a_model_that_is_not_ours_learns_with_two_learners(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_mixture_of_experts_learns_with_two_learners(tmp_path: Path) -> None:
     """Both end with the run's model, so with the same loss, far beyond what is known of 256 bytes before training."""
     (one, _), (other, _) = run_of(ROOT / "examples" / "experts.py", "experts", 120_000, tmp_path, limit_s=200)
@@ -74,7 +73,6 @@ def test_a_mixture_of_experts_learns_with_two_learners(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_vision_transformer_learns_with_two_learners(tmp_path: Path) -> None:
     """Both end with the run's model, so with the same accuracy, and it is far above one in ten."""
     pytest.importorskip("sklearn")
@@ -84,7 +82,6 @@ def test_a_vision_transformer_learns_with_two_learners(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_vision_language_model_reads_held_out_digits_out(tmp_path: Path) -> None:
     """By chance one in a hundred would be exactly right."""
     pytest.importorskip("sklearn")
@@ -95,7 +92,6 @@ def test_a_vision_language_model_reads_held_out_digits_out(tmp_path: Path) -> No
 
 
 @pytest.mark.trainers
-@pytest.mark.timeout(600)  # three processes import transformers, which takes long where cores are shared
 def test_a_model_of_transformers_ends_in_a_folder_that_loads(tmp_path: Path) -> None:
     """Each learner's folder has the run's weights, which are not the first ones, bit for bit."""
     from transformers import AutoModelForCausalLM

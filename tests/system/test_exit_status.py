@@ -13,7 +13,7 @@ import pytest
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 LIMIT_S = 120.0
 SMALL = ["--model", "nano", "--seq-len", "64", "--batch", "4", "--fragments", "4", "--sync-interval", "6"]

@@ -18,7 +18,7 @@ from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.recipe import held_out_loss
 from tests.workers.test_device_encoding import a_syncer
 
-pytestmark = [pytest.mark.trainers, pytest.mark.redis, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.trainers, pytest.mark.redis]
 ROOT = Path(__file__).parents[2]
 SYNC = SyncSettings(
     fragments=2,

@@ -37,7 +37,7 @@ from tests.backdoor import RedisBackdoor
 from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, spec_of, sync_spec
 
-pytestmark = [pytest.mark.redis, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.redis]
 
 RUN = "hostile"
 LIVENESS_S = 1.0

@@ -21,7 +21,7 @@ from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.embedded import free_port
 from tests.certificates import make_authority, tls_binary
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 NAMESPACE, HERE, THERE = "diloco-guest", "10.213.77.1", "10.213.77.2"
 OWN_LOOP = """

@@ -15,7 +15,6 @@ from tests.system.test_processes import ROOT, diloco, environment, wait_for
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.redis,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc"),
 ]
 

@@ -21,7 +21,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import as_bytes, decode, payload_digest
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 WORDS = 4096

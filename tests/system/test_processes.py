@@ -25,7 +25,7 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.tape import read_archive
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--fragments", "4", "--sync-interval", "6", "--seq-len", "64", "--batch", "4"]

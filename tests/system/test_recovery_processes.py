@@ -17,7 +17,7 @@ from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "peer"])

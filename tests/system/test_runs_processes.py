@@ -14,7 +14,7 @@ import pytest
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from tests.system.test_recovery_processes import party
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 LEARNER = ("learner", "--model", "nano", "--threads", "1")
 SMALL = ("--fragments", "4", "--sync-interval", "6", "--seq-len", "64", "--batch", "4")

@@ -14,7 +14,6 @@ from tests.system.test_processes import Run, diloco, is_running, started, wait_f
 pytestmark = [
     pytest.mark.redis,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
 ]
 TWO_AND_ONE = ("--learners", 2, "--devices", "cpu+cpu,cpu", "--model", "nano")

@@ -21,7 +21,7 @@ from diloco.pipeline.view.status_reader import read_status
 from tests.diloco.test_track import QUICK, of_tensorboard
 from tests.system.test_recovery_processes import party
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 LIMIT_S = 100.0
 SMALL = ("--fragments", "4", "--sync-interval", "6", "--seq-len", "64", "--batch", "4", "--tokens", "120k")
 

@@ -13,7 +13,7 @@ import pytest
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 
-pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 LEARNER = """

@@ -21,7 +21,6 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.trainers,
     pytest.mark.redis,
-    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("default"),  # of libraries that are not ours
 ]
 SYNC = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1)

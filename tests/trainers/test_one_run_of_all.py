@@ -26,7 +26,6 @@ from tests.trainers import scripts
 pytestmark = [
     pytest.mark.trainers,
     pytest.mark.redis,
-    pytest.mark.timeout(600),
     pytest.mark.filterwarnings("default"),  # of libraries that are not ours
 ]
 ROOT = Path(__file__).parents[2]

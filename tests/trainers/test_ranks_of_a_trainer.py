@@ -11,7 +11,7 @@ from diloco.pipeline.bus.redis_streams import connect
 from tests.ranks.party import ROOT, Party, free_port
 from tests.trainers.rank_scripts import STEP_TOKENS
 
-pytestmark = [pytest.mark.trainers, pytest.mark.redis, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.trainers, pytest.mark.redis]
 SCRIPT = ROOT / "tests/trainers/rank_scripts.py"
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--nproc-per-node", "2", "--master-port"),

@@ -184,7 +184,6 @@ def test_one_that_is_ended_looks_unfinished(tmp_path, stories, number, left) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_memory_does_not_grow_with_the_text(tmp_path) -> None:
     """160 MB take hardly more than 40 MB do."""
     line = "the quick brown fox {} jumps over the lazy dog, and {} times it is told\n"
@@ -211,7 +210,6 @@ def peak_kib(folder: Path, text: str, *told: object) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_memory_does_not_grow_with_the_number_of_different_words(tmp_path) -> None:
     """A million that come once take hardly more than as many as a vocabulary is trained on: all took 1 GB."""
     letters, chance = string.ascii_lowercase, random.Random(0)
@@ -244,7 +242,6 @@ def test_what_comes_late_gets_its_vocabulary_too() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_run_trains_on_shards_and_its_sample_is_text(tmp_path, stories) -> None:
     """Learners and evaluator have the index's vocabulary; the report's text is the tokenizer's."""
     assert prepare(stories, "--vocab", "500", "--out", tmp_path / "tokens") == 0

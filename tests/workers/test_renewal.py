@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
@@ -165,7 +164,6 @@ def test_after_an_outage_of_the_bus_deltas_are_offered_again_at_once() -> None:
     run_virtual(main())
 
 
-@pytest.mark.timeout(120)
 def test_an_outage_of_all_syncers_for_a_minute_of_five_costs_at_most_five_points() -> None:
     """Without renewal it cost 18: nearly all that was trained in it."""
     usual = Deployment(learners=2, fragments=2, steps=750)

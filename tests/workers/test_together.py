@@ -52,7 +52,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("way", WAYS)
 def test_two_ranks_make_the_steps_of_one_process(trained: dict[int, Path], way: str) -> None:
     """In DDP and FSDP, fp32 and bf16, with activations kept or computed again: equal but for rounding, far nearer to
@@ -67,7 +66,6 @@ def test_two_ranks_make_the_steps_of_one_process(trained: dict[int, Path], way: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(200)
 def test_in_bf16_a_parameter_that_one_rank_has_used_has_its_share_of_the_gradient_on_all(
     trained: dict[int, Path],
 ) -> None:

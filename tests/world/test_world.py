@@ -106,7 +106,6 @@ def test_ranks_that_do_not_keep_step_are_found_soon(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", FAILED)
 def test_a_world_that_failed_once_holds(seed: int) -> None:
     """Each was mended, in the code or in the oracle."""
