@@ -1,4 +1,4 @@
-"""A mixture of experts as a learner, in a plain loop: the package's own model, on Python's own source.
+"""A mixture of experts as a learner, in a plain loop, on Python's own source.
 
 Start a syncer (`diloco syncer --run experts`), then this as often as you like, all with DILOCO_REDIS_URL set.
 """
@@ -10,32 +10,79 @@ import torch
 from torch import nn
 
 from diloco import Learner
-from diloco.workers.trainer.models.moe import build_mixture
 
-BATCH, LENGTH = 8, 64
+BATCH, LENGTH, WIDTH, EXPERTS = 8, 64, 96, 8
 text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.glob("*.py")))
 tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()  # a byte is a token
 
-model = build_mixture("nano", seed=0, experts=8, chosen=2)  # any nn.Module would do
+
+class Mixture(nn.Module):
+    """Each token goes through the two of its experts that the router likes best."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, EXPERTS, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH)) for _ in range(EXPERTS)
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(N, WIDTH) to (N, WIDTH), and the balancing loss: 1 where all experts are used alike."""
+        shares = self.router(x).softmax(-1)  # (N, EXPERTS)
+        weights, chosen = shares.topk(2)  # (N, 2) each
+        used = nn.functional.one_hot(chosen, EXPERTS).float().mean((0, 1))
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            token, rank = (chosen == number).nonzero(as_tuple=True)
+            out = out.index_add(0, token, expert(x[token]) * weights[token, rank, None])
+        return out, EXPERTS * (used * shares.mean(0)).sum()
+
+
+class Model(nn.Module):
+    """Two layers of causal attention, each with a mixture in place of the MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, WIDTH)
+        self.place = nn.Parameter(0.02 * torch.randn(LENGTH, WIDTH))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(5))
+        self.attention = nn.ModuleList(nn.MultiheadAttention(WIDTH, 3, batch_first=True) for _ in range(2))
+        self.mixtures = nn.ModuleList(Mixture() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 256)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(B, LENGTH) to logits (B, LENGTH, 256), and the balancing loss."""
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        x, balance = self.embedding(x) + self.place, torch.zeros(())
+        for layer, (attention, mixture) in enumerate(zip(self.attention, self.mixtures, strict=True)):
+            h = self.norms[2 * layer](x)
+            x = x + attention(h, h, h, attn_mask=mask, is_causal=True, need_weights=False)[0]
+            mixed, uneven = mixture(self.norms[2 * layer + 1](x).flatten(0, 1))
+            x, balance = x + mixed.view_as(x), balance + uneven
+        return self.head(self.norms[4](x)), balance
+
+
+model = Model()
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 loss = None
 
 
-def loss_of(count: int) -> torch.Tensor:
-    """Of so many rows of the text, drawn at random."""
+def losses_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of so many rows of the text, drawn at random: that of the next byte, and the balancing loss."""
     starts = torch.randint(len(tokens) - LENGTH, (count, 1))
     rows = tokens[starts + torch.arange(LENGTH + 1)]  # (count, LENGTH + 1)
-    return nn.functional.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+    logits, balance = model(rows[:, :-1])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten()), balance
 
 
 with Learner(model, optimizer, run="experts") as learner:
     learner.attach(tokens=BATCH * LENGTH, loss=lambda: loss)
     while not learner.finished:
-        loss = loss_of(BATCH)  # each learner draws its own
-        (loss + 0.01 * model.balance).backward()  # experts used alike: by this learner's batch, nobody else's
+        loss, balance = losses_of(BATCH)  # each learner draws its own
+        (loss + 0.01 * balance).backward()  # experts used alike: by this learner's batch, nobody else's
         optimizer.step()
         optimizer.zero_grad()
 learner.load_globals()  # the model is the run's from here on
 torch.manual_seed(0)  # the same rows for all
 with torch.no_grad():
-    print(f"loss of the run's model {loss_of(512).item():.3f}")
+    print(f"loss of the run's model {losses_of(512)[0].item():.3f}")

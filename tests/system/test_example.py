@@ -81,16 +81,6 @@ def test_a_vision_transformer_learns_with_two_learners(tmp_path: Path) -> None:
     assert float(one.removeprefix("held-out accuracy ")) > 0.6
 
 
-@pytest.mark.slow
-def test_a_vision_language_model_reads_held_out_digits_out(tmp_path: Path) -> None:
-    """By chance one in a hundred would be exactly right."""
-    pytest.importorskip("sklearn")
-    example = ROOT / "examples" / "vision_language.py"
-    (one, _), (other, _) = run_of(example, "vision-language", 250_000, tmp_path, limit_s=200)
-    assert one == other
-    assert float(one.split("exactly right ")[1]) > 0.3
-
-
 @pytest.mark.trainers
 def test_a_model_of_transformers_ends_in_a_folder_that_loads(tmp_path: Path) -> None:
     """Each learner's folder has the run's weights, which are not the first ones, bit for bit."""
