@@ -18,11 +18,23 @@ import numpy.typing as npt
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.pipeline.messages.wire import AVERAGED, MergeRule
+from diloco.pipeline.messages.wire import AVERAGED, MergeName, MergeRule
 from diloco.pipeline.payload.codec import digest_of
 
 LEVEL = 1.1
 """A tensor of up to so many mean fragments has room in one."""
+
+
+def merge_rule(merge: MergeName, embedding: bool, dims: int) -> MergeRule:
+    """How a run merges a trained tensor of so many dimensions: embeddings by the mean in any case (paper, merging).
+
+    A row of an embedding moves only where its token occurs, and the direction of a row that hardly moved is noise. An
+    output head tied to one is that embedding's own tensor. Every row of an untied one gets a gradient at every step,
+    like those of any matrix.
+    """
+    if merge == "mean" or embedding:
+        return "mean"
+    return "rda-row" if merge == "rda-row" and dims > 1 else "rda"
 
 
 @dataclass(frozen=True, slots=True)

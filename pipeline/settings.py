@@ -165,7 +165,7 @@ class SyncSettings(Settings):
     merge: MergeName = Field(
         "mean",
         description="rda: RDA of each tensor, with the weighted mean on embeddings; rda-row: RDA of each row of a "
-        "matrix instead; rda-all: RDA on embeddings too; mean: the weighted mean everywhere",
+        "matrix instead; mean: the weighted mean everywhere",
     )
     weights: WeightsName = expert(
         "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.fragments import Layout, Slot, balance, fragments_of, level
+from diloco.pipeline.fragments import Layout, Slot, balance, fragments_of, level, merge_rule
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, ORTHOGONALISES, MergeName, MergeRule
+from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, ORTHOGONALISES
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.settings import SyncSettings, check_outer
@@ -36,18 +36,8 @@ _DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "float16", "float64"]]
 }
 
 
-def merge_rules(model: nn.Module) -> dict[str, MergeRule]:
-    """Merge rule of every trained tensor by name: "mean" on embeddings, "rda" elsewhere (paper, merging).
-
-    Embeddings are found by module type. An output head tied to one is that embedding's own tensor; an untied
-    head is "rda": every row of it gets a gradient at every step, like any matrix, while a row of an embedding
-    moves only where its token occurs, and the direction of a row that hardly moved is noise.
-    """
-    return {name: "mean" if embedding else "rda" for name, embedding in _embeddings(model).items()}
-
-
 def _embeddings(model: nn.Module) -> dict[str, bool]:
-    """Of every trained tensor by name: whether it is an embedding."""
+    """Of every trained tensor by name: whether it is an embedding, by the type of its module."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     return {name: id(tensor) in embeddings for name, tensor in named_parameters(model) if tensor.requires_grad}
 
@@ -97,7 +87,7 @@ def tensor_table(
         UsageError: as `whole_tensors`.
     """
     whole = whole_tensors(model, sync)
-    return whole if whole == tuple(held) else level(whole, _heads(model, sync))
+    return whole if whole == tuple(held) else level(whole, _heads(model))
 
 
 def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
@@ -112,7 +102,7 @@ def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tens
     orthogonal = sync.outer in ORTHOGONALISES
     check_outer(sync)
     trained = trained_tensors(model)
-    rules, embeddings = merge_rules(model), _embeddings(model)
+    embeddings = _embeddings(model)
     averaged = averaged_buffers(model, map(local_of, trained.values()))
     sizes = ((name, tensor.numel()) for name, tensor in trained.items())
     fragment = balance(sizes, sync.fragments, averaged)
@@ -121,7 +111,7 @@ def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tens
             name=name,
             shape=tuple(tensor.shape),
             dtype=_DTYPES[tensor.dtype],
-            rule=_rule(sync.merge, rules[name], tensor),
+            rule=merge_rule(sync.merge, embeddings[name], tensor.dim()),
             fragment=fragment[name],
             matrix=orthogonal and tensor.dim() == 2 and min(tensor.shape) > 1 and not embeddings[name],
         )
@@ -141,10 +131,10 @@ def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tens
     return parameters + buffers
 
 
-def _heads(model: nn.Module, sync: SyncSettings | SyncSpec) -> frozenset[str]:
+def _heads(model: nn.Module) -> frozenset[str]:
     """Names of the output heads: of the shape of the largest embedding, of which nothing else in a model is."""
     shapes = [module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
-    if sync.merge == "rda-all" or not shapes:
+    if not shapes:
         return frozenset()
     largest = max(shapes, key=lambda shape: shape.numel())
     return frozenset(name for name, tensor in trained_tensors(model).items() if tensor.shape == largest)
@@ -158,12 +148,6 @@ def fitting_fragments(model: nn.Module, wanted: int) -> int:
     """
     trained = trained_tensors(model)
     return fragments_of(wanted, len(trained), len(averaged_buffers(model, map(local_of, trained.values()))))
-
-
-def _rule(merge: MergeName, usual: MergeRule, tensor: torch.Tensor) -> MergeRule:
-    if merge == "mean" or merge == "rda-all":
-        return "mean" if merge == "mean" else "rda"
-    return "rda-row" if merge == "rda-row" and usual == "rda" and tensor.dim() > 1 else usual
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

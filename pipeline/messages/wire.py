@@ -150,8 +150,8 @@ BY_ROWS: Final[frozenset[MergeRule]] = frozenset({"rda-row", "mean"})
 """Rules that merge each row of a tensor by itself."""
 AVERAGED: Final[frozenset[MergeRule]] = frozenset({"average", "variance"})
 """Of average-only tensors, a model's buffers: the mean, at rate 1 and without momentum; "variance": never below 0."""
-MergeName = Literal["rda", "rda-row", "rda-all", "mean"]
-"""Which tensor has which rule: `workers.parameters.tensor_table`."""
+MergeName = Literal["rda", "rda-row", "mean"]
+"""Which tensor has which rule: `fragments.merge_rule`."""
 WeightsName = Literal["tokens", "equal"]
 """Merge weights: `syncer.algorithm.WEIGHTS`."""
 OuterName = Literal["nesterov", "muon", "halley"]

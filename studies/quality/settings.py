@@ -102,7 +102,7 @@ class LabRun(BaseModel):
     )
     merge: MergeName = Field(
         USUAL["merge"],
-        description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; rda-all: no exception; mean",
+        description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; mean: of all",
     )
     weights: WeightsName | None = Field(None, description="Merge weights; off: by tokens")
     outer_lr: float = Field(USUAL["outer_lr"], gt=0, le=100, description="Outer learning rate")

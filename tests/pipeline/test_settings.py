@@ -254,7 +254,7 @@ def test_every_bounded_field_says_what_it_takes():
     assert allowed(SyncSettings.model_fields["grace_gamma"]) == "at least 0, less than 1"
     closest = {"params": "at least 10k, at most 10T", "step_time": "more than 0", "link": "at least 1k"}
     assert {name: allowed(Site.model_fields[name]) for name in closest} == closest
-    assert allowed(SyncSettings.model_fields["merge"]) == "one of rda, rda-row, rda-all, mean"
+    assert allowed(SyncSettings.model_fields["merge"]) == "one of rda, rda-row, mean"
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,10 @@ def test_merge_mean_is_mean_everywhere() -> None:
     assert {t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge="mean"))} == {"mean"}
 
 
-def test_rda_of_rows_is_for_matrices_and_rda_all_for_embeddings_too() -> None:
-    """A vector has no rows; an embedding stays with the mean unless it was asked for."""
-    rows, everywhere = (
-        {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge=merge))}
-        for merge in ("rda-row", "rda-all")
-    )
+def test_rda_of_rows_is_for_matrices() -> None:
+    """A vector has no rows; an embedding stays with the mean."""
+    rows = {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge="rda-row"))}
     assert rows == {"table.weight": "mean", "body.weight": "rda-row", "body.bias": "rda", "head.weight": "rda-row"}
-    assert set(everywhere.values()) == {"rda"}
 
 
 def test_two_builds_of_a_model_have_one_layout() -> None:
@@ -62,7 +58,7 @@ def test_two_builds_of_a_model_have_one_layout() -> None:
     assert layout_of(tensor_table(Net(), sync)) == layout_of(tensor_table(Net(), sync))
 
 
-@pytest.mark.parametrize("merge", ["mean", "rda-all"])
+@pytest.mark.parametrize("merge", ["mean", "rda"])
 def test_matrices_of_a_muon_outer_step_are_no_embeddings_and_no_vectors(merge: str) -> None:
     """Whatever the merge rule; with Nesterov's none is said to be one, so that tables stay as they were."""
     told = tensor_table(Net(), SyncSettings(fragments=2, merge=merge, outer="muon"))
@@ -160,12 +156,10 @@ class TiedWords(Words):
 
 
 def test_a_large_embedding_and_its_head_are_in_parts() -> None:
-    """An untied head as large is no longer orthogonalised as a whole, unless RDA of whole tensors was asked for."""
+    """An untied head as large is no longer orthogonalised as a whole."""
     table = tensor_table(Words(), SyncSettings(fragments=3, merge="rda"))
     assert {t.name: t.rule for t in table if t.rows} == {"table.weight": "mean", "head.weight": "rda-row"}
     assert {t.name for t in table if t.matrix} == {"body.weight"}
-    asked = tensor_table(Words(), SyncSettings(fragments=3, merge="rda-all"))
-    assert asked == whole_tensors(Words(), SyncSettings(fragments=3, merge="rda-all"))
 
 
 def test_a_run_that_an_earlier_build_began_keeps_its_whole_tensors() -> None:

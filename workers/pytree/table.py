@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from diloco.pipeline.fragments import balance, fragments_of, level
+from diloco.pipeline.fragments import balance, fragments_of, level, merge_rule
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.pipeline.messages.wire import ORTHOGONALISES, MergeName, MergeRule
+from diloco.pipeline.messages.wire import ORTHOGONALISES
 from diloco.pipeline.settings import SyncSettings, check_outer
 from diloco.workers.pytree.tree import Leaf, Tree
 
@@ -28,12 +28,12 @@ class PytreeModel:
         """As `Proposed`; in the order that the run has."""
         place = {name: at for at, name in enumerate(dict.fromkeys(tensor.name for tensor in held))}
         whole = _whole(sorted(self._leaves, key=lambda leaf: place.get(leaf.name, len(place))), sync)
-        return whole if whole == tuple(held) else level(whole, self._heads(sync))
+        return whole if whole == tuple(held) else level(whole, self._heads())
 
-    def _heads(self, sync: SyncSettings | SyncSpec) -> frozenset[str]:
+    def _heads(self) -> frozenset[str]:
         """Names of the output heads: of the shape of the largest embedding."""
         embeddings = [leaf for leaf in self._leaves if leaf.embedding]
-        if sync.merge == "rda-all" or not embeddings:
+        if not embeddings:
             return frozenset()
         largest = max(embeddings, key=lambda leaf: leaf.elements).run_shape
         return frozenset(leaf.name for leaf in self._leaves if leaf.run_shape == largest)
@@ -53,15 +53,9 @@ def _whole(leaves: Iterable[Leaf], sync: SyncSettings | SyncSpec) -> tuple[Tenso
             name=leaf.name,
             shape=leaf.run_shape,
             dtype=leaf.dtype.name,
-            rule=_rule(sync.merge, leaf),
+            rule=merge_rule(sync.merge, leaf.embedding, len(leaf.shape)),
             fragment=fragment[leaf.name],
             matrix=sync.outer in ORTHOGONALISES and len(leaf.shape) == 2 and min(leaf.shape) > 1 and not leaf.embedding,
         )
         for leaf in leaves
     )
-
-
-def _rule(merge: MergeName, leaf: Leaf) -> MergeRule:
-    if merge == "mean" or (leaf.embedding and merge != "rda-all"):
-        return "mean"
-    return "rda-row" if merge == "rda-row" and len(leaf.shape) > 1 else "rda"
