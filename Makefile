@@ -87,9 +87,9 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # Installed once, and again when what is installed changes. `dev` contains `run`.
-$(VENV)/dev.stamp: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/dev.stamp: pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV); torch is large, this can take some minutes'
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev]' -e studies
 	@touch $(VENV)/run.stamp $@
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
@@ -97,17 +97,17 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt | $(BIN)/python
 	$(PIP) -e '.[run]'
 	@touch $@
 
-$(VENV)/trainers.stamp: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/trainers.stamp: pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV); torch is large, this can take some minutes'
-	$(PIP) -e '.[trainers]'
+	$(PIP) -e '.[trainers]' -e studies
 	@touch $(VENV)/dev.stamp $(VENV)/run.stamp $@
 
-$(VENV)/release.stamp: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/release.stamp: pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV); torch is large, this can take some minutes'
-	$(PIP) -e '.[dev,release]'
+	$(PIP) -e '.[dev,release]' -e studies
 	@touch $(VENV)/dev.stamp $(VENV)/run.stamp $@
 
-$(VENV)/docs.stamp: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/docs.stamp: pyproject.toml studies/pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'installing into $(VENV); torch is large, this can take some minutes'
-	$(PIP) -e '.[run,docs]'
+	$(PIP) -e '.[run,docs]' -e studies
 	@touch $(VENV)/run.stamp $@

@@ -1,4 +1,4 @@
-"""What `diloco chaos` is asked to do to a run; `studies.strikes` does it."""
+"""What `diloco chaos` is asked to do to a run; `diloco_studies.strikes` does it."""
 
 from typing import Literal
 

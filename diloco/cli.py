@@ -3,13 +3,14 @@
 import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from safetensors import SafetensorError
 from typer.main import get_command
 
-from diloco.extras import load_extra
+from diloco.extras import STUDIES, load_extra
 from diloco.pipeline.errors import DilocoError, UsageError, exit_status
 from diloco.pipeline.process.interrupts import raise_again
 
@@ -56,18 +57,18 @@ COMMANDS: dict[str, Entry] = {
     "join": Entry("diloco.invitations:join", "Train as the learner that an invitation names."),
     "revoke": Entry("diloco.invitations:revoke", "Take an invitation back: the learner is cut off at once."),
     "chaos": Entry(
-        "diloco.studies.strikes.command:command", "Strike a real run on this machine, then audit it. Linux only."
+        "diloco_studies.strikes.command:command", "Strike a real run on this machine, then audit it. Linux only."
     ),
     "simulate": Entry(
-        "diloco.studies.goodput.commands.simulate:app",
+        "diloco_studies.goodput.commands.simulate:app",
         "Goodput, uptime, bandwidth of runs on up to millions of chips: a group.",
     ),
     "lab": Entry(
-        "diloco.studies.quality.command:app",
+        "diloco_studies.quality.command:app",
         "Quality experiments with real gradients in virtual time: a group of commands.",
     ),
     "bench": Entry(
-        "diloco.studies.bench.command:app", "Benchmarks on this machine, beside what it could do at best: a group."
+        "diloco_studies.bench.command:app", "Benchmarks on this machine, beside what it could do at best: a group."
     ),
     "rank": Entry("diloco.commands:rank", ""),
     "elastic": Entry("diloco.commands:elastic", ""),
@@ -123,8 +124,10 @@ def _list() -> typer.Typer:
     """The list of commands, none of them imported."""
     made = _typer(no_args_is_help=True, help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.")
     made.callback()(_root)
+    installed = find_spec(STUDIES) is not None
     for name, entry in COMMANDS.items():
-        if entry.about:  # what is not listed must not be suggested either
+        # What is not listed must not be suggested either.
+        if entry.about and (installed or not entry.where.startswith(STUDIES)):
             made.command(name, help=entry.about)(_listed)
     return made
 

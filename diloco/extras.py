@@ -10,8 +10,8 @@ from diloco.pipeline.errors import UsageError, missing
 
 EXTRAS = {"torch": "learner", "matplotlib": "run"}
 """Optional packages and the extra of this project that brings them."""
-STUDIES = "diloco.studies"
-"""What images leave out."""
+STUDIES = "diloco_studies"
+"""A distribution of its own: the folder `studies/` of a checkout."""
 
 
 def load_extra(module: str, command: str) -> ModuleType:
@@ -24,8 +24,8 @@ def load_extra(module: str, command: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         package = str(error.name).split(".")[0]
-        if str(error.name).startswith(STUDIES):
-            raise UsageError(f"`diloco {command}` is not part of this image: use an installation of diloco") from error
+        if package == STUDIES:
+            raise UsageError(f"`diloco {command}` is a study: pip install ./studies, in a checkout") from error
         if package not in EXTRAS:
             raise
         raise UsageError(missing(package, EXTRAS[package], f"`diloco {command}`")) from error

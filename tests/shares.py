@@ -23,9 +23,9 @@ from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.ledger import Totals, accounts, totals
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
-from diloco.studies.quality.bus import LabBus
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
+from diloco_studies.quality.bus import LabBus
 from tests.virtual_run import VirtualLearner, VirtualRun
 
 STEP_TOKENS = 10

@@ -19,10 +19,10 @@ MAY_IMPORT = {
     "diloco": PRODUCT,
     "studies": {*PRODUCT, "studies"},
 }
-"""Folder of the repository -> those that it may import. In the package they are `diloco.pipeline` and so on."""
+"""Folder of the repository -> those that it may import. `pipeline` is imported as `diloco.pipeline`, and so on."""
 
 ONLY_IN = {
-    "torch": ("workers/", "studies/quality/", "studies/bench/"),
+    "torch": ("workers/", "studies/diloco_studies/quality/", "studies/diloco_studies/bench/"),
     "jax": ("workers/pytree/",),
     "redis": ("pipeline/bus/redis/",),
     "aiohttp": ("syncer/serving/http.py",),
@@ -84,37 +84,37 @@ PURE = (
     "pipeline/view/page/timeline.py",
     "pipeline/view/reading.py",
     "pipeline/view/shares.py",
-    "studies/bench/kills/curves.py",
-    "studies/goodput/bandwidth.py",
-    "studies/goodput/calibrate.py",
-    "studies/goodput/constants.py",
-    "studies/goodput/figures.py",
-    "studies/goodput/fleet.py",
-    "studies/goodput/job.py",
-    "studies/goodput/link.py",
-    "studies/goodput/parties.py",
-    "studies/goodput/plan.py",
-    "studies/goodput/renewal.py",
-    "studies/goodput/strikes.py",
-    "studies/goodput/studies.py",
-    "studies/goodput/table.py",
-    "studies/goodput/windows.py",
-    "studies/quality/experiment.py",
-    "studies/quality/fragment.py",
-    "studies/quality/outer.py",
-    "studies/quality/results/report.py",
-    "studies/quality/schedule.py",
-    "studies/quality/settings.py",
-    "studies/quality/results/summary.py",
-    "studies/quality/virtual_report.py",
-    "studies/strikes/audit.py",
-    "studies/strikes/bounds.py",
-    "studies/strikes/compare.py",
-    "studies/strikes/elastic/report.py",
-    "studies/strikes/footprint.py",
-    "studies/strikes/growth.py",
-    "studies/strikes/rates.py",
-    "studies/strikes/report.py",
+    "studies/diloco_studies/bench/kills/curves.py",
+    "studies/diloco_studies/goodput/bandwidth.py",
+    "studies/diloco_studies/goodput/calibrate.py",
+    "studies/diloco_studies/goodput/constants.py",
+    "studies/diloco_studies/goodput/figures.py",
+    "studies/diloco_studies/goodput/fleet.py",
+    "studies/diloco_studies/goodput/job.py",
+    "studies/diloco_studies/goodput/link.py",
+    "studies/diloco_studies/goodput/parties.py",
+    "studies/diloco_studies/goodput/plan.py",
+    "studies/diloco_studies/goodput/renewal.py",
+    "studies/diloco_studies/goodput/strikes.py",
+    "studies/diloco_studies/goodput/studies.py",
+    "studies/diloco_studies/goodput/table.py",
+    "studies/diloco_studies/goodput/windows.py",
+    "studies/diloco_studies/quality/experiment.py",
+    "studies/diloco_studies/quality/fragment.py",
+    "studies/diloco_studies/quality/outer.py",
+    "studies/diloco_studies/quality/results/report.py",
+    "studies/diloco_studies/quality/schedule.py",
+    "studies/diloco_studies/quality/settings.py",
+    "studies/diloco_studies/quality/results/summary.py",
+    "studies/diloco_studies/quality/virtual_report.py",
+    "studies/diloco_studies/strikes/audit.py",
+    "studies/diloco_studies/strikes/bounds.py",
+    "studies/diloco_studies/strikes/compare.py",
+    "studies/diloco_studies/strikes/elastic/report.py",
+    "studies/diloco_studies/strikes/footprint.py",
+    "studies/diloco_studies/strikes/growth.py",
+    "studies/diloco_studies/strikes/rates.py",
+    "studies/diloco_studies/strikes/report.py",
     "syncer/admission.py",
     "syncer/algorithm.py",
     "syncer/checkpoints/manifest.py",
@@ -138,6 +138,8 @@ PURE = (
     "workers/trainer/schedule.py",
 )
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
+PEERS = "studies/diloco_studies/bench/beside/peers/"
+"""Drivers of other programs."""
 
 
 def imports(source: str, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
@@ -157,9 +159,10 @@ def sources() -> dict[str, str]:
     found = {}
     for top in MAY_IMPORT:
         for path in sorted((ROOT / top).rglob("*.py")):  # follows no link: diloco/pipeline is pipeline/
-            inside = path.relative_to(ROOT if top == "diloco" else ROOT.parent).with_suffix("").parts
-            inside = inside if top == "diloco" else ("diloco", *inside[1:])
-            found[str(path.relative_to(ROOT))] = ".".join(inside[:-1] if inside[-1] == "__init__" else inside)
+            file = path.relative_to(ROOT)
+            parts = file.with_suffix("").parts
+            inside = {"diloco": parts, "studies": parts[1:]}.get(top, ("diloco", *parts))
+            found[str(file)] = ".".join(inside[:-1] if inside[-1] == "__init__" else inside)
     return found
 
 
@@ -252,7 +255,7 @@ def test_imports_point_down_only():
 
 def test_drivers_of_other_programs_import_nothing_of_ours():
     """They run in environments that have none of it."""
-    drivers = [path for path in sources() if path.startswith("studies/bench/beside/peers/")]
+    drivers = [path for path in sources() if path.startswith(PEERS)]
     assert drivers
     assert [path for path in drivers if edges()[path]] == []
 
@@ -276,7 +279,7 @@ def test_pure_cores_know_no_clock_no_socket_no_logger():
         ("diloco", "diloco.pipeline"),
         ("diloco.syncer.serving.service", "torch"),
         ("diloco.pipeline.view.status", "redis"),
-        ("diloco.cli", "diloco.studies"),
+        ("diloco.cli", "diloco_studies"),
         ("diloco.cli", "torch"),
     ],
 )

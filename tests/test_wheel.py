@@ -73,8 +73,8 @@ def test_the_wheel_has_one_name(wheel: Path) -> None:
 
 
 def test_the_wheel_has_every_file(wheel: Path) -> None:
-    """All of the sources and scripts, the page's files with the licence of what is not ours, and no test."""
-    tops = "diloco", "pipeline", "syncer", "workers", "studies"
+    """All of the sources and scripts, the page's files with the licence of what is not ours; no test, no study."""
+    tops = "diloco", "pipeline", "syncer", "workers"
     here = {
         str(path.relative_to(ROOT)) if top == "diloco" else f"diloco/{path.relative_to(ROOT)}"
         for top in tops

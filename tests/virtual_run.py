@@ -20,13 +20,13 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline
-from diloco.studies.quality.virtual_report import virtual_report
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.region import Region
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.rounds import Publication, Rounds
+from diloco_studies.quality.virtual_report import virtual_report
 
 RUN = "virtual"
 

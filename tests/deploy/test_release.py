@@ -96,7 +96,7 @@ def test_a_tree_with_changes_is_refused(clone: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "clone",
-    [[*LOOKED_AT, "README.md", "MANIFEST.in", "pipeline", "syncer", "workers", "diloco", "studies", "tests"]],
+    [[*LOOKED_AT, "README.md", "MANIFEST.in", "pipeline", "syncer", "workers", "diloco", "tests"]],
     indirect=True,
     ids=["whole"],
 )

@@ -164,12 +164,30 @@ def test_the_list_of_commands_imports_none_of_them():
     )
     loaded = set(done.stdout.splitlines()[-1].split())
     assert "diloco.cli" in loaded
-    assert not loaded & {"torch", "numpy", "redis", "matplotlib", "diloco.studies", "diloco.workers", "diloco.options"}
+    assert not loaded & {"torch", "numpy", "redis", "matplotlib", "diloco_studies", "diloco.workers", "diloco.options"}
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_every_command_of_the_table_is_there(name):
     assert get_command(cli.load_command(name)) is not None
+
+
+def test_where_no_studies_are_installed_their_commands_are_not_listed_and_say_how_to_get_them():
+    """The product is whole without them."""
+    code = (
+        "import sys; sys.modules['diloco_studies'] = None\n"
+        "from diloco.cli import main; main([]); sys.exit(main(['lab', 'run', 'x.toml']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
+    )
+    listed = {line.split()[1] for line in done.stdout.splitlines() if len(line.split()) > 2}
+    assert {"run", "acl"} <= listed
+    assert not listed & {"chaos", "simulate", "lab", "bench"}
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: `diloco lab` is a study: pip install ./studies, in a checkout\n",
+    )
 
 
 def test_diloco_means_synchronous_diloco_and_chaos_says_so(capsys):

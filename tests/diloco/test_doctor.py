@@ -47,8 +47,8 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.units import as_bytes
-from diloco.studies.strikes.proxy import Proxy
 from diloco.syncer.checkpoints.saving import OLD_S
+from diloco_studies.strikes.proxy import Proxy
 from tests import samples
 from tests.certificates import make_authority
 from tests.pipeline.test_acl import rules_of

@@ -24,7 +24,7 @@ from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.status_reader import read_status
-from diloco.studies.strikes.failing.servers import Node
+from diloco_studies.strikes.failing.servers import Node
 from tests import samples
 from tests.backdoor import RedisBackdoor
 from tests.pipeline.test_acl import as_user, rules_of

@@ -38,7 +38,7 @@ from diloco.pipeline.view.page.joining import Started
 from diloco.pipeline.view.status import build_status
 from diloco.pipeline.view.trouble import Told
 from diloco.status import _Found
-from diloco.studies.quality.settings import PRESETS as LAB_PRESETS
+from diloco_studies.quality.settings import PRESETS as LAB_PRESETS
 from tests import samples
 from tests.workers.test_device_encoding import a_syncer
 

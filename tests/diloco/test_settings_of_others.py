@@ -35,7 +35,7 @@ def started(monkeypatch) -> list[Any]:
     party = SimpleNamespace(train=start, main=start, evaluate_run=start)
     monkeypatch.setattr(commands, "load_extra", lambda module, command: party)
     monkeypatch.setattr(importlib.import_module("diloco.launcher.run"), "main", start)
-    strikes = importlib.import_module("diloco.studies.strikes.command")
+    strikes = importlib.import_module("diloco_studies.strikes.command")
     monkeypatch.setattr(strikes, "main", start)
     return seen
 

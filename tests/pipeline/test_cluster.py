@@ -29,7 +29,7 @@ from diloco.pipeline.bus.redis.nodes import ClusterNodes
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, HeadMoved, UsageError
 from diloco.pipeline.messages.tape import WindowChanged
-from diloco.studies.strikes.failing.servers import Node
+from diloco_studies.strikes.failing.servers import Node
 from tests import samples
 from tests.pipeline.test_bus_contract import SHARDS
 from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejected, stage

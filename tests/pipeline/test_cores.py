@@ -39,7 +39,7 @@ sys.exit(main(["syncer", "--redis-url", "redis://nowhere:1"]))
 """
 )
 CAMPAIGN = LOOK + "from tests.world.campaign import _begin\n_begin()\nlook()"
-LAB = LOOK + "import os\nfrom diloco.studies.quality.sweep import _begin\n_begin(os.getppid(), None, None, 1)\nlook()"
+LAB = LOOK + "import os\nfrom diloco_studies.quality.sweep import _begin\n_begin(os.getppid(), None, None, 1)\nlook()"
 REPLAY = (
     LOOK
     + """

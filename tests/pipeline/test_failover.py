@@ -31,7 +31,7 @@ from diloco.pipeline.bus.server import buffers
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
 from diloco.pipeline.view.status_reader import read_status
-from diloco.studies.strikes.failing.servers import DOWN_MS, SERVER, ClusterServers, Node, SentinelServers, Servers
+from diloco_studies.strikes.failing.servers import DOWN_MS, SERVER, ClusterServers, Node, SentinelServers, Servers
 from tests import samples
 from tests.pipeline.test_cluster import everything
 

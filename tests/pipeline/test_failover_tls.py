@@ -16,7 +16,7 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
-from diloco.studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
+from diloco_studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
 from tests import samples
 from tests.certificates import Authority, make_authority, tls_binary
 from tests.pipeline.test_cluster import everything

@@ -18,8 +18,8 @@ from diloco.pipeline.party_memory import LEARNER_PROCESS_BYTES, SYNCER_SPARE, sy
 from diloco.pipeline.redis_memory import CODECS, RESERVE_BYTES, offered_bytes, redis_bytes
 from diloco.pipeline.settings import SyncSettings, defaults, load
 from diloco.pipeline.site import Site, layers_of, outer_operations, params_of, shape_of
-from diloco.studies.goodput.constants import Constants
 from diloco.syncer.merging.outer import NEWTON_SCHULZ_STEPS
+from diloco_studies.goodput.constants import Constants
 from tests import samples
 
 LARGE = {"params": "70B", "step_time": "3s", "link": "5Gbps"}

@@ -31,7 +31,7 @@ from diloco.pipeline.errors import (
 )
 from diloco.pipeline.payload.codec import PayloadReader
 from diloco.pipeline.transfer.payloads import arriving, push
-from diloco.studies.strikes.proxy import Proxy
+from diloco_studies.strikes.proxy import Proxy
 from tests import samples
 from tests.backdoor import RedisBackdoor
 

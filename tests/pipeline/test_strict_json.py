@@ -15,14 +15,14 @@ from diloco.pipeline.files.strict_json import dumps, number
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings
 from diloco.status import show
-from tests.test_layers import ROOT, sources
+from tests.test_layers import PEERS, ROOT, sources
 
 ELSEWHERE = {
     "pipeline/files/strict_json.py",
     "diloco/launcher/folder.py",
     "workers/trainer/models/hf_config.py",
-    "studies/bench/slow/packets.py",
-    "studies/bench/slow/probe.py",
+    "studies/diloco_studies/bench/slow/packets.py",
+    "studies/diloco_studies/bench/slow/probe.py",
 }
 """The one itself; a string in TOML; a config of transformers, where an infinity is one and only it is the reader; and
 two small programs that import nothing of ours, so that they weigh nothing beside what is measured.
@@ -66,7 +66,7 @@ def test_nothing_else_writes_json() -> None:
     """Losses and norms of a run that diverges go through all of it."""
     writers = set()
     for path in sources():
-        if path not in ELSEWHERE and not path.startswith("studies/bench/beside/peers/"):
+        if path not in ELSEWHERE and not path.startswith(PEERS):
             calls = [node.func for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
             if {"json.dumps", "json.dump"} & {ast.unparse(call) for call in calls}:
                 writers.add(path)

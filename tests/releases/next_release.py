@@ -81,7 +81,7 @@ def make(folder: Path) -> Path:
         PatchFailed: a place to be changed is not there, or more than once.
     """
     left = shutil.ignore_patterns("__pycache__")
-    for top in ("pipeline", "syncer", "workers", "studies", "diloco"):
+    for top in ("pipeline", "syncer", "workers", "diloco"):
         shutil.copytree(ROOT / top, folder / top, symlinks=True, ignore=left)
     for name, changes in CHANGES.items():
         text = (folder / name).read_text()

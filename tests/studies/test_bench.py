@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
-from diloco.studies.bench import floor, machine
-from diloco.studies.bench.end_to_end import Case
-from diloco.studies.bench.figures import alternate, shown, spread
-from diloco.studies.bench.merging import Sizes, Work
-from diloco.studies.bench.plain import Plain
+from diloco_studies.bench import floor, machine
+from diloco_studies.bench.end_to_end import PYTHONPATH, Case
+from diloco_studies.bench.figures import alternate, shown, spread
+from diloco_studies.bench.merging import Sizes, Work
+from diloco_studies.bench.plain import Plain
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("publish_to_adopted_s", "trainer_blocked_s", "syncer_cpu_s_per_gb", "syncer_rss_mb", "redis_floor_ratio")
@@ -24,7 +24,7 @@ KEYS = ("publish_to_adopted_s", "trainer_blocked_s", "syncer_cpu_s_per_gb", "syn
 
 def bench(*arguments: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-    environ |= {"PYTHONPATH": str(ROOT)} | ({"PATH": path} if path is not None else {})
+    environ |= {"PYTHONPATH": PYTHONPATH} | ({"PATH": path} if path is not None else {})
     command = [sys.executable, "-m", "diloco", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environ)
 
@@ -185,7 +185,7 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
     assert picture.stat().st_size > 1000
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
     assert not [
-        one for one in commands if b"diloco.studies.bench.beside.party" in one and report["run"].encode() in one
+        one for one in commands if b"diloco_studies.bench.beside.party" in one and report["run"].encode() in one
     ]
 
 
@@ -193,7 +193,7 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
     """In the middle of the rounds."""
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    environ = os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "diloco", "bench", "end-to-end", "--params", "100e3", "--rounds", "1000"]
     process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diloco.pipeline.errors import UsageError
-from diloco.studies.bench import codec
+from diloco_studies.bench import codec
 
 ELEMENTS = 20_000
 

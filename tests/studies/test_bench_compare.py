@@ -14,13 +14,14 @@ import pytest
 from rich.console import Console
 
 from diloco.pipeline.errors import UsageError
-from diloco.studies.bench.beside import crew, environments
-from diloco.studies.bench.beside.command import notes, rows, sizes
-from diloco.studies.bench.beside.compare import OURS, Comparison, Outcome, Rival, Size, measure, shapes, systems
-from diloco.studies.bench.beside.compare_plot import draw
-from diloco.studies.bench.beside.crew import Crew, alike
-from diloco.studies.bench.beside.environments import PEERS, Peer, Unavailable, installed, python_of, version_wanted
-from diloco.studies.bench.machine import family, peaks_mb
+from diloco_studies.bench.beside import crew, environments
+from diloco_studies.bench.beside.command import notes, rows, sizes
+from diloco_studies.bench.beside.compare import OURS, Comparison, Outcome, Rival, Size, measure, shapes, systems
+from diloco_studies.bench.beside.compare_plot import draw
+from diloco_studies.bench.beside.crew import Crew, alike
+from diloco_studies.bench.beside.environments import PEERS, Peer, Unavailable, installed, python_of, version_wanted
+from diloco_studies.bench.end_to_end import PYTHONPATH
+from diloco_studies.bench.machine import family, peaks_mb
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -364,7 +365,7 @@ def test_a_peer_that_is_there_is_started_with_its_settings(
     driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer = Peer("fake", (), drivers=driver.parent)
-    monkeypatch.setattr("diloco.studies.bench.beside.compare.python_of", lambda *_: Path(sys.executable))
+    monkeypatch.setattr("diloco_studies.bench.beside.compare.python_of", lambda *_: Path(sys.executable))
     rivals = [Rival("fake", peer), Rival("fake, apart", peer, options={"apart": 1.0})]
     starts, missing = systems(Comparison((Size(100_000),)), tmp_path, None, False, rivals)
     assert missing == {}
@@ -389,7 +390,7 @@ def test_the_command_measures_ours_and_names_those_that_are_not_there(tmp_path: 
     command = [sys.executable, "-m", "diloco", "bench", "compare", "--sizes", "100e3", "--rounds", "1", "--passes", "1"]
     command += ["--environments", str(tmp_path / "none"), "--json", str(file), "--plot", str(picture)]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environ | {"PYTHONPATH": str(ROOT)}
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environ | {"PYTHONPATH": PYTHONPATH}
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())

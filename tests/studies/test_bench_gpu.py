@@ -14,11 +14,12 @@ import pytest
 
 from diloco import cli
 from diloco.pipeline.errors import UsageError
-from diloco.studies.bench.gpu import command, running
-from diloco.studies.bench.gpu.pieces import WAYS, Figures, NoFigures, Piece, plan, said, summary, to_do
-from diloco.studies.bench.gpu.running import do, do_all, read_results
-from diloco.studies.quality.experiment import read_experiment
 from diloco.workers.trainer.models.sizes import SIZES
+from diloco_studies.bench.end_to_end import PYTHONPATH
+from diloco_studies.bench.gpu import command, running
+from diloco_studies.bench.gpu.pieces import WAYS, Figures, NoFigures, Piece, plan, said, summary, to_do
+from diloco_studies.bench.gpu.running import do, do_all, read_results
+from diloco_studies.quality.experiment import read_experiment
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITE = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
@@ -142,8 +143,8 @@ def test_a_result_that_cannot_be_read_is_said_and_done_again(written: bytes, tmp
 CALL = """
 import sys
 from pathlib import Path
-from diloco.studies.bench.gpu.pieces import Piece
-from diloco.studies.bench.gpu.running import do_all, read_results
+from diloco_studies.bench.gpu.pieces import Piece
+from diloco_studies.bench.gpu.running import do_all, read_results
 from tests.studies.test_bench_gpu import GOOD, OTHER, piece
 HANGS = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
 pieces = [GOOD, piece("hangs", HANGS), OTHER]
@@ -166,7 +167,7 @@ def test_interrupted_it_leaves_nothing_running_and_goes_on_with_the_piece_under_
     number: signal.Signals, tmp_path: Path
 ) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-c", CALL, str(tmp_path)], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}
+        [sys.executable, "-c", CALL, str(tmp_path)], cwd=ROOT, env=os.environ | {"PYTHONPATH": PYTHONPATH}
     )
     figure, until = tmp_path / "hangs" / "figure", time.monotonic() + 60
     while not (figure.is_file() and figure.read_text()):

@@ -11,11 +11,11 @@ import typer
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.studies.bench.kills import command, curves
-from diloco.studies.bench.kills.curves import Run, equal_time, loss_at, result_of, rows, trained_at
-from diloco.studies.bench.kills.plan import METHODS, RENDEZVOUS, Plan, in_words, kills, torchrun
-from diloco.studies.strikes.rates import Struck
-from diloco.studies.strikes.schedule import Manner, Party
+from diloco_studies.bench.kills import command, curves
+from diloco_studies.bench.kills.curves import Run, equal_time, loss_at, result_of, rows, trained_at
+from diloco_studies.bench.kills.plan import METHODS, RENDEZVOUS, Plan, in_words, kills, torchrun
+from diloco_studies.strikes.rates import Struck
+from diloco_studies.strikes.schedule import Manner, Party
 
 PLAN = Plan(machines=2, tokens=100_000, pace_s=1.0, every_s=35.0, away_s=5.0, within_s=600.0, seed=1)
 STEPS = {

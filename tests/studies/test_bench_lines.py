@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.studies.bench.slow import line_runs, lines_command
-from diloco.studies.bench.slow.line_cells import Cell, asked, cells, forecast, line_rates, row
-from diloco.studies.bench.slow.packets import Direction, Shape
+from diloco_studies.bench.slow import line_runs, lines_command
+from diloco_studies.bench.slow.line_cells import Cell, asked, cells, forecast, line_rates, row
+from diloco_studies.bench.slow.packets import Direction, Shape
 
 PARAMS, STEP_S = 5e6, 0.2
 

@@ -11,8 +11,8 @@ import typer
 from diloco.launcher.folder import plain
 from diloco.options import DemoProcess
 from diloco.pipeline.settings import load
-from diloco.studies.bench.recovery import WAYS, Trial, make_run, read_trial, span_mean, table
-from diloco.studies.bench.recovery_plot import draw, mean_curve, smooth
+from diloco_studies.bench.recovery import WAYS, Trial, make_run, read_trial, span_mean, table
+from diloco_studies.bench.recovery_plot import draw, mean_curve, smooth
 
 
 def loss(incarnation: str, step: int, unix_s: float, value: float) -> dict[str, Any]:

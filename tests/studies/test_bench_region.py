@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from diloco.pipeline.messages.wire import GlobalCodec
-from diloco.studies.bench.region.measuring import Case, measure
+from diloco_studies.bench.region.measuring import Case, measure
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 

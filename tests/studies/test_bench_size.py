@@ -9,7 +9,7 @@ from diloco.pipeline.fragments import LEVEL
 from diloco.pipeline.needs import needs_of, pace_of
 from diloco.pipeline.redis_memory import offered_bytes
 from diloco.pipeline.site import Site
-from diloco.studies.bench.memory import checkpoints, size
+from diloco_studies.bench.memory import checkpoints, size
 
 LEAST = 0.4
 """Of what is planned, that a run takes whose windows are all open at once."""

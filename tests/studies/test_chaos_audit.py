@@ -14,11 +14,11 @@ from diloco.pipeline.messages.shards import Shard, ShardQueue
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution, Rewound
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
-from diloco.studies.strikes.audit import CHECKS, Ending, Evidence, ShardNote, audit
-from diloco.studies.strikes.footprint import MORE, Life
-from diloco.studies.strikes.growth import Scale, bounds
-from diloco.studies.strikes.rates import Struck
-from diloco.studies.strikes.schedule import Manner, Party
+from diloco_studies.strikes.audit import CHECKS, Ending, Evidence, ShardNote, audit
+from diloco_studies.strikes.footprint import MORE, Life
+from diloco_studies.strikes.growth import Scale, bounds
+from diloco_studies.strikes.rates import Struck
+from diloco_studies.strikes.schedule import Manner, Party
 from tests import samples
 
 LAYOUT = layout_of([TensorSpec(name="a", shape=(10,), dtype="float32", rule="rda", fragment=0)])

@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from diloco.studies.strikes.bounds import bounds_of, lines, table
+from diloco_studies.strikes.bounds import bounds_of, lines, table
 
 REPORT: dict[str, Any] = {
     "settings": {"pace": 0.0, "syncers": 2},

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.studies.strikes.proxy import HOST, MADE_UP_S, Line, Proxy
-from diloco.studies.strikes.tail import Tail
+from diloco_studies.strikes.proxy import HOST, MADE_UP_S, Line, Proxy
+from diloco_studies.strikes.tail import Tail
 
 LIMIT_S = 10.0
 SILENCE_S = 0.2

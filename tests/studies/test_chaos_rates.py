@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.studies.strikes.rates import (
+from diloco_studies.strikes.rates import (
     Gap,
     Struck,
     around,
@@ -14,7 +14,7 @@ from diloco.studies.strikes.rates import (
     outages,
     rates_around,
 )
-from diloco.studies.strikes.schedule import Manner, Party
+from diloco_studies.strikes.schedule import Manner, Party
 
 
 def struck(manner: Manner, party: Party, began_s: float, ended_s: float) -> Struck:

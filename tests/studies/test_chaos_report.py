@@ -14,20 +14,20 @@ import pytest
 from diloco.cli import main
 from diloco.launcher.report import Outcome
 from diloco.pipeline.process.lifecycle import LAUNCHER_PID
-from diloco.studies.strikes import sampling
-from diloco.studies.strikes.audit import Ending, Evidence
-from diloco.studies.strikes.evidence import (
+from diloco_studies.strikes import sampling
+from diloco_studies.strikes.audit import Ending, Evidence
+from diloco_studies.strikes.evidence import (
     left_running,
     of_group,
     read_shard_notes,
     read_shards_per_epoch,
     read_step_times,
 )
-from diloco.studies.strikes.footprint import lines, rows
-from diloco.studies.strikes.plot import draw, stretches
-from diloco.studies.strikes.rates import Struck
-from diloco.studies.strikes.report import Facts, build_chaos, markdown, summary
-from diloco.studies.strikes.schedule import Manner, Party
+from diloco_studies.strikes.footprint import lines, rows
+from diloco_studies.strikes.plot import draw, stretches
+from diloco_studies.strikes.rates import Struck
+from diloco_studies.strikes.report import Facts, build_chaos, markdown, summary
+from diloco_studies.strikes.schedule import Manner, Party
 from tests.studies.test_chaos_audit import GOOD, HISTORY, killed
 
 STEPS = {"a": [("1" * 8, [10 + i / 10 for i in range(40)])], "b": [("2" * 8, [11 + i / 10 for i in range(30)])]}

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from diloco.pipeline.errors import UsageError
-from diloco.studies.strikes.schedule import DEAD_S, LENGTHS_S, Manner, Party, Redis, Rule, Strike, draw, parse
+from diloco_studies.strikes.schedule import DEAD_S, LENGTHS_S, Manner, Party, Redis, Rule, Strike, draw, parse
 
 
 def test_flags_become_rules_with_lengths_of_their_own_or_the_usual_one() -> None:

@@ -16,21 +16,21 @@ DECLARED = {
 }
 OTHER_MEANING = {
     ("pipeline/messages/spec.py", "key_frame_interval"): "of runs of earlier versions, whose specs did not say it",
-    ("studies/goodput/constants.py", "syncers"): "of a run on very many chips",
-    ("studies/goodput/constants.py", "checkpoint_every"): "of a job without elasticity",
-    ("studies/quality/settings.py", "eval_tokens"): "the lab evaluates seldom, and on more text",
-    ("studies/quality/settings.py", "learners"): "of the lab, which has no launcher",
-    ("studies/quality/settings.py", "method"): "the lab has one more",
+    ("studies/diloco_studies/goodput/constants.py", "syncers"): "of a run on very many chips",
+    ("studies/diloco_studies/goodput/constants.py", "checkpoint_every"): "of a job without elasticity",
+    ("studies/diloco_studies/quality/settings.py", "eval_tokens"): "the lab evaluates seldom, and on more text",
+    ("studies/diloco_studies/quality/settings.py", "learners"): "of the lab, which has no launcher",
+    ("studies/diloco_studies/quality/settings.py", "method"): "the lab has one more",
     ("diloco/plan.py", "codec"): "auto is none of a run's",
     ("diloco/plan.py", "global_codec"): "auto is none of a run's",
     ("diloco/plan.py", "precision"): "of a learner, which a plan does not start",
-    ("studies/bench/recovery.py", "kill_at"): "of the measurement",
-    ("studies/bench/cost.py", "fragments"): "of the measurement",
-    ("studies/bench/stepping.py", "fragments"): "of the measurement",
-    ("studies/bench/command.py", "fragments"): "of the measurement",
-    ("studies/bench/command.py", "learners"): "of the measurement: those of one region",
-    ("studies/bench/region/measuring.py", "learners"): "of the measurement: those of one region",
-    ("studies/bench/memory/checkpoints.py", "fragments"): "of the measurement",
+    ("studies/diloco_studies/bench/recovery.py", "kill_at"): "of the measurement",
+    ("studies/diloco_studies/bench/cost.py", "fragments"): "of the measurement",
+    ("studies/diloco_studies/bench/stepping.py", "fragments"): "of the measurement",
+    ("studies/diloco_studies/bench/command.py", "fragments"): "of the measurement",
+    ("studies/diloco_studies/bench/command.py", "learners"): "of the measurement: those of one region",
+    ("studies/diloco_studies/bench/region/measuring.py", "learners"): "of the measurement: those of one region",
+    ("studies/diloco_studies/bench/memory/checkpoints.py", "fragments"): "of the measurement",
 }
 """What has a setting's name and is something else, each with its reason."""
 USUAL = defaults(DemoProcess) | defaults(RankProcess)

@@ -16,12 +16,12 @@ from diloco.launcher.folder import Folder
 from diloco.options import ChaosProcess
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import load
-from diloco.studies.strikes.command import calm, read_report
-from diloco.studies.strikes.compare import compare, table
-from diloco.studies.strikes.elastic.report import ElasticFacts, build_elastic, firsts, markdown, summary
-from diloco.studies.strikes.elastic.run import Rank, Ranks, Watch
-from diloco.studies.strikes.rates import Struck
-from diloco.studies.strikes.schedule import Manner, Party
+from diloco_studies.strikes.command import calm, read_report
+from diloco_studies.strikes.compare import compare, table
+from diloco_studies.strikes.elastic.report import ElasticFacts, build_elastic, firsts, markdown, summary
+from diloco_studies.strikes.elastic.run import Rank, Ranks, Watch
+from diloco_studies.strikes.rates import Struck
+from diloco_studies.strikes.schedule import Manner, Party
 
 
 def life(name: str, first: int, last: int, from_s: float) -> tuple[str, list[tuple[int, float]]]:

@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.units import DAY_S, YEAR_S, parse_count, parse_rate, parse_span
-from diloco.studies.goodput import renewal
-from diloco.studies.goodput.constants import Constants
-from diloco.studies.goodput.fleet import METHODS, jobs, simulate, step_times, together
-from diloco.studies.goodput.job import Stops, Timeline, overlap, run_elastic, run_rigid
-from diloco.studies.goodput.ownership import unowned
-from diloco.studies.goodput.strikes import Strikes, _unit_mean, draw, quantiles, repair_cdf, repairs
+from diloco_studies.goodput import renewal
+from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.fleet import METHODS, jobs, simulate, step_times, together
+from diloco_studies.goodput.job import Stops, Timeline, overlap, run_elastic, run_rigid
+from diloco_studies.goodput.ownership import unowned
+from diloco_studies.goodput.strikes import Strikes, _unit_mean, draw, quantiles, repair_cdf, repairs
 
 PLAIN = Constants(gather=10, down=20, up=20, restart=100, repair="constant", repair_mean=50, slice_chips=1)
 

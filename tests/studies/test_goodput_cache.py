@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from diloco.cli import main
-from diloco.studies.goodput import calibrate
-from diloco.studies.goodput.commands import runs
-from diloco.studies.goodput.constants import Constants
-from diloco.studies.goodput.table import Cell
+from diloco_studies.goodput import calibrate
+from diloco_studies.goodput.commands import runs
+from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.table import Cell
 
 ONE = ["simulate", "table", "--chips", "1000", "--learners", "2", "--seeds", "1", "--days", "0.1", "--jobs", "1"]
 

@@ -17,12 +17,12 @@ from diloco.cli import main
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.needs import GLOBALS, LINK_SHARE
-from diloco.studies.goodput import bandwidth, calibrate, figures, studies
-from diloco.studies.goodput.commands.runs import PACKAGE, SOURCES
-from diloco.studies.goodput.constants import Constants
-from diloco.studies.goodput.fleet import simulate
-from diloco.studies.goodput.plan import plan
-from diloco.studies.goodput.table import Cell, cells, row
+from diloco_studies.goodput import bandwidth, calibrate, figures, studies
+from diloco_studies.goodput.commands.runs import SOURCES, sources
+from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.fleet import simulate
+from diloco_studies.goodput.plan import plan
+from diloco_studies.goodput.table import Cell, cells, row
 
 
 @pytest.fixture(autouse=True)
@@ -372,14 +372,14 @@ def test_other_settings_are_other_results(tmp_path):
 def test_a_cached_result_follows_from_every_file_that_makes_it():
     """What a run of the simulator loads of this project is in the digest."""
     code = (
-        "import sys, diloco.studies.goodput.fleet\n"
+        "import sys, diloco_studies.goodput.fleet\n"
         "print(*(m.__file__ for m in sys.modules.values() if hasattr(m, '__file__')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
-    loaded = {Path(name) for name in done.stdout.split() if name.startswith(f"{PACKAGE}/")}
-    covered = {path for pattern in SOURCES for path in PACKAGE.glob(pattern)}
-    assert PACKAGE / "studies" / "goodput" / "windows.py" in loaded
-    assert loaded - covered == set()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = tuple(f"{package}/" for package in SOURCES)
+    loaded = {Path(name) for name in done.stdout.split() if name.startswith(ours)}
+    assert {"windows.py", "grace.py", "needs.py"} <= {path.name for path in loaded}
+    assert loaded - set(sources()) == set()
 
 
 @pytest.mark.parametrize(
@@ -462,7 +462,7 @@ def test_the_other_commands_write_their_tables(tmp_path, capsys):
 
 def test_numbers_are_refused_as_usage_errors():
     """Not as tracebacks."""
-    from diloco.studies.goodput.commands.options import whole
+    from diloco_studies.goodput.commands.options import whole
 
     with pytest.raises(UsageError, match="--chips"):
         whole("1,,2", "chips")

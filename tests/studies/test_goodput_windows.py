@@ -6,13 +6,13 @@ import pytest
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.studies.goodput.constants import Constants
-from diloco.studies.goodput.fleet import simulate
-from diloco.studies.goodput.job import Stops, Timeline
-from diloco.studies.goodput.link import Link, link_of
-from diloco.studies.goodput.parties import StepClock, bare
-from diloco.studies.goodput.windows import Follower, Learner
 from diloco.workers.rounds import Base, OpenWindow, Rounds
+from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.fleet import simulate
+from diloco_studies.goodput.job import Stops, Timeline
+from diloco_studies.goodput.link import Link, link_of
+from diloco_studies.goodput.parties import StepClock, bare
+from diloco_studies.goodput.windows import Follower, Learner
 
 DAY_S = 86_400.0
 
@@ -222,7 +222,7 @@ def _ours(steps_before, opened_at, attempt):
 
 
 def _boundary(party):
-    from diloco.studies.goodput.windows import _Event
+    from diloco_studies.goodput.windows import _Event
 
     return _Event(0.0, True, 0, "boundary", party, party.version)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from diloco.studies.quality.inner import EAGER_STEPS, Gradients
-from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.tasks.text import TextTask
+from diloco_studies.quality.inner import EAGER_STEPS, Gradients
+from diloco_studies.quality.settings import LabRun
+from diloco_studies.quality.tasks.text import TextTask
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.errors import UsageError
-from diloco.studies.quality import learner
-from diloco.studies.quality.curve import Stopped
-from diloco.studies.quality.engine import train
-from diloco.studies.quality.outer import RULES
-from diloco.studies.quality.settings import PRESETS, LabRun
 from diloco.workers.trainer import trainer
+from diloco_studies.quality import learner
+from diloco_studies.quality.curve import Stopped
+from diloco_studies.quality.engine import train
+from diloco_studies.quality.outer import RULES
+from diloco_studies.quality.settings import PRESETS, LabRun
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -9,16 +9,16 @@ import torch
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
-from diloco.studies.quality.engine import train
-from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.tasks.answers import END, Scored, loss_of_answers, rows_of
-from diloco.studies.quality.tasks.captions import BEGIN, in_words
-from diloco.studies.quality.tasks.keywords import ASKED, BLANK, examples_of, statements
-from diloco.studies.quality.tasks.tasks import open_task
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer.data.tokens import is_held_out
 from diloco.workers.trainer.models.sizes import Size
 from diloco.workers.trainer.models.vlm import VisionLanguage
+from diloco_studies.quality.engine import train
+from diloco_studies.quality.settings import LabRun
+from diloco_studies.quality.tasks.answers import END, Scored, loss_of_answers, rows_of
+from diloco_studies.quality.tasks.captions import BEGIN, in_words
+from diloco_studies.quality.tasks.keywords import ASKED, BLANK, examples_of, statements
+from diloco_studies.quality.tasks.tasks import open_task
 
 CPU = torch.device("cpu")
 
@@ -101,7 +101,7 @@ def test_a_number_in_words(number, words):
 def test_a_caption_says_the_digits_of_its_image():
     """Images are digits of the training images, those of held-out ones are no training image's; seeds repeat them."""
     pytest.importorskip("sklearn")
-    from diloco.studies.quality.tasks.digits import Digits
+    from diloco_studies.quality.tasks.digits import Digits
 
     task, twin = (open_task(LabRun(task="captions", model="nano"), CPU) for _ in range(2))
     everything = [(0, index) for index in range(task.examples)]

@@ -17,12 +17,12 @@ from rich.console import Console
 from diloco.cli import main
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
-from diloco.studies.quality import sweep
-from diloco.studies.quality.command import _sweep
-from diloco.studies.quality.experiment import read_experiment
-from diloco.studies.quality.results.store import Store
-from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.sweep import News
+from diloco_studies.quality import sweep
+from diloco_studies.quality.command import _sweep
+from diloco_studies.quality.experiment import read_experiment
+from diloco_studies.quality.results.store import Store
+from diloco_studies.quality.settings import LabRun
+from diloco_studies.quality.sweep import News
 from tests.studies.test_lab_results import result
 from tests.studies.test_lab_settings import SWEEP
 
@@ -253,13 +253,13 @@ def test_an_error_that_nobody_expected_is_one_run_s_alone(text, tmp_path, monkey
     pytest.importorskip("torch")
     monkeypatch.setattr(sweep, "_stop", threading.Event())
     monkeypatch.setattr(sweep, "_news", queue.Queue())
-    monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: result(1.0))
+    monkeypatch.setattr("diloco_studies.quality.engine.train", lambda *_: result(1.0))
     with monkeypatch.context() as full:
         full.setattr(Store, "write", refuse)
         failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu", ())
     assert isinstance(failed, DilocoError)
     assert str(failed) == "OSError: [Errno 28] No space left on device"
-    monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: [][1])
+    monkeypatch.setattr("diloco_studies.quality.engine.train", lambda *_: [][1])
     failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu", ())
     assert str(failed) == "IndexError: list index out of range"
 
@@ -269,7 +269,7 @@ def test_text_that_changes_during_a_sweep_makes_the_next_run_another(text, tmp_p
     pytest.importorskip("torch")
     monkeypatch.setattr(sweep, "_stop", threading.Event())
     monkeypatch.setattr(sweep, "_news", queue.Queue())
-    monkeypatch.setattr("diloco.studies.quality.engine.train", lambda *_: result(1.0))
+    monkeypatch.setattr("diloco_studies.quality.engine.train", lambda *_: result(1.0))
     run, out = LabRun(data=str(text)), tmp_path / "out"
     assert sweep._train(0, run, out, "cpu", ()) == result(1.0)
     text.write_text(text.read_text() + "one more line\n")
@@ -287,7 +287,7 @@ def test_the_bar_ends_where_all_runs_do(last, said, tmp_path, monkeypatch):
             yield number, ends
             heard(News(number, 0.995, 3.0))
 
-    monkeypatch.setattr("diloco.studies.quality.command.sweep", sweep)
+    monkeypatch.setattr("diloco_studies.quality.command.sweep", sweep)
     runs, shown = (
         [LabRun(), LabRun(seed=1)],
         Console(file=StringIO(), force_terminal=True, width=120, color_system=None),

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from diloco.pipeline.errors import UsageError
-from diloco.studies.quality.engine import train
-from diloco.studies.quality.results.store import settings_digest
-from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.tasks import images
-from diloco.studies.quality.tasks.images import ImageFolder, listed
-from diloco.studies.quality.tasks.tasks import open_task
+from diloco_studies.quality.engine import train
+from diloco_studies.quality.results.store import settings_digest
+from diloco_studies.quality.settings import LabRun
+from diloco_studies.quality.tasks import images
+from diloco_studies.quality.tasks.images import ImageFolder, listed
+from diloco_studies.quality.tasks.tasks import open_task
 
 Image = pytest.importorskip("PIL.Image")
 CPU = torch.device("cpu")

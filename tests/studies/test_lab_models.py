@@ -6,14 +6,14 @@ import torch
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
-from diloco.studies.quality.settings import VIT_SIZES, LabRun
-from diloco.studies.quality.tasks.digits import Digits
-from diloco.studies.quality.tasks.tasks import open_task
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer.models import vit
 from diloco.workers.trainer.models.moe import Mixture, MixtureGPT, build_mixture
 from diloco.workers.trainer.models.sizes import SIZES, Size
 from diloco.workers.trainer.models.vit import Images, build_vit
+from diloco_studies.quality.settings import VIT_SIZES, LabRun
+from diloco_studies.quality.tasks.digits import Digits
+from diloco_studies.quality.tasks.tasks import open_task
 
 SMALL = Size(layers=2, width=32, heads=2, hidden=64)
 

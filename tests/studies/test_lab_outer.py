@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.fragments import layout_of
-from diloco.studies.quality.fragment import LabFragment, Stale
-from diloco.studies.quality.outer import RULES, Memory, Merge
-from diloco.studies.quality.settings import LabRun
 from diloco.syncer.admission import Offer
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState
 from diloco.syncer.merging.merge import delta_norms
+from diloco_studies.quality.fragment import LabFragment, Stale
+from diloco_studies.quality.outer import RULES, Memory, Merge
+from diloco_studies.quality.settings import LabRun
 from tests import samples
 
 

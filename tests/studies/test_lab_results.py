@@ -9,11 +9,11 @@ import pytest
 
 from diloco.cli import main
 from diloco.pipeline.errors import UsageError
-from diloco.studies.quality.command import _missing, _read_csv
-from diloco.studies.quality.experiment import read_experiment
-from diloco.studies.quality.results import source
-from diloco.studies.quality.results.report import markdown, table_of
-from diloco.studies.quality.results.store import (
+from diloco_studies.quality.command import _missing, _read_csv
+from diloco_studies.quality.experiment import read_experiment
+from diloco_studies.quality.results import source
+from diloco_studies.quality.results.report import markdown, table_of
+from diloco_studies.quality.results.store import (
     Store,
     _names_fingerprint,
     _text_fingerprint,
@@ -21,8 +21,8 @@ from diloco.studies.quality.results.store import (
     settings_digest,
     told_digest,
 )
-from diloco.studies.quality.results.summary import RunName, decode, encode, summary_of
-from diloco.studies.quality.settings import LabRun
+from diloco_studies.quality.results.summary import RunName, decode, encode, summary_of
+from diloco_studies.quality.settings import LabRun
 from tests.studies.test_lab_settings import SWEEP
 
 
@@ -64,10 +64,10 @@ def test_a_result_is_found_by_settings_data_and_code(text, tmp_path, monkeypatch
     store.write(run, result(1.0))
     assert store.read(run) == result(1.0)
     assert store.read(run.model_copy(update={"lr": 1.0})) is None
-    monkeypatch.setattr("diloco.studies.quality.results.store.code_digest", lambda module: "other")
+    monkeypatch.setattr("diloco_studies.quality.results.store.code_digest", lambda module: "other")
     assert store.read(run) is None
     assert store.read(run, any_code=True) == result(1.0)
-    monkeypatch.setattr("diloco.studies.quality.results.store.data_fingerprint", lambda run: "other")
+    monkeypatch.setattr("diloco_studies.quality.results.store.data_fingerprint", lambda run: "other")
     assert store.read(run, any_code=True) is None
 
 
@@ -147,7 +147,7 @@ def test_a_run_that_begins_from_another_is_told_by_that_one_s_settings_data_and_
     assert code_of(runs[-1]) == code_of(LabRun(**loop)) != code_of(runs[0])
     usual = source.code_digest
     monkeypatch.setattr(
-        "diloco.studies.quality.results.store.code_digest",
+        "diloco_studies.quality.results.store.code_digest",
         lambda name: "new" if name.endswith("decoupled") else usual(name),
     )
     assert code_of(runs[0]) != code_of(LabRun(after=LabRun(**loop), **loop))
@@ -175,20 +175,20 @@ def test_what_a_run_begins_from_is_done_before_it_where_it_is_not_there(text, tm
 def test_the_code_that_decides_is_found_by_its_imports():
     """The protocol decides a decoupled run and not a data-parallel one; neither depends on tables and pictures."""
     ours, loop = (
-        source.closure("diloco.studies.quality.decoupled"),
-        source.closure("diloco.studies.quality.synchronous"),
+        source.closure("diloco_studies.quality.decoupled"),
+        source.closure("diloco_studies.quality.synchronous"),
     )
     assert {
         "diloco.syncer.window",
         "diloco.syncer.merging.outer",
         "diloco.workers.rounds",
         "diloco.pipeline.testing.memory",
-        "diloco.studies.quality.tasks.text",
+        "diloco_studies.quality.tasks.text",
     } <= ours
     assert {
         "diloco.workers.trainer.models.gpt",
         "diloco.workers.trainer.schedule",
-        "diloco.studies.quality.schedule",
+        "diloco_studies.quality.schedule",
     } <= loop
     assert not {"diloco.syncer.window", "diloco.workers.rounds"} & loop
     assert not {
@@ -198,10 +198,10 @@ def test_the_code_that_decides_is_found_by_its_imports():
         "tests.world.world",
     } & (ours | loop)
     assert not {
-        "diloco.studies.quality.results.report",
-        "diloco.studies.quality.results.plot",
-        "diloco.studies.quality.sweep",
-        "diloco.studies.quality.command",
+        "diloco_studies.quality.results.report",
+        "diloco_studies.quality.results.plot",
+        "diloco_studies.quality.sweep",
+        "diloco_studies.quality.command",
     } & (ours | loop)
     assert code_of(LabRun()) != code_of(LabRun(method="single")) == code_of(LabRun(method="data-parallel"))
 
@@ -392,7 +392,7 @@ def test_a_table_s_lines_hold_whatever_a_row_is_called(tmp_path):
 
 def test_the_picture_is_drawn(experiment, tmp_path):
     """With one row unfinished and curves of different length."""
-    plot = pytest.importorskip("diloco.studies.quality.results.plot")
+    plot = pytest.importorskip("diloco_studies.quality.results.plot")
     drawn = told(experiment, {("dp", 1e-3): (2.0, 2.1, 2.5), ("ours", 2e-3): (2.0, 2.1, 2.2)})
     first = drawn.lines[0].summaries
     first[0] = replace(first[0], curve=first[0].curve[:-1])
@@ -437,7 +437,7 @@ def with_experts(experiment):
 @pytest.mark.parametrize("name", ["cost $x_{$", "H=$8, now $16", "_hidden"])
 def test_a_picture_shows_names_as_they_are(tmp_path, name):
     """They are no formulas, and none is left out of the legend."""
-    plot = pytest.importorskip("diloco.studies.quality.results.plot")
+    plot = pytest.importorskip("diloco_studies.quality.results.plot")
     path = tmp_path / "trial.toml"
     path.write_text(f"[[variants]]\nname = '{name}'\n")
     table = table_of(read_experiment(path), lambda row, run: summary_of(result(2.0), ""))
@@ -461,7 +461,7 @@ def test_a_picture_that_cannot_be_written_is_told_before_the_table(experiment, t
 
 def test_distances_are_drawn_for_what_has_several_sizes(tmp_path, text):
     """With an error over seeds, each against its own size's reference."""
-    plot = pytest.importorskip("diloco.studies.quality.results.plot")
+    plot = pytest.importorskip("diloco_studies.quality.results.plot")
     tables = [
         sized(tmp_path, text, "nano", {"dp": (2.0, 2.0, 2.0), "ours": (2.2, 2.0, 2.1)}),
         sized(tmp_path, text, "deep", {"dp": (1.0, 1.1, 1.2), "ours": (1.1, 1.21, 1.32)}),
@@ -486,7 +486,7 @@ def test_distances_are_drawn_for_what_has_several_sizes(tmp_path, text):
 @pytest.mark.parametrize("lost", [math.nan, math.inf])
 def test_what_diverged_does_not_spoil_the_picture(experiment, lost):
     """The axes show what is finite."""
-    plot = pytest.importorskip("diloco.studies.quality.results.plot")
+    plot = pytest.importorskip("diloco_studies.quality.results.plot")
     table = told(experiment, {("dp", 1e-3): (2.0, 2.1, lost), ("ours", 2e-3): (2.0, 2.1, 2.2)})
     axes = plot.Figure().subplots()
     plot._curves(axes, table, [table.lines[0], table.lines[3]], "tokens", "tokens", 1)

@@ -5,9 +5,9 @@ from itertools import islice, pairwise
 
 import pytest
 
-from diloco.studies.quality.schedule import Schedule
-from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.synchronous import step_times
+from diloco_studies.quality.schedule import Schedule
+from diloco_studies.quality.settings import LabRun
+from diloco_studies.quality.synchronous import step_times
 
 
 def test_mixed_hardware_is_slower_by_what_was_asked():

@@ -6,8 +6,8 @@ import pytest
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings, TrainerSettings
-from diloco.studies.quality.experiment import SKELETON, read_experiment, settings_help
-from diloco.studies.quality.settings import LabRun
+from diloco_studies.quality.experiment import SKELETON, read_experiment, settings_help
+from diloco_studies.quality.settings import LabRun
 
 ROOT = Path(__file__).resolve().parents[2]
 SWEEP = """

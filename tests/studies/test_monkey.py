@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.studies.strikes.monkey import REDIS, Monkey
-from diloco.studies.strikes.schedule import Manner, Party, Strike
+from diloco_studies.strikes.monkey import REDIS, Monkey
+from diloco_studies.strikes.schedule import Manner, Party, Strike
 
 
 class FakeChild:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.pipeline.messages.spec import TensorSpec
-from diloco.studies.quality.fragment import packed
+from diloco_studies.quality.fragment import packed
 
 
 def table(sizes: list[int]) -> list[TensorSpec]:

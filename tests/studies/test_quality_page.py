@@ -14,9 +14,9 @@ import pytest
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.ramps import interval_at
-from diloco.studies.quality.experiment import read_experiment
-from diloco.studies.quality.results.store import told_digest
-from diloco.studies.quality.results.summary import Mark, RunName, RunSummary, decode, encode
+from diloco_studies.quality.experiment import read_experiment
+from diloco_studies.quality.results.store import told_digest
+from diloco_studies.quality.results.summary import Mark, RunName, RunSummary, decode, encode
 
 ROOT = Path(__file__).resolve().parents[2]
 CSV = ROOT / "docs" / "quality" / "results.csv"

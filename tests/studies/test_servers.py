@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.errors import DilocoError, UsageError
-from diloco.studies.strikes.failing.network import Network, enter
-from diloco.studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
+from diloco_studies.strikes.failing.network import Network, enter
+from diloco_studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
 
 pytestmark = [
     pytest.mark.redis,
@@ -119,7 +119,7 @@ def test_those_that_are_cut_off_reach_each_other_and_nobody_else(network: Networ
 
 def test_nothing_is_left_of_a_network_whose_process_is_killed() -> None:
     text = (
-        "import time; from diloco.studies.strikes.failing.network import Network\n"
+        "import time; from diloco_studies.strikes.failing.network import Network\n"
         "with Network() as network:\n"
         "    print(network.add('a').namespace, flush=True); time.sleep(99)"
     )

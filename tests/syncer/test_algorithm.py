@@ -15,9 +15,6 @@ from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import AVERAGED, MergeName, MergeRule, OuterName, WeightsName
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.settings import SyncSettings
-from diloco.studies.quality import outer as lab
-from diloco.studies.quality.settings import LabRun
-from diloco.studies.quality.settings import OuterName as LabOuterName
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import GraceEstimator
@@ -25,6 +22,9 @@ from diloco.syncer.merging import merge
 from diloco.syncer.merging.fragment import Delta, FragmentState, outer_step
 from diloco.syncer.merging.merge import BLOCK, delta_norms
 from diloco.workers.parameters import tensor_table
+from diloco_studies.quality import outer as lab
+from diloco_studies.quality.settings import LabRun
+from diloco_studies.quality.settings import OuterName as LabOuterName
 from tests import samples
 from tests.world import plan
 

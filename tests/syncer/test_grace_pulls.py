@@ -17,11 +17,11 @@ from diloco.pipeline.payload.codec import Encoded
 from diloco.pipeline.ramps import interval_at
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.studies.goodput.constants import Constants
-from diloco.studies.goodput.job import Stops, Timeline
-from diloco.studies.goodput.parties import bare
-from diloco.studies.goodput.windows import SETTLED, Follower, Learner
 from diloco.syncer import session
+from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.job import Stops, Timeline
+from diloco_studies.goodput.parties import bare
+from diloco_studies.goodput.windows import SETTLED, Follower, Learner
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 TAU, GAMMA, INTERVAL = 2, 0.8, 8

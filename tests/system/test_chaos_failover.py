@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.errors import UsageError
-from diloco.studies.strikes.failing.network import Network
+from diloco_studies.strikes.failing.network import Network
 from tests.system.test_chaos_processes import chaos
 
 pytestmark = [

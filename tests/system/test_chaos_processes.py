@@ -13,9 +13,9 @@ import pytest
 
 from diloco.launcher.launch import environment
 from diloco.pipeline.errors import DilocoError
-from diloco.studies.strikes.elastic.report import build_elastic
-from diloco.studies.strikes.evidence import of_group
-from diloco.studies.strikes.spawner import Spawner
+from diloco_studies.strikes.elastic.report import build_elastic
+from diloco_studies.strikes.evidence import of_group
+from diloco_studies.strikes.spawner import Spawner
 from tests.studies.test_elastic_report import FACTS
 from tests.system.test_processes import ROOT, SMALL, diloco, wait_for
 from tests.system.test_processes import environment as clean_environment

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.studies.bench.kills.plan import METHODS
-from diloco.studies.strikes.evidence import left_running
+from diloco_studies.bench.kills.plan import METHODS
+from diloco_studies.strikes.evidence import left_running
 from tests.system.test_processes import ROOT, diloco, environment, wait_for
 
 pytestmark = [

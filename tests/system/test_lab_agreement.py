@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import tomli_w
 
-from diloco.studies.quality.engine import train
-from diloco.studies.quality.settings import LabRun
+from diloco_studies.quality.engine import train
+from diloco_studies.quality.settings import LabRun
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 

@@ -9,13 +9,13 @@ import torch
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import TrainerSettings
-from diloco.studies.quality.engine import train
-from diloco.studies.quality.settings import LabRun
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.models.named import model_of
 from diloco.workers.trainer.recipe import to_device, trainer_spec
 from diloco.workers.trainer.sample import Loaded, sample
+from diloco_studies.quality.engine import train
+from diloco_studies.quality.settings import LabRun
 
 
 @pytest.mark.parametrize(("dtype", "largest", "vocab"), [("u1", 100, 256), ("u2", 999, 1024), ("u4", 70_000, 70_016)])

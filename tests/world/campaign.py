@@ -18,17 +18,19 @@ import xxhash
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.cores import one_blas_thread
-from diloco.studies.strikes.audit import Violation
+from diloco_studies.strikes.audit import Violation
 from tests.world.world import Result, run_seed
 
 ROOT = Path(__file__).resolve().parents[2]
+
+OURS = ("diloco", "diloco_studies", "tests")
 
 Line = dict[str, Any]
 
 
 def code_digest() -> str:
     """Digest of all code that a world runs, which is what it imports: results of other code are not counted."""
-    modules = (module for name, module in sys.modules.items() if name.partition(".")[0] in ("diloco", "tests"))
+    modules = (module for name, module in sys.modules.items() if name.partition(".")[0] in OURS)
     files = {Path(file).resolve() for module in modules if (file := getattr(module, "__file__", None))}
     digest = xxhash.xxh3_128()
     for file in sorted(files | set((ROOT / "pipeline").rglob("*.lua"))):

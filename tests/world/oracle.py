@@ -35,9 +35,9 @@ from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
 from diloco.pipeline.testing.memory_store import MemoryStore, Stream
 from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
-from diloco.studies.strikes.audit import Violation
 from diloco.syncer import algorithm
 from diloco.workers.rounds import Base
+from diloco_studies.strikes.audit import Violation
 from tests.world import reference
 from tests.world.archives import Archive
 from tests.world.globals import Globals, badly_coded

@@ -24,8 +24,8 @@ from diloco.pipeline.testing.chance import Chance
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer import payloads
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
-from diloco.studies.strikes.audit import Violation
 from diloco.workers import rounds
+from diloco_studies.strikes.audit import Violation
 from tests.world.archives import Archive
 from tests.world.failover import Failovers
 from tests.world.lapses import Lapses

@@ -1,4 +1,0 @@
-"""Measurements of the running program: `diloco bench`, and commands of their own.
-
-These are `python -m diloco.studies.bench.<name> --help`.
-"""

@@ -1,0 +1,312 @@
+"""Codecs of deltas: speed and error in memory, and a fragment's way through Redis, on loopback and behind a slow link.
+
+    python -m diloco_studies.bench.codec --params 12.5e6,100e6 --link 1 --json FILE --plot FILE
+
+Encoding and decoding run on one core, as a learner's background thread and a syncer's merge do it, and count the
+float32 bytes that go in or come out. The way through Redis is the learner's and the syncer's own code: subtract, encode
+(with the error that is fed back), push, and beside it follow, then decode for the norms. With `--link` each of the two
+has a line of that many Gbit/s in each direction. The codecs take turns, so that what drifts on a machine meets all.
+
+`--device cuda` encodes there too, as a learner whose model is there does: from base, snapshot and residual there to the
+wire in host memory. In fp32 that is the copy of the floats themselves.
+"""
+
+import asyncio
+import gc
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import ml_dtypes
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.clock import fast_loop
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.fragments import FragmentLayout, layout_of
+from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.payload import quantize
+from diloco.pipeline.payload.buffers import pooled
+from diloco.pipeline.payload.codec import DTYPES, Payload, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
+from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.transfer.payloads import arriving, push_growing
+from diloco.pipeline.units import parse_count
+from diloco.syncer.intake import feed
+from diloco.syncer.merging.merge import BLOCK, DeltaNorms
+from diloco.workers.device_encoding import OnDevice
+from diloco.workers.encoding import encode_delta
+from diloco.workers.trainer.recipe import choose_device
+from diloco_studies.bench.lines import GBIT, lines
+
+CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
+CHUNK_BYTES = 512 * 1024
+TTL_S = 600.0
+RUN = "bench-codec"
+DELTA_SIZE = 1e-4
+"""Standard deviation of a delta's elements; they are normal, as the sum of many steps is."""
+
+Float32 = np.ndarray[Any, np.dtype[np.float32]]
+Found = dict[str, dict[str, list[float]]]
+"""Codec -> figure -> measurements."""
+
+
+def _layout(elements: int) -> FragmentLayout:
+    tensor = TensorSpec(name="delta", shape=(elements,), dtype="float32", rule="rda", fragment=0)
+    return layout_of([tensor]).fragments[0]
+
+
+def _timed(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def _decode(vector: Vector) -> None:
+    scratch = np.empty(BLOCK, np.float32)
+    for start in range(0, len(vector), BLOCK):
+        piece = vector[start : start + BLOCK]
+        np.copyto(scratch[: len(piece)], piece)
+
+
+def in_memory(delta: Float32, codec: Codec, error: Float32) -> dict[str, float]:
+    """Rates in GB/s of float32, bytes an element, what is lost of the length. `error`: (elements,) scratch."""
+    elements, size = len(delta), delta.nbytes / 1e9
+    found = {"bytes_per_element": payload_bytes(elements, codec) / elements}
+    wire: np.ndarray[Any, Any]
+    if codec == "bf16" or codec == "fp32":
+        wire = np.empty(elements, DTYPES[codec])
+        found["encode_gb_s"] = size / _timed(lambda: np.copyto(wire, delta, casting="unsafe"))
+    else:
+        found["encode_gb_s"] = size / _timed(lambda: quantize.encode(delta, codec))
+        found["encode_with_error_gb_s"] = size / _timed(lambda: quantize.encode(delta, codec, error=error))
+        wire = quantize.encode(delta, codec)
+    vector = as_vector(wire.view(np.uint8), elements, codec)
+    found["decode_gb_s"] = size / _timed(lambda: _decode(vector))
+    lost = total = 0.0
+    for start in range(0, elements, BLOCK):
+        piece = delta[start : start + BLOCK].astype(np.float64)
+        lost += float(np.square(piece - vector[start : start + BLOCK]).sum())
+        total += float(np.square(piece).sum())
+    found["relative_error"] = float(np.sqrt(lost / total))
+    return found
+
+
+def on_device(delta: Float32, codec: Codec, encoder: OnDevice) -> float:
+    """GB/s of float32 that become a wire in host memory."""
+    base, snapshot = encoder.keep(delta), encoder.keep(np.zeros_like(delta))
+    residual = None if codec == "bf16" or codec == "fp32" else encoder.keep(np.zeros_like(delta))
+    wire = pooled(payload_bytes(len(delta), codec))
+
+    def encode() -> None:
+        encoder.encode(base, lambda: snapshot, codec, residual, wire, lambda upto: None)
+
+    return delta.nbytes / 1e9 / _timed(encode)
+
+
+# --- through Redis -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _links(redis: EmbeddedRedis, bytes_per_s: float | None) -> Iterator[tuple[str, str]]:
+    """Two URLs of the server, the learner's and the syncer's; with a rate each is a line of its own."""
+    if bytes_per_s is None:
+        yield redis.url, redis.url
+        return
+    with lines(redis.socket_path, ("learner", "syncer"), bytes_per_s) as urls:
+        yield urls["learner"], urls["syncer"]
+
+
+async def _forget(server: Path, key: str) -> None:
+    reader, writer = await asyncio.open_unix_connection(server)
+    writer.write(f"UNLINK {key}\r\n".encode())
+    await reader.readline()
+    writer.close()
+
+
+async def through_redis(
+    base: Float32, values: Float32, residual: Float32, codec: Codec, server: Path, urls: tuple[str, str]
+) -> float:
+    """Seconds from a snapshot to a judged delta."""
+    elements, layout = len(base), _layout(len(base))
+    learner, syncer = [await connect(url, RUN) for url in urls]
+    snapshot = values.copy()
+    key = learner.keys.initial_payload(0, "codec")
+    try:
+        began = time.perf_counter()
+
+        async def send() -> None:
+            loop, more, wire = asyncio.get_running_loop(), asyncio.Event(), pooled(payload_bytes(elements, codec))
+            payload = Payload(as_bytes(wire), CHUNK_BYTES, partial(loop.call_soon_threadsafe, more.set))
+            encoding = asyncio.to_thread(encode_delta, base, lambda: snapshot, codec, residual, wire, payload.grow_to)
+            await asyncio.gather(encoding, push_growing(learner, key, payload, CHUNK_BYTES, TTL_S, more))
+
+        async def receive() -> None:
+            norms, reader = DeltaNorms(layout), PayloadReader(elements, codec, CHUNK_BYTES)
+
+            async for chunks in arriving(syncer, key, reader):
+                if codec in DTYPES:
+                    feed(reader, norms, chunks)
+                else:
+                    await asyncio.to_thread(feed, reader, norms, chunks)
+
+        await asyncio.gather(send(), receive())
+        return time.perf_counter() - began
+    finally:
+        await learner.close()
+        await syncer.close()
+        await _forget(server, key)
+
+
+def measure(
+    elements: int, repeats: int, link_gbit: float | None, console: Console, encoder: OnDevice | None = None
+) -> Found:
+    """All figures of all codecs, each `repeats` times, after one turn that does not count."""
+    rng = np.random.default_rng(0)
+    base = rng.standard_normal(elements, np.float32) * np.float32(0.02)
+    delta = rng.standard_normal(elements, np.float32) * np.float32(DELTA_SIZE)
+    values, error = base - delta, np.zeros_like(delta)
+    error.fill(0)  # its memory is there now
+    found: Found = {codec: {} for codec in CODECS}
+    with ExitStack() as stack:
+        redis = stack.enter_context(EmbeddedRedis())
+        ways = {"loopback_s": stack.enter_context(_links(redis, None))}
+        if link_gbit:
+            ways["link_s"] = stack.enter_context(_links(redis, link_gbit * GBIT))
+        runner = stack.enter_context(asyncio.Runner(loop_factory=fast_loop))
+        what = f"{elements / 1e6:g}M elements"
+        for turn in track(range(repeats + 1), what, console=console, transient=True):
+            for codec in CODECS:
+                measured = in_memory(delta, codec, error)
+                if encoder is not None:
+                    measured["device_gb_s"] = on_device(delta, codec, encoder)
+                for name, urls in ways.items():
+                    gc.collect()
+                    measured[name] = runner.run(through_redis(base, values, error, codec, redis.socket_path, urls))
+                if turn:
+                    for name, value in measured.items():
+                        found[codec].setdefault(name, []).append(value)
+    return found
+
+
+# --- showing it --------------------------------------------------------------------------------------
+
+COLUMNS = {
+    "bytes_per_element": "bytes an element",
+    "relative_error": "relative error",
+    "encode_gb_s": "encode, GB/s",
+    "encode_with_error_gb_s": "with its error, GB/s",
+    "device_gb_s": "encode on the device, GB/s",
+    "decode_gb_s": "decode, GB/s",
+    "loopback_s": "through Redis, s",
+    "link_s": "behind the link, s",
+}
+
+
+def _shown(values: list[float] | None) -> str:
+    if values is None:
+        return "-"
+    middle = f"{median(values):.3g}"
+    return middle if min(values) == max(values) else f"{middle} ({min(values):.3g} - {max(values):.3g})"
+
+
+def _table(title: str, found: Found) -> Table:
+    names = [name for name in COLUMNS if any(name in figures for figures in found.values())]
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for name in names:
+        table.add_column(COLUMNS[name], justify="right")
+    for codec, figures in found.items():
+        table.add_row(codec, *(_shown(figures.get(name)) for name in names))
+    return table
+
+
+def _draw(report: dict[str, Any], path: Path) -> None:
+    try:
+        import matplotlib  # only where it is asked for
+
+        matplotlib.use("Agg")
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'diloco[run]'") from error
+    names = [n for n in ("encode_gb_s", "decode_gb_s", "loopback_s", "link_s") if n in report["sizes"][0]["fp32"]]
+    figure = Figure(figsize=(3.2 * len(names), 3.4 * len(report["sizes"])), dpi=130, layout="constrained")
+    axes = figure.subplots(len(report["sizes"]), len(names), squeeze=False)
+    for row, found in zip(axes, report["sizes"], strict=True):
+        for one, name in zip(row, names, strict=True):
+            figures = [found[codec][name] for codec in CODECS]
+            middle = [f["median"] for f in figures]
+            whiskers = [[f["median"] - f["min"] for f in figures], [f["max"] - f["median"] for f in figures]]
+            one.bar(CODECS, middle, yerr=whiskers, capsize=3, color="#1f5f99")
+            one.set_title(f"{found['elements'] / 1e6:g}M: {COLUMNS[name]}", fontsize=9)
+            one.grid(True, axis="y", alpha=0.25)
+            one.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        found = [int(str(parse_count(part))) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise UsageError(f"--params {text}: numbers of elements, e.g. 12.5e6,100e6")
+    return found
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
+
+
+def main(
+    params: Annotated[str, typer.Option(metavar="N,N,...", help="Elements of the fragment")] = "12.5e6,100e6",
+    link: Annotated[float, typer.Option(min=0.0, help="Also behind a link of so many Gbit/s; 0: not")] = 1.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Measurements of each figure")] = 5,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")] = None,
+    device: Annotated[str | None, typer.Option(help="Also encode there, with torch: cpu or cuda")] = None,
+) -> None:
+    """Codecs of deltas: GB/s, bytes and error in memory; seconds through Redis, on loopback and behind a slow link.
+
+    Relative error: length of what one encoding loses, over the length of a delta of normal elements, without feedback.
+    """
+    console = Console()
+    if device not in (None, "cpu", "cuda"):
+        raise UsageError(f"--device {device}: cpu or cuda")
+    encoder = None if device is None else OnDevice(choose_device(device))
+    machine = {
+        "device": device,
+        "cores": usable_cores(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "numpy": np.__version__,
+        "ml_dtypes": ml_dtypes.__version__,
+        "load": round(os.getloadavg()[0], 2),
+    }
+    report: dict[str, Any] = {"benchmark": "codec", "link_gbit": link, "machine": machine, "sizes": []}
+    for elements in _sizes(params):
+        found = measure(elements, rounds, link or None, console, encoder)
+        console.print(_table(f"{elements / 1e6:g}M elements, {rounds} rounds, median (least - most)", found))
+        spreads = {codec: {name: _spread(values) for name, values in found[codec].items()} for codec in CODECS}
+        report["sizes"].append({"elements": elements} | spreads)
+    if json_file:
+        json_file.write_text(dumps(report, indent=1) + "\n")
+    if plot:
+        _draw(report, plot)
+
+
+if __name__ == "__main__":
+    typer.run(main)

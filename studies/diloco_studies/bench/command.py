@@ -1,0 +1,450 @@
+"""`diloco bench`: the commands and their options. What they measure is in `bench`, loaded by that command alone."""
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+from rich.console import Console
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.writable import check_files
+from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
+from diloco.pipeline.process.lifecycle import interrupt_at_end_signals
+from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
+from diloco.pipeline.units import counted
+from diloco_studies.bench import codec
+from diloco_studies.bench.beside import command as bench_compare
+from diloco_studies.bench.figures import Spread, show_machine, shown, table, write_json
+from diloco_studies.bench.gpu import command as bench_gpu
+from diloco_studies.bench.kills import command as bench_kills
+from diloco_studies.bench.machine import describe, unusual
+from diloco_studies.bench.slow import lines_command
+from diloco_studies.goodput.commands.options import one_whole, whole
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Benchmarks on this machine: medians of several rounds, least and most, beside what the machine could do.",
+)
+
+
+@app.callback()
+def _stop_cleanly() -> None:
+    """Ctrl-C, SIGTERM or SIGHUP ends the processes that were started and removes what they left."""
+    interrupt_at_end_signals()
+    outlive_readers()  # an hour's measurements may go to files too
+
+
+Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 100e6")]
+Fragments = Annotated[int, typer.Option(min=1, max=4096, help="Number of fragments P")]
+Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
+USUAL = defaults(SyncSettings)
+Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8 or int4")]
+Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32, bf16 or int8")]
+Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
+Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
+Aof = Annotated[bool, typer.Option("--aof", help="The embedded Redis keeps an append-only file (synced every second)")]
+Aofs = Annotated[
+    Literal["off", "on", "both"],
+    typer.Option(
+        "--aof", help="The embedded Redis keeps an append-only file (synced every second); both: one after another"
+    ),
+]
+Url = Annotated[
+    str | None, typer.Option("--redis-url", metavar="URL", help="A Redis of your own instead of an embedded one")
+]
+Server = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Another server's program in the place of the embedded one")
+]
+Chunk = Annotated[int, typer.Option(min=4096, max=16 * 2**20, help="Size of a payload's chunks in bytes")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")]
+
+
+def _wire(name: str, allowed: Sequence[str] = get_args(Codec), option: str = "wire") -> str:
+    if name not in allowed:
+        raise UsageError(f"--{option} {name}: one of {', '.join(allowed)}")
+    return name
+
+
+def _pictures(plot: Path | None) -> ModuleType | None:
+    if plot is None:
+        return None
+    try:
+        return importlib.import_module("diloco_studies.bench.pictures")
+    except ModuleNotFoundError as error:
+        raise UsageError("--plot needs matplotlib: pip install 'diloco[run]'") from error
+
+
+def _learners(command: str) -> None:
+    """Whether torch is here, which learners need."""
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError(f"`diloco bench {command}` needs torch: pip install 'diloco[learner]'")
+
+
+class _Out:
+    """Where a benchmark's figures go: the console, and the files that were asked for."""
+
+    def __init__(self, json_file: Path | None, plot: Path | None) -> None:
+        """Before anything is measured, since a mistake shows here."""
+        check_files(json_file, plot)
+        self.console, self._json, self._plot, self.drawing = Console(), json_file, plot, _pictures(plot)
+
+    def write(self, kind: str, given: Any, redis: str, found: Mapping[str, Any], **more: Any) -> None:
+        """The machine, and all as JSON."""
+        machine = describe(redis)
+        show_machine(self.console, machine)
+        report = {"benchmark": kind, "settings": asdict(given), "machine": machine, **more, **found}
+        write_json(self._json, report)
+
+    def show(self, title: str, by_way: Mapping[str, Mapping[str, Spread]]) -> None:
+        """A column for each way in which the same was measured; one may lack figures that another has."""
+        names = dict.fromkeys(name for found in by_way.values() for name in found)
+        rows = ((name, *(shown(one[name]) if name in one else "-" for one in by_way.values())) for name in names)
+        ways = list(by_way) if len(by_way) > 1 else ["median (least - most)"]
+        self.console.print(table(title, ("", *ways), rows))
+
+    def draw(
+        self, title: str, by_way: Mapping[str, Mapping[str, Spread]], unit: str, drawn: Callable[[str], bool]
+    ) -> None:
+        """A panel of bars for each way, with the figures whose names are to be drawn."""
+        if self.drawing:
+            panels = {
+                f"{unit}, {way}" if way else unit: {name: one for name, one in found.items() if drawn(name)}
+                for way, found in by_way.items()
+            }
+            self.drawing.bars(panels, title, self._plot)
+
+    def ladder(self, title: str, found: Mapping[str, Any]) -> None:
+        """Figures against numbers of fragments."""
+        if self.drawing:
+            self.drawing.ladder(found, title, self._plot)
+
+
+@app.command("end-to-end")
+def end_to_end(
+    params: Params = "10e6",
+    fragments: Fragments = 1,
+    learners: Learners = 2,
+    wire: Wire = "bf16",
+    outer: Annotated[OuterName, typer.Option(help="Outer optimizer, with its usual momentum")] = USUAL["outer"],
+    momentum: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0, max=0.999, help="Outer momentum; default: as in a run, and none with nesterov", show_default=False
+        ),
+    ] = None,
+    in_turn: Annotated[
+        bool, typer.Option("--in-turn", help="One fragment at a time; default: all fragments at once")
+    ] = False,
+    rounds: Rounds = 5,
+    chunk_bytes: Chunk = CHUNK_BYTES,
+    spread: Annotated[
+        float, typer.Option(min=0.0, max=60.0, help="Seconds over which the learners publish, one after another")
+    ] = 0.0,
+    global_codec: Globals = USUAL["global_codec"],
+    link: Annotated[
+        float, typer.Option(min=0.0, help="Gbit/s of each party's line to Redis, in each direction; 0: no limit")
+    ] = 0.0,
+    dtype: Annotated[
+        Literal["fp32", "bf16"], typer.Option(help="Type of the learners' parameters; globals are fp32 in any case")
+    ] = "fp32",
+    warm_up: Annotated[
+        int | None,
+        typer.Option(min=1, help="Rounds before those that count; default: two for each fragment", show_default=False),
+    ] = None,
+    aof: Aofs = "off",
+    redis_url: Url = None,
+    server: Server = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """From the last publish to the global adopted by all: real Redis, syncer and learners (which do not train).
+
+    redis_floor_ratio: the time over the floor of the same round: the same bytes through the same server by a C client,
+    and the merge's memory traffic at the speed of copies on all cores.
+
+    What the machine does is shown beside it, and said where it is unusual: cores that others took (others_share,
+    steal_share), the price of fresh memory (fresh_page_us). What stays the code's on a machine that others use:
+    redis_cpu_ratio (CPU of Redis over what the C client costs it), redis_fresh_pages, all_cpu_s.
+
+    Example: diloco bench end-to-end --params 100e6 --fragments 1 --learners 2 --wire fp32 --json FILE
+    """
+    out = _Out(json_file, plot)
+    _learners("end-to-end")
+    if momentum is None:
+        momentum = 0.0 if outer == "nesterov" else USUAL["outer_momentum"]
+    measuring = importlib.import_module("diloco_studies.bench.end_to_end")
+    case = measuring.Case(
+        *(one_whole(params, "params"), fragments, learners, _wire(wire), momentum, in_turn, rounds),
+        *(chunk_bytes, spread, _wire(global_codec, get_args(GlobalCodec), "global-codec"), link, dtype, warm_up, outer),
+    )
+    ways = {"off": ("off",), "on": ("on",), "both": ("off", "on")}[aof]
+    passes = {way: measuring.measure(case, out.console, redis_url, way == "on", server) for way in ways}
+    by_way: dict[str, dict[str, Spread]] = {f"append-only file {way}": passes[way][0].spreads() for way in ways}
+    found, note = next(iter(by_way.values())), passes[ways[0]][1]
+    what = (
+        f"{case.params / 1e6:g}M parameters, {counted(fragments, 'fragment')}, {counted(learners, 'learner')}, {wire}"
+    )
+    what += f", {outer}, globals in {global_codec}" + (f", {link:g} Gbit/s" if link else "")
+    what += ", parameters in bf16" if dtype == "bf16" else ""
+    title = f"End to end: {', '.join((what, *(by_way if aof == 'on' else ()), f'{rounds} rounds'))}"
+    out.show(title, by_way)
+    share = "not known" if note["merged_share"] is None else f"{note['merged_share']:.0%}"
+    out.console.print(f"floor: {note['floor_client']}; merged share of what was trained: {share}", highlight=False)
+    for way, figures in by_way.items():
+        if said := unusual(figures):
+            rest = "compare CPU times, counts and redis_cpu_ratio, not seconds"
+            out.console.print(f"[yellow]not the code's, {way}: {'; '.join(said)}: {rest}[/yellow]", highlight=False)
+    if link:
+        out.console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
+    more = {"with_aof": {**passes["on"][1], **by_way["append-only file on"]}} if aof == "both" else {}
+    out.write("end-to-end", case, note["server"], found, aof=aof, **note, **more)
+    seconds = ("publish_to_adopted_s", "floor_s", "trainer_blocked_s", "snapshot_s", "adopt_s")
+    out.draw(title, by_way, "seconds", lambda name: name in seconds)
+
+
+@app.command()
+def nodes(
+    params: Params = "96e6",
+    fragments: Fragments = 24,
+    rounds: Rounds = 5,
+    most: Annotated[int, typer.Option(min=1, max=16, help="Nodes at most: 1, 2 and so on up to it")] = 3,
+    json_file: Json = None,
+) -> None:
+    """A model's fragments into a Redis Cluster and out again, by this one process: bytes and CPU of each node.
+
+    Shares are of all bytes. All nodes are on this machine, so times say nothing of nodes on machines of their own.
+    """
+    out = _Out(json_file, None)
+    measuring = importlib.import_module("diloco_studies.bench.slow.nodes")
+    sizes, found = measuring.Sizes(one_whole(params, "params"), fragments, rounds), dict[str, Any]()
+    for count in range(1, most + 1):
+        shares, wall_s = measuring.measure(count, sizes, out.console)
+        moved, cpu = [one.bytes for one in shares], [one.cpu_s_a_gb for one in shares]
+        found[str(count)] = {
+            "share_least": min(moved) / sum(moved),
+            "share_most": max(moved) / sum(moved),
+            "cpu_s_a_gb_least": min(cpu),
+            "cpu_s_a_gb_most": max(cpu),
+            "round_s": wall_s,
+        }
+    columns = ["nodes", "share of bytes", "CPU s a GB of a node", "round s"]
+    rows = [
+        (
+            count,
+            f"{one['share_least']:.1%} - {one['share_most']:.1%}",
+            f"{one['cpu_s_a_gb_least']:.2f} - {one['cpu_s_a_gb_most']:.2f}",
+            f"{one['round_s']:.2f}",
+        )
+        for count, one in found.items()
+    ]
+    out.console.print(table(f"{sizes.elements / 1e6:g}M in fp32, {fragments} fragments", columns, rows))
+    out.write("nodes", sizes, "not used", found)
+
+
+@app.command()
+def merge(
+    params: Annotated[str, typer.Option(metavar="N", help="Elements of the fragment")] = "8e6",
+    learners: Learners = 8,
+    wire: Wire = "bf16",
+    momentum: Momentum = 0.9,
+    rounds: Rounds = 7,
+    side: Annotated[int, typer.Option(min=2, help="Rows of the matrices that the default step takes")] = 768,
+    columns: Annotated[
+        int | None, typer.Option(min=2, help="Their columns; default: as many", show_default=False)
+    ] = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Merge and outer step in memory, on one core, in GB/s of deltas; beside whole-array numpy and plain copies.
+
+    The first line is with a run's default outer step. Seconds are of the core.
+    """
+    out = _Out(json_file, plot)
+    measuring = importlib.import_module("diloco_studies.bench.merging")
+    sizes = measuring.Sizes(
+        one_whole(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds, side, columns
+    )
+    found = measuring.measure(sizes, out.console)
+    title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"
+    out.show(title, {"": found})
+    out.write("merge", sizes, "not used", found)
+    out.draw(title, {"": found}, "GB/s of deltas", lambda name: name.endswith("gb_per_s"))
+
+
+@app.command()
+def transport(
+    params: Annotated[str, typer.Option(metavar="N", help="fp32 elements of the payload")] = "12.5e6",
+    chunk_bytes: Chunk = CHUNK_BYTES,
+    rounds: Rounds = 7,
+    aof: Aof = False,
+    redis_url: Url = None,
+    server: Server = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """One payload into Redis and out again, in GB/s, beside a C client with the same bytes."""
+    out = _Out(json_file, plot)
+    measuring = importlib.import_module("diloco_studies.bench.transport")
+    payload = measuring.Payload(one_whole(params, "params"), chunk_bytes, rounds)
+    found, version = measuring.measure(payload, out.console, redis_url, aof, server)
+    title = f"Transport: {4 * payload.elements / 1e6:g} MB in chunks of {chunk_bytes // 1024} KiB"
+    out.show(title, {"": found})
+    out.write("transport", payload, version, found, aof=aof)
+    out.draw(title, {"": found}, "GB/s", lambda name: name.endswith("gb_s"))
+
+
+@app.command()
+def step(
+    model: Annotated[str, typer.Option(help="A size by name, as of --model of a run")] = "large",
+    fragments: Fragments = 8,
+    interval: Annotated[int, typer.Option("--sync-interval", min=1, help="Inner steps H between two syncs")] = 24,
+    tokens: Annotated[int, typer.Option(min=8, help="Tokens of a sequence")] = 128,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences of a training step")] = 1,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    precision: Annotated[Literal["fp32", "bf16"], typer.Option(help="As DILOCO_PRECISION of a learner")] = "fp32",
+    checkpoint_activations: Annotated[
+        bool, typer.Option("--checkpoint-activations", help="As DILOCO_CHECKPOINT_ACTIVATIONS of a learner")
+    ] = False,
+    wire: Wire = "bf16",
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of H steps, with the learner and without it each")] = 3,
+    compiled: Annotated[bool, typer.Option("--compile", help="Also with a torch.compile'd model")] = False,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """What learner.step() adds to a training step: one learner, nothing else on the cores that train."""
+    out = _Out(json_file, plot)
+    _learners("step")
+    measuring = importlib.import_module("diloco_studies.bench.stepping")
+    if model not in measuring.MODELS:
+        raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: cpu or cuda")
+    given = measuring.Training(
+        *(model, interval, fragments, _wire(wire), tokens, rounds, False),
+        *(batch, device, precision, checkpoint_activations),
+    )
+    by_way = {"as it is": measuring.measure(given, out.console, redis_url)}
+    if compiled:
+        by_way["compiled"] = measuring.measure(replace(given, compile=True), out.console, redis_url)
+    found, more = by_way["as it is"], {"compiled": by_way["compiled"]} if compiled else {}
+    title = f"learner.step(): model {model}, P = {fragments}, H = {interval}, {batch * tokens} tokens a step, {device}"
+    out.show(title, by_way)
+    out.write("step", given, "embedded" if redis_url is None else "given", found, **more)
+    out.draw(title, by_way, "seconds a step", lambda name: name in ("with_s", "without_s"))
+
+
+@app.command()
+def cost(
+    steps: Annotated[str, typer.Option(metavar="MS,MS,...", help="Lengths of a step in ms")] = "1,10,100",
+    model: Annotated[
+        str, typer.Option(help="tiny, small, base, medium or large (100M): what is synchronised")
+    ] = "tiny",
+    fragments: Fragments = 8,
+    interval: Annotated[int, typer.Option("--sync-interval", min=1, help="Inner steps H between two syncs")] = 24,
+    wire: Wire = "bf16",
+    rounds: Annotated[int, typer.Option(min=1, help="Blocks of a second, with the learner and without it each")] = 15,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """What a learner costs by wall clock, all its threads included: one loop with it, and without."""
+    out = _Out(json_file, plot)
+    _learners("cost")
+    lengths = tuple(map(float, whole(steps, "steps")))
+    measuring = importlib.import_module("diloco_studies.bench.cost")
+    if model not in measuring.MODELS:
+        raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
+    given = measuring.Loops(model, interval, fragments, _wire(wire), lengths, rounds)
+    found = measuring.measure(given, out.console, redis_url)
+    title = f"A learner beside a loop: model {model}, P = {fragments}, H = {interval}, shares of the loop alone"
+    figures = {"added_share": "added", "blocked_share": "inside step()", "deltas_per_s": "deltas a second"}
+    rows = ((case, *(shown(one[name]) for name in figures)) for case, one in found.items())
+    out.console.print(table(title, ("loop", *figures.values()), rows))
+    out.write("cost", given, "embedded" if redis_url is None else "given", {"by_loop": found})
+    out.draw(title, found, "share", lambda name: name in ("added_share", "blocked_share"))
+
+
+@app.command()
+def window(
+    params: Params = "10e6",
+    fragments: Annotated[str, typer.Option(metavar="P,P,...", help="Numbers of fragments")] = "1,2,4,8,16,32",
+    learners: Learners = 2,
+    wire: Wire = "bf16",
+    rounds: Rounds = 5,
+    aof: Aof = False,
+    redis_url: Url = None,
+    json_file: Json = None,
+    plot: Plot = None,
+) -> None:
+    """Outer steps per second as the same bytes are cut into more fragments; and a round trip of almost no bytes."""
+    out = _Out(json_file, plot)
+    _learners("window")
+    measuring = importlib.import_module("diloco_studies.bench.windows")
+    counts = whole(fragments, "fragments")
+    given = measuring.Ladder(one_whole(params, "params"), counts, learners, _wire(wire), rounds)
+    found = measuring.measure(given, out.console, redis_url, aof)
+    title = f"Windows: {given.params / 1e6:g}M parameters, {counted(learners, 'learner')}, {wire}"
+    rows = ((name, shown(one["outer_steps_per_s"]), shown(one["round_s"])) for name, one in found.items())
+    out.console.print(table(title, ("fragments", "outer steps per second", "seconds of a round"), rows))
+    out.write("window", given, "embedded" if redis_url is None else "given", {"by_fragments": found}, aof=aof)
+    out.ladder(title, found)
+
+
+@app.command()
+def region(
+    model: Annotated[str, typer.Option(help="A size by name, as of --model of a run")] = "small",
+    learners: Learners = 4,
+    fragments: Fragments = 4,
+    global_codec: Annotated[
+        Literal[GlobalCodec, "all"], typer.Option(help="Globals as learners pull them; all: in turn")
+    ] = "all",
+    line: Annotated[float, typer.Option(min=0.1, help="MB a second on the region's line, in each direction")] = 8.0,
+    seconds: Annotated[float, typer.Option(min=10.0, help="Of each case, once all have joined")] = 40.0,
+    strikes: Annotated[
+        bool, typer.Option(help="Also with a learner killed as it pulls for all, and the cache killed and back")
+    ] = True,
+    json_file: Json = None,
+) -> None:
+    """What a region's line carries: learners behind one line, with a cache on a Redis beside them and without.
+
+    Real learners that train, a syncer beside the run's Redis, and a proxy that counts every byte on the line, those of
+    headers, heads and reports too. From the first load on, and after all have joined.
+
+    Example: diloco bench region --seconds 40 --json FILE
+    """
+    out = _Out(json_file, None)
+    _learners("region")
+    measuring = importlib.import_module("diloco_studies.bench.region.measuring")
+    plain = measuring.Case(model, learners, fragments, line_bytes_s=line * 1e6, seconds=seconds)
+    codecs = get_args(GlobalCodec) if global_codec == "all" else (global_codec,)
+    cases: dict[str, Any] = {}
+    for one in codecs:
+        of = replace(plain, global_codec=one)
+        cases |= {f"{one}, straight": replace(of, cached=False), f"{one}, cache": of}
+        if strikes:
+            cases[f"{one}, puller killed"] = replace(of, strike="claimant")
+            cases[f"{one}, cache killed"] = replace(of, strike="cache")
+    found = {name: measuring.measure(case, out.console) for name, case in cases.items()}
+    figures = dict.fromkeys(name for of in found.values() for name in of)
+    rows = ((name, *(f"{of[name]:.4g}" if name in of else "-" for of in found.values())) for name in figures)
+    title = f"A region's line: model {model}, {learners} learners, P = {fragments}, {line:g} MB/s, {seconds:g} s"
+    out.console.print(table(title, ("", *found), rows))
+    out.write("region", plain, "embedded", {"by_case": found})
+
+
+app.command("codec")(codec.main)
+app.command("lines")(lines_command.main)
+app.command("compare")(bench_compare.main)
+app.command("kills")(bench_kills.main)
+app.command("gpu")(bench_gpu.main)

@@ -1,0 +1,56 @@
+"""`diloco bench gpu`: what needs a GPU, one piece after another."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.extras import need_extras
+from diloco.pipeline.errors import UsageError
+from diloco.workers.checks.gpus import count_gpus
+from diloco_studies.bench.gpu.pieces import Piece, plan, said, summary, to_do
+from diloco_studies.bench.gpu.running import LIMIT_S, SUMMARY_FILE, Result, device_name, do_all, read_results
+
+MEASURED, REHEARSED = Path("runs/gpu"), Path("runs/gpu-rehearsal")
+
+
+def main(
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help=f"Folder of results (default {MEASURED}, rehearsed {REHEARSED})"),
+    ] = None,
+    rehearse: Annotated[bool, typer.Option("--rehearse", help="The same pieces at a small size, on the CPU")] = False,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="PIECE", help="Do this piece, done or not; give it once for each")
+    ] = None,
+) -> None:
+    """All that needs a GPU, in pieces of at most nine minutes: tests, encoding, speed, a kill, ranks, quality.
+
+    What came of a piece is kept as soon as it is there. Interrupted in whatever way, the same command goes on with
+    the piece that was under way. One that fails is said with its reason, and done again by the next call.
+    Exit status 0 once all pieces have ended well, else 1.
+
+    Example: diloco bench gpu --out runs/gpu
+    """
+    need_extras("run")
+    pieces, folder = plan(rehearse, 1 if rehearse else count_gpus()), out or (REHEARSED if rehearse else MEASURED)
+    names = [piece.name for piece in pieces]
+    if strange := [name for name in only or () if name not in names]:
+        raise UsageError(f"--only {strange[0]}: one of {', '.join(names)}")
+    results = read_results(folder, pieces, rehearse)
+    doing = [piece for piece in pieces if piece.name in only] if only else to_do(pieces, results)
+    device = "cpu" if rehearse else device_name() if doing else ""
+    folder.mkdir(parents=True, exist_ok=True)
+    typer.echo(
+        f"{len(pieces)} pieces, {len(doing)} to do, at most {LIMIT_S / 60:.0f} minutes each; results in {folder}"
+    )
+    results = do_all(pieces, doing, folder, device, results, _hear)
+    typer.echo("\n" + summary(pieces, results, rehearse) + f"\nAlso in {folder / SUMMARY_FILE}.")
+    raise typer.Exit(1 if to_do(pieces, results) else 0)
+
+
+def _hear(piece: Piece, result: Result | None) -> None:
+    if result is None:
+        typer.echo(f"{piece.name}: {piece.about} ...")
+    else:
+        typer.echo(f"{piece.name}: {said(result)} ({result['seconds']:.0f} s)")

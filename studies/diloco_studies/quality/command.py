@@ -1,0 +1,240 @@
+"""`diloco lab`: run experiments and show their results. Neither torch nor matplotlib is loaded before it is needed."""
+
+import importlib
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from diloco.pipeline.errors import DilocoError, UsageError
+from diloco.pipeline.files.replacing import replace
+from diloco.pipeline.files.writable import check_files
+from diloco.pipeline.process.cores import usable_cores
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.output import outlive_readers
+from diloco_studies.quality.experiment import Experiment, Row, read_experiment, settings_help
+from diloco_studies.quality.results.report import Table, markdown, table_of
+from diloco_studies.quality.results.store import Store, told_digest
+from diloco_studies.quality.results.summary import RunName, RunSummary, decode, encode
+from diloco_studies.quality.settings import LabRun
+from diloco_studies.quality.sweep import News, sweep
+
+OUT = Path("runs/lab")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Quality experiments: real gradients in virtual time, under the production protocol.",
+)
+
+Files = Annotated[
+    list[Path], typer.Argument(metavar="FILE...", help="Experiment files (TOML); see `diloco lab settings`")
+]
+Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of results; experiments may share one")]
+
+
+@app.command()
+def run(
+    files: Files,
+    out: Out = OUT,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Runs at a time (default: cores // threads)")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads of each run")] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps")] = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what there is to do")] = False,
+) -> None:
+    """Do all runs of experiments that are not done yet.
+
+    A result is kept as soon as it is there, under a digest of the run's settings, data and code: started again, only
+    what is missing is done. Ctrl-C gives up the runs under way and keeps the rest; the status is 75.
+
+    Example: diloco lab run docs/quality/methods.toml
+    """
+    experiments, store = _experiments(files), Store(out)
+    runs = list(dict.fromkeys(one for experiment in experiments for one in experiment.runs))
+    missing = _missing(runs, store)
+    console = Console(stderr=True)
+    console.print(f"{len(runs)} runs, {len(missing)} to do; results in {out}")
+    if dry_run or not missing:
+        return
+    _try_to_write(out)
+    if find_spec("torch") is None:
+        raise UsageError("`diloco lab run` needs torch, which is not installed: pip install 'diloco[run]'")
+    names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
+    kept = {store.parameters(one.after) for one in missing if one.after is not None}
+    status, at_once = 0, jobs or max(1, usable_cores() // threads)
+    for _, group in itertools.groupby(sorted(missing, key=lambda one: one.before), lambda one: one.before):
+        wave, able = list(group), []
+        for one in wave:
+            if one.after is None or store.parameters(one.after).exists():
+                able.append(one)
+            else:
+                console.print(f"left out  {names[one]}: what it begins with failed", style="red", markup=False)
+        failed, left = _sweep(console, names, able, out, kept, at_once, threads, device) if able else (0, 0)
+        if left:
+            raise typer.Exit(AGAIN_STATUS)
+        status = 1 if failed or len(able) < len(wave) else status
+    raise typer.Exit(status)
+
+
+def _experiments(files: Sequence[Path]) -> list[Experiment]:
+    """Those of files, each of a name of its own: summaries are kept by it."""
+    stems = [file.stem for file in files]
+    if alike := [file for file in files if stems.count(file.stem) > 1]:
+        raise UsageError(f"experiments of one name in one command: {', '.join(map(str, alike))}; rename one of a name")
+    return [read_experiment(file) for file in files]
+
+
+def _try_to_write(folder: Path) -> None:
+    """Before hours of training, and not after."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"--out {folder}: nothing can be written there: {error}; name another folder") from error
+
+
+def _missing(runs: Sequence[LabRun], store: Store) -> list[LabRun]:
+    """Those without a result, and those whose parameters they begin from where these are not there."""
+    found: dict[Path, LabRun] = {}
+
+    def add(run: LabRun) -> None:
+        if run.after is not None and not store.parameters(run.after).exists():
+            add(run.after)
+        found[store.path(run)] = run
+
+    for run in runs:
+        if store.read(run) is None:
+            add(run)
+    return list(found.values())
+
+
+def _sweep(
+    console: Console,
+    names: dict[LabRun, str],
+    runs: Sequence[LabRun],
+    out: Path,
+    kept: Collection[Path],
+    jobs: int,
+    threads: int,
+    device: str,
+) -> tuple[int, int]:
+    """Do runs with a progress bar: how many failed, and how many are left, since it was asked to stop."""
+    outlive_readers()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    shares, failed, done = [0.0] * len(runs), 0, 0
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("runs", total=len(runs))
+
+        def heard(news: News) -> None:
+            if news.share < shares[news.run]:  # late news of a run that has ended
+                return
+            shares[news.run] = news.share
+            last = "" if math.isnan(news.last) else f"  {news.last:.3f}"
+            bar.update(task, completed=sum(shares), description=f"{names[runs[news.run]]} {news.share:.0%}{last}")
+
+        for number, result in sweep(runs, out, kept, jobs=jobs, threads=threads, device=device, heard=heard):
+            if isinstance(result, DilocoError):
+                shares[number] = 1.0
+                bar.update(task, completed=sum(shares), description=f"{names[runs[number]]} failed")
+                failed += 1
+                console.print(f"failed  {names[runs[number]]}: {result}", style="red", markup=False)
+            else:
+                heard(News(number, 1.0, result["final"]["value"]))
+                done += 1
+                console.print(
+                    f"{result['final']['value']:.4f}  {result['wall_s']:.0f} s  {names[runs[number]]}", markup=False
+                )
+    left = len(runs) - done - failed
+    console.print(f"{done} done, {failed} failed, {left} left" + ("; the same command goes on" if left else ""))
+    return failed, left
+
+
+@app.command()
+def report(
+    files: Files,
+    out: Out = OUT,
+    source: Annotated[
+        Path | None, typer.Option("--from", metavar="FILE.csv", help="Read this CSV instead of a folder of results")
+    ] = None,
+    csv_file: Annotated[
+        Path | None,
+        typer.Option("--csv", metavar="FILE.csv", help="Also keep the summaries here; other runs' lines in it stay"),
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Also draw curves and final values")] = None,
+    sizes: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Also draw how far rows end from their reference, by size")
+    ] = None,
+    any_code: Annotated[
+        bool, typer.Option(help="Show results of other versions of the code where there are none")
+    ] = False,
+) -> None:
+    """Print tables (Markdown) of what experiments have given so far; what was not run says so.
+
+    Example: diloco lab report docs/quality/methods.toml --from docs/quality/results.csv --plot methods.png
+    """
+    check_files(csv_file, plot, sizes)
+    kept, store = ({} if source is None else _read_csv(source)), Store(out)
+
+    def table(experiment: Experiment) -> Table:
+        if source is None:
+            return table_of(experiment, lambda row, run: store.summary(run, any_code))
+
+        other = set[str]()
+
+        def find(row: Row, run: LabRun) -> RunSummary | None:
+            one = kept.get(RunName(experiment.name, row.label, run.seed))
+            if one is not None and one.settings != told_digest(run):
+                other.add(row.label)
+                return None
+            return one
+
+        found = table_of(experiment, find, f"not in {source.name}")
+        for label in sorted(other):
+            said = f"{source} has {label!r} with other settings than {experiment.name}.toml has now"
+            typer.echo(f"warning: {said}: run it again, and keep it with `report --csv`", err=True)
+        return found
+
+    tables = [table(experiment) for experiment in _experiments(files)]
+    typer.echo("\n".join(map(markdown, tables)), nl=False)
+    if csv_file is not None:
+        if csv_file.exists() and not csv_file.is_file():
+            raise UsageError(f"cannot write summaries {csv_file}: it is no file; name one")
+        before = _read_csv(csv_file) if csv_file.exists() else {}
+        whole = encode(before | {name: one for table in tables for name, one in table.named()})
+        try:
+            replace(csv_file, [whole.encode()])
+        except OSError as error:
+            raise UsageError(f"cannot write summaries {csv_file}: {error}") from error
+    if plot is not None or sizes is not None:
+        try:
+            drawer = importlib.import_module("diloco_studies.quality.results.plot")
+        except ModuleNotFoundError as error:
+            raise UsageError("--plot and --sizes need matplotlib: pip install 'diloco[run]'") from error
+        if plot is not None:
+            drawer.draw(tables, plot)
+        if sizes is not None:
+            drawer.draw_sizes(tables, sizes)
+
+
+def _read_csv(path: Path) -> dict[RunName, RunSummary]:
+    try:
+        if path.exists() and not path.is_file() and not path.is_fifo():  # one without end, for instance
+            raise UsageError("it is no file")
+        return decode(path.read_text("utf-8-sig"))  # as spreadsheets save it
+    except (OSError, UnicodeDecodeError, UsageError) as error:
+        raise UsageError(f"cannot read summaries {path}: {error}") from error
+
+
+@app.command()
+def settings() -> None:
+    """Show an experiment file, and all that it may say of a run: name, default, allowed words, meaning."""
+    typer.echo(settings_help())

@@ -1,0 +1,119 @@
+"""Results in a folder, one file a run, named by what decides the result: settings, data and code.
+
+So a run that was done is never done again, for whichever experiment, and a result of other code is never taken for
+one of this code.
+"""
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import typer
+import xxhash
+
+from diloco.launcher.option_checks import check_data
+from diloco.pipeline.files.strict_json import dumps
+from diloco.workers.trainer.data.files import visible_files
+from diloco.workers.trainer.data.text import open_text
+from diloco_studies.quality.results.source import code_digest
+from diloco_studies.quality.results.summary import RunSummary, summary_of
+from diloco_studies.quality.settings import TEXT, LabRun
+from diloco_studies.quality.tasks import images
+
+Result = dict[str, Any]
+
+
+def told_digest(run: LabRun) -> str:
+    """Of all that a run is told; of the run that it begins from too."""
+    return _digest(run, "")
+
+
+def settings_digest(run: LabRun) -> str:
+    """Of all that a run is told, and of the data it finds."""
+    return _digest(run, f" {data_fingerprint(run)}")
+
+
+def _digest(run: LabRun, more: str) -> str:
+    return xxhash.xxh3_64_hexdigest(f"{dumps(run.relevant(), sort_keys=True)}{more}".encode())
+
+
+def data_fingerprint(run: LabRun) -> str:
+    """Of a run's data, as they are on this machine; nothing where they come with a library."""
+    before = "" if run.after is None else f" {data_fingerprint(run.after)}"
+    if run.task == "images":
+        return images.fingerprint(run.data) + before
+    odd = "" if run.odd_data is None else f" {_text_fingerprint(run.odd_data)}"
+    names = f" {_names_fingerprint(run.data)}" if run.task == "keywords" and run.data != "stdlib" else ""
+    return (_text_fingerprint(run.data) if run.task in TEXT else "") + odd + names + before
+
+
+def look_again() -> None:
+    """Forget what the data were: they may have changed since this process looked."""
+    _text_fingerprint.cache_clear()
+    _names_fingerprint.cache_clear()
+
+
+@cache
+def _text_fingerprint(data: str) -> str:
+    check_data(data)
+    return open_text(data).fingerprint
+
+
+@cache
+def _names_fingerprint(folder: str) -> str:
+    """Of the names of a folder's files: which are Python, and which are held out."""
+    names = [path.relative_to(folder).as_posix() for path in visible_files(Path(folder))]
+    return xxhash.xxh3_64_hexdigest("\0".join(names).encode())
+
+
+def code_of(run: LabRun) -> str:
+    """Digest of the code that decides a run's result, or that of the run that it begins from."""
+    code = code_digest("diloco_studies.quality.decoupled" if run.decoupled else "diloco_studies.quality.synchronous")
+    return code if run.after is None else xxhash.xxh3_64_hexdigest(f"{code} {code_of(run.after)}".encode())
+
+
+class Store:
+    """A folder of results."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, run: LabRun) -> Path:
+        """Where a run's result lies, or would."""
+        return self.folder / f"{settings_digest(run)}-{code_of(run)}.json"
+
+    def parameters(self, run: LabRun) -> Path:
+        """Where a run's final parameters lie, or would: those of runs that others begin from."""
+        return self.path(run).with_suffix(".safetensors")
+
+    def read(self, run: LabRun, any_code: bool = False) -> Result | None:
+        """A run's result, or None. `any_code`: the newest of another code, if there is none of this one.
+
+        Warns of a file that is no whole result, and passes it over.
+        """
+        own = self.path(run)
+        found = self.folder.glob(f"{settings_digest(run)}-*.json" if any_code else own.name)
+        for file in sorted(found, key=lambda one: (one == own, one.stat().st_mtime), reverse=True):
+            try:
+                result: Result = json.loads(file.read_bytes())
+                summary_of(result, "")
+            except (OSError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
+                typer.echo(f"warning: {file} is no whole result, so its run counts as not done ({error!r})", err=True)
+            else:
+                return result
+        return None
+
+    def summary(self, run: LabRun, any_code: bool = False) -> RunSummary | None:
+        """What tables need of a run's result; as `read`."""
+        result = self.read(run, any_code)
+        return None if result is None else summary_of(result, told_digest(run))
+
+    def write(self, run: LabRun, result: Result) -> None:
+        """Keep a result; whole, or not at all."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.path(run)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(dumps(result))
+        partial.replace(path)

@@ -1,0 +1,340 @@
+"""One run of an experiment, all of it decided: `LabRun`. Pure: pydantic only.
+
+What is None is switched off, and no part of a run's digest: so a new option that is off by default leaves the results
+of earlier runs valid.
+"""
+
+import math
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.messages.wire import Codec, GlobalCodec, MergeName, WeightsName
+from diloco.pipeline.messages.wire import OuterName as Production
+from diloco.pipeline.methods import METHODS, RunMethod
+from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
+from diloco.pipeline.sources import meant
+from diloco.workers.trainer.models.sizes import SIZES
+
+Method = Literal[RunMethod, "single"]
+Turned = Literal["muon-3", "halves", "gram-schmidt", "clipped", "by-turns", "by-turns-clipped"]
+"""Research that turns matrices (`turns`)."""
+OuterName = Literal[Production, Turned, "delayed", "agreement", "extrapolated", "schedule-free"]
+Packing = Literal["contiguous", "strided"]
+PoisonName = Literal["flipped", "flipped-3", "random", "shuffled", "turns", "weak", "seldom", "mixed"]
+TEXT = ("text", "keywords")
+"""Tasks of the GPT alone."""
+VIT_SIZES = ("tiny", "small", "base")
+"""Sizes of what tells classes of images apart; torch would be loaded to look them up."""
+MOST_BEFORE = 8
+"""Runs that one begins from, one after the other."""
+LEAST_DONE = 0.01
+"""Of the steps, where learners fail: with less, a run would have no end."""
+PATIENCE = 100
+"""A run is given up after so many times what its steps take."""
+_WAITING: dict[str, dict[str, Any]] = {"diloco": {"wait": True}, "streaming": {"adopt": "blend"}}
+"""What the papers' learners do and those of `diloco run` do not."""
+PRESETS: dict[str, dict[str, Any]] = {
+    **{name: {**method.settings, **_WAITING.get(name, {})} for name, method in METHODS.items()},
+    "single": {},
+}
+"""What a method means where a file does not say otherwise."""
+USUAL = defaults(SyncSettings) | defaults(TrainerSettings)
+"""A real run's defaults, which are the lab's."""
+
+
+class LabRun(BaseModel):
+    """One run: what is trained, by which method, in which world. Names that `diloco run` has mean the same here."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    # --- what is trained -----------------------------------------------------------------------------
+    task: Literal["text", "digits", "images", "captions", "keywords"] = Field("text", description="What is learnt")
+    model: str = Field(
+        USUAL["model"], description=f"Size: {', '.join(SIZES)}; of digits and images {', '.join(VIT_SIZES)}"
+    )
+    experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
+    experts_a_token: int = Field(2, ge=1, le=1024, description="Experts that a token goes through")
+    balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
+    data: str = Field(
+        USUAL["data"],
+        description="Text file or folder, or 'stdlib'; for images a folder with a folder of them for each class",
+    )
+    image_size: int = Field(32, ge=8, le=1024, description="What images are made to be, pixels a side")
+    patch_size: int = Field(4, ge=1, description="Pixels a side of what the ViT sees as one token")
+    seq_len: int = Field(USUAL["seq_len"], ge=8, le=65536, description="Tokens in a sequence")
+    eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
+    evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
+    seed: int = Field(
+        USUAL["seed"], ge=0, le=2**63 - 1, description="Of the parameters, the data's order and the world"
+    )
+    after: "LabRun | None" = Field(
+        None,
+        description="A row above in the file: this run begins with the final parameters of that row's run of its seed",
+    )
+    # --- by whom, and for how long -------------------------------------------------------------------
+    method: Method = Field("decoupled", description="How learners come together")
+    learners: int = Field(4, ge=1, le=256, description="M")
+    steps: int = Field(400, ge=1, le=10**9, description="Inner steps of each learner: the budget is M x steps x batch")
+    batch: int = Field(USUAL["batch"], ge=1, le=2**20, description="Examples in an inner step of one learner")
+    # --- inner optimizer -----------------------------------------------------------------------------
+    lr: float = Field(USUAL["lr"], gt=0, description="Peak inner learning rate")
+    min_lr_ratio: float = Field(
+        USUAL["min_lr_ratio"], ge=0, le=1, description="Learning rate at the end, as share of the peak"
+    )
+    warmup: float = Field(USUAL["warmup"], ge=0, lt=1, description="Warm-up, as share of the run's progress")
+    weight_decay: float = Field(USUAL["weight_decay"], ge=0, description="AdamW weight decay on matrices")
+    clip: float = Field(USUAL["clip"], gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
+    beta2: float | None = Field(None, gt=0, lt=1, description="Adam's second decay; off: 0.95, as a learner's")
+    eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as a learner's")
+    # --- synchronisation -----------------------------------------------------------------------------
+    fragments: int = Field(USUAL["fragments"], ge=1, le=4096, description="P")
+    sync_interval: int = Field(USUAL["sync_interval"], ge=1, description="H, once it has grown from first_interval")
+    quorum: int | Literal["all"] = Field(USUAL["quorum"], description="K; 'all': M")
+    overlap_steps: int = Field(USUAL["overlap_steps"], ge=0, description="tau")
+    grace_gamma: float = Field(
+        USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack used as grace; 0: no grace"
+    )
+    codec: Codec = Field(USUAL["codec"], description="Deltas on the wire; quantized ones with error feedback")
+    global_codec: GlobalCodec | None = Field(
+        None, description="Globals as learners pull them; off: bf16. int8: updates"
+    )
+    merge: MergeName = Field(
+        USUAL["merge"],
+        description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; mean: of all",
+    )
+    weights: WeightsName | None = Field(None, description="Merge weights; off: by tokens")
+    outer_lr: float = Field(USUAL["outer_lr"], gt=0, le=100, description="Outer learning rate")
+    outer_momentum: float = Field(USUAL["outer_momentum"], ge=0, lt=1, description="Outer Nesterov momentum")
+    outer_warmup: int = Field(
+        USUAL["outer_warmup"], ge=0, description="First outer steps of each fragment that average only"
+    )
+    outer: OuterName = Field(
+        USUAL["outer"],
+        description="Outer optimizer: production's nesterov, muon or halley, or one for research "
+        "(diloco_studies/quality/outer.py)",
+    )
+    packing: Packing | None = Field(
+        None,
+        description="How tensors are shared among fragments. off: balanced; contiguous: neighbours together; strided: "
+        "neighbours apart",
+    )
+    outer_delay: int = Field(4, ge=1, description="Outer steps between two of outer='delayed' with momentum")
+    stale: Literal["keep", "drop"] | None = Field(
+        None,
+        description="What becomes of a delta whose base is the one before the present one. off: its learner's values "
+        "are merged, measured from the present base; keep: merged as it is; drop: left out of the merge",
+    )
+    first_interval: int = Field(
+        USUAL["first_interval"], ge=0, description="H at the start, doubled again and again; 0: H from the start"
+    )
+    doubling: int = Field(USUAL["doubling"], ge=1, description="Outer steps after which it doubles")
+    wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
+    delta_clip: float | None = Field(None, ge=1, description="Longest delta, in medians of its window; off: any")
+    leave_out: bool | None = Field(None, description="Learners at odds with all others are left out of merges")
+    poison: PoisonName | None = Field(
+        None,
+        description="What the first learners send in place of what they learned. flipped: minus it; flipped-3: minus "
+        "three times it; random: as long in a random direction; shuffled: what they learn of shuffled text; turns: "
+        "flipped, one at a time; weak: minus 0.3 times it; seldom: flipped, three times of ten; mixed: half of it and "
+        "a random direction",
+    )
+    poisoners: int | None = Field(None, ge=1, le=256, description="How many; off: 1")
+    apart: bool | None = Field(None, description="Each learner trains on a stretch of the text of its own")
+    odd_data: str | None = Field(None, description="Text that the last learner trains on instead")
+    adopt: Literal["overwrite", "blend", "carry"] = Field(
+        "overwrite",
+        description="What becomes of a learner's fragment when a newer global arrives. overwrite: the global; blend: "
+        "mixed with it (Streaming DiLoCo); carry: the global and the steps made since the snapshot",
+    )
+    mixing: float = Field(0.5, ge=0, lt=1, description="Share of the local fragment that blend keeps")
+    # --- the world -----------------------------------------------------------------------------------
+    step_s: float = Field(1.0, gt=0, le=1e6, description="Virtual time of an inner step")
+    slowdown: float = Field(0.0, ge=0, le=100, description="Every second learner's steps take longer by this share")
+    jitter: float = Field(0.0, ge=0, le=100, description="Each step takes longer by up to this share, at random")
+    latency_s: float = Field(0.01, ge=0, description="Time of a call to the bus")
+    link_mb_s: float | None = Field(None, gt=0, description="Megabytes a second between a party and the bus")
+    fail_every_s: float | None = Field(None, gt=0, description="Mean time between failures of one learner")
+    fail_down_s: float = Field(60.0, gt=0, description="Time until a failed learner is back")
+    moments: Literal["own", "peer", "fresh"] = Field("peer", description="Whose moments a learner comes back with")
+    resize_s: float = Field(10.0, ge=0, description="Pause of data-parallel when its size changes; one for all in it")
+    elastic: bool = Field(True, description="Data-parallel goes on with fewer; if not, it stops until all are back")
+    late_join_s: float | None = Field(None, gt=0, description="When the last learner joins")
+    scavengers: int | None = Field(
+        None, ge=1, le=256, description="Learners besides the M, there for a part of the run: the budget stays"
+    )
+    scavenge_from_s: float = Field(0.0, ge=0, description="When they come")
+    scavenge_s: float | None = Field(None, gt=0, description="How long they stay, then killed; off: to the end")
+
+    @field_validator("model")
+    @classmethod
+    def _is_a_size(cls, model: str, info: ValidationInfo) -> str:
+        task = info.data.get("task")
+        known = VIT_SIZES if task in ("digits", "images") else tuple(SIZES)
+        if model not in known:
+            raise ValueError(f"task={task!r} has no such size{meant(model, known)}")
+        return model
+
+    @model_validator(mode="after")
+    def _fits(self) -> "LabRun":
+        if self.quorum == "all":
+            object.__setattr__(self, "quorum", self.learners)
+        elif self.quorum > self.learners:
+            raise ValueError(f"quorum={self.quorum} of {self.learners} learners: there would never be a merge")
+        if self.after is not None and self._architecture() != self.after._architecture():
+            raise ValueError("after: it has another model, whose parameters do not fit")
+        if self.after is not None and self.before > MOST_BEFORE:
+            raise ValueError(f"after: {self.before} runs one after the other, and {MOST_BEFORE} are allowed")
+        if self.experts is not None and self.task != "text":
+            raise ValueError("experts are for task='text'")
+        if self.experts is not None and self.experts_a_token > self.experts:
+            raise ValueError(f"experts_a_token={self.experts_a_token} of experts={self.experts}: a token has no more")
+        dense = self.task in TEXT and self.experts is None
+        if self.decoupled and dense and self.fragments > (tensors := SIZES[self.model].tensors):
+            raise ValueError(f"fragments={self.fragments} of the {tensors} tensors of model={self.model!r}")
+        fails = self.fail_every_s is not None and self.method != "single"
+        if fails and (done := self._steps_done()) < LEAST_DONE:
+            raise ValueError(
+                f"fail_every_s={self.fail_every_s:g}: with {self.learners} learners, steps of {self.step_s:g} s and "
+                f"{self.fail_down_s:g} s until one is back, one step of {1 / max(done, 1e-99):.3g} would be done"
+            )
+        if self.task == "images" and self.image_size % self.patch_size:
+            raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
+        if self.task != "text" and (self.poison == "shuffled" or self.apart or self.odd_data is not None):
+            raise ValueError("poison='shuffled', apart and odd_data are for task='text'")
+        if not self.decoupled and (self.poison is not None or self.apart or self.odd_data is not None):
+            raise ValueError(f"poison, apart and odd_data are for decoupled learners: method={self.method!r} has none")
+        if self.poisoners is not None and (self.poison is None or self.poisoners > self.learners):
+            raise ValueError(f"poisoners={self.poisoners} of {self.learners} learners with poison={self.poison!r}")
+        if self.late_join_s is not None and self.learners < 2:
+            raise ValueError("late_join_s needs 2 learners or more")
+        if self.global_codec == "int8" and self.outer not in get_args(Production):
+            raise ValueError("global_codec='int8' publishes production's outer step: it goes with no other 'outer'")
+        if self.scavengers is not None and not self.elastic:
+            raise ValueError("scavengers come and go: a job that is not elastic has no use for them")
+        return self
+
+    @property
+    def decoupled(self) -> bool:
+        """It runs the protocol; else it is one loop."""
+        return self.method not in ("data-parallel", "single")
+
+    @property
+    def before(self) -> int:
+        """How many runs it begins from, one after the other."""
+        return 0 if self.after is None else 1 + self.after.before
+
+    def _steps_done(self) -> float:
+        """Share of the steps that no failure interrupts. Failures are Poisson; of data-parallel any learner's counts,
+        those that come back too, and without elasticity none is done before all are there."""
+        every_s = self.fail_every_s or math.inf
+        steps = self.step_s * (1 + self.slowdown) * (1 + self.jitter / 2) / every_s
+        there = 1 / (1 + self.fail_down_s / every_s)
+        if self.decoupled:
+            return math.exp(-steps)
+        if self.elastic:
+            return math.exp(-2 * max(1.0, self.learners * there) * steps)
+        return math.exp(-self.learners * steps) * there**self.learners
+
+    @property
+    def patience_s(self) -> float:
+        """Virtual time after which it is given up."""
+        return PATIENCE * self.steps * self.step_s * (1 + self.slowdown) * (1 + self.jitter)
+
+    @property
+    def scavenge_until_s(self) -> float:
+        """When scavengers are taken away."""
+        return math.inf if self.scavenge_s is None else self.scavenge_from_s + self.scavenge_s
+
+    @property
+    def members(self) -> int:
+        """Learners that are ever there, failures aside."""
+        return 1 if self.method == "single" else self.learners + (self.scavengers or 0)
+
+    @property
+    def budget_examples(self) -> int:
+        """Examples of all learners together."""
+        return self.steps * self.batch * (1 if self.method == "single" else self.learners)
+
+    def sync_spec(self, tokens: int) -> SyncSpec:
+        """The protocol's constants, with a budget in tokens."""
+        assert isinstance(self.quorum, int)  # noqa: S101  # by the validator
+        return SyncSpec(
+            fragments=self.fragments,
+            sync_interval=self.sync_interval,
+            quorum=self.quorum,
+            overlap_steps=self.overlap_steps,
+            grace_gamma=self.grace_gamma,
+            codec=self.codec,
+            global_codec=self.global_codec or USUAL["global_codec"],
+            merge=self.merge,
+            weights=self.weights or USUAL["weights"],
+            outer=self._production(),
+            delta_clip=self.delta_clip or USUAL["delta_clip"],
+            leave_out=self.leave_out or USUAL["leave_out"],
+            outer_lr=self.outer_lr,
+            outer_momentum=self.outer_momentum,
+            outer_warmup=self.outer_warmup,
+            first_interval=self.first_interval,
+            doubling=self.doubling,
+            tokens=tokens,
+            groups=1,
+            chunk_bytes=USUAL["chunk_bytes"],
+        )
+
+    def _architecture(self) -> tuple[object, ...]:
+        """Two runs whose models have the same tensors agree in it."""
+        return self.task in TEXT or self.task, self.model, self.experts
+
+    def _production(self) -> Production:
+        """The outer optimizer that is nearest: what turns matrices must know them."""
+        if self.outer in get_args(Turned):
+            return "halley"
+        return next((name for name in get_args(Production) if name == self.outer), "nesterov")
+
+    def relevant(self) -> dict[str, Any]:
+        """The settings that decide this run's result: those its method looks at, without what is off."""
+        given = self.model_dump(exclude_none=True)
+        left_out = set() if self.decoupled else set(PROTOCOL)
+        if self.after is not None:
+            given["after"] = self.after.relevant()
+        if self.task not in TEXT:
+            left_out.add("seq_len")
+        if self.task in ("digits", "captions"):
+            left_out |= {"data", "eval_tokens"}
+        if self.task != "images":
+            left_out |= {"image_size", "patch_size"}
+        if self.experts is None:
+            left_out |= {"experts_a_token", "balance"}
+        if self.method == "single":
+            left_out |= {*LEARNERS_ONLY, "slowdown"}
+        if self.fail_every_s is None:
+            left_out.add("fail_down_s")
+        if self.scavengers is None:
+            left_out.add("scavenge_from_s")
+        alike = self.fail_every_s is None and self.late_join_s is None and self.scavengers is None
+        if alike:
+            left_out.add("moments")
+        if alike or self.decoupled:
+            left_out |= {"resize_s", "elastic"}
+        if not self.first_interval:
+            left_out.add("doubling")
+        if self.outer != "delayed":
+            left_out.add("outer_delay")
+        if self.adopt != "blend":
+            left_out.add("mixing")
+        return {name: value for name, value in given.items() if name not in left_out}
+
+
+PROTOCOL = (
+    *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
+    *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments"),
+    *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "outer_delay", "stale"),
+    *("delta_clip", "leave_out", "poison", "poisoners", "packing"),
+)
+"""Settings that a single loop does not look at."""
+LEARNERS_ONLY = (
+    *("learners", "fail_every_s", "fail_down_s", "resize_s", "elastic"),
+    *("scavengers", "scavenge_from_s", "scavenge_s", "late_join_s"),
+)

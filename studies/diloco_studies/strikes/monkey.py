@@ -1,0 +1,265 @@
+"""Strikes a live run as planned: kills, pauses, cuts and hangs its processes, and undoes each strike in time. asyncio.
+
+Nobody is struck twice at a time. A planned strike finds its victim when it is due, among those that can be hit then;
+if there is none it is left out, and counted as `missed`. `relent` undoes what is under way, at once.
+"""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco_studies.strikes.failing.topology import Topology
+from diloco_studies.strikes.proxy import Door, Proxy
+from diloco_studies.strikes.rates import Struck
+from diloco_studies.strikes.schedule import Manner, Party, Strike
+from diloco_studies.strikes.tail import Tail
+
+REDIS = "redis"
+POLL_S = 0.02
+NOTE_TAIL_S = 0.05
+"""How often the size of the append-only file is noted."""
+AT_DOORS = (Manner.CUT, Manner.HANG)
+DONE = {
+    Manner.KILL: "killed",
+    Manner.PAUSE: "paused",
+    Manner.CUT: "cut off",
+    Manner.HANG: "hung",
+    Manner.PARTITION: "cut off with some of the others",
+}
+UNDONE = {
+    Manner.KILL: "started again",
+    Manner.PAUSE: "goes on",
+    Manner.CUT: "let in",
+    Manner.HANG: "let through",
+    Manner.PARTITION: "in reach again",
+}
+
+
+class Victim(Protocol):
+    """What can be done to a process (`launch.Child`)."""
+
+    name: str
+    expected_end: bool
+
+    @property
+    def alive(self) -> bool:
+        """It runs."""
+        ...
+
+    def kill_group(self) -> None:
+        """SIGKILL."""
+        ...
+
+    def restart(self) -> None:
+        """Start it again."""
+        ...
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        ...
+
+
+class Processes(Protocol):
+    """Processes by name, or by its beginning (`launch.Children`)."""
+
+    def __getitem__(self, name: str) -> Victim:
+        """The one of this name."""
+        ...
+
+    def named(self, prefix: str) -> Sequence[Victim]:
+        """Those whose name starts so."""
+        ...
+
+
+class Monkey:
+    """One plan of strikes, carried out once."""
+
+    def __init__(
+        self,
+        strikes: Sequence[Strike],
+        children: Processes,
+        server: EmbeddedRedis | None,
+        proxy: Proxy | None,
+        note: Callable[[str], None],
+        lose_tail: bool = False,
+        topology: Topology | None = None,
+    ) -> None:
+        """As told.
+
+        Args:
+            server: None if no strike is on Redis.
+            proxy: None if none is at a door.
+            note: told what is done.
+            lose_tail: a killed Redis comes back without its last second.
+            topology: None if no strike is on a server that others take over from.
+        """
+        self._strikes, self._children, self._redis, self._proxy = strikes, children, server, proxy
+        self._topology = topology
+        self._note = note
+        self._tail = Tail() if lose_tail else None
+        self._busy: dict[str, Manner] = {}
+        """Who is struck at the moment, and how."""
+        self._over = asyncio.Event()
+        self.history: list[Struck] = []
+        """Strikes that have begun, in the order in which they were over."""
+        self.missed = 0
+        self.late_s = 0.0
+        """How much longer than planned a strike has lasted at most."""
+
+    async def run(self) -> None:
+        """Carry out the plan, from now on; ends when all is undone."""
+        clock = asyncio.get_running_loop()
+        began = clock.time()
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(self._watch_tail())
+            tasks = []
+            for strike in self._strikes:
+                await self._until(began + strike.at_s - clock.time())
+                if self._over.is_set():
+                    break
+                victim = await self._choose(strike)
+                if victim is None:
+                    self.missed += 1
+                else:
+                    self._busy[victim] = strike.manner
+                    tasks.append(group.create_task(self._strike(strike, victim)))
+            if tasks:
+                await asyncio.wait(tasks)
+            watching.cancel()
+
+    def relent(self) -> None:
+        """Undo all strikes now, and begin none any more."""
+        self._over.set()
+
+    def striking(self, name: str) -> bool:
+        """Whether this process is struck at the moment."""
+        return name in self._busy
+
+    async def _choose(self, strike: Strike) -> str | None:
+        doors = {name for name, manner in self._busy.items() if manner in AT_DOORS}
+        if strike.manner in AT_DOORS and (REDIS in doors or (doors and strike.party is Party.REDIS)):
+            return None  # the same door must not be shut by two, and opened by one of them
+        if strike.manner is Manner.PARTITION and strike.manner in self._busy.values():
+            return None  # the same for cables
+        if strike.party is Party.REDIS:
+            free = [REDIS]
+        elif strike.party in (Party.PRIMARY, Party.SENTINEL):
+            free = await self._servers.candidates(strike)
+        else:
+            free = [child.name for child in self._children.named(strike.party) if child.alive]
+        free = [name for name in free if name not in self._busy]
+        return strike.victim(free) if free else None
+
+    async def _until(self, wait_s: float) -> None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._over.wait(), max(0.0, wait_s))
+
+    async def _strike(self, strike: Strike, victim: str) -> None:
+        began_s = time.time()
+        long = "for good" if strike.for_good else f"for {strike.length_s:.1f} s"
+        self._note(f"{victim} {DONE[strike.manner]} {long}")
+        detail, ended_s = "", None
+        if strike.party in (Party.PRIMARY, Party.SENTINEL):
+            ended_s, detail = await self._servers.strike(strike, victim, self._until)
+        elif strike.party is not Party.REDIS:
+            child, doors = self._children[victim], self._doors(strike, victim)
+            self._begin_child(strike.manner, child, doors)
+            await self._until(strike.length_s)
+            self._end_child(strike.manner, child, doors)
+        else:
+            doors = self._doors(strike, victim)
+            detail = self._begin_redis(strike.manner, doors)
+            await self._until(strike.length_s)
+            await self._end_redis(strike.manner, doors)
+        undone = "stays dead" if strike.for_good else UNDONE[strike.manner]
+        self._note(f"{victim} {undone}{detail and f' ({detail})'}")
+        self.late_s = max(self.late_s, time.time() - began_s - strike.length_s)
+        ended_s = ended_s or time.time()
+        self.history.append(Struck(strike.manner, strike.party, victim, began_s, ended_s, detail))
+        del self._busy[victim]
+
+    def _doors(self, strike: Strike, victim: str) -> list[Door]:
+        """Those that the strike shuts."""
+        if strike.manner not in AT_DOORS or self._proxy is None:
+            return []
+        return self._proxy.doors() if strike.party is Party.REDIS else [self._proxy[victim]]
+
+    # --- processes ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _begin_child(manner: Manner, child: Victim, doors: Sequence[Door]) -> None:
+        match manner:
+            case Manner.KILL:
+                child.expected_end = True
+                child.kill_group()
+            case Manner.PAUSE:
+                child.send(signal.SIGSTOP)
+            case Manner.CUT | Manner.HANG:
+                _shut(manner, doors)
+
+    @staticmethod
+    def _end_child(manner: Manner, child: Victim, doors: Sequence[Door]) -> None:
+        match manner:
+            case Manner.KILL:
+                child.restart()
+            case Manner.PAUSE:
+                child.send(signal.SIGCONT)
+            case Manner.CUT | Manner.HANG:
+                for door in doors:
+                    door.restore()
+
+    # --- Redis ----------------------------------------------------------------------------------------------
+
+    @property
+    def _servers(self) -> Topology:
+        assert self._topology is not None  # noqa: S101  # of a plan with strikes on them
+        return self._topology
+
+    @property
+    def _server(self) -> EmbeddedRedis:
+        assert self._redis is not None  # noqa: S101  # of a plan with strikes on it
+        return self._redis
+
+    def _begin_redis(self, manner: Manner, doors: Sequence[Door]) -> str:
+        match manner:
+            case Manner.KILL:
+                self._server.kill()
+                if self._tail is not None:
+                    lost = self._tail.lose(time.monotonic(), self._server.log_file())
+                    return f"without the last {lost} bytes of its file"
+            case Manner.PAUSE:
+                self._server.pause()
+            case Manner.CUT | Manner.HANG:
+                _shut(manner, doors)
+        return ""
+
+    async def _end_redis(self, manner: Manner, doors: Sequence[Door]) -> None:
+        match manner:
+            case Manner.KILL:
+                self._server.start()
+                while not self._server.answers():  # noqa: ASYNC110  # a starting server has no event to wait for
+                    await asyncio.sleep(POLL_S)
+            case Manner.PAUSE:
+                self._server.go_on()
+            case Manner.CUT | Manner.HANG:
+                for door in doors:
+                    door.restore()
+
+    async def _watch_tail(self) -> None:
+        while self._tail is not None:
+            if self._server.pid is not None:
+                with suppress(FileNotFoundError):  # it is being replaced by a rewritten one
+                    self._tail.note(time.monotonic(), self._server.log_file())
+            await asyncio.sleep(NOTE_TAIL_S)
+
+
+def _shut(manner: Manner, doors: Sequence[Door]) -> None:
+    for door in doors:
+        if manner is Manner.CUT:
+            door.cut()
+        else:
+            door.hang()
