@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.bus.embedded import find_server
+from tests import HANGING_S
 
 
 def _binaries(named: Path | None) -> Iterator[Path]:
@@ -30,7 +31,7 @@ def tls_binary(named: Path | None) -> Path:
     for binary in tried:
         # Without a certificate none starts; each says whether that is all that it lacks.
         asked = [str(binary), "--port", "0", "--tls-port", "1", "--save", ""]
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=HANGING_S, check=False)
         if "No tls-cert-file" in done.stdout:
             return binary
     pytest.skip(f"built without TLS: {', '.join(map(str, tried))}")
@@ -63,7 +64,7 @@ def make_authority(folder: Path, host: str = "127.0.0.1") -> Authority:
     program = shutil.which("openssl") or "openssl"
 
     def openssl(*args: str) -> None:
-        subprocess.run([program, *args], cwd=folder, check=True, capture_output=True, timeout=30)
+        subprocess.run([program, *args], cwd=folder, check=True, capture_output=True, timeout=HANGING_S)
 
     new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     openssl(*new, "-subj", f"/CN={folder.name}", "-keyout", "ca.key", "-out", "ca.pem")

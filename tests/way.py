@@ -37,6 +37,7 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.merging import mending
 from diloco.workers.exchange import pulling
 from diloco.workers.learner import Learner
+from tests import HANGING_S
 from tests.workers.test_device_encoding import a_syncer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +52,7 @@ UNSTRETCHED = {"overlap_steps": INTERVAL // 2}
 """A round trip may be half an interval, whatever else the machine does: deltas stay that far apart."""
 SETTLED_STEPS = 20
 """After an adoption, until reports have told of it: what runs then belongs to neither."""
-WAIT_S = 60.0
+WAIT_S = HANGING_S
 
 OFTEN_S = 0.5
 """Head and payloads are looked at so often, whatever happens, where it is seconds else."""

@@ -13,6 +13,8 @@ from typing import Any, Self
 
 import aiohttp
 
+from tests import HANGING_S
+
 BINARY = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = (
     "--headless",
@@ -26,7 +28,7 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--remote-debugging-port=0",
 )
-LIMIT_S = 60.0
+LIMIT_S = HANGING_S
 LOOK_S = 0.05
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from tests import HANGING_S
 
 AGAIN = Path(__file__).parents[2] / "deploy/again.sh"
 LIVES = """
@@ -19,6 +20,7 @@ sys.exit(int(sys.argv[1 + len(lives.read_text())]))
 """
 STAYS = """
 import pathlib, signal, sys
+from tests import HANGING_S
 lives = pathlib.Path(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
 lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
@@ -30,7 +32,7 @@ signal.pause()
 def test_what_is_not_done_is_started_again(tmp_path: Path, statuses: tuple[int, ...]) -> None:
     """Until it ends with 0: its run is finished. Or with 2: it was refused, and would be again."""
     command = [str(AGAIN), sys.executable, "-c", LIVES, str(tmp_path / "lives"), *map(str, statuses)]
-    done = subprocess.run(command, env={"AFTER_S": "0"}, capture_output=True, timeout=60, check=False)
+    done = subprocess.run(command, env={"AFTER_S": "0"}, capture_output=True, timeout=HANGING_S, check=False)
     assert done.returncode == statuses[-1], done.stderr
     assert len((tmp_path / "lives").read_text()) == len(statuses)
 
@@ -39,10 +41,10 @@ def test_what_is_asked_to_end_does_and_stays_down(tmp_path: Path) -> None:
     """SIGTERM is handed on, once; the status is the command's."""
     lives = tmp_path / "lives"
     process = subprocess.Popen([str(AGAIN), sys.executable, "-c", STAYS, str(lives)], env={"AFTER_S": "0"})
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANGING_S
     while not lives.exists():
         assert time.monotonic() < until
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == AGAIN_STATUS
+    assert process.wait(HANGING_S) == AGAIN_STATUS
     assert lives.read_text() == "x"

@@ -17,7 +17,7 @@ from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server, free_port
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import NotPermitted, UsageError
-from tests import samples
+from tests import HANGING_S, samples
 
 ROOT = Path(__file__).parents[2]
 
@@ -124,7 +124,9 @@ def test_no_password_is_taken_from_arguments(capsys: pytest.CaptureFixture[str])
 def started(redis_binary: Path | None, tmp_path: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Port of a server that was started with a file of `diloco acl`, and its passwords."""
     binary = redis_binary or find_server()
-    said = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=True, timeout=10).stdout
+    said = subprocess.run(
+        [str(binary), "--version"], capture_output=True, text=True, check=True, timeout=HANGING_S
+    ).stdout
     if int(said.partition("v=")[2].split(".")[0]) < 7:
         pytest.skip(f"ACL selectors need Redis 7, this is {said}")
     secrets_file, users, port = tmp_path / "secrets.env", tmp_path / "users.acl", free_port("127.0.0.1")
@@ -134,7 +136,7 @@ def started(redis_binary: Path | None, tmp_path: Path) -> Iterator[tuple[int, di
         process = subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=log, stderr=log, start_new_session=True)
     try:
         stranger = redis_py.Redis(port=port, protocol=2, username="health", password="")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANGING_S
         while True:
             try:
                 assert stranger.ping()

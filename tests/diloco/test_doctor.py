@@ -49,7 +49,7 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.units import as_bytes
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco_studies.strikes.proxy import Proxy
-from tests import samples
+from tests import HANGING_S, samples
 from tests.certificates import make_authority
 from tests.pipeline.test_acl import rules_of
 
@@ -621,11 +621,11 @@ def served(main: Callable[[asyncio.Event, Callable[[str], None]], Any]) -> Itera
     thread = threading.Thread(target=lambda: loop.run_until_complete(main(over, tell)))
     thread.start()
     try:
-        assert opened.wait(10)
+        assert opened.wait(HANGING_S)
         yield urls[0]
     finally:
         loop.call_soon_threadsafe(over.set)
-        thread.join(10)
+        thread.join(HANGING_S)
         loop.close()
 
 
@@ -926,7 +926,7 @@ def test_more_blas_threads_than_cores_are_named() -> None:
         pytest.skip("on one core BLAS takes one thread whatever it is told")
     command = [sys.executable, "-m", "diloco", "doctor", "--as", "syncer"]
     environ = os.environ | {"OPENBLAS_NUM_THREADS": str(cores)}
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANGING_S)
     assert f"warning BLAS: a merge multiplies matrices on {cores} of {cores} cores" in done.stdout
     assert "-> unset OPENBLAS_NUM_THREADS" in done.stdout
     assert "1 warning, " in done.stdout
@@ -990,7 +990,7 @@ def test_a_run_shows_it(healthy: EmbeddedRedis, client: Any, tmp_path: Path) -> 
     with config(client, maxmemory=4 * 2**20):
         command = [sys.executable, "-m", "diloco", "run", "--redis-url", healthy.url, "--run", "shown"]
         small = ["--model", "10m", "--learners", "1", "--http-port", "0", "--out", str(tmp_path / "out")]
-        done = subprocess.run([*command, *small], capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run([*command, *small], capture_output=True, text=True, check=False, timeout=HANGING_S)
     client.flushall()
     assert done.returncode == 1
     shown = " ".join(done.stdout.split())

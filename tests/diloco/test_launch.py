@@ -39,7 +39,7 @@ from diloco.pipeline.view.status import build_status
 from diloco.pipeline.view.trouble import Told
 from diloco.status import _Found
 from diloco_studies.quality.settings import PRESETS as LAB_PRESETS
-from tests import samples
+from tests import HANGING_S, samples
 from tests.workers.test_device_encoding import a_syncer
 
 ROOT = Path(__file__).parents[2]
@@ -561,7 +561,7 @@ def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):
 # --- children ----------------------------------------------------------------------------------------------
 
 
-def wait_for(condition: Any, limit_s: float = 20.0) -> None:
+def wait_for(condition: Any, limit_s: float = HANGING_S) -> None:
     until = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < until, "it did not happen in time"

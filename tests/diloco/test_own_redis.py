@@ -14,6 +14,7 @@ from diloco import cli
 from diloco.options import RedisProcess, reached_at
 from diloco.pipeline.bus.acl import NOBODY
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
+from tests import HANGING_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,10 +38,10 @@ def test_it_says_how_it_is_reached_and_serves_until_it_is_ended(number: int, sta
             with pytest.raises(redis_py.AuthenticationError):
                 redis_py.Redis(port=port).ping()
             process.send_signal(number)
-            assert process.wait(20) == status
+            assert process.wait(HANGING_S) == status
         finally:
             process.kill()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGING_S
     while True:
         try:
             redis_py.Redis(port=port, password=password).ping()

@@ -32,10 +32,10 @@ from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.view.page.collector import Collector
-from tests import samples
+from tests import HANGING_S, samples
 from tests.backdoor import RedisBackdoor
 
-LIMIT_S = 60.0
+LIMIT_S = HANGING_S
 
 
 def tape(folder: Path, merges: int = 3) -> None:

@@ -19,7 +19,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS
 from diloco.pipeline.settings import EvaluatorProcess, load
-from tests import samples
+from tests import HANGING_S, samples
 from tests.pipeline.test_acl import as_user, rules_of
 
 REFUSED = 2
@@ -47,7 +47,7 @@ def party(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """A command as a process, with all that it says as its stdout."""
     command = [sys.executable, "-m", "diloco", *arguments]
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, env=os.environ | environ, check=False, timeout=60, **output)
+    return subprocess.run(command, env=os.environ | environ, check=False, timeout=HANGING_S, **output)
 
 
 # --- names that nothing has -----------------------------------------------------------------------------
@@ -229,7 +229,7 @@ sys.exit(main())
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(module: str) -> None:
     """Whatever is being imported: a library may take an exception there for a part of itself that is missing."""
     code = INTERRUPTED.format(module=module, arguments=["doctor", "--json"])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANGING_S)
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED_STATUS, "", "")
 
 
@@ -237,7 +237,7 @@ def test_ctrl_c_is_left_ignored_where_it_was() -> None:
     """As `nohup` and shells do for what they start in the background."""
     code = INTERRUPTED.format(module="typer", arguments=["--version"])
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + code
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANGING_S)
     assert done.returncode == 0
     assert done.stdout.startswith("diloco ")
 
@@ -249,6 +249,6 @@ def test_ctrl_c_after_the_end_of_a_command_changes_nothing() -> None:
     code = f"{code}; threading.Thread(target=time.sleep, args=(90,)).start()"
     code = f"{code}; os.kill(os.getpid(), signal.SIGINT); sys.exit(status)"
     command = [sys.executable, "-c", code, "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGING_S)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("diloco ")

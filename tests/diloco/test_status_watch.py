@@ -21,10 +21,10 @@ from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.payload.codec import encode
-from tests import samples
+from tests import HANGING_S, samples
 
 pytestmark = pytest.mark.redis
-LIMIT_S = 60.0
+LIMIT_S = HANGING_S
 
 
 async def begin(url: str, run: str, state: RunState) -> None:

@@ -28,10 +28,10 @@ from diloco.pipeline.view.page.collector import RunReader
 from diloco.tracking.curves import Point
 from diloco.tracking.follow import Notes, Writer
 from diloco.tracking.trackers import Wandb
-from tests import samples
+from tests import HANGING_S, samples
 from tests.syncer.test_run_metrics import look
 
-LIMIT_S = 90.0
+LIMIT_S = HANGING_S
 QUICK = """
 import sys, diloco.tracking.follow
 diloco.tracking.follow.EVERY_S = 0.3

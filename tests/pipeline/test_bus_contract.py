@@ -27,7 +27,7 @@ from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.tape import WindowChanged
 from diloco.pipeline.payload.codec import Encoded, Payload, encode, whole_chunk
 from diloco.pipeline.testing.memory import MemoryBus
-from tests import samples
+from tests import HANGING_S, samples
 from tests.backdoor import Backdoor
 from tests.pipeline.test_commit_cases import commit_on
 from tests.samples import IDLE
@@ -43,7 +43,7 @@ def event(name: str) -> Event:
 
 async def vanished(bus: Bus, key: str) -> None:
     """Wait until a payload has expired."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGING_S
     while await bus.count_chunks(key):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
@@ -250,7 +250,7 @@ async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
     waiting = asyncio.create_task(bus.read_offers(0, {"l0": "9999999999999-0"}, block_s=10))
     await asyncio.sleep(0.1)
     entry = await bus.offer(samples.header("b"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(HANGING_S):
         assert [one.entry_id for one in await waiting] == [entry]
 
 
@@ -405,7 +405,7 @@ async def test_a_reader_waits_for_the_next_chunk(bus: Bus, backdoor: Backdoor) -
     read = asyncio.ensure_future(bus.read_chunks(key, 0, 10, 2**20, block_s=60))
     await asyncio.sleep(0.05)
     await other.write_chunks(key, 0, [b"a"], 10)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGING_S):
         assert await read == [b"a"]
     await other.close()
 
@@ -573,7 +573,7 @@ async def test_an_owner_waits_for_the_next_header(bus: Bus, backdoor: Backdoor) 
         read = asyncio.ensure_future(bus.read_offers(0, dict(known), block_s=60))
         await asyncio.sleep(0.05)
         entry = await other.offer(header)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANGING_S):
             assert [o.entry_id for o in await read] == [entry]
         known |= dict([parse_offer_id(entry)])
     await other.offer(samples.header("l2", fragment=1))
@@ -588,7 +588,7 @@ async def test_a_blocking_read_ends_empty_when_its_time_is_over_and_holds_up_nob
     for _ in range(5):
         await bus.read_heads([0])
     assert not any(read.done() for read in reads)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGING_S):
         assert await asyncio.gather(*reads) == [[]] * 20
     assert time.monotonic() - started > 1.9
 
@@ -718,7 +718,7 @@ async def test_a_closed_bus_ends_calls_in_flight_and_takes_no_more(bus: Bus) -> 
     await reads[1]
     await asyncio.sleep(0.1)
     await bus.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(HANGING_S):
         with pytest.raises(BusUnavailable):
             await reads[0]
     with pytest.raises(BusUnavailable):

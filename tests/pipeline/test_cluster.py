@@ -30,7 +30,7 @@ from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, HeadMoved, UsageError
 from diloco.pipeline.messages.tape import WindowChanged
 from diloco_studies.strikes.failing.servers import Node
-from tests import samples
+from tests import HANGING_S, samples
 from tests.pipeline.test_bus_contract import SHARDS
 from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejected, stage
 from tests.samples import IDLE
@@ -57,7 +57,7 @@ def form(nodes: list[Any], ports: list[int]) -> None:
         node.execute_command("CLUSTER SET-CONFIG-EPOCH", i + 1)
     for port in ports[1:]:
         nodes[0].execute_command("CLUSTER MEET", "127.0.0.1", port)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGING_S
     while not all(node.cluster("info")["cluster_state"] == "ok" for node in nodes) or not all(
         len(node.cluster("nodes")) == NODES for node in nodes
     ):
@@ -83,7 +83,7 @@ def nodes(
             stack.callback(node.close)
             clients.append(node)
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + HANGING_S
             for node in clients:
                 while True:
                     with contextlib.suppress(redis_py.ConnectionError):
@@ -343,7 +343,7 @@ async def test_a_cluster_that_nobody_has_made_is_said_to_be_so(tmp_path: Path) -
     node.configure("cluster-enabled yes")
     try:
         node.start()
-        deadline = time.monotonic() + 20.0
+        deadline = time.monotonic() + HANGING_S
         while True:
             with pytest.raises(BusUnavailable) as told:
                 await connect(f"redis://127.0.0.1:{address[1]}", "r")

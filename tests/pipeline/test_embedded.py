@@ -18,7 +18,7 @@ from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.messages.spec import Spec
-from tests import samples
+from tests import HANGING_S, samples
 
 pytestmark = pytest.mark.redis
 
@@ -199,7 +199,7 @@ async def test_with_an_append_only_file_acknowledged_writes_outlive_the_server(
 
 
 def until_it_answers(server: EmbeddedRedis) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGING_S
     while not server.answers():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -32,7 +32,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
 from diloco.pipeline.view.status_reader import read_status
 from diloco_studies.strikes.failing.servers import DOWN_MS, SERVER, ClusterServers, Node, SentinelServers, Servers
-from tests import samples
+from tests import HANGING_S, samples
 from tests.pipeline.test_cluster import everything
 
 pytestmark = [
@@ -422,7 +422,7 @@ async def test_a_primary_that_wants_tls_is_not_waited_for(monkeypatch: pytest.Mo
     url = "redis+sentinel://127.0.0.1:1/diloco"
     began = time.monotonic()
     assert "perhaps it wants TLS" in await said(url, BusUnavailable)
-    assert time.monotonic() - began < connecting.NEXT_PRIMARY_S / 2
+    assert time.monotonic() - began < connecting.NEXT_PRIMARY_S
     server.close()
 
 
@@ -521,7 +521,7 @@ async def test_a_close_that_is_cancelled_closes_all_the_same(redis_binary: Path 
         with pytest.raises(asyncio.CancelledError):
             await closing
         with Redis.from_url(server.url, protocol=2) as admin:
-            deadline = time.monotonic() + 5.0
+            deadline = time.monotonic() + HANGING_S
             while len(admin.client_list()) > 1:  # the server sees the end of a connection a moment later
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.01)
@@ -537,7 +537,7 @@ async def check_left(bus: RedisBus) -> None:
     with pytest.raises(BusUnavailable):
         await bus.acquire_lease(0, A, 60)
     with pytest.raises(BusUnavailable):
-        await asyncio.wait_for(read, 2.0)
+        await asyncio.wait_for(read, 15.0)  # of the 20 s that it asked for
     await bus._redis.command("REPLICAOF", "NO", "ONE")
     await bus.acquire_lease(0, A, 60)
     await bus.close()

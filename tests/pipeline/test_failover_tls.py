@@ -17,7 +17,7 @@ from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco_studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
-from tests import samples
+from tests import HANGING_S, samples
 from tests.certificates import Authority, make_authority, tls_binary
 from tests.pipeline.test_cluster import everything
 from tests.pipeline.test_failover import AGAIN_S, moved, until_answered
@@ -99,7 +99,7 @@ def invite(servers: Servers, authority: Authority, name: str) -> Invitation:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
     environment["DILOCO_REDIS_URL"] = url_of(servers, authority)
     command = [sys.executable, "-m", "diloco", "invite", name, "--run", "r", "--at", servers.url]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGING_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "did not answer" not in done.stderr
     return Invitation.read(done.stdout.split()[-1])

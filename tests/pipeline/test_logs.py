@@ -12,6 +12,7 @@ import pytest
 import structlog
 
 from diloco.pipeline.process import lifecycle, logs
+from tests import HANGING_S
 
 
 class Terminal(io.StringIO):
@@ -78,10 +79,10 @@ async def test_the_first_signal_sets_the_event_and_the_second_calls_the_hard_sto
     lifecycle.install_signal_handlers(loop, event, second.set)
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(event.wait(), 60)
+        await asyncio.wait_for(event.wait(), HANGING_S)
         assert not second.is_set()
         os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(second.wait(), 60)
+        await asyncio.wait_for(second.wait(), HANGING_S)
     finally:
         for number in lifecycle.end_signals():
             loop.remove_signal_handler(number)
@@ -96,11 +97,11 @@ async def test_a_hangup_asks_for_the_end_and_is_never_the_second_signal():
     try:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), number)
-            await asyncio.wait_for(event.wait(), 60)
+            await asyncio.wait_for(event.wait(), HANGING_S)
             await asyncio.sleep(0.01)
         assert not second.is_set()
         os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(second.wait(), 60)
+        await asyncio.wait_for(second.wait(), HANGING_S)
     finally:
         for number in lifecycle.end_signals():
             loop.remove_signal_handler(number)
@@ -137,7 +138,9 @@ async def main():
     await asyncio.sleep(60)
 asyncio.run(main())
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGING_S, check=False
+    )
     assert done.stdout.strip() == "cleaning up"
     assert done.returncode == 1
     assert "second signal" in done.stderr

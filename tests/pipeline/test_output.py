@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests import HANGING_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 from pathlib import Path
 from diloco.pipeline.process.output import outlive_readers
+from tests import HANGING_S
 outlive_readers(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
 print("heard", flush=True)
 sys.stdin.readline()  # until the reader is gone
@@ -47,7 +50,7 @@ def test_what_nobody_reads_any_more_goes_to_the_refuge_and_nothing_fails(tmp_pat
     os.close(theirs)
     assert os.read(ours, 100).strip() == b"heard"
     os.close(ours)
-    process.communicate(b"\n", timeout=20)
+    process.communicate(b"\n", timeout=HANGING_S)
     assert process.returncode == 0
     assert end.exists()
     assert refuge.read_text() == "unheard ö\nunheard too\n"
@@ -66,12 +69,12 @@ def test_a_reader_that_goes_in_the_middle_of_a_character_leaves_text(tmp_path):
     assert process.stdin is not None
     process.stdin.write(b"\n")
     process.stdin.flush()
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANGING_S
     while int.from_bytes(fcntl.ioctl(ours, termios.FIONREAD, bytes(4)), sys.byteorder) < size:
         assert time.monotonic() < until
         time.sleep(0.01)
     os.close(ours)
-    process.communicate(timeout=20)
+    process.communicate(timeout=HANGING_S)
     assert process.returncode == 0
     assert refuge.read_text() == "ä\nunheard too\n"
 
@@ -84,7 +87,7 @@ def test_without_a_refuge_it_goes_nowhere(tmp_path, refuge):
     os.close(theirs)
     os.read(ours, 100)
     os.close(ours)
-    process.communicate(b"\n", timeout=20)
+    process.communicate(b"\n", timeout=HANGING_S)
     assert process.returncode == 0
     assert [file.name for file in tmp_path.iterdir()] == ["end"]
 
@@ -94,7 +97,7 @@ def test_a_full_disk_under_the_output_ends_nothing(tmp_path):
     """Neither is its file given up: there may be room again."""
     with Path("/dev/full").open("w") as full:
         process = program(tmp_path / "refuge.log", tmp_path / "end", out=full.fileno())
-        process.communicate(b"\n", timeout=20)
+        process.communicate(b"\n", timeout=HANGING_S)
     assert process.returncode == 0
     assert [file.name for file in tmp_path.iterdir()] == ["end"]
 

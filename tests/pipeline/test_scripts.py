@@ -23,7 +23,7 @@ from diloco.pipeline.view.trouble import Told
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import service
 from diloco.workers.exchange import reaching
-from tests import samples
+from tests import HANGING_S, samples
 from tests.pipeline.test_acl import Server, as_user, server  # noqa: F401  # a fixture
 from tests.pipeline.test_commit_cases import NONCE
 
@@ -57,7 +57,7 @@ async def test_a_syncer_puts_back_scripts_that_no_call_of_its_own_misses(
     with pytest.raises(ScriptsMissing, match=SAID):
         await learner.offer(samples.header("l0"))
     keeping = asyncio.create_task(service._keep_scripts(syncer.ensure_scripts, Metrics()))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(HANGING_S):
         while not all(server.admin.script_exists(earlier.sha, script("offer").sha)):
             await asyncio.sleep(0.02)
     assert await learner.offer(samples.header("l0"))
@@ -102,7 +102,7 @@ async def test_a_learner_whose_release_has_no_syncer_waits_and_says_so_in_the_st
     with structlog.testing.capture_logs() as said:
         reached = asyncio.create_task(reaching.reach(as_user(server.url, "learner-l0"), server.run, "l0"))
         viewer = await server.bus("viewer")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(HANGING_S):
             while not await viewer.read_events():
                 await asyncio.sleep(0.02)
         assert not reached.done()
@@ -112,7 +112,7 @@ async def test_a_learner_whose_release_has_no_syncer_waits_and_says_so_in_the_st
             assert "the release of l0" in warning
             assert "start a syncer of that release" in warning
         syncer = await server.bus("syncer")
-        learner, scripts = await asyncio.wait_for(reached, 10)
+        learner, scripts = await asyncio.wait_for(reached, HANGING_S)
     assert {one["event"] for one in said} == {"scripts_missing", "scripts_found"}
     assert all(re.search(SAID, one["error"]) for one in said if one["event"] == "scripts_missing")
     for status in (await read_status(viewer, LoopClock()), (await reader.look()).status):

@@ -19,6 +19,7 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.settings import BusSettings, load
 from diloco.pipeline.transfer.payloads import pull, push
+from tests import HANGING_S
 from tests.certificates import Authority, make_authority, tls_binary
 from tests.serving import serving
 
@@ -46,7 +47,7 @@ def tls_server(binary: Path, authority: Authority, folder: Path, clients: str) -
     with log.open("wb") as out:
         process = subprocess.Popen([str(binary), str(config)], stdout=out, stderr=out, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + HANGING_S
         client = redis_py.Redis(port=plain, password=PASSWORD)
         while True:
             with contextlib.suppress(redis_py.ConnectionError):

@@ -15,6 +15,7 @@ from typing import Any, Self
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.messages.run import Event
+from tests import HANGING_S
 
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("rank.py")
@@ -95,13 +96,13 @@ class Party:
 
         return asyncio.run(read())
 
-    def until(self, true: Callable[[], Any], limit_s: float = 150.0) -> None:
+    def until(self, true: Callable[[], Any], limit_s: float = HANGING_S) -> None:
         deadline = time.monotonic() + limit_s
         while not true():
             assert time.monotonic() < deadline, self.shown()
             time.sleep(0.05)
 
-    def ended(self, *processes: subprocess.Popen[bytes], limit_s: float = 150.0) -> list[int]:
+    def ended(self, *processes: subprocess.Popen[bytes], limit_s: float = HANGING_S) -> list[int]:
         """Their statuses, once all have ended."""
         self.until(lambda: all(process.poll() is not None for process in processes), limit_s)
         return [process.returncode for process in processes]

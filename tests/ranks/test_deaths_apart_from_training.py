@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import HANGING_S
 from tests.ranks.party import Party
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -16,7 +17,7 @@ WHILE_JOINING = {
     "rank 0 looks for moments": (0, f"{RANKS}joined Rank._recover 1"),
     "it enters": (2, f"{RANKS}joined Rank._enter 1"),
 }
-LIMIT_S = 50.0
+LIMIT_S = HANGING_S
 """Below what connecting may take, `lines.CONNECT_S`."""
 
 

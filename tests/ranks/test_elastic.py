@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from tests import HANGING_S
 from tests.ranks.party import RANK, Party, children_of, free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
-LIMIT_S = 200.0
+LIMIT_S = HANGING_S
 
 
 def torchrun(party: Party, ranks: int) -> subprocess.Popen[bytes]:

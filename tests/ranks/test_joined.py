@@ -29,6 +29,7 @@ from diloco.workers.ranks.under_way import SMALL, UnderWay
 from diloco.workers.ranks.wishes import Wishes
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import Stopping
+from tests import HANGING_S
 
 TENSOR = TensorSpec(name="t", shape=(2,), dtype="float32", rule="mean", fragment=0)
 
@@ -318,7 +319,7 @@ class Late(Alone):
         """Of one rank."""
 
         def wait(within_s: float | None = None) -> list[int]:
-            self.come.wait(10.0)
+            self.come.wait(HANGING_S)
             time.sleep(1e-3)
             return list(numbers)
 
@@ -337,7 +338,7 @@ def test_the_exchange_never_waits_for_a_sum_that_is_not_there() -> None:
     joined.shared.windows[0] = OpenWindow(3, 0, member=False)
     seen = threading.Thread(target=joined.shared.window_seen)
     seen.start()
-    seen.join(5.0)
+    seen.join(HANGING_S)
     waited, trains = seen.is_alive(), training.is_alive()
     sums.come.set()
     training.join()
@@ -381,7 +382,7 @@ def race(locked: bool) -> bool:
     finally:
         sys.setswitchinterval(interval_s)
     asked.put(None)
-    thread.join(30.0)
+    thread.join(HANGING_S)
     assert not thread.is_alive()
     rounds = joined.training.rounds
     of_their_steps = all((one.steps, one.tokens) == (step, 10 * step) for one, (step, _) in told)

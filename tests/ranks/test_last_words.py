@@ -15,6 +15,7 @@ from diloco.workers.ranks.lines import TcpLines, listen
 from diloco.workers.ranks.parting import Parting
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.ranks.working import Working
+from tests import HANGING_S
 
 RANKS, STEPS = 3, 25
 
@@ -104,7 +105,7 @@ async def task_fails(member: Member) -> str:
 @pytest.mark.parametrize("how", [killed, asked, loop_fails, task_fails])
 async def test_the_run_hears_once_why_a_learner_has_ended(how: Callable[[Member], Awaitable[str]], rank: int) -> None:
     """Whichever rank it is; and so do all ranks that are left."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGING_S):
         members, bus = await crew()
         why = await how(members[rank])
         left = [one for one in members if not one._wires.leaving]
@@ -117,7 +118,7 @@ async def test_the_run_hears_once_why_a_learner_has_ended(how: Callable[[Member]
 
 async def test_the_run_hears_once_that_ranks_left_after_different_steps() -> None:
     """All ranks find it out, about together."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGING_S):
         members, bus = await crew()
         members[1].parting.steps -= 1
         leaving = [asyncio.create_task(one.parting.all_leave()) for one in members]
@@ -131,7 +132,7 @@ async def test_the_run_hears_once_that_ranks_left_after_different_steps() -> Non
 
 async def test_a_rank_that_is_asked_to_end_says_so_though_another_one_is_gone() -> None:
     """It names that one, and the others hear why as well."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGING_S):
         members, bus = await crew()
         for rank in (0, 2):  # so their exchanges go on
             members[rank]._wires.leaving = True
@@ -148,7 +149,7 @@ async def test_a_rank_that_is_asked_to_end_says_so_though_another_one_is_gone() 
 
 async def test_all_loops_that_fail_at_once_are_told_once() -> None:
     """As by one bug in all of them."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGING_S):
         members, bus = await crew()
         await asyncio.gather(*(loop_fails(one) for one in members))
         ended = await asyncio.gather(*(one.task for one in members), return_exceptions=True)
@@ -158,7 +159,7 @@ async def test_all_loops_that_fail_at_once_are_told_once() -> None:
 
 async def test_two_ranks_that_are_gone_leave_one_that_tells_the_run() -> None:
     """As with their container: the first of the others is gone too."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGING_S):
         members, bus = await crew()
         cut(members[0])
         cut(members[1])
@@ -172,7 +173,7 @@ async def test_two_ranks_that_are_gone_leave_one_that_tells_the_run() -> None:
 async def test_an_exchange_that_fails_is_told_with_its_words_and_of_another_process_nothing() -> None:
     """Where rank 0's ends by an error; but where another process has the name, the run hears of no broken learner."""
     for error, said in (BusError("Redis refuses"), 1), (LearnerReplaced("its name is taken", 2), 0):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(HANGING_S):
             members, bus = await crew()
             members[0]._wires.go_on(failing(error))
             ended = await asyncio.gather(*(one.task for one in members), return_exceptions=True)

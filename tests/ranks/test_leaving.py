@@ -10,6 +10,7 @@ import structlog
 from diloco.pipeline.errors import RankGone
 from diloco.workers.ranks import parting
 from diloco.workers.ranks.parting import Parting
+from tests import HANGING_S
 from tests.ranks.party import Party
 from tests.ranks.test_last_words import crew
 from tests.ranks.test_wires import wired
@@ -17,7 +18,7 @@ from tests.ranks.test_wires import wired
 
 async def leave(steps: list[int], who: list[int]) -> list[Any]:
     """Have some of three ranks leave their loops; what each hears: of the others' leaving, or why all end."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(HANGING_S):
         members, _ = await crew()
         for one, number in zip(members, steps, strict=True):
             one.parting.steps = number

@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from tests import HANGING_S
 from tests.ranks.party import ROOT, free_port
 
 PROGRAM = textwrap.dedent(
@@ -51,7 +52,7 @@ def test_a_rank_that_parts_ends_though_the_others_never_answer(how: str) -> None
     try:
         assert ranks[1].stdout is not None
         assert ranks[1].stdout.readline() == b"here\n"
-        assert ranks[0].wait(120) == 3
+        assert ranks[0].wait(HANGING_S) == 3
         assert ranks[1].poll() is None
     finally:
         for process in ranks:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.workers.ranks import resting
+from tests import HANGING_S
 from tests.ranks.party import ROOT, free_port
 
 PROGRAM = textwrap.dedent(
@@ -49,7 +50,7 @@ def test_a_rank_ends_well_though_a_thread_of_gloo_lags_behind() -> None:
         for rank in range(2)
     ]
     try:
-        assert [process.wait(120) for process in ranks] == [0, 0]
+        assert [process.wait(HANGING_S) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()

@@ -14,6 +14,7 @@ import pytest
 from diloco.workers.ranks import stuck
 from diloco.workers.ranks.stuck import PROBE, RankStopping
 from diloco.workers.stopping import STOPS
+from tests import HANGING_S
 
 INTERRUPTS = (signal.SIGINT, signal.SIGURG, *STOPS)
 
@@ -180,7 +181,7 @@ def test_all_is_as_it_was_after_leaving(watched: tuple[RankStopping, list[Any]])
     stopping.restore()
     assert [signal.getsignal(number) for number in (PROBE, *STOPS)] == [signal.SIG_DFL] * (1 + len(STOPS))
     assert signal.set_wakeup_fd(-1) == -1
-    until = time.monotonic() + 10
+    until = time.monotonic() + HANGING_S
     while any(thread.name == "signals" for thread in threading.enumerate()):
         assert time.monotonic() < until
         time.sleep(0.01)

@@ -12,6 +12,7 @@ from torch import distributed
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.payload import codec
 from diloco.workers.ranks.told import Place, said_by_all
+from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow]
 FIRST, SECOND = Place(host="first", port=1), Place(host="second", port=2)
@@ -55,7 +56,7 @@ def test_a_rank_hears_messages_and_nothing_else(tmp_path: Path) -> None:
     for one in ranks:
         one.start()
     for one in ranks:
-        one.join(120)
+        one.join(HANGING_S)
     heard = json.loads((tmp_path / "heard").read_text())
     for found, (sent, size, expected) in zip(heard, CASES, strict=True):
         assert found.startswith(expected), (sent, size)

@@ -17,6 +17,7 @@ from diloco.workers.ranks import wires as wires_module
 from diloco.workers.ranks.joined import Rank
 from diloco.workers.ranks.lines import TcpLines, listen
 from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, TOLD_S, Wires
+from tests import HANGING_S
 
 TOKEN, MOST = bytes(32), 3_000_000
 
@@ -26,7 +27,7 @@ async def wired(ranks: int) -> AsyncIterator[list[Wires]]:
     listeners = [listen("127.0.0.1") for _ in range(ranks)]
     addresses = [one.getsockname()[:2] for one in listeners]
     made = [Wires(TcpLines(rank, addresses, listener, TOKEN), MOST) for rank, listener in enumerate(listeners)]
-    async with asyncio.timeout(60), AsyncExitStack() as stack:
+    async with asyncio.timeout(HANGING_S), AsyncExitStack() as stack:
         await asyncio.gather(*(stack.enter_async_context(one) for one in made))
         yield made
 
@@ -108,7 +109,7 @@ async def test_ranks_that_find_out_together_do_not_wait_for_each_other() -> None
     async with wired(3) as wires:
         for rank in (0, 2):
             wires[1]._writers[rank].transport.abort()
-        await asyncio.wait_for(asyncio.gather(wires[0].watch(), wires[2].watch(), return_exceptions=True), 10)
+        await asyncio.wait_for(asyncio.gather(wires[0].watch(), wires[2].watch(), return_exceptions=True), HANGING_S)
         began = asyncio.get_running_loop().time()
         await asyncio.gather(*(wires[rank].__aexit__(None, None, None) for rank in (0, 2)))
         assert asyncio.get_running_loop().time() - began < TOLD_S / 2
@@ -207,7 +208,7 @@ async def test_a_rank_that_dies_before_it_connects_is_not_waited_for(how: str) -
         listeners[1].close()
         called.close()
     with pytest.raises(RankGone, match=r"cannot reach ranks \[1\]"):
-        await asyncio.wait_for(connecting, 30)
+        await asyncio.wait_for(connecting, HANGING_S)
 
 
 async def test_a_rank_that_dies_before_it_takes_a_call_was_never_connected() -> None:
@@ -218,7 +219,7 @@ async def test_a_rank_that_dies_before_it_takes_a_call_was_never_connected() -> 
     await asyncio.sleep(0.2)
     listeners[0].close()
     with pytest.raises(RankGone, match=r"cannot reach ranks \[0\]"):
-        await asyncio.wait_for(connecting, 30)
+        await asyncio.wait_for(connecting, HANGING_S)
 
 
 async def test_who_does_not_know_the_token_is_no_rank() -> None:

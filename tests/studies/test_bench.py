@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from diloco.studies.bench.end_to_end import Case
 from rich.console import Console
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
@@ -17,6 +18,7 @@ from diloco_studies.bench.end_to_end import PYTHONPATH, Case
 from diloco_studies.bench.figures import alternate, shown, spread
 from diloco_studies.bench.merging import Sizes, Work
 from diloco_studies.bench.plain import Plain
+from tests import HANGING_S
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = ("publish_to_adopted_s", "trainer_blocked_s", "syncer_cpu_s_per_gb", "syncer_rss_mb", "redis_floor_ratio")
@@ -202,7 +204,7 @@ def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
             time.sleep(0.05)
         time.sleep(1.0)
         process.send_signal(number)
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=HANGING_S)
     finally:
         process.kill()
     assert process.returncode not in (0, -number)

@@ -22,11 +22,13 @@ from diloco_studies.bench.beside.crew import Crew, alike
 from diloco_studies.bench.beside.environments import PEERS, Peer, Unavailable, installed, python_of, version_wanted
 from diloco_studies.bench.end_to_end import PYTHONPATH
 from diloco_studies.bench.machine import family, peaks_mb
+from tests import HANGING_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
 DRIVER = """
 import json, os, subprocess, sys, time
+from tests import HANGING_S
 given = json.loads(sys.argv[1])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 def say(what): print(json.dumps(what), flush=True)
@@ -71,7 +73,7 @@ def alive(pid: int) -> bool:
 
 def gone(pids: list[int]) -> bool:
     """Whether they end; those that were killed may take a moment."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANGING_S
     while any(map(alive, pids)) and time.monotonic() < until:
         time.sleep(0.01)
     return bool(pids) and not any(map(alive, pids))

@@ -20,6 +20,7 @@ from diloco_studies.bench.gpu import command, running
 from diloco_studies.bench.gpu.pieces import WAYS, Figures, NoFigures, Piece, plan, said, summary, to_do
 from diloco_studies.bench.gpu.running import do, do_all, read_results
 from diloco_studies.quality.experiment import read_experiment
+from tests import HANGING_S
 
 ROOT = Path(__file__).resolve().parents[2]
 WRITE = "import sys, pathlib; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
@@ -169,12 +170,12 @@ def test_interrupted_it_leaves_nothing_running_and_goes_on_with_the_piece_under_
     process = subprocess.Popen(
         [sys.executable, "-c", CALL, str(tmp_path)], cwd=ROOT, env=os.environ | {"PYTHONPATH": PYTHONPATH}
     )
-    figure, until = tmp_path / "hangs" / "figure", time.monotonic() + 60
+    figure, until = tmp_path / "hangs" / "figure", time.monotonic() + HANGING_S
     while not (figure.is_file() and figure.read_text()):
         assert time.monotonic() < until
         time.sleep(0.05)
     process.send_signal(number)
-    assert process.wait(60) != 0
+    assert process.wait(HANGING_S) != 0
     while not gone(int(figure.read_text())):
         assert time.monotonic() < until
         time.sleep(0.05)

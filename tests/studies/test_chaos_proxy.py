@@ -10,8 +10,9 @@ import pytest
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco_studies.strikes.proxy import HOST, MADE_UP_S, Line, Proxy
 from diloco_studies.strikes.tail import Tail
+from tests import HANGING_S
 
-LIMIT_S = 10.0
+LIMIT_S = HANGING_S
 SILENCE_S = 0.2
 """Long enough to have been answered."""
 

@@ -23,6 +23,7 @@ from diloco_studies.quality.experiment import read_experiment
 from diloco_studies.quality.results.store import Store
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.sweep import News
+from tests import HANGING_S
 from tests.studies.test_lab_results import result
 from tests.studies.test_lab_settings import SWEEP
 
@@ -50,7 +51,7 @@ def alive(group):
 
 def ends(group):
     """All of it, soon: the last to go is Python's own tracker of what processes share."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANGING_S
     while alive(group) and time.monotonic() < until:
         time.sleep(0.2)
     assert not alive(group)
@@ -69,7 +70,7 @@ def begun(file, out, jobs="1"):
 
 def first_result(process, out):
     """Wait for it."""
-    until = time.monotonic() + 240
+    until = time.monotonic() + HANGING_S
     while not list(out.glob("*.json")) and time.monotonic() < until:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.2)
@@ -162,7 +163,7 @@ def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
     process = begun(file, out)
     first_result(process, out)
     os.killpg(process.pid, number)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=HANGING_S)
     assert process.returncode == AGAIN_STATUS
     assert "1 done, 0 failed, 1 left" in errors
     assert "Traceback" not in errors
@@ -178,7 +179,7 @@ def test_a_process_that_the_system_killed_costs_the_runs_under_way_alone(text, t
     first_result(process, out)
     time.sleep(5)
     os.kill(workers(process.pid)[0], signal.SIGKILL)
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=HANGING_S)
     assert process.returncode == 1
     said = " ".join(errors.split())
     for steps in (1_000_000, 1_000_001):
@@ -205,7 +206,7 @@ def test_no_process_is_left_of_a_sweep(how, text, tmp_path):
             process.wait(2)
         if how == "a second Ctrl-C":
             os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=HANGING_S)
     assert process.returncode != 0
     assert "Traceback" not in errors
     assert how != "Ctrl-C" or process.returncode == AGAIN_STATUS

@@ -13,6 +13,7 @@ import pytest
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco_studies.strikes.failing.network import Network, enter
 from diloco_studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
+from tests import HANGING_S
 
 pytestmark = [
     pytest.mark.redis,
@@ -131,7 +132,7 @@ def test_nothing_is_left_of_a_network_whose_process_is_killed() -> None:
         name = f"dlc{process.pid}"
         assert name in Path("/proc/net/dev").read_text()
         process.kill()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + HANGING_S
     while name in Path("/proc/net/dev").read_text() or Path(namespace).exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)

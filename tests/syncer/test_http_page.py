@@ -13,9 +13,10 @@ from diloco.pipeline.view.page.files import MODULES, one_file, served
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import http
 from diloco.syncer.serving.http import EVENTS, start_http
+from tests import HANGING_S
 
 TOKEN = "correct-horse"  # noqa: S105  # made up
-LIMIT_S = 60.0
+LIMIT_S = HANGING_S
 
 
 class Feed:

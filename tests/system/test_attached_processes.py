@@ -20,6 +20,7 @@ from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import LedgerInputs, read_ledger_inputs
 from diloco.tape import read_archive
+from tests import HANGING_S
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -30,6 +31,7 @@ import time
 import torch
 from torch import nn
 from diloco import Learner
+from tests import HANGING_S
 
 name, kind, result = sys.argv[1:]
 torch.manual_seed(0)
@@ -115,7 +117,7 @@ def test_a_killed_learner_that_comes_back_leaves_no_token_unaccounted(tmp_path: 
             return [line.split() for line in lines if line.startswith(what)]
 
         def until(true: Callable[[], Any]) -> None:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + HANGING_S
             while not true():
                 assert time.monotonic() < deadline, {file.name: file.read_text() for file in tmp_path.glob("*.log")}
                 time.sleep(0.05)
@@ -129,7 +131,7 @@ def test_a_killed_learner_that_comes_back_leaves_no_token_unaccounted(tmp_path: 
             learners["bb"].kill()
             learners["bb"].wait()
             learners["bb"] = learner("bb", "pair")
-            assert [one.wait(120) for one in (*learners.values(), syncer)] == [0, 0, 0, 0]
+            assert [one.wait(HANGING_S) for one in (*learners.values(), syncer)] == [0, 0, 0, 0]
         finally:
             for process in started:
                 process.kill()

@@ -19,6 +19,7 @@ from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.workers.trainer.data.blocks import permuted
+from tests import HANGING_S
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -34,6 +35,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from diloco import Learner
+from tests import HANGING_S
 
 
 class Rows(Dataset):
@@ -141,7 +143,7 @@ def test_every_index_is_trained_once_but_for_those_in_hand_at_a_kill(tmp_path: P
             return [(entry, int(read), [int(at) for at in indices]) for entry, read, *indices in lines]
 
         def until(true: Callable[[], Any]) -> None:
-            deadline = time.monotonic() + 200
+            deadline = time.monotonic() + HANGING_S
             while not true():
                 logs = {file.name: file.read_text()[-3000:] for file in tmp_path.glob("*.log")}
                 assert time.monotonic() < deadline, logs
@@ -169,7 +171,7 @@ def test_every_index_is_trained_once_but_for_those_in_hand_at_a_kill(tmp_path: P
                 until(lambda: all(len(trained(one)) >= before[one] + 40 for one in kinds))
             for one in learners.values():
                 one.terminate()
-            assert [one.wait(60) for one in learners.values()] == [0, 0, 0]
+            assert [one.wait(HANGING_S) for one in learners.values()] == [0, 0, 0]
             syncer.terminate()
             assert syncer.wait(60) == AGAIN_STATUS
             queue: ShardQueue = ask(redis.url, lambda bus: bus.read_shards())

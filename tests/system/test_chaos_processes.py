@@ -16,6 +16,7 @@ from diloco.pipeline.errors import DilocoError
 from diloco_studies.strikes.elastic.report import build_elastic
 from diloco_studies.strikes.evidence import of_group
 from diloco_studies.strikes.spawner import Spawner
+from tests import HANGING_S
 from tests.studies.test_elastic_report import FACTS
 from tests.system.test_processes import ROOT, SMALL, diloco, wait_for
 from tests.system.test_processes import environment as clean_environment
@@ -87,7 +88,7 @@ def test_a_run_that_is_stopped_is_audited_all_the_same(tmp_path: Path) -> None:
         wait_for(lambda: "learner_joined" in _logs(tmp_path / "out"))
         time.sleep(5)  # some of it under strikes
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=HANGING_S)
     assert "verdict" in output or "nothing was struck" in output
     assert "Traceback" not in output
 

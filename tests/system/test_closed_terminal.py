@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests import HANGING_S
 from tests.system.test_processes import ROOT, SMALL, Run, environment
 
 pytestmark = [pytest.mark.slow]
@@ -83,7 +84,7 @@ def test_a_run_outlives_the_reader_of_its_output(tmp_path: Path) -> None:
     with watched(tmp_path / "out", theirs, "--tokens", 60_000) as run:
         assert b"output folder" in os.read(ours, 100)
         os.close(ours)
-        assert run.process.wait(200) == 0
+        assert run.process.wait(HANGING_S) == 0
     assert run.report["tokens"] >= 60_000
     assert run.report["stopped"] is False
     assert "picture" in run.launcher_log
@@ -97,7 +98,7 @@ def test_a_hangup_ends_a_run_in_order(tmp_path: Path, times: int) -> None:
         run.reaches(5_000)
         for _ in range(times):
             run.process.send_signal(signal.SIGHUP)
-        assert run.process.wait(200) == 0
+        assert run.process.wait(HANGING_S) == 0
     assert run.report["stopped"] is True
     assert run.report["tokens_lost"]["unaccounted"] == 0
     assert Path(run.report["checkpoint"]).is_dir()
@@ -111,7 +112,7 @@ def run_whose_terminal_closes(out: Path, hangup: signal.Handlers, tokens: int) -
     with watched(out, theirs, "--tokens", tokens, start_new_session=True, preexec_fn=take) as run:
         with shown(ours):
             run.reaches(5_000)
-        assert run.process.wait(200) == 0
+        assert run.process.wait(HANGING_S) == 0
     assert "picture" in run.launcher_log
     run.left_nothing_running()
     return run

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
+from tests import HANGING_S
 
 pytestmark = pytest.mark.redis
 
@@ -24,7 +25,7 @@ def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 40
 
 
-def run_of(example: Path, run: str, tokens: int, folder: Path, limit_s: float = 100) -> list[tuple[str, str]]:
+def run_of(example: Path, run: str, tokens: int, folder: Path, limit_s: float = HANGING_S) -> list[tuple[str, str]]:
     """What two processes of an example and a syncer have said, which end by themselves at the budget."""
     with EmbeddedRedis(dies_with_us=True) as redis:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}

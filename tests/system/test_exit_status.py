@@ -12,10 +12,11 @@ import pytest
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow]
 
-LIMIT_S = 120.0
+LIMIT_S = HANGING_S
 SMALL = ["--model", "nano", "--seq-len", "64", "--batch", "4", "--fragments", "4", "--sync-interval", "6"]
 BUDGET = 150_000
 PARTIES = {

@@ -13,6 +13,7 @@ import tomli_w
 
 from diloco_studies.quality.engine import train
 from diloco_studies.quality.settings import LabRun
+from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.redis]
 
@@ -33,7 +34,7 @@ def in_real_time(text: Path, folder: Path, seed: int) -> float:
     config.write_text(tomli_w.dumps({**SETTINGS, "data": str(text), "seed": seed, "tokens": TOKENS}))
     given = ["--config", str(config), "--pace", "60ms", "--threads", "1", "--out", str(folder / str(seed))]
     subprocess.run(
-        [sys.executable, "-m", "diloco", "run", *given, "--json-report", str(report)], check=True, timeout=240
+        [sys.executable, "-m", "diloco", "run", *given, "--json-report", str(report)], check=True, timeout=HANGING_S
     )
     return float(json.loads(report.read_text())["global_val_loss"])
 

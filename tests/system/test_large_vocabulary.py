@@ -20,6 +20,7 @@ from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import as_bytes, decode, payload_digest
+from tests import HANGING_S
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -31,6 +32,7 @@ import time
 import torch
 from torch import nn
 from diloco import Learner
+from tests import HANGING_S
 
 run, name, folder = sys.argv[1:]
 torch.manual_seed(len(name))
@@ -75,7 +77,7 @@ class Parties:
         return (self._folder / "log").read_text()
 
     def until(self, true: Callable[[], Any]) -> None:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + HANGING_S
         while not true():
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.05)

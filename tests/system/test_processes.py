@@ -24,13 +24,14 @@ from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.tape import read_archive
+from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--fragments", "4", "--sync-interval", "6", "--seq-len", "64", "--batch", "4"]
 QUICK = {"DILOCO_EVAL_EVERY": "500ms", "DILOCO_EVAL_TOKENS": "2048"}
-LIMIT_S = 150.0
+LIMIT_S = HANGING_S
 
 
 def environment() -> dict[str, str]:
@@ -402,7 +403,7 @@ def test_all_syncers_are_replaced_while_training_goes_on(tmp_path: Path) -> None
             start("again-1")
             share("again-0", "again-1")
             output = run.end()
-            assert [one.wait(30) for one in late] == [0, 0]
+            assert [one.wait(HANGING_S) for one in late] == [0, 0]
         finally:
             for one in late:
                 one.kill()

@@ -16,6 +16,7 @@ import pytest
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow]
 
@@ -56,7 +57,7 @@ def party(url: str, log: Path, *arguments: str) -> Iterator[subprocess.Popen[byt
 
 def wait_for_steps(losses: Path, incarnations: int) -> None:
     """Until the learner has written losses of that many incarnations."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANGING_S
     while not losses.is_file() or len({json.loads(x)["incarnation"] for x in _whole(losses)}) < incarnations:
         assert time.monotonic() < deadline, "the learner made no step"
         time.sleep(0.1)
@@ -72,7 +73,7 @@ def wait_for_merge(url: str) -> None:
         finally:
             await bus.close()
 
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANGING_S
     while asyncio.run(newest()) == 0:
         assert time.monotonic() < deadline, "nothing was merged"
         time.sleep(0.1)
@@ -96,7 +97,7 @@ def test_a_learner_that_leaves_at_sigterm_saves_its_state_and_goes_on_from_it(tm
             wait_for_steps(state / "losses.jsonl", incarnation)
             wait_for_merge(url)  # at version 0 nothing is recovered
             process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == AGAIN_STATUS
+            assert process.wait(HANGING_S) == AGAIN_STATUS
             saved = json.loads((state / "state.json").read_text())
             steps = len(_whole(state / "losses.jsonl"))
             assert saved["steps"] == steps > 0

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
+from tests import HANGING_S
 from tests.system.test_recovery_processes import party
 
 pytestmark = [pytest.mark.slow]
@@ -28,13 +29,13 @@ class Operator:
 
     def asks(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "diloco", *arguments, "--redis-url", self.url]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGING_S)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def sees(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
         """The run's status, as soon as it is so."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + HANGING_S
         while time.monotonic() < deadline:
             found = [row for row in json.loads(self.asks("runs", "--json")) if row["run"] == "run"]
             if found and condition(found[0]):
@@ -60,12 +61,12 @@ def test_a_run_is_finished_from_elsewhere_extended_under_its_name_and_freed(tmp_
         parties = start(1, *SMALL, "--tokens", "100M")
         operator.sees(lambda row: row["phase"] == "running" and row["tokens"] > 20_000)
         assert "finished: " in operator.asks("finish")
-        assert [one.wait(60) for one in parties] == [0, 0, 0]
+        assert [one.wait(HANGING_S) for one in parties] == [0, 0, 0]
         first = operator.sees(lambda row: row["phase"] == "finished")
 
         operator.asks("runs", "extend", "run", "--tokens", str(first["tokens"] + 30_000))
         parties = start(2)
-        assert [one.wait(120) for one in parties] == [0, 0, 0]
+        assert [one.wait(HANGING_S) for one in parties] == [0, 0, 0]
         second = operator.sees(lambda row: row["phase"] == "finished")
         assert second["tokens"] >= first["tokens"] + 30_000
         for before, after in zip(first["fragments"], second["fragments"], strict=True):

@@ -18,11 +18,12 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.messages.run import Evaluation
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import read_status
+from tests import HANGING_S
 from tests.diloco.test_track import QUICK, of_tensorboard
 from tests.system.test_recovery_processes import party
 
 pytestmark = [pytest.mark.slow]
-LIMIT_S = 100.0
+LIMIT_S = HANGING_S
 SMALL = ("--fragments", "4", "--sync-interval", "6", "--seq-len", "64", "--batch", "4", "--tokens", "120k")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
+from tests import HANGING_S
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
@@ -21,6 +22,7 @@ import time
 import torch
 from torch import nn
 from diloco import Learner, SyncSettings
+from tests import HANGING_S
 
 model = nn.ParameterList(nn.Parameter(0.02 * torch.randn(2048, 2048)) for _ in range(4))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -54,7 +56,7 @@ def test_the_default_outer_step_fits_or_is_said_not_to(tmp_path: Path) -> None:
 
         def status() -> dict[str, Any]:
             asked = [sys.executable, "-m", "diloco", "status", "--run", "wide", "--json"]
-            done = subprocess.run(asked, env=environment, text=True, timeout=60, capture_output=True)
+            done = subprocess.run(asked, env=environment, text=True, timeout=HANGING_S, capture_output=True)
             if "no run 'wide' on this Redis" in done.stderr:  # nobody has announced anything yet
                 return {"tokens": 0, "warnings": []}
             assert done.returncode == 0, done.stderr

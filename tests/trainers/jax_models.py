@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from diloco.pipeline.settings import SyncSettings
+from tests import HANGING_S
 from tests.workers.test_device_encoding import a_syncer
 
 FEATURES, HIDDEN, CLASSES, BATCH = 8, 16, 4, 16
@@ -158,7 +159,7 @@ IN_STEP = SyncSettings(
     overlap_steps=10**6,  # a round trip of any length: every H steps both publish
     tokens=2**40,
 )
-WAIT_S = 180.0
+WAIT_S = HANGING_S
 
 
 def in_step(

@@ -33,6 +33,7 @@ from diloco.workers.parameters import FragmentParameters, tensor_table  # noqa: 
 from diloco.workers.pytree.parameters import PytreeParameters  # noqa: E402
 from diloco.workers.pytree.table import PytreeModel  # noqa: E402
 from diloco.workers.pytree.tree import Names, Tree  # noqa: E402
+from tests import HANGING_S  # noqa: E402
 from tests.system import test_example  # noqa: E402
 from tests.trainers.jax_models import (  # noqa: E402
     BATCH,
@@ -58,7 +59,7 @@ pytestmark = [pytest.mark.trainers, pytest.mark.usefixtures("one_thread")]
 ONE = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=2**40, global_codec="fp32")
 ONE_FRAGMENT = ONE.model_copy(update={"fragments": 1})
 NOWHERE = {"redis_url": "unix:///nowhere"}
-WAIT_S = 180.0
+WAIT_S = HANGING_S
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_model.py"
 
 

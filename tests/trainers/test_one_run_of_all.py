@@ -21,6 +21,7 @@ from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import LedgerInputs, read_ledger_inputs
 from diloco.tape import read_archive
+from tests import HANGING_S
 from tests.trainers import scripts
 
 pytestmark = [
@@ -62,7 +63,7 @@ def test_five_trainers_make_one_model_and_a_killed_one_comes_back(tmp_path: Path
             return (tmp_path / f"{kind}.log").read_text().splitlines().count(what)
 
         def until(true: Callable[[], Any]) -> None:
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + HANGING_S
             while not true():
                 assert time.monotonic() < deadline, logs()
                 time.sleep(0.05)
@@ -81,7 +82,7 @@ def test_five_trainers_make_one_model_and_a_killed_one_comes_back(tmp_path: Path
             until(lambda: all(said(kind, "trained") == 1 + (kind == KILLED) for kind in KINDS))
             (tmp_path / "hurry").touch()
             for one in learners.values():
-                one.join(300)
+                one.join(HANGING_S)
             assert [one.exitcode for one in learners.values()] == [0] * 5, logs()
             assert syncer.wait(60) == 0
         finally:

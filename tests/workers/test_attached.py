@@ -17,6 +17,7 @@ from diloco.workers import attached
 from diloco.workers.attached import Attached, StepTokens
 from diloco.workers.learner import Learner
 from diloco.workers.stopping import Stopped
+from tests import HANGING_S
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import SYNC, learner_of, reports, threads, until
 from tests.workers.test_model_checks import Duck
@@ -345,7 +346,7 @@ def test_a_learner_that_is_closed_while_it_joins_gives_up_and_leaves_nothing(red
     thread.start()
     until(lambda: [seen.report.left for seen in reports(redis_server, "given-up")] == [False])
     learner.close()
-    thread.join(20)
+    thread.join(HANGING_S)
     assert "closed before it had joined" in str(ended[0])
     assert [seen.report.left for seen in reports(redis_server, "given-up")] == [True]
     assert not threads()

@@ -33,6 +33,7 @@ from diloco.workers.encoding import encode_delta, grown
 from diloco.workers.exchange import carrier
 from diloco.workers.learner import Learner
 from diloco.workers.parameters import FragmentParameters, tensor_table
+from tests import HANGING_S
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
 BORDERS = (1, BLOCK - 1, BLOCK, BLOCK + 1, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP + BLOCK + 7)
@@ -257,7 +258,7 @@ def uploads(url: str, run: str, kind: Codec, encode_on: Any, device: str = "cpu"
                         moved = rng.standard_normal(tuple(tensor.shape)).astype(np.float32) * np.float32(1e-3)
                         tensor.add_(torch.from_numpy(moved).to(device))
                 learner.step(tokens=1)  # publishes
-                until = time.monotonic() + 60
+                until = time.monotonic() + HANGING_S
                 while not learner.joined.shared.adoptions:
                     assert time.monotonic() < until, "nothing was merged"
                     time.sleep(0.005)

@@ -23,6 +23,7 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange import evaluating
+from tests import HANGING_S
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus, until
 
@@ -80,7 +81,7 @@ def evaluations(url: str, run: str) -> list[Evaluation]:
 
 def wait_for_state(url: str, run: str) -> None:
     """The syncer says how far a run is some moments after its first learner has joined."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + HANGING_S
     while on_bus(url, run, lambda bus: bus.read_state()) is None:
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -94,7 +95,7 @@ def following(evaluator: Evaluator) -> Iterator[threading.Thread]:
         yield thread
     finally:
         evaluator.stop()
-        thread.join(60)
+        thread.join(HANGING_S)
         assert not thread.is_alive()
 
 
@@ -118,7 +119,7 @@ def test_it_follows_a_run_from_before_its_start_to_its_end(redis_server: str, ru
             learner = learner_of(redis_server, run, made())
             train(learner, each)
             learner.load_globals()
-        thread.join(60)
+        thread.join(HANGING_S)
         assert not thread.is_alive()
     found = evaluations(redis_server, run)
     assert [one.final for one in found] == [False] * (len(found) - 1) + [True]
@@ -213,7 +214,7 @@ def test_it_outlives_redis(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert thread.is_alive()
         with EmbeddedRedis(port=port), a_syncer(url, run):
             train(learner_of(url, run, made()))
-            thread.join(60)
+            thread.join(HANGING_S)
             assert not thread.is_alive()
             assert evaluations(url, run)[-1].final
 

@@ -29,7 +29,7 @@ from diloco.workers.learner import Learner
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.recovery import Found
 from diloco.workers.stopping import STOPS, Stopped, Stopping
-from tests import samples
+from tests import HANGING_S, samples
 from tests.workers.test_device_encoding import a_syncer
 
 pytestmark = pytest.mark.redis
@@ -76,7 +76,7 @@ def write(url: str, run: str, report: LearnerReport) -> None:
 
 
 def until(true: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + HANGING_S
     while not true():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -513,7 +513,7 @@ def test_another_close_while_the_first_one_flushes_changes_nothing(redis_server:
         exchange.leave = leave  # type: ignore[method-assign]
         closing = threading.Thread(target=learner.close)
         closing.start()
-        assert flushing.wait(10)
+        assert flushing.wait(HANGING_S)
         learner.close()
         closing.join()
         assert learner.left_in_order

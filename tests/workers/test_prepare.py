@@ -20,6 +20,7 @@ from diloco.workers.trainer.data.shards import check_shards, open_shards, read_i
 from diloco.workers.trainer.data.sources import documents, open_sources
 from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.sample import words_of
+from tests import HANGING_S
 
 pytestmark = pytest.mark.trainers
 
@@ -171,14 +172,14 @@ def test_one_that_is_ended_looks_unfinished(tmp_path, stories, number, left) -> 
         time.sleep(0.02)
     assert process.poll() is None, process.communicate()[0]
     os.kill(process.pid, number)
-    said = process.communicate(timeout=60)[0]
+    said = process.communicate(timeout=HANGING_S)[0]
     assert process.returncode not in (0, 2), said
     assert not (tmp_path / "tokens").exists()
     assert unfinished.exists() == left
     if left:
         again = [text, "--tokenizer", tmp_path / "small", "--out", tmp_path / "tokens", "--tokens", "10k"]
         process = started(["-m", "diloco"], *again)
-        assert "did not end; this one begins anew" in process.communicate(timeout=60)[0]
+        assert "did not end; this one begins anew" in process.communicate(timeout=HANGING_S)[0]
         assert process.returncode == 0
         assert check_shards(tmp_path / "tokens").tokens >= 10_000
 

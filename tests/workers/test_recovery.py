@@ -33,7 +33,7 @@ from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRefused
 from diloco.workers.parameters import tensor_table
 from diloco.workers.rounds import Rounds
-from tests import samples
+from tests import HANGING_S, samples
 from tests.workers.test_optimizer_state import MAKERS, step, taken
 from tests.workers.test_parameters import Net, TiedWords
 
@@ -205,7 +205,7 @@ def test_it_is_saved_while_training_and_nobody_waits_for_the_disk(
     go, write = threading.Event(), state_folder.replace
 
     def slow(path: Path, parts: Any) -> None:
-        assert go.wait(30)
+        assert go.wait(HANGING_S)
         write(path, parts)
 
     monkeypatch.setattr(state_folder, "replace", slow)
@@ -454,7 +454,7 @@ def test_leaving_waits_no_longer_for_the_disk_than_it_was_told(
 ) -> None:
     """Nor does the end of the process: what was saved before is what counts."""
     go = threading.Event()
-    monkeypatch.setattr(state_folder, "replace", lambda path, parts: go.wait(60))
+    monkeypatch.setattr(state_folder, "replace", lambda path, parts: go.wait(HANGING_S))
     party = Party(tmp_path)
     party.join((0, 0))
     party.train(2)
@@ -478,7 +478,7 @@ def test_no_wish_for_a_copy_takes_the_place_of_another() -> None:
         first, second = asyncio.ensure_future(ask("first")), asyncio.ensure_future(ask("second"))
         await asyncio.sleep(0)
         party.train(4)
-        await asyncio.wait_for(asyncio.gather(first, second), 10)
+        await asyncio.wait_for(asyncio.gather(first, second), HANGING_S)
 
     asyncio.run(play())
     assert sorted(answered) == ["first", "second"]
@@ -625,7 +625,7 @@ def test_a_state_is_saved_though_the_losses_of_each_step_are_written_at_its_end(
         written.clear()
         party.train(1)
         written.set()
-        until = time.monotonic() + 60.0
+        until = time.monotonic() + HANGING_S
         while party.keeper.saves:
             assert time.monotonic() < until
             time.sleep(0.001)

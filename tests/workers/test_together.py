@@ -23,6 +23,7 @@ from diloco.workers.trainer import agent, trainer
 from diloco.workers.trainer.agent import may_start_again
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.together import Ranks, blocks_of, mark, rank_device, ranks_here
+from tests import HANGING_S
 from tests.ranks.party import ROOT, free_port
 
 PROGRAM = Path(__file__).with_name("together_rank.py")
@@ -43,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
             environment = os.environ | group | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             started.append(subprocess.Popen(command, env=environment))
     try:
-        assert [one.wait(150) for one in started] == [0] * 3
+        assert [one.wait(HANGING_S) for one in started] == [0] * 3
     finally:
         for one in started:
             one.kill()
