@@ -7,10 +7,13 @@ server: the embedded one, or one from PATH. The tests are the same, and say whic
 import gc
 import os
 import secrets
+import signal
+import subprocess
 import warnings
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -161,6 +164,26 @@ def _log_as_before() -> Iterator[None]:
 def no_log_lines() -> None:
     """A world logs thousands of outages; tests of log lines in the same process want theirs."""
     quiet()
+
+
+@pytest.fixture
+def popen() -> Iterator[Callable[..., "subprocess.Popen[Any]"]]:
+    """`subprocess.Popen`, whose processes are killed and waited for when the test is over, with sessions they lead."""
+    with ExitStack() as stack:
+
+        def start(command: Any, **more: Any) -> "subprocess.Popen[Any]":
+            process = stack.enter_context(subprocess.Popen(command, **more))  # closes its pipes and waits
+            stack.callback(_kill, process, more.get("start_new_session", False))
+            return process
+
+        yield start
+
+
+def _kill(process: "subprocess.Popen[Any]", session: bool) -> None:
+    if session:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
 
 
 @pytest.fixture

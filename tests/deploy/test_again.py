@@ -4,7 +4,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,6 @@ sys.exit(int(sys.argv[1 + len(lives.read_text())]))
 """
 STAYS = """
 import pathlib, signal, sys
-from tests import HANGING_S
 lives = pathlib.Path(sys.argv[1])
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(75))
 lives.write_text(lives.read_text() + "x" if lives.exists() else "x")
@@ -37,10 +38,10 @@ def test_what_is_not_done_is_started_again(tmp_path: Path, statuses: tuple[int, 
     assert len((tmp_path / "lives").read_text()) == len(statuses)
 
 
-def test_what_is_asked_to_end_does_and_stays_down(tmp_path: Path) -> None:
+def test_what_is_asked_to_end_does_and_stays_down(tmp_path: Path, popen: Callable[..., Any]) -> None:
     """SIGTERM is handed on, once; the status is the command's."""
     lives = tmp_path / "lives"
-    process = subprocess.Popen([str(AGAIN), sys.executable, "-c", STAYS, str(lives)], env={"AFTER_S": "0"})
+    process = popen([str(AGAIN), sys.executable, "-c", STAYS, str(lives)], env={"AFTER_S": "0"})
     until = time.monotonic() + HANGING_S
     while not lives.exists():
         assert time.monotonic() < until

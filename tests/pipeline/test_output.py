@@ -17,7 +17,6 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from diloco.pipeline.process.output import outlive_readers
-from tests import HANGING_S
 outlive_readers(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
 print("heard", flush=True)
 sys.stdin.readline()  # until the reader is gone
@@ -27,10 +26,14 @@ Path(sys.argv[2] if len(sys.argv) > 2 else "end").touch()
 """
 
 
-def program(*arguments: object, out: int, cwd: Path = ROOT, text: str = PROGRAM) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-c", text, *map(str, arguments)]
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environ, cwd=cwd)
+@pytest.fixture
+def program(popen):
+    def start(*arguments: object, out: int, cwd: Path = ROOT, text: str = PROGRAM) -> "subprocess.Popen[bytes]":
+        command = [sys.executable, "-c", text, *map(str, arguments)]
+        environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8"}
+        return popen(command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environ, cwd=cwd)
+
+    return start
 
 
 def closed_pipe() -> tuple[int, int]:
@@ -42,7 +45,7 @@ def closed_terminal() -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("pair", [closed_pipe, closed_terminal])
-def test_what_nobody_reads_any_more_goes_to_the_refuge_and_nothing_fails(tmp_path, pair):
+def test_what_nobody_reads_any_more_goes_to_the_refuge_and_nothing_fails(tmp_path, pair, program):
     """Of a pipe and of a terminal, of standard output and of standard error."""
     ours, theirs = pair()
     refuge, end = tmp_path / "refuge.log", tmp_path / "end"
@@ -57,7 +60,7 @@ def test_what_nobody_reads_any_more_goes_to_the_refuge_and_nothing_fails(tmp_pat
 
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="sets the size of a pipe")
-def test_a_reader_that_goes_in_the_middle_of_a_character_leaves_text(tmp_path):
+def test_a_reader_that_goes_in_the_middle_of_a_character_leaves_text(tmp_path, program):
     """The refuge begins with the next character."""
     ours, theirs = os.pipe()
     size = fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, 4096)
@@ -80,7 +83,7 @@ def test_a_reader_that_goes_in_the_middle_of_a_character_leaves_text(tmp_path):
 
 
 @pytest.mark.parametrize("refuge", [[], ["no/such/folder.log", "end"]])
-def test_without_a_refuge_it_goes_nowhere(tmp_path, refuge):
+def test_without_a_refuge_it_goes_nowhere(tmp_path, refuge, program):
     """None was named, or it cannot be opened."""
     ours, theirs = os.pipe()
     process = program(*refuge, out=theirs, cwd=tmp_path)
@@ -93,7 +96,7 @@ def test_without_a_refuge_it_goes_nowhere(tmp_path, refuge):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_under_the_output_ends_nothing(tmp_path):
+def test_a_full_disk_under_the_output_ends_nothing(tmp_path, program):
     """Neither is its file given up: there may be room again."""
     with Path("/dev/full").open("w") as full:
         process = program(tmp_path / "refuge.log", tmp_path / "end", out=full.fileno())

@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 DRIVER = """
 import json, os, subprocess, sys, time
-from tests import HANGING_S
 given = json.loads(sys.argv[1])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
 def say(what): print(json.dumps(what), flush=True)

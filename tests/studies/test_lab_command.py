@@ -57,15 +57,14 @@ def ends(group):
     assert not alive(group)
 
 
-def begun(file, out, jobs="1"):
-    """A sweep that leads a group of its own."""
-    return subprocess.Popen(
-        lab("run", file, "--out", out, "--jobs", jobs),
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+@pytest.fixture
+def begun(popen):
+    def start(file, out, jobs="1"):
+        """A sweep that leads a group of its own."""
+        command = lab("run", file, "--out", out, "--jobs", jobs)
+        return popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    return start
 
 
 def first_result(process, out):
@@ -154,7 +153,7 @@ def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
+def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path, begun):
     """The long run is given up within a step, the short one's result is there, nothing else is, and no process.
 
     The status says that the same command is to be given again.
@@ -172,7 +171,7 @@ def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_the_system_killed_costs_the_runs_under_way_alone(text, tmp_path):
+def test_a_process_that_the_system_killed_costs_the_runs_under_way_alone(text, tmp_path, begun):
     """They are named, with why that may have been, and no process of theirs is left; the others are done."""
     file, out = tiny(tmp_path, text, method="single", steps=[4, 1_000_000, 1_000_001, 5, 6]), tmp_path / "out"
     process = begun(file, out, "2")
@@ -191,7 +190,7 @@ def test_a_process_that_the_system_killed_costs_the_runs_under_way_alone(text, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["Ctrl-C", "a second Ctrl-C", "a parent that was killed"])
-def test_no_process_is_left_of_a_sweep(how, text, tmp_path):
+def test_no_process_is_left_of_a_sweep(how, text, tmp_path, begun):
     """Also where a run does not look whether it is to end: here it has been stopped. Others are not begun yet."""
     file, out = tiny(tmp_path, text, method="single", steps=[4, *range(10**6, 10**6 + 4)]), tmp_path / "out"
     process = begun(file, out)

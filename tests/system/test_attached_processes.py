@@ -31,7 +31,6 @@ import time
 import torch
 from torch import nn
 from diloco import Learner
-from tests import HANGING_S
 
 name, kind, result = sys.argv[1:]
 torch.manual_seed(0)

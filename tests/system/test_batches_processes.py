@@ -35,7 +35,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 from diloco import Learner
-from tests import HANGING_S
 
 
 class Rows(Dataset):

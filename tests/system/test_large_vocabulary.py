@@ -32,7 +32,6 @@ import time
 import torch
 from torch import nn
 from diloco import Learner
-from tests import HANGING_S
 
 run, name, folder = sys.argv[1:]
 torch.manual_seed(len(name))

@@ -22,7 +22,6 @@ import time
 import torch
 from torch import nn
 from diloco import Learner, SyncSettings
-from tests import HANGING_S
 
 model = nn.ParameterList(nn.Parameter(0.02 * torch.randn(2048, 2048)) for _ in range(4))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)

@@ -26,7 +26,6 @@ import sys
 from pathlib import Path
 from diloco.pipeline.settings import RankProcess, load
 from diloco.workers.trainer.baselines.data_parallel import run_rank
-from tests import HANGING_S
 told = dict(pair.split("=", 1) for pair in sys.argv[4:])
 sys.exit(run_rank(load(RankProcess, told), Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
 """
@@ -122,11 +121,16 @@ def test_a_signal_to_one_rank_ends_all_with_results(tmp_path: Path, told: dict[s
     """All stop after the same step, and what was trained is kept."""
     out = tmp_path / "out"
     ranks = start(out, 2, **told | {"tokens": 10**9})
-    deadline = time.monotonic() + HANGING_S
-    while not (out / "progress.jsonl").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    ranks[1].send_signal(signal.SIGTERM)
-    assert [rank.wait(HANGING_S) for rank in ranks] == [0, 0]
+    try:
+        deadline = time.monotonic() + HANGING_S
+        while not (out / "progress.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        ranks[1].send_signal(signal.SIGTERM)
+        assert [rank.wait(HANGING_S) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     result = json.loads((out / "result.json").read_text())
     assert 0 < result["tokens"] < 10**9
     assert len({row["steps"] for row in result["learners"]}) == 1

@@ -151,17 +151,17 @@ sys.exit(main(sys.argv[1:]))
 """The command, which waits for ever once it has written its first tokens."""
 
 
-def started(program: list[str], *arguments: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *program, "data", "prepare", *map(str, arguments)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+@pytest.fixture
+def started(popen):
+    def start(program: list[str], *arguments: object) -> subprocess.Popen[str]:
+        command = [sys.executable, *program, "data", "prepare", *map(str, arguments)]
+        return popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    return start
 
 
 @pytest.mark.parametrize(("number", "left"), [(signal.SIGINT, False), (signal.SIGKILL, True)])
-def test_one_that_is_ended_looks_unfinished(tmp_path, stories, number, left) -> None:
+def test_one_that_is_ended_looks_unfinished(tmp_path, stories, started, number, left) -> None:
     """After Ctrl-C nothing is left; after a kill what is left is hidden, and the next one says so and begins anew."""
     text = tmp_path / "book.txt"
     text.write_text("".join(f"line {n} of a book\n" for n in range(5000)))
