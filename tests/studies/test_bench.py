@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from diloco.studies.bench.end_to_end import Case
 from rich.console import Console
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
