@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.models.sizes import SIZES
 from diloco_studies.bench.end_to_end import PYTHONPATH
 from diloco_studies.bench.gpu import command, running
-from diloco_studies.bench.gpu.pieces import WAYS, Figures, NoFigures, Piece, plan, said, summary, to_do
+from diloco_studies.bench.gpu.pieces import EXPERIMENTS, LAB, Figures, NoFigures, Piece, plan, said, summary, to_do
 from diloco_studies.bench.gpu.running import do, do_all, read_results
 from diloco_studies.quality.experiment import read_experiment
 from tests import HANGING_S
@@ -57,27 +56,39 @@ def test_what_has_not_ended_well_is_to_do_in_its_order(results: dict[str, Any], 
 
 @pytest.mark.parametrize("rehearsal", [False, True])
 def test_the_plan_is_whole(rehearsal: bool, tmp_path: Path) -> None:
-    """Tests, encoding, speed with and without bf16, a kill, ranks, and at each size all four ways at equal tokens. A
-    rehearsal has the same pieces, and none of its commands names a GPU."""
+    """A rehearsal has the same pieces, and none of its commands names a GPU.
+
+    Each experiment can be read, small too. One whose file is not there yet waits for it.
+    """
     pieces = plan(rehearsal, 8)
     names = [one.name for one in pieces]
-    quality = [f"quality-{size}-{way}" for size in ("10m", "30m") for way in WAYS]
-    assert names == ["tests", "encoding", "speed-fp32", "speed-bf16", "kill", "ranks", *quality]
+    assert names == ["text", *LAB, "kill", "speed-bf16", "speed-fp32", "encoding", "tests", "ranks"]
     words = " ".join(" ".join(command) for one in pieces for command in one.commands)
     assert ("cuda" in words) is not rehearsal
-    budgets = set()
-    for one in pieces[6:]:
-        file = tmp_path / f"{one.name}.toml"
-        file.write_text(one.files["experiment.toml"])
-        (run,) = read_experiment(file).runs
-        assert run.model in SIZES
-        budgets.add((run.budget_examples, run.seq_len))
-    assert len(budgets) == 1
+    experiments = [one for one in pieces if one.name in LAB]
+    for one in experiments:
+        if one.waits_for:
+            assert not (EXPERIMENTS / f"{one.name}.toml").exists()
+            continue
+        ((file, text),) = one.files.items()
+        (tmp_path / file).write_text(text)
+        experiment = read_experiment(tmp_path / file)
+        variants = {row.variant for row in read_experiment(EXPERIMENTS / file).rows}
+        assert {row.variant for row in experiment.rows} == variants
+        assert len(experiment.runs) == len(variants) or not rehearsal
+        assert all(run.model in SIZES for run in experiment.runs)
+    assert [one.name for one in experiments if not one.waits_for][:2] == ["gpu-intervals", "gpu-paper-outer"]
 
 
-def test_ranks_of_one_gpu_are_skipped_and_it_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_done_yet_is_said_and_not_counted() -> None:
+    waiting = Piece("waiting", "about it", (), figure, waits_for="a file")
+    assert to_do([waiting, GOOD], {"good": OK}) == []
+    assert "| waiting | about it |  | waits for a file |" in summary([waiting, GOOD], {}, False)
+
+
+def test_ranks_wait_for_several_gpus() -> None:
     (one,) = (one for one in plan(False, 1) if one.name == "ranks")
-    assert said(do(one, tmp_path, "H100", False)) == "skipped there is one GPU"
+    assert one.waits_for == "a machine with several GPUs"
     (all_of_8,) = (one for one in plan(False, 8) if one.name == "ranks")
     assert [("--batch", "128") for _ in all_of_8.commands] == [
         command[command.index("--batch") :][:2] for command in all_of_8.commands
@@ -112,6 +123,31 @@ def test_a_piece_that_takes_too_long_is_ended_and_failed(tmp_path: Path, monkeyp
     monkeypatch.setattr(running, "LIMIT_S", 1.0)
     slow = piece("slow", "import time; time.sleep(600)")
     assert "took longer than 1 s" in do(slow, tmp_path, "cpu", True)["reason"]
+
+
+def test_a_piece_whose_time_is_over_keeps_the_figures_that_it_has_and_goes_on_with_them(tmp_path: Path) -> None:
+    """It is asked to end, and writes what it can; the next call finds its folder as it was."""
+    code = """
+import pathlib, sys, time
+file, before = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1]).exists()
+file.write_text("8" if before else "7")
+try:
+    time.sleep(0 if before else 600)
+except KeyboardInterrupt:
+    file.with_name("left").touch()
+"""
+    commands = (("-c", code, "FOLDER/figure"),)
+    one = Piece("long", "about it", commands, figure, goes_on=True)
+    first = do(one, tmp_path, "cpu", True, 5.0)
+    assert said(first).startswith("failed: it took longer than 5 s; its output: ")
+    assert said(first).endswith("; until then: figure 7")
+    assert (tmp_path / "long" / "left").exists()
+    assert said(do(one, tmp_path, "cpu", True)) == "figure 8"
+
+
+def test_no_piece_is_begun_when_time_is_nearly_over(tmp_path: Path) -> None:
+    assert do_all([GOOD], [GOOD], tmp_path, "cpu", {}, lambda one, result: None, running.BEGIN_S - 1) == {}
+    assert do_all([GOOD], [GOOD], tmp_path, "cpu", {}, lambda one, result: None, 600.0)["good"]["status"] == "ok"
 
 
 def test_the_summary_says_what_is_to_do_and_names_the_device() -> None:
@@ -165,13 +201,12 @@ def gone(pid: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_interrupted_it_leaves_nothing_running_and_goes_on_with_the_piece_under_way(
-    number: signal.Signals, tmp_path: Path
+    number: signal.Signals, tmp_path: Path, popen: Callable[..., Any]
 ) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", CALL, str(tmp_path)], cwd=ROOT, env=os.environ | {"PYTHONPATH": PYTHONPATH}
-    )
+    process = popen([sys.executable, "-c", CALL, str(tmp_path)], cwd=ROOT, env=os.environ | {"PYTHONPATH": PYTHONPATH})
     figure, until = tmp_path / "hangs" / "figure", time.monotonic() + HANGING_S
     while not (figure.is_file() and figure.read_text()):
+        assert process.poll() is None
         assert time.monotonic() < until
         time.sleep(0.05)
     process.send_signal(number)
@@ -215,7 +250,7 @@ def test_without_a_gpu_it_says_how_to_rehearse(tmp_path: Path, monkeypatch: pyte
     [
         ("speed-bf16", {"tokens/s", "alone", "step() ms"}),
         pytest.param("ranks", {"ranks", "ddp", "fsdp"}, marks=[pytest.mark.slow]),
-        ("quality-10m-paper", {"held-out loss", "tokens", "wall_s"}),
+        ("gpu-paper-outer", {"the paper's, seed 0", "data-parallel, seed 0"}),
     ],
 )
 def test_a_piece_is_rehearsed_for_real(name: str, figures: set[str], tmp_path: Path) -> None:

@@ -7,9 +7,15 @@ import typer
 
 from diloco.extras import need_extras
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.units import parse_duration
 from diloco.workers.checks.gpus import count_gpus
 from diloco_studies.bench.gpu.pieces import Piece, plan, said, summary, to_do
 from diloco_studies.bench.gpu.running import LIMIT_S, SUMMARY_FILE, Result, device_name, do_all, read_results
+
+
+def _seconds(text: str) -> float:
+    return float(parse_duration(text))
+
 
 MEASURED, REHEARSED = Path("runs/gpu"), Path("runs/gpu-rehearsal")
 
@@ -23,14 +29,19 @@ def main(
     only: Annotated[
         list[str] | None, typer.Option(metavar="PIECE", help="Do this piece, done or not; give it once for each")
     ] = None,
+    for_s: Annotated[
+        float | None,
+        typer.Option("--for", metavar="DURATION", parser=_seconds, help="End in this time, e.g. 9m"),
+    ] = None,
 ) -> None:
-    """All that needs a GPU, in pieces of at most nine minutes: tests, encoding, speed, a kill, ranks, quality.
+    """All that needs a GPU, in pieces of at most nine minutes: experiments, a kill, speed, encoding, tests, ranks.
 
     What came of a piece is kept as soon as it is there. Interrupted in whatever way, the same command goes on with
-    the piece that was under way. One that fails is said with its reason, and done again by the next call.
-    Exit status 0 once all pieces have ended well, else 1.
+    the piece that was under way; experiments keep each run. A piece that fails or takes too long is said with its
+    reason and the figures that it has, and the next call does the rest. Exit status 0 once all pieces have ended
+    well, but for those that wait for something; else 1.
 
-    Example: diloco bench gpu --out runs/gpu
+    Example: diloco bench gpu --out runs/gpu --for 9m
     """
     need_extras("run")
     pieces, folder = plan(rehearse, 1 if rehearse else count_gpus()), out or (REHEARSED if rehearse else MEASURED)
@@ -38,13 +49,16 @@ def main(
     if strange := [name for name in only or () if name not in names]:
         raise UsageError(f"--only {strange[0]}: one of {', '.join(names)}")
     results = read_results(folder, pieces, rehearse)
-    doing = [piece for piece in pieces if piece.name in only] if only else to_do(pieces, results)
+    for piece in pieces:
+        if piece.waits_for:
+            typer.echo(f"{piece.name}: left out, it waits for {piece.waits_for}")
+    doing = [one for one in pieces if one.name in only and not one.waits_for] if only else to_do(pieces, results)
     device = "cpu" if rehearse else device_name() if doing else ""
     folder.mkdir(parents=True, exist_ok=True)
     typer.echo(
         f"{len(pieces)} pieces, {len(doing)} to do, at most {LIMIT_S / 60:.0f} minutes each; results in {folder}"
     )
-    results = do_all(pieces, doing, folder, device, results, _hear)
+    results = do_all(pieces, doing, folder, device, results, _hear, for_s)
     typer.echo("\n" + summary(pieces, results, rehearse) + f"\nAlso in {folder / SUMMARY_FILE}.")
     raise typer.Exit(1 if to_do(pieces, results) else 0)
 

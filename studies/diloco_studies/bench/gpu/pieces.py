@@ -1,9 +1,11 @@
-"""What is measured on a GPU, piece by piece; the same at a small size for a rehearsal. Pure.
+"""What is measured on a GPU, piece by piece; the same at a small size for a rehearsal.
 
-A piece is commands of this program, or pytest, which leave files in the piece's folder. Its figures are read there.
+A piece is commands of this program, or pytest, which leave files in the piece's folder. Its figures are read there,
+also where time ran out, so a piece keeps what it has.
 """
 
 import json
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,18 +14,28 @@ from xml.etree import ElementTree
 
 import tomli_w
 
+from diloco.launcher.launch import PROGRAM
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.settings import LearnerSettings
+from diloco_studies.quality.experiment import read_experiment
+from diloco_studies.quality.results.report import table_of
+from diloco_studies.quality.results.store import Store
+from diloco_studies.quality.results.summary import encode
 
 FOLDER = "FOLDER"
 """Stands in a command for the piece's folder."""
 DILOCO = ("-m", "diloco")
+EXPERIMENTS = PROGRAM / "docs" / "quality"
+TEXT = "packages-text"
+"""Folder of the text that experiments learn, in the repository's root."""
+LAB_JOBS = 8
+"""Runs at a time. Half of an experiment, so that the first half is kept where time runs out in the second."""
 SHARDINGS = get_args(LearnerSettings.model_fields["sharding"].annotation)
 Figures = dict[str, float | int | str]
 
 
 class NoFigures(DilocoError):
-    """A piece's commands ended well, and what they left says that nothing was measured."""
+    """A piece's commands left nothing that was measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +47,13 @@ class Piece:
     commands: tuple[tuple[str, ...], ...]
     """Arguments of Python, one command after the other."""
     figures: Callable[[Path], Figures]
-    """Those of its folder, once all commands have ended well."""
+    """Those of its folder: all of them once its commands have ended well, or those that there are."""
     files: Mapping[str, str] = field(default_factory=dict)
     """To be in its folder before: name -> text."""
+    goes_on: bool = False
+    """Its commands find in the folder what an earlier call left, and do the rest."""
+    waits_for: str = ""
+    """What is missing, where it cannot be done yet."""
 
     def command(self, number: int, folder: Path) -> list[str]:
         """With the folder's path in its place."""
@@ -45,22 +61,23 @@ class Piece:
 
 
 def plan(rehearsal: bool, gpus: int) -> list[Piece]:
-    """All pieces, in order: what is short and says most comes first. gpus: how many there are."""
+    """All pieces, those that say most first. gpus: how many there are."""
     device = "cpu" if rehearsal else "cuda"
     return [
-        _tests(rehearsal),
-        _encoding(device, rehearsal),
-        _speed("fp32", device, rehearsal),
-        _speed("bf16", device, rehearsal),
+        _text(rehearsal),
+        *(_experiment(name, about, device, rehearsal) for name, about in LAB.items()),
         _kill(rehearsal),
+        _speed("bf16", device, rehearsal),
+        _speed("fp32", device, rehearsal),
+        _encoding(device, rehearsal),
+        _tests(rehearsal),
         _ranks(rehearsal, gpus),
-        *(_quality(size, way, device, rehearsal) for size in ("10m", "30m") for way in WAYS),
     ]
 
 
 def to_do(pieces: list[Piece], results: Mapping[str, Mapping[str, Any]]) -> list[Piece]:
-    """Those that have not ended well yet, in their order. results: of earlier calls, by a piece's name."""
-    return [piece for piece in pieces if results.get(piece.name, {}).get("status") != "ok"]
+    """Those that can be done and have not ended well yet, in their order. results: of earlier calls, by name."""
+    return [one for one in pieces if not one.waits_for and results.get(one.name, {}).get("status") != "ok"]
 
 
 def summary(pieces: list[Piece], results: Mapping[str, Mapping[str, Any]], rehearsal: bool) -> str:
@@ -74,15 +91,17 @@ def summary(pieces: list[Piece], results: Mapping[str, Mapping[str, Any]], rehea
     for piece in pieces:
         one = results.get(piece.name)
         took = "" if one is None else f"{one['seconds']:.0f}"
-        lines.append(f"| {piece.name} | {piece.about} | {took} | {'to do' if one is None else _cell(one)} |")
+        left = f"waits for {piece.waits_for}" if piece.waits_for else "to do"
+        lines.append(f"| {piece.name} | {piece.about} | {took} | {left if one is None else _cell(one)} |")
     return "\n".join([*lines, ""])
 
 
 def said(result: Mapping[str, Any]) -> str:
     """What came of a piece, in a line."""
-    if result["status"] != "ok":
-        return f"failed: {result['reason']}"
-    return ", ".join(f"{name} {_shown(value)}" for name, value in result["figures"].items())
+    figures = ", ".join(f"{name} {_shown(value)}" for name, value in result["figures"].items())
+    if result["status"] == "ok":
+        return figures
+    return f"failed: {result['reason']}" + (f"; until then: {figures}" if figures else "")
 
 
 def _cell(result: Mapping[str, Any]) -> str:
@@ -94,6 +113,66 @@ def _shown(value: float | int | str) -> str:
 
 
 # --- the pieces -----------------------------------------------------------------------------------------------
+
+
+def _text(rehearsal: bool) -> Piece:
+    """What a rehearsal writes is not read: its runs learn the standard library's text."""
+    there = not rehearsal and (PROGRAM / TEXT).is_dir()
+    place = f"{FOLDER}/{TEXT}" if rehearsal else TEXT
+
+    def figures(folder: Path) -> Figures:
+        files = list((folder / TEXT if rehearsal else PROGRAM / TEXT).glob("*.txt"))
+        return {"MB": sum(one.stat().st_size for one in files) / 1e6, "files": len(files)}
+
+    command = (*DILOCO, "data", "packages", "--out", place)
+    return Piece("text", "the text of all installed packages", () if there else (command,), figures)
+
+
+LAB = {
+    "gpu-intervals": "intervals H of 24 to 384 in the paper's cell",
+    "gpu-paper-outer": "outer rate and momentum of the paper's method in its cell",
+    "gpu-rates-10m": "inner rates at 10M",
+    "gpu-rates-30m": "inner rates at 30M",
+    "gpu-muon": "Muon as the inner optimizer at 0.9M, 10M and 30M",
+}
+"""Experiments of docs/quality, in their order. One whose file is not there yet waits for it."""
+SMALL = {"model": "nano", "batch": 2, "seq_len": 64, "steps": 12, "fragments": 4, "eval_tokens": 4096}
+
+
+def _experiment(name: str, about: str, device: str, rehearsal: bool) -> Piece:
+    def figures(folder: Path) -> Figures:
+        store = Store(folder / "lab")
+        table = table_of(read_experiment(folder / file), lambda _, run: store.summary(run))
+        if not (found := dict(table.named())):
+            raise NoFigures("no run has ended")
+        (folder / "results.csv").write_text(encode(found))
+        return {f"{run.run}, seed {run.seed}": one.value for run, one in found.items()}
+
+    file = f"{name}.toml"
+    if not (path := EXPERIMENTS / file).is_file():
+        return Piece(name, about, (), figures, waits_for=f"docs/quality/{file}")
+    text = path.read_text("utf-8")
+    jobs = "1" if rehearsal else str(LAB_JOBS)
+    command = (*DILOCO, "lab", "run", f"{FOLDER}/{file}", "--out", f"{FOLDER}/lab", "--jobs", jobs)
+    return Piece(
+        name=name,
+        about=about,
+        commands=((*command, "--device", device),),
+        figures=figures,
+        files={file: _small(text) if rehearsal else text},
+        goes_on=True,
+    )
+
+
+def _small(text: str) -> str:
+    """An experiment with the same variants, one run each, of a few steps."""
+    experiment = tomllib.loads(text)
+    kept = ("name", "method", "outer", "wait", "learners", "first_interval", "merge", "sync_interval")
+    settings = {name: value for name, value in experiment["settings"].items() if name in kept}
+    variants = [{name: one[name] for name in kept if name in one} for one in experiment["variants"]]
+    for told in variants:
+        told |= {name: value[0] for name, value in told.items() if isinstance(value, list)}
+    return tomli_w.dumps(experiment | {"settings": settings | SMALL | {"evaluations": 2}, "variants": variants})
 
 
 def _tests(rehearsal: bool) -> Piece:
@@ -143,22 +222,26 @@ def _kill(rehearsal: bool) -> Piece:
         report = _json(folder / "run" / "report.json")
         rates = {"rate while away": "ratio_while", "rate after": "ratio_after"}
         found = {name: report["demo"][key] for name, key in rates.items()}
-        return {name: "not known" if value is None else value for name, value in found.items()} | {
-            "held-out loss": report["global_val_loss"]
+        found |= {
+            "held-out loss": report["global_val_loss"],
+            "merged share": report["merged_tokens"] / report["tokens"],
         }
+        return {name: "not known" if value is None else value for name, value in found.items()}
 
     size = ("--devices", "cpu", "--model", "nano", "--seq-len", "64", "--batch", "4", "--tokens", "400k")
-    if not rehearsal:
-        size = ("--devices", "cuda:0", "--model", "10m", "--seq-len", "512", "--batch", "16", "--tokens", "60M")
-    command = (*DILOCO, "demo", "--learners", "2", *size, "--out", f"{FOLDER}/run")
-    about = "two learners on one device; one is killed at 40 % and comes back at 60 %: the other one's step rate"
-    return Piece("kill", about, (command,), figures)
+    told: dict[str, Any] = {"precision": "bf16"}
+    if not rehearsal:  # 7 minutes at 320k tokens a second, which an H200 makes with two learners on it
+        size = ("--devices", "cuda:0", "--model", "124m", "--seq-len", "1024", "--batch", "16", "--tokens", "135M")
+        told |= {"data": TEXT, "eval_device": "cuda:0", "eval_every": "60s"}
+    command = (*DILOCO, "demo", "--learners", "2", *size, "--config", f"{FOLDER}/run.toml", "--out", f"{FOLDER}/run")
+    about = "two learners at 124m in bf16 on one GPU and real text; one is killed at 40 % and comes back at 60 %"
+    return Piece("kill", about, (command,), figures, {"run.toml": tomli_w.dumps(told)})
 
 
 def _ranks(rehearsal: bool, gpus: int) -> Piece:
     about = "one learner on all GPUs at 124m in bf16, with DDP and with fully_shard: tokens/s"
     if gpus == 1 and not rehearsal:
-        return Piece("ranks", about, (), lambda folder: {"skipped": "there is one GPU"})
+        return Piece("ranks", about, (), lambda folder: {}, waits_for="a machine with several GPUs")
 
     def figures(folder: Path) -> Figures:
         reports = {way: _json(folder / way / "report.json") for way in SHARDINGS}
@@ -175,38 +258,6 @@ def _ranks(rehearsal: bool, gpus: int) -> Piece:
         commands=tuple((*command, "--config", f"{FOLDER}/{way}.toml", "--out", f"{FOLDER}/{way}") for way in SHARDINGS),
         figures=figures,
         files={f"{way}.toml": tomli_w.dumps({"sharding": way, "precision": "bf16"}) for way in SHARDINGS},
-    )
-
-
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {
-    "data-parallel": ("data-parallel with AdamW", {"method": "data-parallel"}),
-    "data-parallel-outer": ("data-parallel with the default outer step: one learner, the whole batch", {"learners": 1}),
-    "decoupled": ("decoupled, as by default", {"method": "decoupled"}),
-    "paper": ("decoupled, with the paper's settings", {"method": "paper"}),
-}
-"""What is compared at each size, at equal tokens."""
-
-
-def _quality(size: str, way: str, device: str, rehearsal: bool) -> Piece:
-    def figures(folder: Path) -> Figures:
-        (result,) = map(_json, (folder / "lab").glob("*.json"))
-        return {"held-out loss": result["final"]["value"], "tokens": result["tokens"], "wall_s": result["wall_s"]}
-
-    about, told = WAYS[way]
-    settings: dict[str, Any] = {"model": size, "learners": 4, "batch": 16, "seq_len": 512, "steps": 1000, "lr": 2e-3}
-    settings |= told
-    if rehearsal:
-        settings |= {"model": "nano", "batch": 2, "seq_len": 64, "steps": 12, "evaluations": 2, "eval_tokens": 4096}
-    if settings["learners"] == 1:
-        settings["batch"] *= 4
-    experiment = {"question": about, "settings": settings, "variants": [{"name": way}]}
-    command = (*DILOCO, "lab", "run", f"{FOLDER}/experiment.toml", "--out", f"{FOLDER}/lab", "--jobs", "1")
-    return Piece(
-        name=f"quality-{size}-{way}",
-        about=f"{size}: {about}",
-        commands=((*command, "--device", device),),
-        figures=figures,
-        files={"experiment.toml": tomli_w.dumps(experiment)},
     )
 
 

@@ -4,7 +4,8 @@
     <folder>/<piece>/        what its commands left, with their output in log.txt
     <folder>/summary.md      all of it, after each piece
 
-A piece that was interrupted has no result, so the next call does it again, from its beginning.
+A piece that was interrupted has no result, so the next call does it again: an experiment goes on with the runs that are
+missing, any other piece begins anew. Where time runs out, the figures that are there are kept with the failure.
 """
 
 import json
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,10 @@ from diloco_studies.bench.gpu.pieces import Figures, Piece, summary
 
 LIMIT_S = 540.0
 """The longest that a piece may take."""
+LEAVE_S = 30.0
+"""A command whose time is over has so long to write its report."""
+BEGIN_S = 60.0
+"""No piece is begun with less time left than this."""
 WRITTEN = {"status", "reason", "figures", "seconds", "device", "rehearsal"}
 """What a result has at least."""
 SUMMARY_FILE, LOG_FILE = "summary.md", "log.txt"
@@ -77,24 +83,29 @@ def _read(path: Path) -> Result:
     return result
 
 
-def do(piece: Piece, folder: Path, device: str, rehearsal: bool) -> Result:
-    """One piece, from its beginning to its end; the result is in the folder before this returns.
+def do(piece: Piece, folder: Path, device: str, rehearsal: bool, limit_s: float | None = None) -> Result:
+    """One piece to its end; the result is in the folder before this returns. limit_s: default `LIMIT_S`.
 
     Raises:
         KeyboardInterrupt: asked to end; nothing of the piece is kept, and nothing of it runs on.
     """
     own, began, began_unix_s = folder / piece.name, time.monotonic(), time.time()
-    shutil.rmtree(own, ignore_errors=True)
-    own.mkdir(parents=True)
+    limit_s = LIMIT_S if limit_s is None else limit_s
+    if not piece.goes_on:
+        shutil.rmtree(own, ignore_errors=True)
+    own.mkdir(parents=True, exist_ok=True)
     for name, text in piece.files.items():
         (own / name).write_text(text)
     figures, reason = Figures(), ""
     try:
         for number in range(len(piece.commands)):
-            _run(piece.command(number, own.resolve()), own / LOG_FILE, began + LIMIT_S)
+            _run(piece.command(number, own.resolve()), own / LOG_FILE, began, limit_s)
+    except Failed as error:
+        reason = str(error)
+    try:
         figures = piece.figures(own)
     except (DilocoError, OSError, ValueError, KeyError) as error:
-        reason = str(error) if isinstance(error, DilocoError) else f"{type(error).__name__}: {error}"
+        reason = reason or (str(error) if isinstance(error, DilocoError) else f"{type(error).__name__}: {error}")
     result = {
         "piece": piece.name,
         "status": "failed" if reason else "ok",
@@ -117,22 +128,28 @@ def do_all(
     device: str,
     results: dict[str, Result],
     heard: Callable[[Piece, Result | None], None],
+    for_s: float | None = None,
 ) -> dict[str, Result]:
     """Do some of all pieces, one after another, whatever became of those before. Returns all results.
 
-    results: of earlier calls. heard: told as a piece begins (None), and what came of it.
+    results: of earlier calls. heard: told as a piece begins (None), and what came of it. for_s: altogether at most.
     """
-    rehearsal = device == "cpu"
+    rehearsal, began = device == "cpu", time.monotonic()
     for piece in doing:
+        left_s = LIMIT_S if for_s is None else min(LIMIT_S, began + for_s - time.monotonic())
+        if for_s is not None and left_s < BEGIN_S:
+            break
         heard(piece, None)
-        results[piece.name] = do(piece, folder, device, rehearsal)
+        results[piece.name] = do(piece, folder, device, rehearsal, left_s)
         replace(folder / SUMMARY_FILE, [summary(pieces, results, rehearsal).encode()])
         heard(piece, results[piece.name])
     return results
 
 
-def _run(arguments: list[str], log: Path, until: float) -> None:
+def _run(arguments: list[str], log: Path, began: float, limit_s: float) -> None:
     """A command, as a process that ends with this one; nothing of it is left, however this returns.
+
+    began: its piece, by the monotonic clock. limit_s: of the piece.
 
     Raises:
         Failed: it did, or took too long.
@@ -151,13 +168,18 @@ def _run(arguments: list[str], log: Path, until: float) -> None:
             start_new_session=True,
         )
     try:
-        status = process.wait(max(0.0, until - time.monotonic()))
+        status = process.wait(max(0.0, began + limit_s - time.monotonic()))
     except BaseException as error:  # an interrupt too
-        os.killpg(process.pid, signal.SIGKILL)
+        if isinstance(error, subprocess.TimeoutExpired):
+            process.send_signal(signal.SIGINT)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(LEAVE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise Failed(f"it took longer than {LIMIT_S:.0f} s; its output: {log}") from error
+        raise Failed(f"it took longer than {limit_s:.0f} s; its output: {log}") from error
     if status:
         raise Failed(f"{_last_words(log)} (status {status}; its output: {log})")
 
