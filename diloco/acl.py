@@ -79,8 +79,8 @@ def _read(file: Path | None) -> dict[str, str]:
     return {name.strip(): value.strip() for name, _, value in lines}
 
 
-def make(run: str, learners: list[str], passwords: Path | None, region: bool = False, failover: bool = False) -> str:
-    """The ACL file of a run; region: of the Redis of a region, which has one user; failover: of servers that take over.
+def make(run: str, learners: list[str], passwords: Path | None, failover: bool = False) -> str:
+    """The ACL file of a run; failover: also of servers that take over.
 
     Raises:
         UsageError: a name cannot be one, occurs twice, or a password is missing.
@@ -90,14 +90,9 @@ def make(run: str, learners: list[str], passwords: Path | None, region: bool = F
             party_name(name)
         except ValueError as error:
             raise UsageError(f"{name!r} {error}") from None
-    if region and learners:
-        raise UsageError("--region: all learners of a region are one user there, so leave out --learner")
-    if region and failover:
-        raise UsageError("--region and --failover: nothing takes over from the Redis of a region")
-    users = [acl.region(run)] if region else acl.users(run, learners)
-    users += acl.servers() if failover else []
+    users = acl.users(run, learners) + (acl.servers() if failover else [])
     names = [variable(user.name) for user in users]
-    if not (failover or region):
+    if not failover:
         kept = _read(passwords)
         if left_out := [name for name in (variable(user.name) for user in acl.servers()) if name in kept]:
             raise UsageError(

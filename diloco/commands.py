@@ -237,9 +237,6 @@ def acl(
         typer.Option(metavar="FILE", help="Lines REDIS_<USER>_PASSWORD=...; what is missing is made up and added"),
     ] = None,
     template: Annotated[bool, typer.Option(help="Print deploy/users.acl, with variables in place of hashes")] = False,
-    region: Annotated[
-        bool, typer.Option("--region", help="For the Redis of a region (DILOCO_REGION_REDIS_URL): its one user")
-    ] = False,
     failover: Annotated[
         bool,
         typer.Option("--failover", help="Also the users `replica`, `sentinel` and `setup` of servers that take over"),
@@ -255,9 +252,7 @@ def acl(
         typer.echo(
             "note: users of the run 'run': name another one by --run NAME, all of this Redis by --run '*'", err=True
         )
-    typer.echo(
-        maker.template() if template else maker.make(run or "run", learner or [], passwords, region, failover), nl=False
-    )
+    typer.echo(maker.template() if template else maker.make(run or "run", learner or [], passwords, failover), nl=False)
 
 
 COLDEST, HOTTEST = 1e-3, 1e3

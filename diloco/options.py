@@ -189,7 +189,6 @@ OF_DEMO = dict.fromkeys(DemoSettings.model_fields, "it is of `diloco demo`, whic
 """Settings that `diloco run` once had."""
 OF_ONE_LEARNER = {
     "device": "it is of one learner; where all of a run train is said by --devices cuda:0,cuda:1 ...",
-    "region_redis_url": "it is of `diloco learner`: start the learners of a region by that, and leave it out here",
     "redis_users": "it is of `diloco redis`: start one by that, and name it by --redis-url",
 }
 """Settings that belong to one of a run's processes, and how the run is told of it."""

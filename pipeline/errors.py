@@ -106,10 +106,6 @@ class BusFull(BusError):
     """The bus refuses writes for want of memory or disk. Nothing was written; try again later."""
 
 
-class RegionAway(DilocoError):
-    """The cache of a region cannot be used now: whatever it was for goes straight to the run's Redis."""
-
-
 class LeaseLost(BusError):
     """A syncer write was refused because another owner holds the fragment's lease (or it lapsed)."""
 

@@ -358,11 +358,6 @@ class SyncerProcess(BusSettings, SyncSettings, SyncerSettings):
 class LearnerProcess(BusSettings, SyncSettings, TrainerSettings, LearnerSettings):
     """`diloco learner`."""
 
-    region_redis_url: SecretStr | None = Field(
-        None,
-        description="A Redis beside this learner, where neighbours keep globals that one of them has pulled",
-    )
-
 
 class EvaluatorProcess(BusSettings, EvaluatorSettings):
     """`diloco evaluator`."""
@@ -401,7 +396,7 @@ def defaults(kind: type[Settings]) -> dict[str, Any]:
     return values
 
 
-SECRETS = frozenset({"redis_url", "region_redis_url", "redis_password", "http_token"})
+SECRETS = frozenset({"redis_url", "redis_password", "http_token"})
 """Settings whose values are never shown."""
 NO_FLAG = frozenset({"http_token", "redis_password"})
 """Secrets that are no flags, since every user of a machine can read a process's arguments."""

@@ -26,7 +26,7 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.payload.codec import Payload
-from diloco.pipeline.transfer.global_format import SUMMED, Kind, Published, key_of, with_sums
+from diloco.pipeline.transfer.global_format import Kind, Published, key_of
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
@@ -53,10 +53,8 @@ is held is memory that Redis touches for the first time, which costs it more tha
 class Uploads:
     """The payloads of a draft on their way to the bus."""
 
-    def __init__(
-        self, head: Head, draft: Draft, tasks: dict[Kind, asyncio.Task[Staged]], sums: Mapping[str, bytes]
-    ) -> None:
-        self._head, self._draft, self._tasks, self._sums = head, draft, tasks, sums
+    def __init__(self, head: Head, draft: Draft, tasks: dict[Kind, asyncio.Task[Staged]]) -> None:
+        self._head, self._draft, self._tasks = head, draft, tasks
 
     async def published(self) -> Published:
         """What the next head names, once all of it is there; the draft must be written in full by now.
@@ -65,8 +63,7 @@ class Uploads:
             BusError: as the bus.
         """
         await asyncio.gather(*self._tasks.values())
-        published = self._draft.published(self._head, {kind: task.result() for kind, task in self._tasks.items()})
-        return with_sums(published, self._head.sums, self._sums)
+        return self._draft.published(self._head, {kind: task.result() for kind, task in self._tasks.items()})
 
 
 class Staging:
@@ -79,10 +76,8 @@ class Staging:
         layout: FragmentLayout,
         sync: SyncSpec,
         random_hex: RandomHex = secrets.token_hex,
-        sums_wanted: Callable[[], bool] = lambda: False,
     ) -> None:
-        """sums_wanted: whether some learner keeps what it pulls for others."""
-        self._bus, self._clock, self._layout, self._sums_wanted = bus, clock, layout, sums_wanted
+        self._bus, self._clock, self._layout = bus, clock, layout
         self._sync, self._random_hex = sync, random_hex
         self._more = asyncio.Event()
         """Set when more of a draft is written."""
@@ -101,21 +96,21 @@ class Staging:
             head: of the version that is merged into.
             draft: from `draft`.
         """
-        version, sums, wanted = head.version + 1, dict[str, bytes](), self._sums_wanted()
+        version = head.version + 1
         tasks = {
-            kind: asyncio.create_task(self._push(kind, version, payload, sums if wanted and kind in SUMMED else None))
+            kind: asyncio.create_task(self._push(kind, version, payload))
             for kind, payload in draft.uploads(version).items()
         }
         try:
-            yield Uploads(head, draft, tasks, sums)
+            yield Uploads(head, draft, tasks)
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _push(self, kind: Kind, version: int, payload: Payload, sums: dict[str, bytes] | None) -> Staged:
+    async def _push(self, kind: Kind, version: int, payload: Payload) -> Staged:
         key = key_of(self._bus.keys, kind, self._layout.id, version, self._random_hex(8))
-        return await push_growing(self._bus, key, payload, self._sync.chunk_bytes, STAGED_TTL_S, self._more, sums)
+        return await push_growing(self._bus, key, payload, self._sync.chunk_bytes, STAGED_TTL_S, self._more)
 
     def retire(self, head: Head, published: Published) -> tuple[str, ...]:
         """Keys of replaced globals that must go before their time, oldest first (the fragment's part of the byte cap).
@@ -448,7 +443,6 @@ class Committing:
             momentum=published.outer_state,
             updates=published.updates,
             behind=published.behind,
-            sums=published.sums,
             window=IDLE_VIEW.model_copy(
                 update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s, "at_odds": record.at_odds}
             ),

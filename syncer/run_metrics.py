@@ -175,20 +175,6 @@ FIGURES = (
     Figure(
         "diloco_learner_step_seconds", "Its inner step, smoothed", _of_learners(lambda _, one: one["step_s"]), LEARNER
     ),
-    Figure(
-        "diloco_learner_pulled_bytes",
-        "Of globals, from the run's Redis; counted where the learner's region has a cache",
-        _of_learners(lambda _, one: one.get("pulled_bytes", (0, 0))[0]),
-        LEARNER,
-        counter=True,
-    ),
-    Figure(
-        "diloco_learner_region_bytes",
-        "Of globals, from the cache of its region",
-        _of_learners(lambda _, one: one.get("pulled_bytes", (0, 0))[1]),
-        LEARNER,
-        counter=True,
-    ),
     Figure("diloco_learner_loss", "Its training loss, nats a token", _of_learners(lambda _, one: one["loss"]), LEARNER),
     Figure(
         "diloco_learner_stale_versions",

@@ -53,7 +53,7 @@ class OwnerState:
         self.not_finite_times = 0
         """Merges in a row whose outcome was not finite."""
         self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
-        self.staging = Staging(bus, clock, layout, sync, context.random_hex, context.watch.sums_wanted)
+        self.staging = Staging(bus, clock, layout, sync, context.random_hex)
         self.mending = Mending(bus, clock, layout, sync, context.nonce, context.random_hex, context.offload)
 
 

@@ -69,10 +69,6 @@ class RunWatch:
         reports = [s.report for s in self.expected(fragment, version)]
         return [report for report in reports if report.learner not in doubted]
 
-    def sums_wanted(self) -> bool:
-        """Whether a live learner keeps what it pulls for its neighbours, who judge it by its sum."""
-        return any(seen.report.region for seen in self.live())
-
     def is_here(self, learner: str, incarnation: str) -> bool:
         """Whether what it announced may still come: it is live. Of one that has left, all was on the bus by then."""
         return any((s.report.learner, s.report.incarnation) == (learner, incarnation) for s in self.live())

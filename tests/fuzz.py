@@ -26,7 +26,7 @@ from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages import spec as spec_messages
 from diloco.pipeline.messages.head import MergedBase
-from diloco.pipeline.messages.payload import Chunk, Sums, Update, Updates
+from diloco.pipeline.messages.payload import Chunk, Update, Updates
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
@@ -67,7 +67,6 @@ EXAMPLES: dict[type[Message], Message] = {
         samples.header(),
         UPDATE,
         Updates(updates=(UPDATE, UPDATE)),
-        Sums(sums={"payload": bytes(32), "update": bytes(32)}),
         Chunk(index=0, data=b"data", digest=bytes(16), total=bytes(16)),
         samples.head(
             merged=(BASE,),

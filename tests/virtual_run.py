@@ -23,7 +23,6 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, inline
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.exchange.joining import Joining
-from diloco.workers.exchange.region import Region
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.rounds import Publication, Rounds
 from diloco_studies.quality.virtual_report import virtual_report
@@ -74,7 +73,6 @@ class VirtualLearner:
     """(epoch, block) in the order read."""
     stop: bool = False
     """Asked to leave."""
-    region: Region | None = None
 
     def begin(self, elements: int) -> np.ndarray:
         """Initial values of a fragment."""
@@ -99,7 +97,7 @@ class VirtualLearner:
         self.rounds = Rounds(layout, spec.sync)
         self.bus = self.connect()
         given = self.bus, self.world.clock, self.name, self.incarnation, self.report
-        self.joining = Joining(*given, offload=inline, region=self.region)
+        self.joining = Joining(*given, offload=inline)
         self.exchange = await self.joining.join(spec, layout, lambda p: self.values[p].copy())
         self.adopt()
         running = asyncio.create_task(self.exchange.work())

@@ -85,7 +85,6 @@ class Learner(AnyLearner):
         *,
         run: str | None = None,
         redis_url: str | None = None,
-        region_redis_url: str | None = None,
         learner_id: str | None = None,
         sync: SyncSettings | None = None,
         tokens: int | str | None = None,
@@ -107,7 +106,6 @@ class Learner(AnyLearner):
             optimizer: the inner one, a wrapper of it, or a list of several. Moments stay as a fragment is adopted.
             run: name of the run; default: the environment's DILOCO_RUN, else "run".
             redis_url: default: the environment's DILOCO_REDIS_URL.
-            region_redis_url: of a Redis that neighbours share (docs); default: DILOCO_REGION_REDIS_URL, else none.
             learner_id: unique among live learners; default: DILOCO_LEARNER_ID, else host, process id and a random part.
             sync: the protocol's constants, if this learner is the first; default: the run's, else defaults. A number
                 of fragments that is not given is no more than the model has trained tensors.
@@ -133,7 +131,6 @@ class Learner(AnyLearner):
         given = check_arguments(
             run=run,
             redis_url=redis_url,
-            region_redis_url=region_redis_url,
             learner_id=learner_id,
             sync=sync,
             tokens=tokens,

@@ -50,8 +50,6 @@ class Training:
     losses: Losses = field(default_factory=Losses)
     ranks: int = 1
     """Processes of this learner."""
-    region_url: str | None = None
-    """Of the region's Redis, if there is one."""
 
     def report(self, left: bool) -> LearnerReport:
         """What others learn of this learner. The exchange thread's, whose loop it does not hold up."""
@@ -117,6 +115,4 @@ def make_training(
     on_device = given.encode_on == "device" or (given.encode_on == "auto" and device.type == "cuda")
     watch = ModelWatch(model, {tensor.name for tensor in spec.tensors}, check=check, optimizers=optimizers)
     recovery, keeper = Recovery(moments), Keeper(moments, rounds)
-    made = Training(*who, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, times)
-    made.region_url = given.region_redis_url
-    return made
+    return Training(*who, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, times)

@@ -25,8 +25,6 @@ MOST_SKEW_S = 10.0
 """Between two clocks, from which on the times that people read are said to be wrong."""
 FAR_S = 1.0
 """A round trip from which on calls that are given up after a part of a lease have no time to spare."""
-NEAR_S = 0.005
-"""A round trip within a region."""
 DEFAULT_USER = "default"
 """Whom a server takes for those who do not log in."""
 FAR = 2.0
@@ -271,15 +269,6 @@ def link(line: Link) -> Iterator[Finding]:
     else:
         up, down = as_rate(line.up_bytes_per_s), as_rate(line.down_bytes_per_s)
         yield ok("line", f"{up} up and {down} down, by a payload of {as_bytes(line.bytes)}")
-
-
-def region(round_trip_s: float, to_run_s: float | None) -> Finding:
-    """Whether a region's cache is nearer than the run's Redis. to_run_s: a round trip there; None: not measured."""
-    found = f"takes what learners here would keep there; a round trip takes {as_time(round_trip_s)}"
-    if to_run_s is not None and round_trip_s > max(to_run_s, NEAR_S):
-        found += f", and one to the run's Redis {as_time(to_run_s)}"
-        return warning("region's Redis", found, "have it on these learners' network, or unset DILOCO_REGION_REDIS_URL")
-    return ok("region's Redis", found)
 
 
 def site_of(run: Run, machine: Machine, line: Link | None) -> Site:

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import re
 import secrets
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Annotated, Any, Literal
@@ -22,7 +21,7 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.examining import address_of, examine, takes_without_certificate, unwell_sentinels
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
-from diloco.pipeline.errors import BusError, DilocoError, PeerError, RegionAway, UsageError
+from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.process import logs
@@ -124,18 +123,6 @@ async def look(
         report.add(*checks.one_maxmemory(memory))
         await examination.close()
     return run, line, settings.run
-
-
-async def look_at_region(settings: DoctorSettings, name: str, to_run_s: float | None) -> Finding:
-    """What there is to say of the region's Redis that is named. name: of the run."""
-    assert settings.region_redis_url is not None  # noqa: S101  # who calls has looked
-    try:
-        took_s = await measure.look_at_region(settings.region_redis_url.get_secret_value(), name)
-    except (UsageError, RegionAway) as failure:
-        found = re.sub(r"^the region's Redis( \(DILOCO_REGION_REDIS_URL\):)? ", "", failure.told)
-        start = "start it, or unset DILOCO_REGION_REDIS_URL: learners pull straight from the run's Redis then"
-        return error("region's Redis", found, failure.remedy or start)
-    return checks.region(took_s, to_run_s)
 
 
 def _learner_of(user: str) -> str:
@@ -261,8 +248,6 @@ def command(
         with asyncio.Runner(loop_factory=fast_loop) as runner:
             looking = look(settings, report, run, step_s, party, kept)
             run, line, name = runner.run(_in_time(looking, report, (run, None, settings.run)))
-            if settings.region_redis_url is not None and party != "syncer":
-                report.add(runner.run(look_at_region(settings, name, None if line is None else line.round_trip_s)))
     report.add(*of_machine(settings, machine, folders, run, party))
     if settings.redis_url is None:
         report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))

@@ -22,10 +22,8 @@ import numpy as np
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.examining import RedisExamination
-from diloco.pipeline.bus.redis.region import RedisRegionCache
-from diloco.pipeline.bus.region import LEAST_CALL_S
 from diloco.pipeline.bus.server import Server, to_maxmemory
-from diloco.pipeline.errors import BusError, DilocoError, RegionAway, UsageError
+from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
@@ -236,30 +234,6 @@ async def look_at_line(
     except (BusError, UsageError) as error:
         return Link(round_trip_s, problem=error.told, remedy=error.remedy), ahead_s
     return Link(round_trip_s, up, down, size), ahead_s
-
-
-async def look_at_region(url: str, run: str) -> float:
-    """Use a region's cache as a learner does; s of a round trip.
-
-    Raises:
-        UsageError: it cannot be one.
-        RegionAway: it does not do what is asked of it.
-    """
-    cache = RedisRegionCache(url, run)
-    name, trips = f"doctor-{secrets.token_hex(8)}", []
-    try:
-        claimed = await cache.claim(name, name)
-        await cache.write(name, 0, [name.encode()], LEAST_CALL_S)
-        for _ in range(LOOKS):
-            began = time.perf_counter()
-            found = await cache.read(name, 0, 1, CHUNK_BYTES, LEAST_CALL_S)
-            trips.append(time.perf_counter() - began)
-            if claimed != name or [bytes(one) for one in found] != [name.encode()]:
-                raise RegionAway("the region's Redis answers, and does not keep what it is given")
-        await cache.drop(name)
-    finally:
-        await cache.close()
-    return median(trips)
 
 
 async def _both_ways(bus: Bus, size: int) -> tuple[float, float]:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pydantic import Field, SecretStr
+from pydantic import Field
 
 from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.wire import PartyName
@@ -18,7 +18,6 @@ class MachineSettings(Settings):
     checkpoint_dir: Address | None = Field(None, description="Folder of a syncer's checkpoints")
     tape_dir: Path | None = Field(None, description="Folder of a syncer's tape")
     state_dir: Path | None = Field(None, description="Folder of a learner's own state")
-    region_redis_url: SecretStr | None = Field(None, description="A Redis beside learners here, as they would have it")
 
 
 class DoctorSettings(MachineSettings, BusSettings, SyncSettings):

@@ -182,12 +182,6 @@ def operator(run: str = "*") -> User:
     return User("operator", rules.replace(_CONNECT, f"{_CONNECT} {_OPERATOR}", 1))
 
 
-def region(run: str = "*") -> User:
-    """Learners of a region on the Redis that they share: what they keep there for each other, of any age."""
-    commands = "+xadd +xread +set +get +pexpire +unlink +zadd +zrangebyscore +zremrangebyscore"
-    return User("region", _rules((commands, _Patterns(run).of_run("region:*"))))
-
-
 def servers() -> list[User]:
     """Users of servers that take over from each other: replicas, sentinels, and who sets up. They reach no key."""
     watches = (

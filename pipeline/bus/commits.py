@@ -1,8 +1,8 @@
 """What a fragment's owner writes: staged payloads, and what each atomic step changes. Pure."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
@@ -80,8 +80,6 @@ class Commit:
     """As `Head`."""
     lost: Head | None = None
     """The head of this version that the bus has lost (`expected` is None): what it counted goes on."""
-    sums: Mapping[str, bytes] = field(default_factory=dict)
-    """As `Head`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +96,6 @@ class Republication:
     rest: Rest | None
     momentum: Staged | None
     replaced_ttl_s: float = REPLACED_TTL_S
-    sums: Mapping[str, bytes] = field(default_factory=dict)
     updates: ClassVar[tuple[Update, ...]] = ()
     behind: ClassVar[int] = 0
     """It is a key frame."""

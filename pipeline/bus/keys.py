@@ -134,19 +134,6 @@ class RunKeys:
         """Stream of the chunks of one moment of fragment p; expires."""
         return self._of_run(f"moments:{p}:{name}:{nonce}")
 
-    # --- on a Redis of a region, which keeps copies of what the run's Redis has ------------------------
-    def region_payload(self, name: str) -> str:
-        """Stream of a payload's chunks, by its sum in hex; expires."""
-        return self._of_run(f"region:payload:{name}")
-
-    def region_claim(self, name: str) -> str:
-        """Nonce of who brings a payload; expires."""
-        return self._of_run(f"region:claim:{name}")
-
-    def region_kept(self, p: int) -> str:
-        """Sorted set of the names of fragment p's payloads, by version; expires."""
-        return self._of_run(f"region:kept:{p}")
-
     # --- one fragment (all in the slot of its group) -------------------------------------------------
     def deltas(self, p: int, learner: str) -> str:
         """Stream of one learner's headers for a fragment: one `DeltaHeader` per entry.

@@ -20,7 +20,7 @@ from diloco.pipeline.messages import formats
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
-from diloco.pipeline.messages.payload import Sums, Update, Updates
+from diloco.pipeline.messages.payload import Update, Updates
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
@@ -291,7 +291,6 @@ def payload_names(of: Commit | Republication) -> dict[str, Any]:
         "payload_digest": of.rest.shown if of.rest else None,
         "updates": of.updates,
         "behind": of.behind,
-        "sums": dict(of.sums),
     }
 
 
@@ -303,7 +302,6 @@ def payload_fields(of: Commit | Republication, format: int) -> dict[str, bytes]:
         **{name: b"%d" % said[name] for name in ("chunks", "behind")},
         "payload_digest": said["payload_digest"] or b"",
         "updates": encode(Updates(updates=of.updates), format) if of.updates else b"",
-        "sums": encode(Sums(sums=said["sums"]), format) if of.sums else b"",
     }
     return _without_later(fields, format)
 
@@ -397,7 +395,6 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes], format: int) -> He
             "rest": fields.get(b"rest", b"").decode(),
             "payload_digest": fields.get(b"payload_digest") or None,
             "updates": decode_updates(fields.get(b"updates"), format),
-            "sums": decode(Sums, found, format=format).sums if (found := fields.get(b"sums")) else {},
             "behind": decode_count("behind", fields.get(b"behind")),
             "interval": decode_count("interval", fields.get(b"interval")),
             "refused": {reason: decode_count("refusals", fields[n]) for n, reason in _REFUSED.items() if n in fields},

@@ -16,7 +16,6 @@ from diloco.pipeline.messages.wire import (
     Nonce,
     PartyId,
     Seconds,
-    Sum,
     Text,
     UnixSeconds,
     Version,
@@ -84,8 +83,6 @@ class Head(Message):
     """Inner steps between two syncs, for who trains on this version; 0: `ramps.interval_at` of it."""
     refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
     """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""
-    sums: Annotated[dict[Text, Sum], Field(max_length=MAX_UPDATES + 1)] = Field(default_factory=dict)
-    """Key -> sum of payloads that learners pull, where they have a cache; of others none may be known."""
 
     @model_validator(mode="after")
     def _key_frame_can_be_followed(self) -> Self:

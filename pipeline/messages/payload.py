@@ -11,7 +11,6 @@ from diloco.pipeline.messages.wire import (
     MAX_UPDATES,
     Digest,
     Message,
-    Sum,
     Text,
 )
 
@@ -57,12 +56,3 @@ class Updates(Message):
     max_items: ClassVar[int] = MAX_UPDATES
 
     updates: Annotated[tuple[Update, ...], Field(max_length=MAX_UPDATES, fail_fast=True)]
-
-
-class Sums(Message):
-    """The head's `sums` field as stored."""
-
-    max_parts: ClassVar[int] = 2
-    max_items: ClassVar[int] = MAX_UPDATES + 1
-
-    sums: Annotated[dict[Text, Sum], Field(max_length=MAX_UPDATES + 1)]

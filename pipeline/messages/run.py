@@ -1,7 +1,7 @@
 """Wire types of a run: its state, its learners' reports, events, evaluations, the upload of version 0."""
 
 from enum import StrEnum
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -78,10 +78,6 @@ class LearnerReport(Message):
     """Processes that train as this learner."""
     moments: Annotated[str, Field(pattern=r"^[a-z]{0,16}$")] = ""
     """Where its optimizer's came from, as `Learner.recovered`; "": it has not said."""
-    region: Literal["", "used", "away"] = ""
-    """Whether it pulls by the cache of its region; "away": that cannot be used for now; "": it has none."""
-    pulled_bytes: tuple[Count, Count] = (0, 0)
-    """With a cache: bytes of globals that this incarnation pulled, from the run's Redis and from the region's."""
 
 
 class SeenReport(Message):

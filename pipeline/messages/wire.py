@@ -102,8 +102,6 @@ PartyName = Annotated[str, AfterValidator(party_name)]
 """A `PartyId` that a person gives."""
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
 Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
-Sum = Annotated[bytes, Field(min_length=32, max_length=32)]
-"""SHA-256 of a payload's bytes: by it copies are judged that others keep."""
 FragmentId = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
 Version = Annotated[int, Field(ge=0, le=2**48)]
 SignedCount = Annotated[int, Field(ge=-(2**53), le=2**53)]

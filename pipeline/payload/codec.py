@@ -277,10 +277,6 @@ class Payload:
         if len(self._digests) > before:
             self._grown()
 
-    def part(self, first: int, stop: int) -> memoryview:
-        """The bytes of chunks `first` to `stop` - 1, which are whole."""
-        return self._data[first * self._chunk_bytes : stop * self._chunk_bytes]
-
     def encoded(self, index: int) -> Encoded:
         """A chunk that is whole; joined, it is `messages.payload.Chunk` in msgpack."""
         piece = self._data[index * self._chunk_bytes : (index + 1) * self._chunk_bytes]

@@ -16,7 +16,7 @@ An outer state of another rule, with other vectors, is one class here and one li
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -36,8 +36,6 @@ Float32 = npt.NDArray[np.float32]
 OuterState = Mapping[str, Float32]
 """The outer optimizer's state of a fragment: name -> vector (elements,); one that is absent is all zeros."""
 Kind = Literal["global", "rest", "update", "merged", "momentum"]
-SUMMED: Final[frozenset[Kind]] = frozenset({"global", "update"})
-"""What learners pull, and may keep for each other (`Head.sums`)."""
 
 
 class Held(NamedTuple):
@@ -57,17 +55,11 @@ class Published:
     outer_state: Staged | None = None
     updates: tuple[Update, ...] = ()
     behind: int = 0
-    sums: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def keys(self) -> frozenset[str]:
         """All payloads."""
         return frozenset(one.key for one in named(self.payload, self.rest, self.outer_state, self.updates))
-
-
-def with_sums(published: Published, *known: Mapping[str, bytes]) -> Published:
-    """The same, with the sums that are known of its payloads."""
-    return replace(published, sums={key: one[key] for one in known for key in one if key in published.keys})
 
 
 def alone(staged: Mapping[Kind, Staged], payloads: Mapping[Kind, Payload]) -> Published:
@@ -81,7 +73,7 @@ def published_by(head: Head, elements: int, sync: SyncSpec) -> Published:
     """What a head names already."""
     rest = Rest(head.rest, head.chunks, head.payload_digest or b"") if head.rest else None
     state = state_of(head, elements, sync)
-    return Published(Staged(head.payload, head.chunks), rest, state, head.updates, head.behind, head.sums)
+    return Published(Staged(head.payload, head.chunks), rest, state, head.updates, head.behind)
 
 
 def state_of(head: Head, elements: int, sync: SyncSpec) -> Staged | None:

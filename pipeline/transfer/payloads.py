@@ -4,7 +4,6 @@ Those of deltas, and global fragments in the run's format (`global_formats`).
 """
 
 import asyncio
-import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +16,9 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
-from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes, chunk_count
+from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes
 from diloco.pipeline.transfer.global_format import (
     STATE_RULES,
-    SUMMED,
     Float32,
     Held,
     Kind,
@@ -30,7 +28,6 @@ from diloco.pipeline.transfer.global_format import (
     joined,
     key_of,
     vectors,
-    with_sums,
 )
 from diloco.pipeline.transfer.global_formats import FORMATS
 
@@ -55,59 +52,21 @@ async def pull(
     Raises:
         BadPayload: missing, incomplete (a replaced payload may have gone: read the head again) or corrupt.
     """
-    wanted = Wanted(bus, key, elements, codec, chunk_bytes, extend_s)
-    reader = wanted.reader()
+    reader = PayloadReader(elements, codec, chunk_bytes)
+    several = reader.expected > _piece(chunk_bytes)
     while not reader.complete:
-        await _feed(wanted, reader)
+        await _feed(bus, key, reader, extend_s if several else 0.0)
     return reader
 
 
-async def _feed(wanted: "Wanted", reader: PayloadReader) -> None:
+async def _feed(bus: PayloadStore, key: str, reader: PayloadReader, extend_s: float) -> None:
     """A call of its own, so that what came is let go of before more is asked for."""
-    for chunk in await wanted.chunks(reader.received):
+    limit = _piece(reader.chunk_bytes)
+    chunks = await bus.read_chunks(key, reader.received, limit, reader.chunk_bytes, extend_s=extend_s)
+    if not chunks:
+        raise BadPayload(f"{key} has {reader.received} of {reader.expected} chunks")
+    for chunk in chunks:
         reader.feed(chunk)
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A payload that is complete on the bus; as the arguments of `pull`."""
-
-    bus: PayloadStore
-    key: str
-    elements: int
-    codec: Codec
-    chunk_bytes: int
-    extend_s: float
-
-    @property
-    def limit(self) -> int:
-        """Chunks in flight at a time."""
-        return _piece(self.chunk_bytes)
-
-    def reader(self) -> PayloadReader:
-        """With nothing in it."""
-        return PayloadReader(self.elements, self.codec, self.chunk_bytes)
-
-    async def chunks(self, first: int, most: int | None = None) -> Sequence[bytes | memoryview]:
-        """Some of them, from the first one on.
-
-        Args:
-            first: its index.
-            most: so many; None: `limit`.
-
-        Raises:
-            BadPayload: there are none, or as `read_chunks`.
-        """
-        count = chunk_count(self.elements, self.codec, self.chunk_bytes)
-        extend_s = self.extend_s * (count > self.limit)
-        most = most or self.limit
-        if not (chunks := await self.bus.read_chunks(self.key, first, most, self.chunk_bytes, extend_s=extend_s)):
-            raise BadPayload(f"{self.key} has {first} of {count} chunks")
-        return chunks
-
-
-Fetch = Callable[[Wanted, Head], Awaitable[PayloadReader]]
-"""Another way for a payload that a head names than `pull`, with the same errors."""
 
 
 async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncIterator[Sequence[bytes | memoryview]]:
@@ -126,45 +85,26 @@ async def push(bus: PayloadStore, key: str, array: npt.NDArray[Any], chunk_bytes
     return await push_payload(bus, key, Payload(as_bytes(array), chunk_bytes), chunk_bytes, ttl_s)
 
 
-async def push_payload(
-    bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float, sums: dict[str, bytes] | None = None
-) -> Staged:
-    """As `push`, of a payload whose bytes are all there and none of whose chunks is whole yet; sums: `push_growing`."""
-    sent, piece, made = 0, _piece(chunk_bytes), hashlib.sha256()
+async def push_payload(bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float) -> Staged:
+    """As `push`, of a payload whose bytes are all there and none of whose chunks is whole yet."""
+    sent, piece = 0, _piece(chunk_bytes)
     while sent < payload.chunks:
         payload.grow_to(min((sent + piece) * chunk_bytes, payload.nbytes))
-        if sums is not None:
-            made.update(payload.part(sent, sent + piece))
         sent = await _write(bus, key, payload, sent, ttl_s, piece)
-    if sums is not None:
-        sums[key] = made.digest()
     return Staged(key, sent)
 
 
 async def push_growing(
-    bus: PayloadStore,
-    key: str,
-    payload: Payload,
-    chunk_bytes: int,
-    ttl_s: float,
-    more: asyncio.Event,
-    sums: dict[str, bytes] | None = None,
+    bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float, more: asyncio.Event
 ) -> Staged:
-    """As `push`, of a payload that is still being written; `more` is set when more of it is, or of another one.
-
-    sums: gets the payload's sum under its key; None: it is not wanted, and costs nothing.
-    """
-    sent, piece, made = 0, _piece(chunk_bytes), hashlib.sha256()
+    """As `push`, of a payload that is still being written; `more` is set when more of it is, or of another one."""
+    sent, piece = 0, _piece(chunk_bytes)
     while sent < payload.chunks:
         more.clear()
         if payload.ready < min(sent + piece, payload.chunks):
             await more.wait()
         else:
-            if sums is not None:  # a piece takes milliseconds, and another thread may work meanwhile
-                made.update(payload.part(sent, sent + piece))
             sent = await _write(bus, key, payload, sent, ttl_s, piece)
-    if sums is not None:
-        sums[key] = made.digest()
     return Staged(key, sent)
 
 
@@ -202,13 +142,13 @@ async def push_global(
         offload: runs heavy work.
         state: the outer optimizer's; None or empty: all zeros.
     """
-    staged, sums = dict[Kind, Staged](), dict[str, bytes]()
+    staged = dict[Kind, Staged]()
     arrays = await offload(_whole, values, state, sync)
     payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in arrays.items()}
     for kind, payload in payloads.items():
         key = key_of(bus.keys, kind, fragment, version, nonce)
-        staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s, sums if kind in SUMMED else None)
-    return with_sums(alone(staged, payloads), sums)
+        staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s)
+    return alone(staged, payloads)
 
 
 def _whole(values: Float32, state: OuterState | None, sync: SyncSpec) -> dict[Kind, npt.NDArray[Any]]:
@@ -254,17 +194,15 @@ async def pull_shown(
     offload: Offload,
     extend_s: float = KEPT_S,
     held: Held | None = None,
-    fetch: Fetch | None = None,
 ) -> Float32:
     """The values (elements,) that learners train from at a head, in an array that nobody else has.
 
-    offload, extend_s: as `pull_state`; as `pull`. held: what is here already; it is left as it is. fetch: gets the
-    payloads instead of `pull`.
+    offload, extend_s: as `pull_state`; as `pull`. held: what is here already; it is left as it is.
 
     Raises:
         BadPayload: as `pull_state`.
     """
-    return await FORMATS[sync.global_codec].shown(_Source(bus, head, elements, sync, offload, extend_s, fetch), held)
+    return await FORMATS[sync.global_codec].shown(_Source(bus, head, elements, sync, offload, extend_s), held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,12 +215,10 @@ class _Source:
     sync: SyncSpec
     work: Offload
     extend_s: float = KEPT_S
-    fetch: Fetch | None = None
 
     async def pull(self, key: str, codec: Codec) -> PayloadReader:
         """As `Source`."""
-        wanted = self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s
-        return await (pull(*wanted) if self.fetch is None else self.fetch(Wanted(*wanted), self.head))
+        return await pull(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
 
     async def pull_state(self) -> OuterState:
         """As `Source`."""

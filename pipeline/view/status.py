@@ -58,9 +58,6 @@ class LearnerStatus(TypedDict):
     """Processes that train as this learner."""
     moments: NotRequired[str]
     """Where its optimizer's came from, as `Learner.recovered`; "": it has not said."""
-    region: NotRequired[str]
-    pulled_bytes: NotRequired[list[int]]
-    """As `LearnerReport`: its region's cache, and bytes of globals from the run's Redis and from there."""
 
 
 class WindowStatus(TypedDict):
@@ -188,8 +185,6 @@ def _learner(seen: SeenReport, live_s: float, told: trouble.Told) -> LearnerStat
         "device": report.device,
         "ranks": report.ranks,
         "moments": report.moments,
-        "region": report.region,
-        "pulled_bytes": list(report.pulled_bytes),
     }
 
 
@@ -370,9 +365,6 @@ def build_status(
         slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)
         warnings += [str(slow)] if slow else []
         warnings += trouble.crowded(here)
-        if alone := sorted({seen.report.learner for seen in here if seen.report.region == "away"}):
-            what = "pull from the run's Redis, since that of their region cannot be used (their logs say why)"
-            warnings.append(f"{', '.join(alone[:5])}{' ...' if alone[5:] else ''} {what}")
     elapsed_s = _elapsed_s(state, reports, now_unix_s)
     samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)
     merged_share = shares(samples, (began + elapsed_s, tokens, merged), lost["pending"])

@@ -130,7 +130,6 @@ async def _restore_fragment(
             digest=digest,
             payload=published.payload,
             rest=published.rest,
-            sums=published.sums,
             momentum=published.outer_state,
             window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
             merged=(),

@@ -112,7 +112,6 @@ class Mending:
             momentum=published.outer_state,
             updates=published.updates,
             behind=published.behind,
-            sums=published.sums,
             window=view,
             merged=head.merged,
             record=record,
@@ -149,7 +148,7 @@ class Mending:
     async def _publish(self, head: Head, fragment: FragmentState) -> Head:
         whole = await self._stage(head, fragment)
         at = head.version, head.digest
-        anew = Republication(self._nonce, at, whole.payload, whole.rest, whole.outer_state, REPLACED_TTL_S, whole.sums)
+        anew = Republication(self._nonce, at, whole.payload, whole.rest, whole.outer_state, REPLACED_TTL_S)
         await self._bus.republish(head.fragment, anew)
         return head.model_copy(update=payload_names(anew))
 

@@ -74,7 +74,6 @@ class InitialVersions:
             digest=digest,
             payload=whole.payload,
             rest=whole.rest,
-            sums=whole.sums,
             momentum=None,
             window=IDLE_VIEW,
             merged=(),

@@ -87,7 +87,7 @@ def test_no_secret_that_the_documents_have_one_make_is_sent_or_committed(tmp_pat
     assert not [line for line in sent if "!" in line or " " in line], "SkyPilot knows no more than patterns"
     pages = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
     secrets = set(re.findall(r"[\w.-]+\.(?:env|acl|key)\b|(?:redis|sentinel)\.conf", pages))
-    assert {"secrets.env", "users.acl", "region.env", "run.env", "redis.key", "redis.conf"} < secrets
+    assert {"secrets.env", "users.acl", "run.env", "redis.key", "redis.conf"} < secrets
     for name in [*secrets, ".env"]:
         (tmp_path / name).touch()
     for line in sent:

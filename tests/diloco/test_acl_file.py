@@ -56,15 +56,6 @@ def test_passwords_are_made_once_and_kept_where_only_their_owner_reads_them(
     assert set(printed.splitlines()) <= set(capsys.readouterr().out.splitlines())
 
 
-def test_the_redis_of_a_region_has_one_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "region.env"
-    assert cli.main(["acl", "--run", "r", "--region", "--passwords", str(file)]) == 0
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["default", "health", "region"]
-    assert [line.split("=")[0] for line in file.read_text().splitlines()] == ["REDIS_REGION_PASSWORD"]
-    assert cli.main(["acl", "--run", "r", "--region", "--learner", "anna", "--passwords", str(file)]) == 2
-    assert "leave out --learner" in capsys.readouterr().err
-
-
 def test_a_file_is_not_made_anew_without_the_users_that_servers_have(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -514,36 +514,6 @@ def test_a_user_of_one_run_need_not_name_it_or_is_told_to(healthy: EmbeddedRedis
 
 
 @pytest.mark.redis
-def test_a_regions_redis_is_used_as_a_learner_uses_it(
-    healthy: EmbeddedRedis, look: Look, client: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It takes what is put there, and keeps nothing; one that refuses the user, or is not there, is named."""
-    run = ("--redis-url", healthy.url)
-    monkeypatch.setenv("DILOCO_REGION_REDIS_URL", f"redis://127.0.0.1:{healthy.port}")
-    status, findings = look(*run)
-    (found,) = [one for one in findings if one.about == "region's Redis"]
-    assert (status, found.level) == (0, "ok")
-    assert "region's Redis" not in {one.about for one in look(*run, "--as", "syncer")[1]}
-    time.sleep(2.0)  # a claim lapses by itself
-    assert list(client.scan_iter()) == []
-    if int(client.info()["redis_version"].split(".")[0]) >= 7:
-        client.execute_command("ACL", "SETUSER", "region", "on", f">{PASSWORD}", *rules_of(acl.region("another")))
-        monkeypatch.setenv("DILOCO_REGION_REDIS_URL", f"redis://region:{PASSWORD}@127.0.0.1:{healthy.port}")
-        status, findings = look(*run)
-        client.execute_command("ACL", "DELUSER", "region")
-        assert status == 1
-        assert "does not let user 'region' do that in run 'run'" in bad(findings)["region's Redis"].found
-        assert "diloco acl --region --run run" in bad(findings)["region's Redis"].remedy
-    monkeypatch.setenv("DILOCO_REGION_REDIS_URL", f"redis://127.0.0.1:{free_port('127.0.0.1')}")
-    status, findings = look(*run)
-    assert status == 1
-    assert "nobody answers there" in bad(findings)["region's Redis"].found
-    assert "DILOCO_REGION_REDIS_URL" in bad(findings)["region's Redis"].remedy
-    assert checks.region(0.08, 0.02).level == "warning"
-    assert checks.region(0.001, 0.0001).level == "ok", "on one machine the two differ by chance"
-
-
-@pytest.mark.redis
 async def test_a_user_that_may_not_ask_for_its_name_is_told_it_by_the_refusal(
     healthy: EmbeddedRedis, client: Any
 ) -> None:

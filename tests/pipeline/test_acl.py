@@ -19,11 +19,10 @@ from diloco.pipeline.bus.commits import Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis.connecting import connect_calls
-from diloco.pipeline.bus.redis.region import RedisRegionCache
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import BusError, BusUnavailable, NotPermitted, RegionAway, UsageError
+from diloco.pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, Phase, SeenReport
 from diloco.pipeline.messages.shards import DataOrder, Shard
 from diloco.pipeline.payload.codec import encode
@@ -262,36 +261,12 @@ SHARED = {
     "data_order",
 }
 """Families that learners write together; what one can do to the others there stands in SECURITY.md."""
-OF_REGION = {"region_payload", "region_claim", "region_kept"}
-"""On another Redis."""
 
 
 def test_every_key_family_is_either_guarded_or_known_to_be_shared() -> None:
     """A new key is somebody's decision, not an oversight."""
     named = {name for name in vars(RunKeys) if not name.startswith("_")} - {"run", "groups", "group"}
-    assert named == families(RunKeys("r")).keys() | SHARED | OF_REGION
-
-
-async def test_the_user_of_a_region_keeps_payloads_there_and_nothing_else(server: Server) -> None:
-    user = acl.region(server.run)
-    server.admin.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
-    cache = RedisRegionCache(as_user(server.url, user.name), server.run)
-    assert await cache.claim("x", NONCE) == NONCE
-    await cache.write("x", 0, [b"chunk"], 1.0)
-    await cache.keep(0, 1, "x", 0)
-    await cache.keep(0, 2, "y", 2)
-    assert [bytes(one) for one in await cache.read("x", 0, 9, 1000, 1.0)] == [b"chunk"]
-    await cache.drop("x")
-    await cache.close()
-    other = RedisRegionCache(as_user(server.url, user.name), "another")
-    told = "does not let user .region. do that in run .another.; .*diloco acl --region --run another"
-    with pytest.raises(RegionAway, match=told):
-        await other.claim("x", NONCE)
-    await other.close()
-    bus = RedisRegionCache(as_user(server.url, "learner"), server.run)
-    with pytest.raises(RegionAway):  # nor has a learner of the run's Redis any business there
-        await bus.claim("x", NONCE)
-    await bus.close()
+    assert named == families(RunKeys("r")).keys() | SHARED
 
 
 async def story(server: Server, parties: dict[str, Any]) -> tuple[int, bytes]:

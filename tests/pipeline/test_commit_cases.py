@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgpack
 import pytest
 
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication, Rest, Staged
@@ -19,7 +18,6 @@ from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost
 from diloco.pipeline.messages.head import MergedBase, WindowView
 from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, WindowChanged
-from diloco.pipeline.messages.wire import MAX_UPDATES
 from tests import samples
 from tests.backdoor import Backdoor
 from tests.samples import IDLE
@@ -606,42 +604,3 @@ async def test_a_commit_that_deletes_what_it_names_never_reaches_the_server(bus:
         with pytest.raises(ValueError, match="names what it deletes"):
             await bus.commit(replace(commit, retired=(key,)))
     assert backdoor.dump() == before
-
-
-async def test_a_head_has_the_sums_that_its_commit_says_until_the_next_one(bus: Bus) -> None:
-    """Those of a key frame and of an update, by key; put back with a lost head, and replaced as it is republished."""
-    assert await bus.acquire_lease(0, NONCE, 60.0)
-    commit = await commit_on(bus, None)
-    sums = {commit.payload.key: bytes(range(32))}
-    await bus.commit(replace(commit, sums=sums))
-    (head,) = await bus.read_heads([0])
-    assert head.sums == sums
-    payload = await stage(bus, bus.keys.global_payload(0, 0, "anew"))
-    anew = Republication(NONCE, (0, head.digest), payload, None, None, sums={payload.key: bytes(32)})
-    await bus.republish(0, anew)
-    assert (await bus.read_heads([0]))[0].sums == {payload.key: bytes(32)}
-    await bus.commit(await commit_on(bus, (0, head.digest)))
-    assert (await bus.read_heads([0]))[0].sums == {}
-
-
-@pytest.mark.parametrize(
-    ("sums", "wrong"),
-    [
-        ({"key": bytes(31)}, "31 bytes"),
-        ({"key": bytes(33)}, "33 bytes"),
-        ({"key": "0" * 32}, "text"),
-        ({str(n): bytes(32) for n in range(MAX_UPDATES + 2)}, "more than a head has payloads"),
-        ([bytes(32)], "no map"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_sums_that_are_none_make_a_head_unreadable(bus: Bus, backdoor: Backdoor, sums: Any, wrong: str) -> None:
-    """Whoever reads it takes none of it; a head without the field has no sums."""
-    assert await bus.acquire_lease(0, NONCE, 60.0)
-    await bus.commit(await commit_on(bus, None))
-    assert (await bus.read_heads([0]))[0].sums == {}
-    backdoor.hset(bus.keys.head(0), "sums", msgpack.packb({"sums": sums}))
-    with pytest.raises(BadMessage):
-        await bus.read_heads([0])
-    backdoor.hset(bus.keys.head(0), "sums", msgpack.packb({"sums": {"key": bytes(32)}}))
-    assert (await bus.read_heads([0]))[0].sums == {"key": bytes(32)}

@@ -7,7 +7,7 @@ import hiredis
 import pytest
 import redis.exceptions as rx
 
-from diloco.pipeline.bus.redis.bulk import Reply, pack
+from diloco.pipeline.bus.redis.bulk import Reply, TooMuch, pack
 from diloco.pipeline.payload.codec import ChunkParts
 
 
@@ -85,6 +85,25 @@ async def test_what_no_redis_says_ends_the_wait():
     reply = Reply(Usual())
     feed(reply, b"*many\r\n", random.Random(0))
     with pytest.raises(rx.InvalidResponse):
+        await reply.done
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"*1\r\n$10000000000\r\n", "a string of 10000000000"),
+        (b"*9\r\n" + b"$300\r\n%b\r\n" % bytes(300) * 9, "more than 1000 bytes"),
+        (b"*2\r\n*8\r\n" + b"$0\r\n\r\n" * 8 + b"*9000\r\n", "an array of 9000"),
+        (b"+" + b"A" * 2000, "more than 1000 bytes"),
+    ],
+    ids=["one huge string", "many strings", "many values", "a line without an end"],
+)
+async def test_a_reply_larger_than_what_was_asked_for_ends_the_wait(data, said):
+    """As soon as it says so: what it announces is not waited for, and no room is made for it."""
+    reply = Reply(Usual(), most_bytes=1000, most_values=50)
+    feed(reply, data, random.Random(0))
+    assert reply.done.done()
+    with pytest.raises(TooMuch, match=said):
         await reply.done
 
 

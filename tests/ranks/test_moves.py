@@ -75,7 +75,6 @@ class Crew:
             offload=self._offload,
             outages=Outages(structlog.get_logger()),
             log=structlog.get_logger(),
-            region=None,
         )
         self.member = member
         shares = Shares(LAYOUT, [{"t": (0, ELEMENTS)}] * len(wires))

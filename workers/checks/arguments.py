@@ -7,14 +7,13 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, SecretStr, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.settings import SECRETS, BusSettings, EncodeOn, SyncSettings, load
 from diloco.pipeline.units import parse_whole
 from diloco.workers.copies.losses import LossCopy
-from diloco.workers.exchange.reaching import region_at
 
 MAX_STEP_TOKENS = 2**40
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -27,7 +26,6 @@ class Arguments(BaseModel):
 
     run: PartyName
     redis_url: str | None
-    region_redis_url: str | None
     learner_id: PartyName | None
     sync: InstanceOf[SyncSettings] | None
     tokens: Annotated[int, BeforeValidator(parse_whole), Field(ge=1, le=2**62)] | None
@@ -45,10 +43,9 @@ class _Named(BusSettings):
     """As whom a learner takes part where its program does not say so."""
 
     learner_id: str | None = None
-    region_redis_url: SecretStr | None = None
 
 
-OWN = {"redis_url", "region_redis_url", "state_dir", "state_every_s", "log_losses"}
+OWN = {"redis_url", "state_dir", "state_every_s", "log_losses"}
 """What each rank of a learner may have of its own."""
 
 
@@ -65,8 +62,6 @@ def check_arguments(**given: Any) -> Arguments:
     """
     named = load(_Named)
     given |= {name: getattr(named, name) for name in ("run", "learner_id") if given[name] is None}
-    if given["region_redis_url"] is None and named.region_redis_url is not None:
-        given["region_redis_url"] = named.region_redis_url.get_secret_value()
     try:
         arguments = Arguments(**given)
     except ValidationError as error:
@@ -82,7 +77,6 @@ def check_arguments(**given: Any) -> Arguments:
             )
         )
         raise UsageError(f"Learner: {name}={shown}: {allowed}") from None
-    region_at(arguments.region_redis_url, arguments.run, arguments.learner_id or "")
     if arguments.log_losses and arguments.state_dir is None:
         raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
     if arguments.tokens is not None and arguments.sync is not None and "tokens" in arguments.sync.model_fields_set:

@@ -131,8 +131,7 @@ class OwnCarrier:
         if FORMATS[sync.global_codec].follows and (base := self._bases.get(p)) is not None:
             held = Held(base.version, base.digest, await member.offload(member.encoder.read, base.values))
         try:
-            fetch = None if member.region is None else member.region.fetch
-            pulled = await pull_shown(member.bus, head, elements, sync, member.offload, SLOW_PULL_S, held, fetch)
+            pulled = await pull_shown(member.bus, head, elements, sync, member.offload, SLOW_PULL_S, held)
         except BadPayload as error:
             member.log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
             return None

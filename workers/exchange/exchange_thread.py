@@ -148,8 +148,7 @@ class ExchangeThread:
         bus, scripts = await reaching.reach(self._url, self._run_name, training.learner)
         encoder = OnDevice(training.parameters.device) if training.encode_on_device else OnHost(AT_ONCE)
         who = training.learner, training.incarnation
-        region = reaching.region_at(training.region_url, self._run_name, *who)
-        joining = Joining(bus, LoopClock(), *who, training.report, encoder=encoder, region=region)
+        joining = Joining(bus, LoopClock(), *who, training.report, encoder=encoder)
         try:
             initial = training.parameters.snapshot
             exchange = await joining.join(training.spec, training.layout, lambda p: initial(p).numpy())
@@ -158,8 +157,6 @@ class ExchangeThread:
         finally:
             if self._abandoned or not self._joined.done():
                 await joining.abandon()
-            if region is not None:
-                await region.close()
             await bus.close()
 
     async def _recover_and_help(self, bus: Bus, exchange: Exchange) -> None:

@@ -28,7 +28,6 @@ from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.identity import Identity
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.pulling import Pulling
-from diloco.workers.exchange.region import Region
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.version_0 import CLAIM_TTL_S, Version0
@@ -55,16 +54,15 @@ class Joining:
         *,
         offload: Offload = offload,
         encoder: Encoder | None = None,
-        region: Region | None = None,
     ) -> None:
         """As `Member`. report: called with `left` whenever one is due; must not block. encoder: None: `OnHost`."""
         self._bus, self._clock, self._learner, self._incarnation = bus, clock, learner, incarnation
-        self._offload, self._encoder, self._region = offload, encoder or OnHost(), region
+        self._offload, self._encoder = offload, encoder or OnHost()
         self._log = structlog.get_logger().bind(learner=learner)
         self._shared, self._outages = Shared(), Outages(self._log)
         self._identity = Identity(bus, clock, learner, incarnation, self._outages.retry)
         self._claims = ShardClaims(bus, f"{learner}.{incarnation}", self._shared)
-        self._reporting = Reporting(self._identity, clock, report, self._outages, self._shared, self._claims, region)
+        self._reporting = Reporting(self._identity, clock, report, self._outages, self._shared, self._claims)
 
     async def join(self, spec: Spec, layout: Layout, initial: Callable[[int], Float32]) -> Exchange:
         """As `join_with`, as a learner that is one process.
@@ -102,7 +100,6 @@ class Joining:
             self._offload,
             self._outages,
             self._log,
-            self._region,
         )
         agreement = Agreement(member)
         carrier = make_carrier(member)

@@ -8,7 +8,6 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.retry import Outages
 from diloco.workers.encoding import Encoder, Offload
-from diloco.workers.exchange.region import Region
 from diloco.workers.exchange.shared import Shared
 
 
@@ -29,5 +28,3 @@ class Member:
     """Runs heavy work."""
     outages: Outages
     log: Any
-    region: Region | None = None
-    """What it pulls by; None: straight from the bus."""

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.region import RedisRegionCache
 from diloco.pipeline.bus.redis_streams import RedisBus, connect, open_bus
-from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
@@ -20,8 +18,6 @@ from diloco.pipeline.process import logs
 from diloco.pipeline.retry import Backoff, retry
 from diloco.pipeline.settings import PARTIES, BusSettings, load
 from diloco.pipeline.sources import check_variables
-from diloco.workers.background import offload
-from diloco.workers.exchange.region import Region
 from diloco.workers.exchange.scripts import Scripts
 
 T = TypeVar("T")
@@ -151,20 +147,6 @@ async def reach(url: str, run: str, learner: str) -> tuple[RedisBus, Scripts]:
         await bus.close()
         raise
     return bus, scripts
-
-
-def region_at(url: str | None, run: str, learner: str, nonce: str = "") -> Region | None:
-    """A learner's way to the cache of its region; None: it has none. It is reached when it is needed.
-
-    nonce: of its claims.
-
-    Raises:
-        UsageError: the URL is malformed.
-    """
-    if url is None:
-        return None
-    log = structlog.get_logger().bind(learner=learner)
-    return Region(RedisRegionCache(url, run), LoopClock(), nonce, offload, log)
 
 
 def _say(error: BaseException, wait_s: float, learner: str | None) -> None:

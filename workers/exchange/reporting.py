@@ -3,13 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from diloco.pipeline.bus.ports import Clock
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.retry import Outages
 from diloco.workers.exchange.identity import Identity
-from diloco.workers.exchange.region import Region
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import ShardClaims
 
@@ -29,11 +27,10 @@ class Reporting:
         outages: Outages,
         shared: Shared,
         claims: ShardClaims,
-        region: Region | None = None,
     ) -> None:
         """make: called with `left` whenever a report is due; must not block."""
         self._identity, self._clock, self._make = identity, clock, make
-        self._outages, self._shared, self._claims, self._region = outages, shared, claims, region
+        self._outages, self._shared, self._claims = outages, shared, claims
         self._wake = asyncio.Event()
         self._written_s = 0.0
         self.written = 0
@@ -57,9 +54,7 @@ class Reporting:
         self._wake.clear()
         self._written_s = self._clock.now()
         self.written += 1
-        own: dict[str, Any] = {"number": self.written, "outages": self._outages.count, "pull_s": self._shared.pull_s}
-        if (region := self._region) is not None:
-            own |= {"region": region.state, "pulled_bytes": (region.pulled, region.shared)}
+        own = {"number": self.written, "outages": self._outages.count, "pull_s": self._shared.pull_s}
         report = self._make(self.left).model_copy(update=own)
         self._shared.state = await self._identity.write(report)
         self.taken_s = self._clock.now()

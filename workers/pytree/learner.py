@@ -47,7 +47,6 @@ class Learner(AnyLearner):
         *,
         run: str | None = None,
         redis_url: str | None = None,
-        region_redis_url: str | None = None,
         learner_id: str | None = None,
         sync: SyncSettings | None = None,
         tokens: int | str | None = None,
@@ -63,7 +62,7 @@ class Learner(AnyLearner):
             params: a pytree of arrays in floating point, all of which are synchronised. Its structure, shapes and types
                 are settled here. One of numpy counts as the array that JAX makes of it: float64 is float32, unless
                 `jax_enable_x64` is set.
-            run, redis_url, region_redis_url, learner_id, sync, tokens, trainer, leave_s: as torch's `Learner` has them.
+            run, redis_url, learner_id, sync, tokens, trainer, leave_s: as torch's `Learner` has them.
             names: what leaves are called in the run, where learners of another framework call them otherwise: own name
                 -> name, or (name, order of the axes there). A learner that is first lists its tensors in this order.
             embeddings: own names of the leaves whose rows are vectors, one a token, which are merged as such. Default:
@@ -77,7 +76,6 @@ class Learner(AnyLearner):
         given = check_arguments(
             run=run,
             redis_url=redis_url,
-            region_redis_url=region_redis_url,
             learner_id=learner_id,
             sync=sync,
             tokens=tokens,
@@ -209,7 +207,6 @@ class Learner(AnyLearner):
             recovery=Recovery(moments),
             keeper=Keeper(moments, rounds),
             times=self.times,
-            region_url=self._given.region_redis_url,
         )
         return training, ExchangeThread(self._url, self._given.run, training)
 

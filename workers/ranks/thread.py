@@ -89,16 +89,12 @@ class RankThread(ExchangeThread):
     async def _join_and_work(self) -> None:
         meeting, training = self._meeting, self._training
         bus, scripts = await reaching.reach(self._url, self._run_name, training.learner)
-        who = training.learner, f"{training.incarnation}-{meeting.rank}"
-        region = reaching.region_at(training.region_url, self._run_name, *who)
         try:
             most = max(fragment.elements for fragment in self._shares.layout.fragments)
             wires = Wires(TcpLines(meeting.rank, meeting.addresses, meeting.listener, meeting.token), most)
             given = bus, LoopClock(), wires, training, self._shares, self._joined
-            self._working = Working(*given, abandoned=lambda: self._abandoned, region=region)
+            self._working = Working(*given, abandoned=lambda: self._abandoned)
             async with meanwhile(scripts.watch()):
                 await self._working.work()
         finally:
-            if region is not None:
-                await region.close()
             await bus.close()

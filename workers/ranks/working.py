@@ -32,7 +32,6 @@ from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import LOOK_S, say_joined
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.member import Member
-from diloco.workers.exchange.region import Region
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
 from diloco.workers.ranks.carrier import RanksCarrier
@@ -64,11 +63,10 @@ class Working:
         joined: "Future[tuple[Any, Found]]",
         abandoned: Callable[[], bool],
         offload: Offload = offload,
-        region: Region | None = None,
     ) -> None:
         """joined: is told of this rank, and the moments to begin with. abandoned: nothing comes of having joined."""
         self._bus, self._clock, self._wires, self._training, self._shares = bus, clock, wires, training, shares
-        self._joined, self._abandoned, self._offload, self._region = joined, abandoned, offload, region
+        self._joined, self._abandoned, self._offload = joined, abandoned, offload
         self._log = structlog.get_logger().bind(learner=training.learner, rank=wires.rank)
 
     async def work(self) -> None:
@@ -134,7 +132,6 @@ class Working:
             self._offload,
             Outages(log),
             log,
-            self._region,
         )
         Rank(self._wires, self._part(member), training, member.shared, self._joined)
 
@@ -146,7 +143,7 @@ class Working:
         who = training.learner, training.incarnation
         own = OnHost(AT_ONCE)
         given = bus, self._clock, *who, training.report
-        joining = Joining(*given, offload=self._offload, encoder=own, region=self._region)
+        joining = Joining(*given, offload=self._offload, encoder=own)
 
         def make_carrier(member: Member) -> Carrier:
             parts.append(self._part(member))

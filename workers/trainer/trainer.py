@@ -13,7 +13,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings
 from diloco.workers.checks.sets import check_set
-from diloco.workers.exchange.reaching import has_version_0, region_at, wait_for_spec
+from diloco.workers.exchange.reaching import has_version_0, wait_for_spec
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD
 from diloco.workers.learner import Learner
 from diloco.workers.trainer.agent import run_ranks
@@ -78,8 +78,6 @@ def train(settings: LearnerProcess) -> int:
     redis_url = settings.bus_url()
     if redis_url is None:
         raise UsageError("a learner needs a Redis: give --redis-url or set DILOCO_REDIS_URL")
-    if (region_url := settings.region_redis_url) is not None:  # one that cannot be used: before anything is waited for
-        region_at(region_url.get_secret_value(), settings.run, settings.learner_id or "")
     if ranks.count == 1 and "+" in settings.device:
         return run_ranks(len(settings.device.split("+")), settings.learner_id, settings.leave_s)
     device = rank_device(ranks, settings.device)
@@ -186,7 +184,6 @@ def train_once(
         optimizer,
         run=settings.run,
         redis_url=redis_url,
-        region_redis_url=None if (url := settings.region_redis_url) is None else url.get_secret_value(),
         learner_id=settings.learner_id,
         sync=settings,
         trainer=agreed,

@@ -18,7 +18,7 @@ from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import ChunkParts
 
 Part = bytes | memoryview
-Argument = str | bytes | memoryview | int | float | ChunkParts
+Argument = str | bytes | int | float | ChunkParts
 
 ROOM_BYTES = 4 * 2**20 + 64 * 2**10
 """Of the buffer that a reply comes into; it grows if the reply does not fit."""
@@ -50,9 +50,6 @@ def pack(arguments: Sequence[Argument]) -> list[Part]:
         if isinstance(argument, ChunkParts):
             pieces += [bytes(text + b"$%d\r\n" % argument.nbytes + argument.head), argument.data]
             text = bytearray(argument.tail + b"\r\n")
-        elif isinstance(argument, memoryview):
-            pieces += [bytes(text + b"$%d\r\n" % argument.nbytes), argument]
-            text = bytearray(b"\r\n")
         else:
             value = argument if isinstance(argument, bytes) else str(argument).encode()
             text += b"$%d\r\n%b\r\n" % (len(value), value)
@@ -126,8 +123,7 @@ async def receive(client: Redis, command: Sequence[Argument], most_bytes: int, m
     """
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
     try:
-        packed = b"".join(pack(command))
-        return (await exchange(connection, [packed], most_bytes=most_bytes, most_values=most_values)).strings()
+        return await _exchange(connection, b"".join(pack(command)), most_bytes, most_values)
     except rx.ResponseError:
         raise
     except BaseException:
@@ -150,29 +146,18 @@ async def drop_all(pool: ConnectionPool) -> None:
         await drop(connection)
 
 
-async def exchange(
-    connection: AbstractConnection,
-    commands: Sequence[Part],
-    replies: int = 1,
-    most_bytes: int = ANY_SIZE,
-    most_values: int = ANY_SIZE,
-) -> "Reply":
-    """Send packed commands, and take their replies as they lie in memory.
-
-    Raises:
-        ConnectionError: the connection was lost.
-        InvalidResponse: what came is none. The connection is of no use then.
-        TooMuch: it is more than `most_bytes` or `most_values`.
-    """
+async def _exchange(
+    connection: AbstractConnection, command: bytes, most_bytes: int, most_values: int
+) -> list[memoryview]:
     if connection._writer is None:
         raise rx.ConnectionError("connection lost before the command was sent")
     transport: Any = connection._writer.transport  # the library has no other way to it
     usual = transport.get_protocol()
-    reply = Reply(usual, most_bytes=most_bytes, replies=replies, most_values=most_values)
+    reply = Reply(usual, most_bytes=most_bytes, most_values=most_values)
     transport.pause_reading()
     transport.set_protocol(reply)
     transport.resume_reading()
-    transport.writelines(commands)
+    transport.write(command)
     try:
         await reply.done
     finally:
@@ -180,7 +165,7 @@ async def exchange(
             transport.pause_reading()
             transport.set_protocol(usual)
             transport.resume_reading()
-    return reply
+    return reply.strings()
 
 
 class Reply(asyncio.BufferedProtocol):
@@ -191,16 +176,14 @@ class Reply(asyncio.BufferedProtocol):
         usual: asyncio.BaseProtocol,
         room_bytes: int = ROOM_BYTES,
         most_bytes: int = ANY_SIZE,
-        replies: int = 1,
         most_values: int = ANY_SIZE,
     ) -> None:
-        """As the reply of so many commands, one after another.
+        """Expect the reply to one command.
 
         Args:
             usual: the connection's protocol before and afterwards, which has to hear of its end.
             room_bytes: of its buffer at first.
             most_bytes: more is no reply to what was asked.
-            replies: errors among them are told by `errors`.
             most_values: members of arrays, in all; each takes time and memory, however short it is.
         """
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -208,12 +191,12 @@ class Reply(asyncio.BufferedProtocol):
         self._usual = usual
         self._room, self._room_bytes = memoryview(b""), room_bytes  # a read that waits holds none
         self._filled = self._at = self._needed = 0
-        self._due, self._most = replies, most_bytes
+        self._due, self._most = 1, most_bytes
         """Values not yet seen; bytes that they may have."""
         self._members = most_values
         """That arrays may still announce."""
         self._strings: list[tuple[int, int]] = []
-        self.errors: list[str] = []
+        self._error = ""
 
     def strings(self) -> list[memoryview]:
         """What came, in order, where it lies.
@@ -221,8 +204,8 @@ class Reply(asyncio.BufferedProtocol):
         Raises:
             ResponseError: it is an error.
         """
-        if self.errors:
-            raise rx.ResponseError(self.errors[0])
+        if self._error:
+            raise rx.ResponseError(self._error)
         return [self._room[start:stop] for start, stop in self._strings]
 
     # --- what the transport calls ---------------------------------------------------------------------
@@ -290,7 +273,7 @@ class Reply(asyncio.BufferedProtocol):
                 self._due -= 1
             else:
                 if kind == b"-":
-                    self.errors.append(text.decode(errors="replace"))
+                    self._error = text.decode(errors="replace")
                 self._due -= 1
             self._at = after
         if not self._due:

@@ -401,48 +401,6 @@ def window(
     out.ladder(title, found)
 
 
-@app.command()
-def region(
-    model: Annotated[str, typer.Option(help="A size by name, as of --model of a run")] = "small",
-    learners: Learners = 4,
-    fragments: Fragments = 4,
-    global_codec: Annotated[
-        Literal[GlobalCodec, "all"], typer.Option(help="Globals as learners pull them; all: in turn")
-    ] = "all",
-    line: Annotated[float, typer.Option(min=0.1, help="MB a second on the region's line, in each direction")] = 8.0,
-    seconds: Annotated[float, typer.Option(min=10.0, help="Of each case, once all have joined")] = 40.0,
-    strikes: Annotated[
-        bool, typer.Option(help="Also with a learner killed as it pulls for all, and the cache killed and back")
-    ] = True,
-    json_file: Json = None,
-) -> None:
-    """What a region's line carries: learners behind one line, with a cache on a Redis beside them and without.
-
-    Real learners that train, a syncer beside the run's Redis, and a proxy that counts every byte on the line, those of
-    headers, heads and reports too. From the first load on, and after all have joined.
-
-    Example: diloco bench region --seconds 40 --json FILE
-    """
-    out = _Out(json_file, None)
-    _learners("region")
-    measuring = importlib.import_module("diloco_studies.bench.region.measuring")
-    plain = measuring.Case(model, learners, fragments, line_bytes_s=line * 1e6, seconds=seconds)
-    codecs = get_args(GlobalCodec) if global_codec == "all" else (global_codec,)
-    cases: dict[str, Any] = {}
-    for one in codecs:
-        of = replace(plain, global_codec=one)
-        cases |= {f"{one}, straight": replace(of, cached=False), f"{one}, cache": of}
-        if strikes:
-            cases[f"{one}, puller killed"] = replace(of, strike="claimant")
-            cases[f"{one}, cache killed"] = replace(of, strike="cache")
-    found = {name: measuring.measure(case, out.console) for name, case in cases.items()}
-    figures = dict.fromkeys(name for of in found.values() for name in of)
-    rows = ((name, *(f"{of[name]:.4g}" if name in of else "-" for of in found.values())) for name in figures)
-    title = f"A region's line: model {model}, {learners} learners, P = {fragments}, {line:g} MB/s, {seconds:g} s"
-    out.console.print(table(title, ("", *found), rows))
-    out.write("region", plain, "embedded", {"by_case": found})
-
-
 app.command("codec")(codec.main)
 app.command("lines")(lines_command.main)
 app.command("compare")(bench_compare.main)

@@ -1,1 +1,0 @@
-"""What a region's line carries: `diloco bench region`."""
