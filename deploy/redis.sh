@@ -1,6 +1,6 @@
 #!/bin/sh
 # Starts the Redis of compose.yaml: its users are those of users.acl, with the hashes of the passwords in the environment.
-# A file that `diloco acl` made (REDIS_ACL in compose.lan.yaml) has its hashes already, and is taken as it is.
+# A file that `diloco acl` made (REDIS_ACL in compose/lan.yaml) has its hashes already, and is taken as it is.
 # Users of other servers (failover.acl) come with MORE_USERS. Arguments are more options of the server.
 set -eu
 

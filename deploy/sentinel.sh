@@ -1,5 +1,5 @@
 #!/bin/sh
-# Starts a sentinel of compose.sentinel.yaml. What it has found out about the servers is kept in /data, as they are then.
+# Starts a sentinel of compose/sentinel.yaml. What it has found out about the servers is kept in /data, as they are then.
 # It tells everybody who is primary; only the other sentinels, with a password of theirs, agree with it on another one.
 set -eu
 

@@ -123,7 +123,8 @@ def test_a_tag_becomes_two_distributions_that_are_installed_and_train(clone: Pat
 
 def test_images_have_the_version() -> None:
     files = [
-        yaml.safe_load((ROOT / name).read_text()) for name in ("compose.yaml", "compose.gpu.yaml", "compose.lan.yaml")
+        yaml.safe_load((ROOT / name).read_text())
+        for name in ("compose.yaml", "deploy/compose/gpu.yaml", "deploy/compose/lan.yaml")
     ]
     images = [one.get("image", "") for file in files for one in file["services"].values()]
     ours = {image for image in images if image.startswith("diloco-")}

@@ -1,14 +1,30 @@
-"""compose.sentinel.yaml and compose.cluster.yaml for real: a primary is killed for good, and the run ends well."""
+"""sentinel.yaml and cluster.yaml of deploy/compose for real: a primary is killed for good, and the run ends well."""
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.docker.project import Project, docker, merging, step
+from tests.docker.project import ROOT, Project, docker, merging, step
 
 TOKENS = 400_000
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(1800)]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "deploy" / "compose").glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_file_goes_over_the_one_in_the_root(path: Path, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each path in them is from the root. The one that opens a port asks for what has no default."""
+    for name in ("BIND", *(f"{user}_PASSWORD" for user in ("SYNCER", "LEARNER", "EVALUATOR", "VIEWER", "OPERATOR"))):
+        monkeypatch.setenv(f"REDIS_{name}", "10.0.0.1")
+    project.files.append(str(path.relative_to(ROOT)))
+    services = json.loads(project.compose("config", "--format", "json"))["services"]
+    volumes = [one for service in services.values() for one in service.get("volumes", ())]
+    mounted = [Path(one["source"]) for one in volumes if one["type"] == "bind"]
+    assert mounted
+    assert all(file.is_file() and file.parent == ROOT / "deploy" for file in mounted)
+    assert {service["build"]["context"] for service in services.values() if "build" in service} == {str(ROOT)}
 
 
 @pytest.mark.parametrize("kind", ["sentinel", "cluster"])
@@ -16,7 +32,7 @@ def test_a_run_goes_on_to_its_end_after_the_container_of_a_primary_was_killed_fo
     kind: str, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody starts it again, and no party of the run ends or is started anew for it."""
-    project.files.append(f"compose.{kind}.yaml")
+    project.files.append(f"deploy/compose/{kind}.yaml")
     monkeypatch.setenv("DILOCO_TOKENS", str(TOKENS))
     step("build")
     project.compose("build", timeout_s=1200)

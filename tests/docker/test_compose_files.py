@@ -28,7 +28,7 @@ from diloco.pipeline.settings import (
 )
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(ROOT.glob("compose*.yaml"))
+FILES = [ROOT / "compose.yaml", *sorted((ROOT / "deploy" / "compose").glob("*.yaml"))]
 KNOWN = {
     f"DILOCO_{name.upper()}" for kind in (SyncerProcess, LearnerProcess, EvaluatorProcess) for name in kind.model_fields
 }
@@ -95,8 +95,8 @@ def test_each_party_logs_in_as_its_own_redis_user(name):
 
 
 def test_redis_starts_with_the_users_that_are_shipped_and_gets_a_port_only_with_passwords_of_ones_own():
-    """In compose.lan.yaml a missing password is an error that names its variable."""
-    redis, lan = service("redis"), (ROOT / "compose.lan.yaml").read_text()
+    """In lan.yaml a missing password is an error that names its variable."""
+    redis, lan = service("redis"), (ROOT / "deploy/compose/lan.yaml").read_text()
     assert "./deploy/users.acl" in redis
     assert "ports:" not in redis
     for name in set(re.findall(r"REDIS_[A-Z]+_PASSWORD", (ROOT / "deploy" / "users.acl").read_text())):
@@ -138,9 +138,9 @@ def test_all_syncers_share_one_volume_for_checkpoints_and_tape():
 
 
 def gpus_of(profile: str | None) -> dict[str, list[str]]:
-    """Services that compose.gpu.yaml starts under a profile -> the GPUs that each may use."""
+    """Services that gpu.yaml starts under a profile -> the GPUs that each may use."""
     found = {}
-    for name, one in yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"].items():
+    for name, one in yaml.safe_load((ROOT / "deploy/compose/gpu.yaml").read_text())["services"].items():
         if "profiles" not in one or profile in one["profiles"]:
             (device,) = one["deploy"]["resources"]["reservations"]["devices"]
             assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
@@ -164,7 +164,7 @@ def test_each_gpu_learner_has_gpus_of_its_own():
 def test_a_gpu_learner_is_the_learner_of_the_other_file():
     """Nothing of it is said again: it is extended. Its device is a setting's: one, or a set with a rank on each. A
     profile's name is one that Compose takes."""
-    services = yaml.safe_load((ROOT / "compose.gpu.yaml").read_text())["services"]
+    services = yaml.safe_load((ROOT / "deploy/compose/gpu.yaml").read_text())["services"]
     learner = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["learner"]
     assert set(services["learner"]) == {"environment", "profiles", "deploy"}
     for name, one in services.items():
@@ -183,7 +183,7 @@ def test_a_gpu_learner_is_the_learner_of_the_other_file():
 
 # --- servers that fail over ------------------------------------------------------------------------------
 
-FAILOVER = ("compose.sentinel.yaml", "compose.cluster.yaml")
+FAILOVER = ("deploy/compose/sentinel.yaml", "deploy/compose/cluster.yaml")
 
 
 def overlay(name: str) -> dict[str, dict[str, Any]]:
@@ -262,15 +262,15 @@ def test_the_redis_that_follows_another_one_has_its_password_in_a_file(tmp_path:
 
 def test_no_role_is_on_a_command_line() -> None:
     """Whenever a container starts, it would be again what it was at first."""
-    servers = overlay("compose.sentinel.yaml")
-    assert "replicaof" not in (ROOT / "compose.sentinel.yaml").read_text()
+    servers = overlay("deploy/compose/sentinel.yaml")
+    assert "replicaof" not in (ROOT / "deploy/compose/sentinel.yaml").read_text()
     assert "REPLICA_OF" not in servers["redis"]["environment"]
     first = f"{servers['redis']['networks']['default']['ipv4_address']} 6379"
     assert [servers[name]["environment"]["REPLICA_OF"] for name in ("redis-1", "redis-2")] == [first] * 2
 
 
 class Containers:
-    """The three servers of compose.sentinel.yaml, without an engine."""
+    """The three servers of sentinel.yaml, without an engine."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._ports = folder, [free_port("127.0.0.1") for _ in range(3)]
