@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import typer
-from pydantic import BeforeValidator, Field, SecretStr, field_validator
+from pydantic import BeforeValidator, Field, SecretStr
 from typer.core import TyperCommand
 
-from diloco.chaos_settings import ChaosSettings
 from diloco.doctor.settings import MachineSettings
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
@@ -22,7 +21,6 @@ from diloco.pipeline.methods import METHODS, RunMethod, settings_of
 from diloco.pipeline.settings import (
     PARTIES,
     BusSettings,
-    Duration,
     EvaluatorProcess,
     EvaluatorSettings,
     HttpSettings,
@@ -156,35 +154,6 @@ class DemoProcess(RunProcess, DemoSettings):
     """`diloco demo`: a run of its own, and what is done to it."""
 
 
-class ChaosProcess(RunProcess, ChaosSettings):
-    """`diloco chaos`: a run of its own, and what is done to it."""
-
-    method: Literal["decoupled", "paper", "data-parallel"] = Field(
-        "decoupled",
-        description="decoupled, paper: as of `diloco run`. data-parallel: strike the baseline instead under torchrun's "
-        "elastic restart: when a learner is killed, all begin again at the last checkpoint (--checkpoint-every, "
-        "1s). Learners only, by --kill or --pause; a killed one is back at once, so that LENGTH does not count",
-    )
-    syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
-    checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
-    tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it
-        None, ge=1, le=10**18, description="Budget: ends the run before --for is over (default: more than it can train)"
-    )
-    log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "debug", description="Least severe log line; the audit of the data shards needs debug"
-    )
-
-    @field_validator("method", mode="before")
-    @classmethod
-    def _not_what_it_was(cls, value: Any) -> Any:
-        if value == "diloco":
-            raise ValueError(
-                "it was this command's name for decoupled training, and means synchronous DiLoCo now, as in `diloco "
-                "run`: take decoupled"
-            )
-        return value
-
-
 OF_DEMO = dict.fromkeys(DemoSettings.model_fields, "it is of `diloco demo`, which kills a learner: leave it out here")
 """Settings that `diloco run` once had."""
 OF_ONE_LEARNER = {
@@ -196,20 +165,7 @@ OF_ONE_LEARNER = {
 CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"})
 """Fields of `RunProcess` that nobody gives: the launcher sets them for each process."""
 
-NOT_OF_CHAOS = frozenset(
-    {
-        *("redis_url", "redis_ca", "redis_cert", "redis_key", "redis_port", "redis_bind", "redis_password"),
-        "json_report",
-        "prompt",
-        "resume",
-        "record_deltas",
-        "log_losses",
-        "groups",
-    }
-)
-"""Fields of `RunProcess` that `diloco chaos` sets itself or has no use for."""
-
-ALL_FIELDS = PARTIES | frozenset({**ChaosProcess.model_fields, **DemoProcess.model_fields, **RedisProcess.model_fields})
+ALL_FIELDS = PARTIES | frozenset({**DemoProcess.model_fields, **RedisProcess.model_fields})
 """What a settings file may hold: it can serve all parties of a run."""
 
 
@@ -254,7 +210,6 @@ def unused_by_baseline(settings: RunProcess, used: Collection[str] = ()) -> list
 
 
 PANELS: dict[type[Settings], str] = {
-    ChaosSettings: "Strikes",
     DemoSettings: "The demonstration",
     RunSettings: "This run",
     MachineSettings: "This machine",
@@ -270,8 +225,6 @@ PANELS: dict[type[Settings], str] = {
 }
 _OWN_PANEL: dict[type[Settings], type[Settings]] = {
     RunProcess: RunSettings,
-    ChaosProcess: RunSettings,
-    DemoProcess: RunSettings,
     LearnerProcess: LearnerSettings,
     SyncerProcess: SyncerSettings,
     EvaluatorProcess: EvaluatorSettings,
@@ -281,7 +234,8 @@ _OWN_PANEL: dict[type[Settings], type[Settings]] = {
 def _panel(kind: type[Settings], name: str) -> str:
     """Heading under which a field is listed: that of the class which brought it in."""
     named = (base for base in PANELS if issubclass(kind, base) and name in base.model_fields)
-    return PANELS[next(named, _OWN_PANEL.get(kind, BusSettings))]
+    own = (panel for base, panel in _OWN_PANEL.items() if issubclass(kind, base))
+    return PANELS[next(named, next(own, BusSettings))]
 
 
 def way_to_set(kind: type[Settings], name: str) -> str:
@@ -396,7 +350,8 @@ def takes(
 
     def settle(flags: Mapping[str, Any], file: Path | None) -> S:
         """The settings, of all sources."""
-        warnings = check_variables(ALL_FIELDS) if kind.from_environment else []
+        known = ALL_FIELDS | kind.model_fields.keys()
+        warnings = check_variables(known) if kind.from_environment else []
         outside = given_outside({*omit, *moved}, file) if kind.from_environment else {}
         for name, given in outside.items():
             if name in omit:
@@ -405,7 +360,7 @@ def takes(
                 raise UsageError(f"{given.where}: {moved[name]}")
         for warning in warnings:
             sys.stderr.write(f"warning: {warning}\n")
-        return load(kind, flags, file, known=ALL_FIELDS, ignored=omit)
+        return load(kind, flags, file, known=known, ignored=omit)
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         others = list(inspect.signature(function).parameters.values())[1:]

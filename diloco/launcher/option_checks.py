@@ -3,15 +3,19 @@
 from importlib.util import find_spec
 from pathlib import Path
 
-from diloco.options import ChaosProcess, DemoProcess, RunProcess, unused_by_baseline
+from diloco.options import DemoProcess, RunProcess, unused_by_baseline
 from diloco.pipeline.errors import UsageError, missing
 from diloco.pipeline.settings import EvaluatorProcess, check_outer
 from diloco.workers.trainer.models.hf_config import HfModel, read_hf
 from diloco.workers.trainer.models.sizes import check_size
 
 
-def check(settings: RunProcess) -> None:
+def check(settings: RunProcess, can_be_joined: bool = True) -> None:
     """Settings that only make sense together.
+
+    Args:
+        settings: of the run.
+        can_be_joined: the command has --redis-port, through which others may take part.
 
     Raises:
         UsageError: naming them.
@@ -28,7 +32,7 @@ def check(settings: RunProcess) -> None:
     elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
         remedies = ["more --learners"]
         remedies += ["a smaller --quorum"] if settings.resume is None else []  # of a resumed run it stays
-        remedies += [] if isinstance(settings, ChaosProcess) else ["--redis-port so that others can join"]
+        remedies += ["--redis-port so that others can join"] if can_be_joined else []
         raise UsageError(
             f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
             f"cannot join; give {' or '.join(remedies)}"

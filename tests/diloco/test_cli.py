@@ -190,12 +190,6 @@ def test_where_no_studies_are_installed_their_commands_are_not_listed_and_say_ho
     )
 
 
-def test_diloco_means_synchronous_diloco_and_chaos_says_so(capsys):
-    """It was the name of decoupled training there."""
-    assert cli.main(["chaos", "--method", "diloco"]) == 2
-    assert "synchronous DiLoCo" in capsys.readouterr().err
-
-
 def test_an_unknown_key_in_the_file_is_refused(tmp_path, capsys):
     config = tmp_path / "run.toml"
     config.write_text("tokenz = 5\n")

@@ -22,7 +22,6 @@ from diloco.launcher.launch import Children, environment, threads_for
 from diloco.launcher.locate import Place, locate, without_secrets
 from diloco.launcher.option_checks import check, check_demo
 from diloco.options import (
-    ChaosProcess,
     DemoProcess,
     RunProcess,
     method_notes,
@@ -286,7 +285,7 @@ def test_the_baseline_takes_what_it_uses_and_what_is_as_usual():
 def test_a_remedy_is_one_of_the_command():
     """`diloco chaos` has no --redis-port, and the quorum of a resumed run stays."""
     with pytest.raises(UsageError, match=r"give more --learners or a smaller --quorum$"):
-        check(ChaosProcess(quorum=5))
+        check(RunProcess(quorum=5), can_be_joined=False)
     with pytest.raises(UsageError, match=r"give more --learners or --redis-port"):
         check(RunProcess(quorum=5, resume=Path("somewhere")))
 

@@ -11,9 +11,10 @@ import pytest
 from typer.main import get_command
 
 from diloco import cli, commands
-from diloco.options import CHOSEN_BY_LAUNCHER, NOT_OF_CHAOS, RunProcess, takes
+from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, load
+from diloco_studies.strikes.settings import NOT_OF_CHAOS
 
 URL = "redis://localhost:1"
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.cli import main
-from diloco.options import ALL_FIELDS, ChaosProcess, DemoProcess
+from diloco.options import ALL_FIELDS, DemoProcess
 from diloco.pipeline.agreement import agree
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import SyncSpec
@@ -32,6 +32,7 @@ from diloco.pipeline.settings import (
 from diloco.pipeline.site import Site
 from diloco.pipeline.sources import check_variables
 from diloco.pipeline.wrong_values import allowed, told
+from diloco_studies.strikes.settings import ChaosProcess
 
 
 @pytest.fixture(autouse=True)

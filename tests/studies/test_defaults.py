@@ -12,7 +12,7 @@ from tests.test_layers import ROOT, sources
 DECLARED = {
     "pipeline/settings.py": "where they are declared",
     "diloco/options.py": "a launcher's, and where they differ from a party's",
-    "diloco/chaos_settings.py": "of what is done to a run",
+    "studies/diloco_studies/strikes/settings.py": "of what is done to a run",
 }
 OTHER_MEANING = {
     ("pipeline/messages/spec.py", "key_frame_interval"): "of runs of earlier versions, whose specs did not say it",

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from diloco.launcher.folder import Folder
-from diloco.options import ChaosProcess
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import load
 from diloco_studies.strikes.command import calm, read_report
@@ -22,6 +21,7 @@ from diloco_studies.strikes.elastic.report import ElasticFacts, build_elastic, f
 from diloco_studies.strikes.elastic.run import Rank, Ranks, Watch
 from diloco_studies.strikes.rates import Struck
 from diloco_studies.strikes.schedule import Manner, Party
+from diloco_studies.strikes.settings import ChaosProcess
 
 
 def life(name: str, first: int, last: int, from_s: float) -> tuple[str, list[tuple[int, float]]]:

@@ -24,10 +24,8 @@ from diloco.launcher.option_checks import check
 from diloco.launcher.report import build
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
-    NOT_OF_CHAOS,
     OF_DEMO,
     OF_ONE_LEARNER,
-    ChaosProcess,
     takes,
     unused_by_baseline,
     with_preset,
@@ -49,6 +47,7 @@ from diloco_studies.strikes.elastic import run as chaos_elastic
 from diloco_studies.strikes.monkey import REDIS
 from diloco_studies.strikes.rates import StepTimes, Struck
 from diloco_studies.strikes.schedule import NOTHING, Manner, Party, Redis, Rule, draw, parse
+from diloco_studies.strikes.settings import NOT_OF_CHAOS, ChaosProcess
 from diloco_studies.strikes.telling import one_error
 
 Report = dict[str, Any]
@@ -253,7 +252,10 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     logs.configure("warning")
     settings, for_s = prepared(settings, for_)
     rules = plan_of(settings)
-    (check_struck_baseline if settings.method == BASELINE else check)(settings)
+    if settings.method == BASELINE:
+        check_struck_baseline(settings)
+    else:
+        check(settings, can_be_joined=False)
     if any(place.ranks > 1 for place in places_of(settings)) and any(one.manner is Manner.PAUSE for one in rules):
         raise UsageError(
             f"--pause with --devices {settings.devices}: a learner of several ranks is paused by none of its processes "

@@ -25,7 +25,6 @@ from diloco.launcher.folder import Folder
 from diloco.launcher.launch import Children, environment, places_of, threads_for
 from diloco.launcher.page import left_in, way_to
 from diloco.launcher.report import Outcome
-from diloco.options import ChaosProcess
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.key_usage import KeyUsage
 from diloco.pipeline.bus.redis.key_usage import RedisKeyUsage, connect_key_usage
@@ -52,6 +51,7 @@ from diloco_studies.strikes.proxy import Proxy
 from diloco_studies.strikes.report import Facts
 from diloco_studies.strikes.sampling import Footprints
 from diloco_studies.strikes.schedule import NOTHING, Manner, Party, Redis, Strike
+from diloco_studies.strikes.settings import ChaosProcess
 from diloco_studies.strikes.spawner import Spawner
 
 CENSUS_S = 1.0

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.launcher.folder import Folder
-from diloco.options import ChaosProcess, with_preset
+from diloco.options import with_preset
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
@@ -23,6 +23,7 @@ from diloco_studies.bench.kills import curves
 from diloco_studies.bench.kills.plan import BATCH, EVAL_EVERY_S, METHODS, MODEL, SEQ_LEN, Method, Plan, in_words
 from diloco_studies.bench.machine import describe
 from diloco_studies.goodput.commands.options import one_whole
+from diloco_studies.strikes.settings import ChaosProcess
 from diloco_studies.strikes.telling import one_error
 
 MOST_KILLS = 10_000

@@ -2,12 +2,12 @@
 
 from diloco.launcher.folder import Folder
 from diloco.launcher.report import build
-from diloco.options import ChaosProcess
 from diloco.pipeline.files.strict_json import dumps
 from diloco_studies.bench.kills.curves import Run
 from diloco_studies.bench.kills.plan import Plan, kills
 from diloco_studies.strikes import report as chaos_report
 from diloco_studies.strikes import run as chaos_run
+from diloco_studies.strikes.settings import ChaosProcess
 
 
 async def run(plan: Plan, settings: ChaosProcess, folder: Folder) -> Run | None:

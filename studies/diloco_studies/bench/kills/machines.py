@@ -20,7 +20,6 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder
 from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
-from diloco.options import ChaosProcess
 from diloco.pipeline.process import lifecycle
 from diloco.pipeline.units import duration
 from diloco.pipeline.waiting import first_of, meanwhile
@@ -29,6 +28,7 @@ from diloco_studies.bench.kills.curves import Run
 from diloco_studies.bench.kills.plan import ENVIRONMENT, TORCHRUN, Method, Plan, kills, name_of, torchrun
 from diloco_studies.strikes.evidence import read_steps
 from diloco_studies.strikes.monkey import Monkey
+from diloco_studies.strikes.settings import ChaosProcess
 from diloco_studies.strikes.spawner import PRELOADED, Spawner
 
 START_S = 120.0

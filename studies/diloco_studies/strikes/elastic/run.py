@@ -19,7 +19,6 @@ from pathlib import Path
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder, plain
 from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
-from diloco.options import ChaosProcess
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process import lifecycle
 from diloco.pipeline.waiting import first_of
@@ -27,6 +26,7 @@ from diloco_studies.strikes.elastic.report import ElasticFacts
 from diloco_studies.strikes.evidence import of_group, read_steps
 from diloco_studies.strikes.monkey import Monkey
 from diloco_studies.strikes.schedule import Rule, draw
+from diloco_studies.strikes.settings import ChaosProcess
 
 CHECKPOINT_EVERY_S = 1.0
 """Unless told otherwise; a checkpoint of the default model takes about 20 ms."""

@@ -1,0 +1,68 @@
+"""What `diloco chaos` is asked to do to a run."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from diloco.options import PANELS, RunProcess
+from diloco.pipeline.settings import Duration, Settings
+
+
+class ChaosSettings(Settings):
+    """What is done to a run under `diloco chaos`. Each kind of strike: PARTY:EVERY[/LENGTH], several with commas."""
+
+    redis: Literal["one", "sentinel", "cluster"] = Field(
+        "one",
+        description="one: a server alone. sentinel: a primary with two replicas and three sentinels. cluster: three "
+        "primaries with a replica each. Those are struck as redis-primary, and the sentinels as sentinel",
+    )
+    kill: str = Field(
+        "learner:3s,syncer:7s,redis:20s",
+        description="SIGKILL, and a restart after LENGTH (1s; redis-primary 6s; never: it stays dead). PARTY is "
+        "learner, syncer or redis, EVERY the mean time between two strikes; 'none' for a run without",
+    )
+    pause: str = Field("none", description="SIGSTOP, and SIGCONT after LENGTH (3s); written as --kill")
+    cut: str = Field("none", description="Reset the connections to Redis, none for LENGTH (2s); redis: everybody's")
+    hang: str = Field("none", description="Hold all bytes to and from Redis for LENGTH (2s); redis: everybody's")
+    partition: str = Field(
+        "none",
+        description="Cut redis-primary off for LENGTH (8s) with a sentinel, a syncer and some learners: they reach "
+        "each other and nobody else. Needs the right to make networks (root)",
+    )
+    lose_tail: bool = Field(
+        False, description="A killed Redis comes back without its last second, as with appendfsync everysec"
+    )
+
+
+class ChaosProcess(RunProcess, ChaosSettings):
+    """`diloco chaos`: a run of its own, and what is done to it."""
+
+    method: Literal["decoupled", "paper", "data-parallel"] = Field(
+        "decoupled",
+        description="decoupled, paper: as of `diloco run`. data-parallel: strike the baseline instead under torchrun's "
+        "elastic restart: when a learner is killed, all begin again at the last checkpoint (--checkpoint-every, "
+        "1s). Learners only, by --kill or --pause; a killed one is back at once, so that LENGTH does not count",
+    )
+    syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
+    checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
+    tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it
+        None, ge=1, le=10**18, description="Budget: ends the run before --for is over (default: more than it can train)"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "debug", description="Least severe log line; the audit of the data shards needs debug"
+    )
+
+
+PANELS[ChaosSettings] = "Strikes"
+NOT_OF_CHAOS = frozenset(
+    {
+        *("redis_url", "redis_ca", "redis_cert", "redis_key", "redis_port", "redis_bind", "redis_password"),
+        "json_report",
+        "prompt",
+        "resume",
+        "record_deltas",
+        "log_losses",
+        "groups",
+    }
+)
+"""Fields of `RunProcess` that `diloco chaos` sets itself or has no use for."""
