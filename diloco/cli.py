@@ -71,7 +71,6 @@ COMMANDS: dict[str, Entry] = {
         "diloco_studies.bench.command:app", "Benchmarks on this machine, beside what it could do at best: a group."
     ),
     "rank": Entry("diloco.commands:rank", ""),
-    "elastic": Entry("diloco.commands:elastic", ""),
 }
 
 

@@ -89,20 +89,6 @@ def rank(
     raise typer.Exit(baseline.run_rank(settings, out, learners, number))
 
 
-@takes(RankProcess)
-def elastic(
-    settings: RankProcess,
-    learners: Annotated[int, typer.Option("--learners")],
-    out: Annotated[Path, typer.Option("--out")],
-    every_s: Annotated[float, typer.Option("--every-s")],
-) -> None:
-    """The agent of the data-parallel baseline under strikes; `diloco chaos --method data-parallel` starts it."""
-    logs.configure(settings.log_level)
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    agent = load_extra("diloco.workers.trainer.baselines.elastic", "chaos --method data-parallel")
-    raise typer.Exit(agent.run_agent(settings, out, learners, every_s))
-
-
 Folder = Annotated[
     Path | None, typer.Argument(metavar="[DIR]", help="Output folder of `diloco run` (default: the newest in runs/)")
 ]

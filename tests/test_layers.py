@@ -22,7 +22,10 @@ MAY_IMPORT = {
 """Folder of the repository -> those that it may import. `pipeline` is imported as `diloco.pipeline`, and so on."""
 
 ONLY_IN = {
-    "torch": ("workers/", "studies/diloco_studies/quality/", "studies/diloco_studies/bench/"),
+    "torch": (
+        "workers/",
+        *(f"studies/diloco_studies/{study}/" for study in ("quality", "bench", "strikes/elastic")),
+    ),
     "jax": ("workers/pytree/",),
     "redis": ("pipeline/bus/redis/",),
     "aiohttp": ("syncer/serving/http.py",),

@@ -12,8 +12,8 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer.data.tokens import is_held_out
 from diloco.workers.trainer.models.sizes import Size
-from diloco.workers.trainer.models.vlm import VisionLanguage
 from diloco_studies.quality.engine import train
+from diloco_studies.quality.models.vlm import VisionLanguage
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.answers import END, Scored, loss_of_answers, rows_of
 from diloco_studies.quality.tasks.captions import BEGIN, in_words

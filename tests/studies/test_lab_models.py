@@ -7,10 +7,10 @@ import torch
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.parameters import tensor_table
-from diloco.workers.trainer.models import vit
-from diloco.workers.trainer.models.moe import Mixture, MixtureGPT, build_mixture
 from diloco.workers.trainer.models.sizes import SIZES, Size
-from diloco.workers.trainer.models.vit import Images, build_vit
+from diloco_studies.quality.models import vit
+from diloco_studies.quality.models.moe import Mixture, MixtureGPT, build_mixture
+from diloco_studies.quality.models.vit import Images, build_vit
 from diloco_studies.quality.settings import VIT_SIZES, LabRun
 from diloco_studies.quality.tasks.digits import Digits
 from diloco_studies.quality.tasks.tasks import open_task

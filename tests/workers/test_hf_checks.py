@@ -18,7 +18,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, SyncSettings, load
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer import evaluator, optional, trainer
-from diloco.workers.trainer.baselines import data_parallel, elastic
+from diloco.workers.trainer.baselines import data_parallel
 from diloco.workers.trainer.data import tokenized
 from diloco.workers.trainer.data.preparing import write_shards
 from diloco.workers.trainer.data.sources import Source
@@ -226,8 +226,6 @@ def test_a_tokenizer_of_more_entries_than_the_model_is_refused_by_all(
     rank: Any = load(data_parallel.RankProcess, asked)
     with pytest.raises(UsageError, match=told):
         data_parallel.parts_of(rank)
-    with pytest.raises(UsageError, match=told):
-        elastic.run_agent(rank, out, 1, 1.0)
     with pytest.raises(UsageError, match=told):
         evaluator.built_in(run_of(book), EvaluatorProcess(model=f"hf:{folder}"))
 

@@ -44,9 +44,9 @@ def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.T
 class Block(nn.Module):
     """Attention, then a gated MLP, each added to the residual stream."""
 
-    def __init__(self, size: Size, causal: bool = True) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.heads, self.causal = size.heads, causal
+        self.heads = size.heads
         self.qkv = nn.Linear(size.width, 3 * size.width, bias=False)
         self.proj = nn.Linear(size.width, size.width, bias=False)
         self.gate = nn.Linear(size.width, size.hidden, bias=False)
@@ -58,9 +58,7 @@ class Block(nn.Module):
         b, t, d = x.shape
         q, k, v = self.qkv(rms_norm(x)).view(b, t, 3, self.heads, d // self.heads).unbind(2)  # (B, T, N, K) each
         q, k = rotate(rms_norm(q), table), rotate(rms_norm(k), table)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=self.causal
-        )
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
         x = x + self.proj(y.transpose(1, 2).reshape(b, t, d))
         return x + self.mlp(rms_norm(x))
 
@@ -94,12 +92,8 @@ class GPT(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens (B, T) to logits (B, T, V)."""
-        return self.logits(self.embedding(tokens))
-
-    def logits(self, embedded: torch.Tensor) -> torch.Tensor:
-        """Of what stands in the place of tokens, (B, T, D) to (B, T, V)."""
-        table = rotary_table(embedded.size(1), self.size.width // self.size.heads, embedded.device)
-        x = rms_norm(embedded)
+        table = rotary_table(tokens.size(1), self.size.width // self.size.heads, tokens.device)
+        x = rms_norm(self.embedding(tokens))
         for block in self.blocks:
             x = checkpoint(block, x, table, use_reentrant=False) if self.checkpoint_activations else block(x, table)
         return F.linear(rms_norm(x), self.embedding.weight)

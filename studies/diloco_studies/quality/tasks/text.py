@@ -11,8 +11,8 @@ from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.data.tokens import TextData
 from diloco.workers.trainer.models.gpt import build
-from diloco.workers.trainer.models.moe import MixtureGPT, build_mixture
 from diloco.workers.trainer.recipe import held_out_loss, loss_of, to_device
+from diloco_studies.quality.models.moe import MixtureGPT, build_mixture
 from diloco_studies.quality.settings import LabRun
 
 

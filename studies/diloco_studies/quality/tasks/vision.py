@@ -14,7 +14,7 @@ import xxhash
 from torch import nn
 
 from diloco.workers.trainer.data.blocks import permuted
-from diloco.workers.trainer.models.vit import Images, build_vit
+from diloco_studies.quality.models.vit import Images, build_vit
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.digits import Pixels
 

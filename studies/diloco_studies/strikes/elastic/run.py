@@ -1,7 +1,7 @@
 """The data-parallel baseline under the same strikes: torchrun's elastic agent restarts its ranks.
 
     launcher (this process): monkey ──▶ ranks
-      └─ agent ──forkserver──▶ ranks                  (`workers.trainer.baselines.elastic`)
+      └─ agent ──forkserver──▶ ranks                  (`agent`, `rank`)
 
 There is no Redis, no syncer and no evaluator. What is killed, the agent starts again at once, and all others with it.
 """
@@ -32,6 +32,12 @@ CHECKPOINT_EVERY_S = 1.0
 """Unless told otherwise; a checkpoint of the default model takes about 20 ms."""
 START_S, END_S, LEFT_S = 300.0, 120.0, 60.0
 POLL_S = 0.2
+
+
+class Agent(Child):
+    """What starts the ranks."""
+
+    program = "diloco_studies.strikes.elastic.agent"
 
 
 class Rank:
@@ -153,9 +159,8 @@ async def strike_baseline(
     with ExitStack() as stack:
         folder.make(settings)
         screen = stack.enter_context(Screen())
-        children = stack.enter_context(Children(folder.logs))
-        shared = ["--config", str(folder.settings), "--threads", str(threads), "--learners", str(settings.learners)]
-        arguments = ["elastic", *shared, "--out", str(folder.path), "--every-s", str(every_s)]
+        children = stack.enter_context(Children(folder.logs, Agent))
+        arguments = map(str, (folder.settings, folder.path, settings.learners, every_s, threads))
         agent = children.start("agent", arguments, environment(threads, None))
         folder.write_run(None, settings, children.pids())
         screen.note(f"output folder {folder.path}")

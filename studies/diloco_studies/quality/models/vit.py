@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.models.gpt import Block, rms_norm, rotary_table
+from diloco.workers.trainer.models.gpt import Block, rms_norm, rotary_table, rotate
 from diloco.workers.trainer.models.sizes import Size
 
 SIZES: dict[str, Size] = {
@@ -31,6 +31,19 @@ class Images:
     classes: int
 
 
+class Seeing(Block):
+    """A block in which each patch sees all."""
+
+    def forward(self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """(B, T, D) to (B, T, D)."""
+        b, t, d = x.shape
+        q, k, v = self.qkv(rms_norm(x)).view(b, t, 3, self.heads, d // self.heads).unbind(2)  # (B, T, N, K) each
+        q, k = rotate(rms_norm(q), table), rotate(rms_norm(k), table)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+        x = x + self.proj(y.transpose(1, 2).reshape(b, t, d))
+        return x + self.mlp(rms_norm(x))
+
+
 class ViT(nn.Module):
     """Patches with learned places, blocks, the mean over patches, classes."""
 
@@ -40,7 +53,7 @@ class ViT(nn.Module):
         patches = (images.side // images.patch) ** 2
         self.patch = nn.Linear(images.channels * images.patch**2, size.width, bias=False)
         self.place = nn.Parameter(torch.empty(patches, size.width))
-        self.blocks = nn.ModuleList(Block(size, causal=False) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Seeing(size) for _ in range(size.layers))
         self.head = nn.Linear(size.width, images.classes, bias=False)
         self._init(seed)
 

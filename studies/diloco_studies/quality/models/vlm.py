@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 from torch import nn
 
-from diloco.workers.trainer.models.gpt import GPT
+from diloco.workers.trainer.models.gpt import GPT, rms_norm, rotary_table
 from diloco.workers.trainer.models.sizes import SIZES, Size, check_size
 
 
@@ -26,7 +26,11 @@ class VisionLanguage(GPT):
         """Images (B, C, H, W) and tokens (B, T) to the tokens' logits (B, T, V)."""
         patches = F.unfold(pixels, self.side, stride=self.side).transpose(1, 2)  # (B, P, C * side * side)
         embedded = torch.cat((self.patch(patches) + self.place, self.embedding(tokens)), dim=1)
-        return self.logits(embedded)[:, patches.size(1) :]
+        table = rotary_table(embedded.size(1), self.size.width // self.size.heads, embedded.device)
+        x = rms_norm(embedded)
+        for block in self.blocks:
+            x = block(x, table)
+        return F.linear(rms_norm(x), self.embedding.weight)[:, patches.size(1) :]
 
 
 def build_vision_language(

@@ -1,14 +1,16 @@
-"""The ranks of the elastic baseline go on exactly where their last checkpoint was."""
+"""The ranks of the elastic baseline go on exactly where their last checkpoint was; what cannot be is said once."""
 
 from itertools import islice
 from pathlib import Path
 
+import pytest
 import torch
 
 from diloco.workers.trainer.baselines.data_parallel import block_order
-from diloco.workers.trainer.baselines.elastic_rank import load_state, save_state
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.recipe import add_gradients, make_optimizer, update
+from diloco_studies.strikes.elastic import agent
+from diloco_studies.strikes.elastic.rank import load_state, save_state
 
 
 def trained(steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -48,3 +50,13 @@ def test_a_rank_that_goes_on_reads_what_it_would_have_read() -> None:
     first = list(islice(order, 8))
     assert list(islice(islice(block_order(10, 1, 3), 8, None), 4)) == list(islice(order, 4))
     assert first[-1] == (2, 2)
+
+
+def test_what_cannot_be_trained_is_said_by_the_agent_and_no_rank_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that fails is only started again."""
+    monkeypatch.setattr(agent, "elastic_launch", None)
+    (tmp_path / "settings.toml").write_text("model = 'none'\n")
+    assert agent.main(str(tmp_path / "settings.toml"), str(tmp_path), "2", "1.0", "1") == 2
+    assert "model='none': no such size" in capsys.readouterr().err

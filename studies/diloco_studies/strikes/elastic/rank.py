@@ -1,4 +1,4 @@
-"""A rank of the elastic data-parallel baseline (`elastic`): each of its lives goes on from the last checkpoint."""
+"""A rank of the elastic data-parallel baseline (`agent`): each of its lives goes on from the last checkpoint."""
 
 import os
 import signal

@@ -4,8 +4,8 @@ import os
 
 import torch._dynamo  # noqa: F401  # loaded for the first optimizer
 
-from diloco.workers.trainer.baselines import elastic_rank  # noqa: F401  # with all that it imports
 from diloco.workers.trainer.data.text import open_text
+from diloco_studies.strikes.elastic import rank  # noqa: F401  # with all that it imports
 
 TEXT = "ELASTIC_TEXT"
 """Environment variable: `data` of the run."""
