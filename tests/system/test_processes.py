@@ -36,7 +36,7 @@ LIMIT_S = HANGING_S
 
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-    return kept | QUICK | {"PYTHONPATH": str(ROOT)}
+    return kept | QUICK | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "studies")))}
 
 
 def diloco(*arguments: object, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
