@@ -64,12 +64,8 @@ SYNCER_BYTES_PER_S = 100e9 / 8
 """Network of a syncer's machine. Assumed"""
 LEARNER_S = 3.4e-9
 """Of a core, for a parameter and round of a learner's exchange. Measured at 100M (docs/results/performance.md)"""
-OF_OUTER: dict[OuterName, dict[str, float]] = {
-    "halley": {},
-    "muon": {},
-    "nesterov": {"outer_momentum": 0.5, "outer_warmup": 24},
-}
-"""What goes with an outer step and is not the default (docs/results/quality.md)."""
+OF_NESTEROV = {"outer_momentum": 0.5, "outer_warmup": 24}
+"""What goes with that outer step and is not the default (docs/results/quality.md)."""
 
 
 def busiest_share(fragments: int, ranks: int) -> float:
@@ -155,7 +151,7 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     if beyond(trip_s) and outer_s > trip_s / 2:
         warnings.append(
             f"{outer_s:.1f} s of it are the outer step on {threads} cores (--syncer-cores): more of them help, or "
-            f"{CHEAPER[outer]}"
+            f"{CHEAPER}"
         )
     _, first, first_s = tried[0]
     why = {
@@ -337,8 +333,8 @@ def needs_of(
     }
     warnings = list(pace.warnings)
     if syncers["cores"] > max(2, syncers["memory"], syncers["network"]) and outer_cores > cores / 2:
-        said = any(CHEAPER[outer] in warning for warning in warnings)
-        cheaper = "" if said else f"; less has {CHEAPER[outer]}"
+        said = any(CHEAPER in warning for warning in warnings)
+        cheaper = "" if said else f"; less has {CHEAPER}"
         warnings.append(f"the outer step takes {outer_cores:.0f} cores all the time{cheaper}")
     count, nodes = min(most, max(2, *syncers.values())), max(1, by_traffic, by_memory)
     memory = memory_of(count)
@@ -405,7 +401,8 @@ def needs_of(
         settings={
             **{"fragments": pace.fragments, "sync_interval": pace.interval, "overlap_steps": overlap_steps},
             **{"codec": pace.codec, "global_codec": pace.global_codec, "grace_gamma": USUAL["grace_gamma"]},
-            **{"outer": outer, **{name: OF_OUTER[outer].get(name, USUAL[name]) for name in OUTER_SETTINGS}},
+            **{"outer": outer, **{name: USUAL[name] for name in OUTER_SETTINGS}},
+            **(OF_NESTEROV if outer == "nesterov" else {}),
         },
         why=pace.why | why,
         warnings=warnings,

@@ -4,7 +4,7 @@ One count for all who ask: the planner (`needs`), the syncer before its first me
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from diloco.pipeline.messages.spec import TensorSpec
@@ -25,37 +25,21 @@ class Speed(NamedTuple):
     """That each of them takes."""
 
 
-_OPERATIONS: dict[OuterName, Callable[[float, float], float]] = {
-    "nesterov": lambda few, many: 0.0,
-    "muon": lambda few, many: 5 * (4 * few**2 * many + 2 * few**3),
-    "halley": lambda few, many: 1.5 * (3 * few**2 * many + 0.7 * few**3),
-}
-"""Operations of one outer step of a matrix with so many rows and columns, fewer first: the only place that counts them.
-
-Muon: five iterations, each X X^T, its square and one more product (`syncer.merging.outer`), so 30 n^3 for n x n.
-Halley: X X^T at half the work of a product, and a division by halves; 3.7 n^3, which take as long as 5.6 n^3 in large
-products would (docs/results/outer-step.md).
-"""
-_NONE = (
+CHEAPER = (
     "--outer nesterov --outer-momentum 0.5, and outer_warmup = 24, which multiplies no matrices but ended 4 to "
     "5 % higher in held-out loss (docs/results/quality.md)"
 )
-CHEAPER: dict[OuterName, str] = {
-    "muon": "--outer halley, which learns as well at a fifth of the time (docs/results/outer-step.md)",
-    "halley": _NONE,
-}
 """What to take instead of an outer step that takes too long, and what that costs."""
 
 
 def matrix_operations(rows: float, columns: float, outer: OuterName) -> float:
-    """Operations of one outer step of a matrix (rows, columns), without what is done to each element once."""
-    return _OPERATIONS[outer](min(rows, columns), max(rows, columns))
+    """Operations of one outer step of a matrix (rows, columns), without what is done to each element once.
 
-
-def cheaper(outer: OuterName, times: float) -> str:
-    """What to take instead of an outer step that takes so many times as long as it may."""
-    less = matrix_operations(1, 1, outer) / matrix_operations(1, 1, "halley")
-    return CHEAPER["muon" if outer == "muon" and times <= less else "halley"]
+    Halley: X X^T at half the work of a product, and a division by halves; 3.7 n^3 for n x n, which take as long as 5.6
+    n^3 in large products would (docs/results/outer-step.md).
+    """
+    few, many = min(rows, columns), max(rows, columns)
+    return 1.5 * (3 * few**2 * many + 0.7 * few**3) if outer == "halley" else 0.0
 
 
 def operations_of(tensors: Iterable[TensorSpec], outer: OuterName) -> float:

@@ -14,14 +14,12 @@ from typing import NamedTuple
 
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.needs import INTERVALS
-from diloco.pipeline.outer_cost import CHEAPER, Speed, cheaper
+from diloco.pipeline.outer_cost import CHEAPER, Speed
 from diloco.pipeline.ramps import interval_at
 
 LONGER_COSTS = "48 instead of 24 cost 0.4 % of the held-out loss (docs/results/quality.md)"
 LEAST_STEP_S = 1e-6
 """What is said to be shorter is not known."""
-DEAR = CHEAPER["halley"]
-"""The outer step that ends higher in loss; the others learn as well as those that they stand for."""
 TRIED_INTERVAL = 48
 """The longest whose cost has been measured."""
 BLAS = "OPENBLAS_NUM_THREADS"
@@ -195,7 +193,7 @@ def _helps(
         yield f"wait until the interval has grown to {sync.sync_interval}, at which they fit"
         yield "begin with longer rounds (first_interval), from which short runs learn less"
         return
-    by_outer = max(worst.outer_s, queue_s) > takes_s / 2 and sync.outer in CHEAPER
+    by_outer = max(worst.outer_s, queue_s) > takes_s / 2 and sync.outer == "halley"
     times, now, most = math.ceil(worst.outer_s / room_s), 1, MOST_THREADS
     if speed is not None:
         now, most = speed.threads, min(most, speed.at_once * speed.threads)
@@ -207,9 +205,8 @@ def _helps(
     longer = _longer(sync, worst, step_s, together_s)
     rounds = [f"start the run with longer rounds (--sync-interval {longer}; {LONGER_COSTS})"] if longer else []
     if by_outer:
-        step = cheaper(sync.outer, takes_s / room_s)
-        other = [f"start the run with {step}"]
-        costs_less = longer is not None and longer <= TRIED_INTERVAL and step == DEAR
+        other = [f"start the run with {CHEAPER}"]
+        costs_less = longer is not None and longer <= TRIED_INTERVAL
         yield from rounds + other if costs_less else other + rounds
         return
     yield from rounds

@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from diloco.pipeline.messages.wire import ORTHOGONALISES, OuterName
+from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.redis_memory import CODECS, VALUE_BYTES
 
 EXACT = ("fp32", "bf16")
@@ -33,7 +33,7 @@ def syncer_bytes(params: float, learners: int, codec: str, outer: OuterName, sha
     So it is when a run ends, and after an outage. Kept between merges are values, momentum, and the values of the
     version before, by which stale deltas are rebased.
     """
-    kept, made = 3 * VALUE_BYTES, (2 + (outer in ORTHOGONALISES)) * VALUE_BYTES
+    kept, made = 3 * VALUE_BYTES, (2 + (outer == "halley")) * VALUE_BYTES
     return SYNCER_SPARE * share * params * (kept + CODECS[codec] * learners + made) + SYNCER_PROCESS_BYTES
 
 

@@ -22,7 +22,6 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
     MAX_UPDATES,
     MOST_STEPS,
-    ORTHOGONALISES,
     Codec,
     GlobalCodec,
     MergeName,
@@ -178,7 +177,7 @@ class SyncSettings(Settings):
         "halley",
         description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: its step orthogonalised, each "
         "matrix by itself and at its own length, which costs the syncer products of matrices "
-        "(docs/results/outer-step.md); muon: the same by Newton-Schulz iterations, at five times the cost",
+        "(docs/results/outer-step.md)",
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(
@@ -222,7 +221,7 @@ def check_outer(sync: SyncSettings | SyncSpec) -> None:
     Raises:
         UsageError: it could never be orthogonalised.
     """
-    if sync.outer in ORTHOGONALISES and not sync.outer_momentum:
+    if sync.outer == "halley" and not sync.outer_momentum:
         raise UsageError(
             f"outer={sync.outer} needs an outer momentum above 0: a step without momentum is never orthogonalised. To "
             "average only, set outer=nesterov too"

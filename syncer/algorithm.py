@@ -31,8 +31,6 @@ Float = TypeVar("Float", npt.NDArray[np.float32], npt.NDArray[np.float64])
 
 CANCELLED = 1e-6
 """Directions whose weighted mean is shorter than this cancel: it is rounding noise."""
-NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
-"""a, b, c of x -> a x + b x^3 + c x^5, which takes singular values up to 1 towards 1 (Jordan et al., Muon, 2024)."""
 HALLEY = (86.2, 1814.76, 1899.96)
 """a, b, c of x -> x (a + b x^2) / (1 + c x^2), which takes singular values from 0.005 to 1 to between 0.41 and 1
 (Nakatsukasa, Bai and Gygi, Optimizing Halley's iteration for computing the matrix polar decomposition, 2010)."""
@@ -154,15 +152,6 @@ def nesterov(theta: Float, b: Float, delta: Float, lr: float, mu: float) -> tupl
     return theta - lr * step, b
 
 
-def newton_schulz(values: Float64, iterations: int = 5) -> Float64:
-    """Singular values (n,) after so many iterations, of those of a matrix of any length."""
-    a, b, c = NEWTON_SCHULZ
-    turned = phi(values)
-    for _ in range(iterations):
-        turned = a * turned + b * turned**3 + c * turned**5
-    return turned
-
-
 def halley_values(values: Float64) -> Float64:
     """Singular values (n,) after one iteration, of those of a matrix of any length.
 
@@ -175,33 +164,21 @@ def halley_values(values: Float64) -> Float64:
     return turned
 
 
-def orthogonalised(matrix: Float64, curve: Callable[[Float64], Float64] = newton_schulz) -> Float64:
-    """The same singular vectors and Frobenius length; singular values, times a number, by `curve`."""
+def orthogonalised(matrix: Float64) -> Float64:
+    """The same singular vectors and Frobenius length; singular values, times a number, by `halley_values`."""
     left, values, right = np.linalg.svd(matrix, full_matrices=False)
-    same: Float64 = (left * phi(curve(values))) @ right * np.linalg.norm(values)
+    same: Float64 = (left * phi(halley_values(values))) @ right * np.linalg.norm(values)
     return same
 
 
-def muon(
-    theta: Float64,
-    b: Float64,
-    delta: Float64,
-    lr: float,
-    mu: float,
-    curve: Callable[[Float64], Float64] = newton_schulz,
-) -> tuple[Float64, Float64]:
-    """`nesterov` of a matrix whose step is orthogonalised (Jordan et al., Muon, 2024); ours."""
-    b = mu * b + delta
-    return theta - lr * orthogonalised(delta + mu * b, curve), b
-
-
 def halley(theta: Float64, b: Float64, delta: Float64, lr: float, mu: float) -> tuple[Float64, Float64]:
-    """`muon` by one of Halley's iterations; ours."""
-    return muon(theta, b, delta, lr, mu, halley_values)
+    """`nesterov` of a matrix whose step is orthogonalised (after Jordan et al., Muon, 2024); ours."""
+    b = mu * b + delta
+    return theta - lr * orthogonalised(delta + mu * b), b
 
 
 OUTER: dict[OuterName, Callable[[Float64, Float64, Float64, float, float], tuple[Float64, Float64]]]
-OUTER = {"nesterov": nesterov, "muon": muon, "halley": halley}
+OUTER = {"nesterov": nesterov, "halley": halley}
 
 
 def averaged(theta: Float64, delta: Float64, rule: MergeRule) -> Float64:

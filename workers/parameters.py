@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, Slot, balance, fragments_of, level, merge_rule
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS, ORTHOGONALISES
+from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.settings import SyncSettings, check_outer
@@ -99,7 +99,7 @@ def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tens
     Raises:
         UsageError: as `trained_tensors`; fewer tensors than fragments, or a step that could never be orthogonalised.
     """
-    orthogonal = sync.outer in ORTHOGONALISES
+    orthogonal = sync.outer == "halley"
     check_outer(sync)
     trained = trained_tensors(model)
     embeddings = _embeddings(model)

@@ -152,10 +152,8 @@ MergeName = Literal["rda", "rda-row", "mean"]
 """Which tensor has which rule: `fragments.merge_rule`."""
 WeightsName = Literal["tokens", "equal"]
 """Merge weights: `syncer.algorithm.WEIGHTS`."""
-OuterName = Literal["nesterov", "muon", "halley"]
-"""The outer optimizer: `syncer.algorithm.OUTER`."""
-ORTHOGONALISES: Final[frozenset[OuterName]] = frozenset({"muon", "halley"})
-"""Outer optimizers that turn matrices (`syncer.merging.outer.TURNS`): they need a momentum and a second pass."""
+OuterName = Literal["nesterov", "halley"]
+"""The outer optimizer: `syncer.algorithm.OUTER`. Halley's turns matrices, which needs a momentum and a second pass."""
 
 
 class Message(BaseModel):

@@ -164,7 +164,6 @@ class MomentumState:
 
 STATE_RULES: Final[Mapping[OuterName, type[StateRule]]] = {
     "nesterov": MomentumState,
-    "muon": MomentumState,
     "halley": MomentumState,
 }
 

@@ -28,7 +28,6 @@ from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares, rebase
 from diloco.syncer.merging.outer import (
-    TURNS,
     AveragingStep,
     Momentum,
     NesterovStep,
@@ -195,7 +194,7 @@ class Stepped(NamedTuple):
 
 def orthogonalises(layout: FragmentLayout, sync: SyncSpec, mu: float) -> bool:
     """Whether an outer step with this momentum turns matrices: while learners are only averaged it does not."""
-    return sync.outer in TURNS and mu > 0 and matrix_elements(layout) > 0
+    return sync.outer == "halley" and mu > 0 and matrix_elements(layout) > 0
 
 
 def outer_step(
@@ -241,7 +240,7 @@ def outer_step(
     reduced = close()
     writer.reduced()
     found = np.empty(matrix_elements(layout), np.float32)
-    for stop in matrix_blocks(layout, sync.outer, step, found, recorded_step):
+    for stop in matrix_blocks(layout, step, found, recorded_step):
         writer.written(stop)
     return Stepped(into.theta, into.outer_state, reduced, found)
 

@@ -1,27 +1,25 @@
 """The outer optimizer on one global fragment: SGD with Nesterov momentum (paper, outer step), or with matrices turned.
 
-Nesterov's is elementwise and done in blocks. The others are the same but for matrices, whose steps are orthogonalised,
-each as a whole. Muon does it by Newton-Schulz iterations (Jordan et al., Muon: An optimizer for hidden layers in neural
-networks, 2024, where it is an inner optimizer); one of Halley's goes nearly as far at a fifth of the price. Pure numpy.
+Nesterov's is elementwise and done in blocks. Halley's is the same but for matrices, whose steps are orthogonalised,
+each as a whole (after Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024, where it is an
+inner optimizer), by one of Halley's iterations. Pure numpy.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.ramps import interval_in_force
-from diloco.syncer.algorithm import HALLEY, NEWTON_SCHULZ
+from diloco.syncer.algorithm import HALLEY
 from diloco.syncer.merging.merge import BLOCK, squares
 
 Float32 = npt.NDArray[np.float32]
 
-NEWTON_SCHULZ_STEPS = 5
 _NO_DIRECTION = 1e-30
 """A matrix shorter than this is left as it is: it is rounding noise."""
 _LONGEST = 1e38
@@ -146,27 +144,12 @@ def at_length_one(matrix: Float32) -> Float32 | None:
     return np.asarray(x / np.float32(length), np.float32)
 
 
-def orthogonalised(matrix: Float32, iterations: int = NEWTON_SCHULZ_STEPS) -> Float32:
-    """A matrix (rows, columns) with about the same singular vectors, and singular values between 0.7 and 1.2.
-
-    Those far below the others come out smaller: 1e-3 of the length as 0.5 or so, and 0 as 0. The products of matrices
-    sum in an order that the machine's libraries choose.
-    """
-    x = at_length_one(matrix)
-    if x is None:
-        return matrix
-    a, b, c = (np.float32(one) for one in NEWTON_SCHULZ)
-    for _ in range(iterations):
-        gram = x @ x.T
-        x = np.asarray(a * x + (b * gram + c * (gram @ gram)) @ x, np.float32)
-    return x if x.shape == matrix.shape else x.T
-
-
 def halley_iteration(matrix: Float32) -> Float32:
-    """As `orthogonalised`, by one of Halley's iterations: singular values mostly between 0.4 and 1, times any number.
+    """A matrix (rows, columns) with the same singular vectors, values mostly between 0.4 and 1, times any number.
 
     `algorithm.HALLEY`'s x (a + b x^2) / (1 + c x^2) is b/c (x + (ac/b - 1) x / (1 + c x^2)). For a matrix of n x n that
-    makes 3 2/3 n^3 operations: n^3 for the Gram matrix, which is symmetric, the rest for the division.
+    makes 3 2/3 n^3 operations: n^3 for the Gram matrix, which is symmetric, the rest for the division. The products
+    sum in an order that the machine's libraries choose.
     """
     x = at_length_one(matrix)
     if x is None:
@@ -200,12 +183,8 @@ def solved(a: Float32, x: Float32) -> Float32:
     return found
 
 
-TURNS: Final[Mapping[OuterName, Callable[[Float32], Float32]]] = {"muon": orthogonalised, "halley": halley_iteration}
-"""Of the outer optimizers that turn matrices: a matrix (rows, columns) to the direction of its step, of any length."""
-
-
 def matrix_blocks(
-    layout: FragmentLayout, outer: OuterName, step: NesterovStep, found: Float32, recorded: Float32 | None = None
+    layout: FragmentLayout, step: NesterovStep, found: Float32, recorded: Float32 | None = None
 ) -> Iterator[int]:
     """One outer step: `b = mu*b + D; theta -= lr*O(D + mu*b)`, where O turns each matrix at its own length.
 
@@ -213,7 +192,6 @@ def matrix_blocks(
 
     Args:
         layout: says which tensors are matrices.
-        outer: one of `TURNS`, which is O.
         step: what is read and written.
         found: (matrix elements,), overwritten with O(D + mu*b) of the matrices, one after another, as computed here.
         recorded: what an earlier step found, to go by instead of what is computed here; for a replay.
@@ -233,7 +211,7 @@ def matrix_blocks(
         direction = found[part]
         step.direction(slot.start, slot.stop, direction)
         matrix = direction.reshape(slot.tensor.shape)
-        np.copyto(direction, at_its_length(TURNS[outer](matrix), matrix))
+        np.copyto(direction, at_its_length(halley_iteration(matrix), matrix))
         taken = direction if recorded is None else recorded[part]
         step.go(slot.start, slot.stop, taken, np.empty_like(taken))
         yield slot.stop

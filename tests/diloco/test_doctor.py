@@ -809,7 +809,7 @@ def machine(speed: Speed) -> Machine:
 
 def test_an_outer_step_slower_than_a_round_is_named_and_a_fast_machine_has_none() -> None:
     """By `pacing`'s own judgement; with what helps, and what that costs."""
-    sync = SyncSettings(sync_interval=24, outer="muon").sync_spec()
+    sync = SyncSettings(sync_interval=24, outer="halley").sync_spec()
     run = Run("run", sync, 1e9, 4, 0.1, (3e11,) * 8)
     for speed, level in ((Speed(1e10, 8), "warning"), (Speed(1e13, 8), "ok")):
         here = machine(speed)
@@ -823,7 +823,7 @@ def test_an_outer_step_slower_than_a_round_is_named_and_a_fast_machine_has_none(
 
 def test_a_model_whose_outer_step_is_too_slow_here_is_named(look: Look) -> None:
     """By what this machine multiplies; a longer step has room for it."""
-    status, findings = look("--params", "1B", "--step-time", "10ms", "--outer", "muon", "--as", "syncer")
+    status, findings = look("--params", "1B", "--step-time", "10ms", "--outer", "halley", "--as", "syncer")
     found = bad(findings)["merges"]
     assert status == 0
     assert "merges take longer than a round of the learners has room for" in found.found

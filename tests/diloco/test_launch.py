@@ -269,7 +269,7 @@ def test_urls_are_shown_without_their_secrets(url, shown):
         ({"http_port": 8080, "method": "data-parallel"}, "--http-port"),
         ({"codec": "int8", "method": "data-parallel"}, "--codec"),
         ({"outer_momentum": 0.0}, "outer=halley needs an outer momentum above 0"),
-        ({"outer": "muon", "outer_momentum": 0.0}, "outer=muon needs an outer momentum above 0"),
+        ({"outer": "halley", "outer_momentum": 0.0}, "outer=halley needs an outer momentum above 0"),
     ],
 )
 def test_settings_that_do_not_go_together_are_refused(settings, named):

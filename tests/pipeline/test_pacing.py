@@ -48,7 +48,7 @@ def test_what_the_outer_step_should_take_is_said_before_the_first_merge():
 
     def reckoned(*outer_s, together_s=0.0):
         paces = [Pace(p, 9, 0.0, s) for p, s in enumerate(outer_s)]
-        sync = samples.sync_spec(fragments=len(paces), outer="muon")
+        sync = samples.sync_spec(fragments=len(paces), outer="halley")
         found = slow_merges(sync, paces, [0.1], 1, 1.0, together_s)
         return found and found.found
 
@@ -102,21 +102,21 @@ def test_only_what_helps_is_advised():
 def helps(outer_s, *, at_once=8, threads=1, together_s=0.0, fragments=4, **sync):
     """For a round of 24 steps of 0.1 s, which has room for 0.8 s."""
     paces = [Pace(p, 9, 0.0, outer_s) for p in range(fragments)]
-    spec = samples.sync_spec(fragments=fragments, sync_interval=24, **{"outer": "muon", **sync})
+    spec = samples.sync_spec(fragments=fragments, sync_interval=24, **{"outer": "halley", **sync})
     found = slow_merges(spec, paces, [0.1], 1, 1.0, together_s, Speed(1e9, at_once, threads))
     return found.helps.split("; or ")
 
 
 def test_two_things_are_advised_at_most_and_the_cheapest_first():
-    """Threads cost no quality, nor does halley for muon; a longer interval little, as far as it was measured."""
+    """Threads cost no quality; a longer interval little, as far as it was measured; Nesterov's step most."""
     found = helps(1.5)
     assert len(found) == 2
     assert "on 2 of its cores" in found[0]
-    assert "--outer halley" in found[1], "it learns as well as muon"
-    slower = helps(1.5, at_once=1, outer="halley")
+    assert "--sync-interval 48;" in found[1]
+    slower = helps(1.5, at_once=1)
     assert "--sync-interval 48;" in slower[0]
     assert "--outer nesterov" in slower[1]
-    assert "--outer nesterov" in helps(3.0, at_once=1, outer="halley")[0], "what longer rounds cost was not measured"
+    assert "--outer nesterov" in helps(3.0, at_once=1)[0], "what longer rounds cost was not measured"
     for outer_s in (0.9, 3.0, 30.0, 1e5):
         assert 1 <= len(helps(outer_s)) <= 2
 
@@ -129,12 +129,6 @@ def test_no_more_threads_are_advised_than_the_machine_has_cores():
         assert "OPENBLAS_NUM_THREADS" not in " ".join(found)
     assert "another syncer" in helps(0.1, together_s=6.0)[0]
     assert "another syncer" not in " ".join(helps(0.1, together_s=60.0))
-
-
-def test_the_outer_step_that_is_advised_is_cheap_enough():
-    """One at a fifth of the time does not mend what takes forty times as long as it may."""
-    assert "--outer halley" in helps(2.0, at_once=1)[0]
-    assert "--outer nesterov" in helps(32.0, at_once=1)[0]
 
 
 def test_no_interval_is_advised_that_no_plan_has_or_that_does_not_do():

@@ -343,7 +343,7 @@ SMALL = Constants(step_time=1, params=1e9, link=1e11)
         ("decoupled", {"params": 1e11}, "mean_sync_s", 20, 200),
         ("decoupled", {"merge_rate": 1e6}, "mean_sync_s", 20, 2000),
         ("decoupled", {"syncer_cores": 1}, "mean_sync_s", 1.01, 99),
-        ("decoupled", {"outer": "muon"}, "mean_sync_s", 2, 200),
+        ("decoupled", {"outer": "halley"}, "mean_sync_s", 2, 200),
         ("decoupled", {"latency": 2.0}, "outer_steps_per_hour", 0.1, 0.3),  # intervals are stretched
         ("decoupled", {"syncer_mtbi": 2000.0, "lease": 50.0}, "longest_gap_s", 1.5, 99),
         ("decoupled", {"syncer_mtbi": 2000.0, "syncers": 1, "syncer_repair": 900.0}, "longest_gap_s", 9, 999),
@@ -364,7 +364,7 @@ def test_every_constant_of_a_run_does_what_it_says(method, change, figure, least
 @pytest.mark.parametrize("change", [{"width": 4096}, {"layers": 6}])
 def test_a_wider_model_takes_longer_for_its_outer_step(change):
     """Of as many parameters: products of matrices grow with the width, and fewer layers are wider ones."""
-    world = SMALL.model_copy(update={"outer": "muon"})
+    world = SMALL.model_copy(update={"outer": "halley"})
     usual, wide = (
         simulate(one, "decoupled", 200_000, 4, 0.25, 0).windows["mean_sync_s"]
         for one in (world, world.model_copy(update=change))

@@ -682,7 +682,7 @@ SENTENCES: dict[str, Callable[[], bool]] = {
         map(agrees, ("0.01", "0.8"), spread_of_int4())
     ),
     "H is 24 in neither: it ends at 16 and at 8.": lambda: (
-        [last_interval(f"decoupled, M = {learners}") for learners in (8, 16)] == [16, 8]
+        [last_interval(f"decoupled, Nesterov, M = {learners}") for learners in (8, 16)] == [16, 8]
     ),
 }
 

@@ -894,7 +894,7 @@ def test_an_outer_step_that_will_not_fit_is_said_before_it_is_first_taken(monkey
 
     async def scenario() -> None:
         world = VirtualRun(
-            sync_spec(tokens=ENDLESS, outer="muon", outer_momentum=0.7, outer_warmup=20), lease_s=LEASE_S
+            sync_spec(tokens=ENDLESS, outer="halley", outer_momentum=0.7, outer_warmup=20), lease_s=LEASE_S
         )
         matrices(world)
         learners = [VirtualLearner("l0", world, 0.05).start()]  # a third of a round is 0.07 s, tau 0.1 s

@@ -59,17 +59,17 @@ def test_two_builds_of_a_model_have_one_layout() -> None:
 
 
 @pytest.mark.parametrize("merge", ["mean", "rda"])
-def test_matrices_of_a_muon_outer_step_are_no_embeddings_and_no_vectors(merge: str) -> None:
+def test_matrices_of_an_orthogonalised_outer_step_are_no_embeddings_and_no_vectors(merge: str) -> None:
     """Whatever the merge rule; with Nesterov's none is said to be one, so that tables stay as they were."""
-    told = tensor_table(Net(), SyncSettings(fragments=2, merge=merge, outer="muon"))
+    told = tensor_table(Net(), SyncSettings(fragments=2, merge=merge, outer="halley"))
     assert {t.name for t in told if t.matrix} == {"body.weight", "head.weight"}
     assert not any(t.matrix for t in tensor_table(Net(), SyncSettings(fragments=2, merge=merge, outer="nesterov")))
-    assert not any(t.matrix for t in tensor_table(nn.Linear(9, 1), SyncSettings(fragments=1, outer="muon")))
+    assert not any(t.matrix for t in tensor_table(nn.Linear(9, 1), SyncSettings(fragments=1, outer="halley")))
 
 
-def test_a_muon_outer_step_without_momentum_is_refused() -> None:
+def test_an_orthogonalised_outer_step_without_momentum_is_refused() -> None:
     with pytest.raises(UsageError, match="momentum above 0"):
-        tensor_table(Net(), SyncSettings(fragments=2, outer="muon", outer_momentum=0))
+        tensor_table(Net(), SyncSettings(fragments=2, outer="halley", outer_momentum=0))
 
 
 def test_more_fragments_than_tensors_are_refused() -> None:

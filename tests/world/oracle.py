@@ -53,10 +53,7 @@ from tests.world.windows import CLOSED, Windows
 REPORTED_S = 3.0
 """Longer than any call is on its way."""
 CLOSE = 1e-4
-"""Relative difference from the algorithm in float64 that float32 and its order of summing may make. Newton-Schulz
-multiplies what float32 rounds in small singular values by up to 485, and still came to a fiftieth of this at most: in
-the eleven of the first 53 worlds that have it.
-"""
+"""Relative difference from the algorithm in float64 that float32 and its order of summing may make."""
 
 
 DeltaId = tuple[int, str, str, int]

@@ -129,7 +129,7 @@ def test_a_wrong_step_of_average_only_tensors_is_found_soon(name: str) -> None:
 @pytest.mark.parametrize(
     "name", ["an orthogonalised step has another length", "the momentum is of orthogonalised steps"]
 )
-def test_a_wrong_muon_step_is_found_soon(name: str) -> None:
+def test_a_wrong_orthogonalised_step_is_found_soon(name: str) -> None:
     """By the oracle, which takes singular values apart instead."""
     worlds = [s for s in range(40) if any(t.matrix for t in plan(s).spec.tensors)][:2]
     with applied(named(name)):

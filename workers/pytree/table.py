@@ -4,7 +4,6 @@ from collections.abc import Iterable, Sequence
 
 from diloco.pipeline.fragments import balance, fragments_of, level, merge_rule
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
-from diloco.pipeline.messages.wire import ORTHOGONALISES
 from diloco.pipeline.settings import SyncSettings, check_outer
 from diloco.workers.pytree.tree import Leaf, Tree
 
@@ -55,7 +54,7 @@ def _whole(leaves: Iterable[Leaf], sync: SyncSettings | SyncSpec) -> tuple[Tenso
             dtype=leaf.dtype.name,
             rule=merge_rule(sync.merge, leaf.embedding, len(leaf.shape)),
             fragment=fragment[leaf.name],
-            matrix=sync.outer in ORTHOGONALISES and len(leaf.shape) == 2 and min(leaf.shape) > 1 and not leaf.embedding,
+            matrix=sync.outer == "halley" and len(leaf.shape) == 2 and min(leaf.shape) > 1 and not leaf.embedding,
         )
         for leaf in leaves
     )

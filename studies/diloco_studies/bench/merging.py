@@ -1,8 +1,8 @@
 """The merge and the outer step of one fragment in memory, on one core: production code beside whole-array numpy.
 
 default_s: with the outer optimizer that a run has by default, where the fragment's tensors are square matrices, in one
-thread as a syncer's. halley_s and muon_s: what orthogonalising them takes of it, the default's way and Muon's; beside
-one product of such a matrix with a square one. All else is elementwise, with Nesterov's step.
+thread as a syncer's. halley_s: what orthogonalising them takes of it; beside one product of such a matrix with a square
+one. All else is elementwise, with Nesterov's step.
 
 rows_s: the same as merge_s, with RDA of each row instead of each tensor, in rows as long as those matrices are wide.
 merge_s: all deltas are here at once. folding_s and closing_s: they came one after another, and all but the last were
@@ -22,7 +22,6 @@ from rich.console import Console
 
 from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import TensorSpec
-from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import SyncSettings
@@ -30,7 +29,7 @@ from diloco.pipeline.transfer.global_format import OuterState
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.merge import delta_norms, merge_shares
-from diloco.syncer.merging.outer import TURNS, at_its_length
+from diloco.syncer.merging.outer import at_its_length, halley_iteration
 from diloco_studies.bench.figures import Spread, alternate, spread
 from diloco_studies.bench.floor import merge_traffic
 from diloco_studies.bench.machine import need_memory
@@ -136,10 +135,10 @@ class Work:
         """The digest of the new values."""
         return payload_digest(as_bytes(self.theta), CHUNK_BYTES)
 
-    def turned(self, outer: OuterName) -> Any:
+    def turned(self) -> Any:
         """What an orthogonalised step does with matrices of about as many elements as the fragment has."""
         for matrix in self.matrices:
-            at_its_length(TURNS[outer](matrix), matrix)
+            at_its_length(halley_iteration(matrix), matrix)
 
     def product(self) -> Any:
         """One product of such a matrix with a square one."""
@@ -205,8 +204,7 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
         "memory_floor_s": timed(work.copied),
         "norms_s": timed(work.judged),
         "digest_s": timed(work.digested),
-        "halley_s": timed(lambda: work.turned("halley")),
-        "muon_s": timed(lambda: work.turned("muon")),
+        "halley_s": timed(lambda: work.turned()),
         "product_s": timed(work.product),
     }
     if sizes.learners > 2:  # two are never summed before both are here
@@ -215,8 +213,7 @@ def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:
     report = {name: spread(values) for name, values in found.items()}
     for name in ("default", "merge", "rows", "plain_numpy", "memory_floor", "norms"):
         report[f"{name}_gb_per_s"] = spread(deltas / 1e9 / value for value in found[f"{name}_s"])
-    for name in ("halley", "muon"):
-        report[f"{name}_ms_per_million"] = spread(1e9 * one / work.matrices.size for one in found[f"{name}_s"])
+    report["halley_ms_per_million"] = spread(1e9 * one / work.matrices.size for one in found["halley_s"])
     report["product_gflop_per_s"] = spread(
         2e-9 * work.matrices[0].size * sizes.side / one for one in found["product_s"]
     )

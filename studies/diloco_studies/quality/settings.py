@@ -18,7 +18,7 @@ from diloco.pipeline.sources import meant
 from diloco.workers.trainer.models.sizes import SIZES
 
 Method = Literal[RunMethod, "single"]
-Turned = Literal["muon-3", "halves", "gram-schmidt", "clipped", "by-turns", "by-turns-clipped"]
+Turned = Literal["halves", "gram-schmidt", "clipped", "by-turns", "by-turns-clipped"]
 """Research that turns matrices (`turns`)."""
 OuterName = Literal[Production, Turned, "delayed", "agreement", "extrapolated", "schedule-free"]
 Packing = Literal["contiguous", "strided"]
@@ -112,7 +112,7 @@ class LabRun(BaseModel):
     )
     outer: OuterName = Field(
         USUAL["outer"],
-        description="Outer optimizer: production's nesterov, muon or halley, or one for research "
+        description="Outer optimizer: production's nesterov or halley, or one for research "
         "(diloco_studies/quality/outer.py)",
     )
     packing: Packing | None = Field(

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import numpy.typing as npt
 
-from diloco.syncer.merging.outer import halley_iteration, orthogonalised
+from diloco.syncer.merging.outer import halley_iteration
 from diloco_studies.quality.settings import Turned
 
 Float32 = npt.NDArray[np.float32]
@@ -72,7 +72,6 @@ def _alike(x: Float32) -> Float32:
 
 
 TURNS: Mapping[Turned, Turn] = {
-    "muon-3": lambda matrix, number: orthogonalised(matrix, 3),
     "halves": wide(halves),
     "gram-schmidt": wide(gram_schmidt),
     "clipped": wide(clipped(4)),
