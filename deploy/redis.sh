@@ -26,7 +26,6 @@ if [ -n "${REDIS_REPLICA_PASSWORD:-}" ]; then
   mv "$following.new" "$following"
 fi
 
-invited=$(grep '^user invited-' "$users" 2> /dev/null || true) # by `diloco invite`, while the last Redis was up
 sed '/^#/d' /etc/diloco/users.acl ${MORE_USERS:-} > "$users.new"
 for variable in $(grep -o '{REDIS_[A-Z0-9_]*}' "$users.new" | tr -d '{}' | sort -u); do
   eval "password=\${$variable:-}"
@@ -39,7 +38,6 @@ for variable in $(grep -o '{REDIS_[A-Z0-9_]*}' "$users.new" | tr -d '{}' | sort 
   unset "$variable"
 done
 
-[ -z "$invited" ] || printf '%s\n' "$invited" >> "$users.new"
 mv "$users.new" "$users"
 
 # Every write is on disk within a second; nothing is ever evicted; no value is larger than the largest of ours.

@@ -51,11 +51,6 @@ COMMANDS: dict[str, Entry] = {
     "export": Entry("diloco.commands:export", "Write the global parameters of a checkpoint as a safetensors file."),
     "sample": Entry("diloco.commands:sample", "Generate text with the global parameters of a checkpoint."),
     "acl": Entry("diloco.commands:acl", "Print an ACL file for Redis: a user for each party."),
-    "invite": Entry(
-        "diloco.invitations:invite", "Let a learner take part in a run: prints the line that it joins with."
-    ),
-    "join": Entry("diloco.invitations:join", "Train as the learner that an invitation names."),
-    "revoke": Entry("diloco.invitations:revoke", "Take an invitation back: the learner is cut off at once."),
     "chaos": Entry(
         "diloco_studies.strikes.command:command", "Strike a real run on this machine, then audit it. Linux only."
     ),

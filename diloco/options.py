@@ -78,7 +78,7 @@ class RedisProcess(RedisSettings):
 
     redis_port: int = Field(6379, ge=1, le=65535, description="Port on which it listens")
     redis_users: Path | None = Field(
-        None, description="File of its users, made by `diloco acl`, in place of a password; invitations are kept there"
+        None, description="File of its users, made by `diloco acl`, in place of a password"
     )
 
 

@@ -155,7 +155,7 @@ FIGURES = (
         _one(_loss),
     ),
     Figure("diloco_run_loss_tokens", "Tokens trained when it read these parameters", _one(_loss_tokens)),
-    Figure("diloco_run_learners", "Learners: live, silent, left (or revoked)", _states, ("state",)),
+    Figure("diloco_run_learners", "Learners: live, silent, left", _states, ("state",)),
     Figure("diloco_run_quorum", "Learners that a merge needs; only while the run trains", _one(_quorum)),
     Figure("diloco_run_syncers", "Syncers that are here", _one(lambda at: len(at.status["syncers"]))),
     Figure(

@@ -74,8 +74,8 @@ def report(learner: str = "l0", **given: Any) -> LearnerReport:
     return LearnerReport(**{**values, **given})
 
 
-def seen(learner: str = "l0", age_s: float = 0.5, read_unix_s: float = 0.0, **given: Any) -> SeenReport:
-    return SeenReport(report=report(learner, **given), age_s=age_s, read_unix_s=read_unix_s)
+def seen(learner: str = "l0", age_s: float = 0.5, **given: Any) -> SeenReport:
+    return SeenReport(report=report(learner, **given), age_s=age_s)
 
 
 def run_state(**given: Any) -> RunState:

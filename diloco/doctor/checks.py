@@ -7,7 +7,7 @@ from functools import partial
 
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.pipeline.bus import server as of_server
-from diloco.pipeline.bus.acl import INVITED, acl_command
+from diloco.pipeline.bus.acl import acl_command
 from diloco.pipeline.bus.server import Address, Server
 from diloco.pipeline.findings import Finding, error, ok, warning
 from diloco.pipeline.needs import GLOBALS, LINK_SHARE, Needs, Pace, needs_of, pace_of, round_trip_s
@@ -19,8 +19,6 @@ from diloco.pipeline.site import LEAST_PARAMS, Site
 from diloco.pipeline.units import as_bytes, as_rate, counted, written
 
 PARTIES = ("syncer", "learner", "evaluator", "viewer")
-NAMED = {**{party: party for party in PARTIES}, INVITED: "learner"}
-"""Parties by the first word of the names that `diloco acl` and `diloco invite` give to users."""
 MOST_SKEW_S = 10.0
 """Between two clocks, from which on the times that people read are said to be wrong."""
 FAR_S = 1.0
@@ -217,7 +215,7 @@ def rights(
     """
     who = f"user {address.user}" if address.user not in ("", DEFAULT_USER) else "the default user"
     may = [party for party in PARTIES if not lacks[party]]
-    named = next((of for name, of in NAMED.items() if address.user.partition("-")[0] == name), None)
+    named = next((party for party in PARTIES if address.user.partition("-")[0] == party), None)
     meant = party or named
     if not may or (meant is not None and meant not in may):
         missing = lacks[meant or "learner"]

@@ -128,7 +128,7 @@ async def look(
 def _learner_of(user: str) -> str:
     """The learner that a user is made for, by its name; else one that nobody has."""
     party, _, learner = user.partition("-")
-    return learner if party in ("learner", "invited") and learner else f"doctor-{secrets.token_hex(2)}"
+    return learner if party == "learner" and learner else f"doctor-{secrets.token_hex(2)}"
 
 
 async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | None) -> Run | None:

@@ -72,8 +72,6 @@ def _loss(value: float | None) -> str:
 def _condition(learner: LearnerStatus) -> Text:
     if learner["left"]:
         return Text("left", "dim")
-    if learner.get("revoked"):
-        return Text("revoked", "dim")
     return Text("live", "green") if learner["live"] else Text(f"silent for {learner['age_s']:.0f} s", "red")
 
 

@@ -11,7 +11,7 @@ from diloco.launcher.display import merged_share, trained
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.run import LEARNER_REVOKED, Evaluation, Event, LearnerReport, Phase
+from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport, Phase
 from diloco.pipeline.messages.tape import Rejected, TapeRecord
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.ledger import (
@@ -246,10 +246,7 @@ def build(outcome: Outcome) -> Report:
         "wall_s": outcome.wall_s,
         "elapsed_s": outcome.elapsed_s,
         "outer_steps": outcome.outer_steps,
-        "learners": learner_rows(
-            outcome.ledger_inputs.reports,
-            outcome.ledger_inputs.here | {one.who for one in outcome.events if one.name == LEARNER_REVOKED},
-        ),
+        "learners": learner_rows(outcome.ledger_inputs.reports, outcome.ledger_inputs.here),
         "evaluations": [
             {"tokens": one.tokens, "elapsed_s": one.elapsed_s, "loss": one.loss, "final": one.final}
             for one in outcome.evaluations

@@ -17,8 +17,6 @@ from diloco.pipeline.bus.keys import PREFIX
 
 SHARED_LEARNER = "learner"
 """User for learners of any name: kept from all that is the syncer's, not from each other's deltas."""
-INVITED = "invited"
-"""Users of learners that were invited to a run under way are named so, and by their learner."""
 _CONNECT = "+ping +info +select +time +cluster|slots +command"
 """What a connection needs, and what scripts ask without a key."""
 _READ = "+get +hget +hmget +hgetall +hkeys +hscan +xread +xrange +xrevrange +xlen +type +exists +pttl"
@@ -26,7 +24,7 @@ _SYNCER = (
     f"{_READ} +getrange +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
     "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +evalsha +script|exists +script|load"
 )
-_OPERATOR = "+scan +cluster|nodes +acl|setuser +acl|getuser +acl|deluser +acl|save"
+_OPERATOR = "+scan +acl|setuser +acl|getuser +acl|deluser +acl|save"
 _CHUNKS = "+xadd +xread +xlen +type +pttl +pexpire"
 
 
@@ -121,21 +119,10 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
     )
 
 
-def invited(run: str, learner_id: str) -> User:
-    """A learner that was invited: with the rights of a named one, and a name by which it is known as such."""
-    return User(f"{INVITED}-{learner_id}", learner(run, learner_id).rules)
-
-
-def invited_learner(user: str) -> str:
-    """The learner of a user that was invited; "" of any other."""
-    kind, _, learner_id = user.partition("-")
-    return learner_id if kind == INVITED else ""
-
-
 def acl_command(run: str, user: str) -> str:
     """What makes the users of a run anew, this one among them."""
     kind, _, learner_id = user.partition("-")
-    named = f" --learner {learner_id}" if kind in (SHARED_LEARNER, INVITED) and learner_id else ""
+    named = f" --learner {learner_id}" if kind == SHARED_LEARNER and learner_id else ""
     return (
         f"diloco acl --run {run}{named} --passwords FILE > new-users.acl (with --learner NAME for each of the run's "
         "learners, --failover where servers take over from each other, and for FILE that of the passwords in use: else "
@@ -176,7 +163,7 @@ def viewer(run: str = "*") -> User:
 
 
 def operator(run: str = "*") -> User:
-    """`diloco runs`, `finish`, `invite`, `revoke`: an administrator, who could make a user without limits."""
+    """`diloco runs`, `finish`, and making users: an administrator, who could make one without limits."""
     keys = _Patterns(run).all()
     rules = _rules((f"{_SYNCER} +memory|usage", keys))
     return User("operator", rules.replace(_CONNECT, f"{_CONNECT} {_OPERATOR}", 1))

@@ -139,7 +139,7 @@ class EmbeddedRedis:
         binary: the server to start, instead of the one found.
         dies_with_us: on Linux, the server is killed when this process is; start it from the main thread then.
         fsync: when the append-only file is written to disk: always before an answer, or every second.
-        users: a file of Redis users (`diloco acl`), in place of a password; Redis writes to it who is invited.
+        users: a file of Redis users (`diloco acl`), in place of a password.
     """
 
     def __init__(

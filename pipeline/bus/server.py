@@ -139,7 +139,7 @@ def version(server: Server) -> Finding:
     if parts < OLDEST:
         return error("Redis version", f"version {server.version}", "6.2 or newer is needed")
     if parts[0] < USERS_FROM:
-        said = f"version {server.version}: runs; `diloco acl` and `diloco invite` need {USERS_FROM}, or Valkey"
+        said = f"version {server.version}: runs; `diloco acl` needs {USERS_FROM}, or Valkey"
         return ok("Redis version", said)
     return ok("Redis version", f"version {server.version}")
 

@@ -50,7 +50,7 @@ def seen_reports(
         with suppress(BadMessage):
             age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
             if before[2] is not None:
-                found.append(SeenReport(report=before[2], age_s=age_s, read_unix_s=now_ms / 1000))
+                found.append(SeenReport(report=before[2], age_s=age_s))
     return found
 
 

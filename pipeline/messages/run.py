@@ -85,8 +85,6 @@ class SeenReport(Message):
 
     report: LearnerReport
     age_s: Seconds
-    read_unix_s: float = 0.0
-    """When it was read, by the server's clock."""
 
 
 class Evaluation(Message):
@@ -105,8 +103,6 @@ class Evaluation(Message):
 
 SCRIPTS_MISSING, SCRIPTS_FOUND = "scripts_missing", "scripts_found"
 """Events of a learner that does not find its release's scripts at Redis, and that does again."""
-LEARNER_REVOKED = "learner_revoked"
-"""Event: the invitation of the learner was taken back."""
 REDIS_CHANGED = "redis_changed"
 """Event: a server has some of the run's keys that had none: another one has taken over, or one was restarted."""
 

@@ -49,7 +49,7 @@ class Reading:
         return sorted(found, key=lambda one: one["age_s"])[:MOST_LEARNERS]
 
     def counted(self) -> dict[str, int]:
-        """How many learners, by what they are: live, silent (also those long gone), left (also revoked)."""
+        """How many learners, by what they are: live, silent (also those long gone), left."""
         found = {"live": 0, "silent": 0, "left": 0}
         for one in present(self.look.status["learners"]) if self.look is not None else ():
             found["live" if one["live"] else "silent" if is_missed(one) else "left"] += 1

@@ -36,8 +36,6 @@ class LearnerStatus(TypedDict):
     incarnation: str
     live: bool
     left: bool
-    revoked: NotRequired[bool]
-    """It is not live, and its invitation was taken back: nobody misses it."""
     step: int
     tokens: int
     tokens_per_s: float
@@ -162,14 +160,13 @@ class Status(TypedDict):
     warnings: list[str]
 
 
-def _learner(seen: SeenReport, live_s: float, told: trouble.Told) -> LearnerStatus:
+def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
     report, live = seen.report, is_live(seen, live_s)
     return {
         "id": report.learner,
         "incarnation": report.incarnation,
         "live": live,
         "left": report.left,
-        "revoked": not (live or report.left) and told.is_revoked(seen),
         "step": report.step,
         "tokens": report.tokens,
         "tokens_per_s": report.tokens_per_s,
@@ -195,7 +192,7 @@ def is_live(seen: SeenReport, live_s: float) -> bool:
 
 def is_missed(learner: LearnerStatus) -> bool:
     """Whether it is silent, and nobody knows that it is not to come back."""
-    return not (learner["live"] or learner["left"] or learner.get("revoked", False))
+    return not (learner["live"] or learner["left"])
 
 
 def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
@@ -387,7 +384,7 @@ def build_status(
         "tokens_lost": lost,
         "refused": dict(sorted(refused.items())),
         "elapsed_s": elapsed_s,
-        "learners": [_learner(seen, live_s, told) for seen in reports],
+        "learners": [_learner(seen, live_s) for seen in reports],
         "syncers": _syncers(syncers or {}, holders),
         "fragments": [_fragment(head, None if spec is None else spec.sync, layout, now_unix_s) for head in present],
         "evaluation": None

@@ -51,10 +51,7 @@ def as_heard(
     away_s = min((seen.age_s for seen in reports), default=0.0) - writable_s
     if away_s <= 0 or writable_s >= live_s:
         return list(reports)
-    return [
-        seen.model_copy(update={"age_s": seen.age_s - away_s, "read_unix_s": seen.read_unix_s - away_s})
-        for seen in reports
-    ]
+    return [seen.model_copy(update={"age_s": seen.age_s - away_s}) for seen in reports]
 
 
 def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[str]:
@@ -96,7 +93,7 @@ class StatusReader:
             bus.use_spec(spec)
         evaluation, info = await _last_evaluation(bus, clock), await bus.info()
         while events := await bus.read_events(self._cursor):
-            self._cursor, self._told = events[-1][0], self._told.after(events, clock.unix())
+            self._cursor, self._told = events[-1][0], self._told.after((one for _, one in events), clock.unix())
         self._told = self._told.after((), clock.unix())
         status, _, _ = await read_status_of(bus, clock, spec, evaluation, info, self._live_s, self._told, answers_s)
         return status

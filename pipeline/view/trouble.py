@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import (
-    LEARNER_REVOKED,
     REDIS_CHANGED,
     SCRIPTS_MISSING,
     Event,
@@ -22,10 +21,7 @@ AWAITED = "waiting for"
 RECENT_S = 3600.0
 """Scripts that were missed longer ago, or a server that has changed, do not count."""
 MOST_TOLD = 512
-"""Learners of either kind."""
-SKEW_S = 5.0
-"""What is heard of a learner for so long after its invitation was taken back counts as before: nodes have clocks of
-their own."""
+"""Learners, and changes of the server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,36 +30,20 @@ class Told:
 
     scriptless: Mapping[str, float] = field(default_factory=dict)
     """Who does not find its scripts at Redis, by when it told it last, in Unix seconds: anything else ends that."""
-    revoked: Mapping[str, float] = field(default_factory=dict)
-    """Whose invitation was taken back, by when Redis was told, in Unix seconds of its clock."""
     changes: tuple[float, ...] = ()
     """When another server came, or one was restarted, lately; in Unix seconds."""
 
-    def after(self, events: Iterable[tuple[str, Event]], now_s: float) -> "Told":
-        """With what later events say, by their ids; now_s: Unix seconds, by which all but `revoked` is forgotten."""
-        scriptless, revoked, changes = dict(self.scriptless), dict(self.revoked), list(self.changes)
-        for entry_id, event in events:
+    def after(self, events: Iterable[Event], now_s: float) -> "Told":
+        """With what later events say; now_s: Unix seconds."""
+        scriptless, changes = dict(self.scriptless), list(self.changes)
+        for event in events:
             scriptless.pop(event.who, None)
             if event.name == SCRIPTS_MISSING and len(scriptless) < MOST_TOLD:
                 scriptless[event.who] = event.unix_s
             if event.name == REDIS_CHANGED:
                 changes.append(min(event.unix_s, now_s))
-            if event.name == LEARNER_REVOKED:
-                revoked.pop(event.who, None)
-                revoked[event.who] = int(entry_id.partition("-")[0]) / 1000
-                if len(revoked) > MOST_TOLD:
-                    del revoked[next(iter(revoked))]
         recent = {who: told_s for who, told_s in scriptless.items() if now_s - told_s < RECENT_S}
-        return Told(recent, revoked, tuple(one for one in changes if now_s - one < RECENT_S)[-MOST_TOLD:])
-
-    def is_revoked(self, seen: SeenReport) -> bool:
-        """Whether nobody misses a learner that is not live.
-
-        Not if it was heard from later: it was invited again, or never cut off, since any learner can say so, under an
-        id of its choice too.
-        """
-        told_s = self.revoked.get(seen.report.learner)
-        return told_s is not None and seen.read_unix_s - seen.age_s - SKEW_S <= told_s <= seen.read_unix_s + SKEW_S
+        return Told(recent, tuple(one for one in changes if now_s - one < RECENT_S)[-MOST_TOLD:])
 
 
 def changed(told: Told, now_s: float) -> str:

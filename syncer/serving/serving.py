@@ -33,7 +33,7 @@ from diloco.syncer.serving.start import BusWarnings
 from diloco.syncer.watch import WATCH_S
 
 BUS_LOOK_S = 5.0
-SILENT = "killed, cut off from Redis (also by `diloco revoke`), or its machine stands still; merges do not wait for it"
+SILENT = "killed, cut off from Redis, or its machine stands still; merges do not wait for it"
 TAPE_KEPT_S = 600.0
 """How much of the tape stays on the bus where the lead does not archive it."""
 

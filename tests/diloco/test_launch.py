@@ -35,7 +35,6 @@ from diloco.pipeline.methods import METHODS, PAPER
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
 from diloco.pipeline.view.page.joining import Started
 from diloco.pipeline.view.status import build_status
-from diloco.pipeline.view.trouble import Told
 from diloco.status import _Found
 from diloco_studies.quality.settings import PRESETS as LAB_PRESETS
 from tests import HANGING_S, samples
@@ -474,18 +473,17 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys, monkeypatch):
     ],
 )
 def test_status_says_how_a_dead_learner_is_started_again(own, trainer, said):
-    """One of `diloco run` as that did it. Nobody is asked for who left or was revoked, or as the run ends."""
+    """One of `diloco run` as that did it. Nobody is asked for who left, or as the run ends."""
     l0, l1 = samples.seen("l0"), samples.seen("l1", age_s=60.0)
-    left, revoked = samples.seen("l2", age_s=9.0, left=True), samples.seen("l3", 60.0, 2000.0)
-    heads, told = [samples.head(p) for p in range(2)], Told(revoked={"l3": 1940.0})
+    left, heads = samples.seen("l2", age_s=9.0, left=True), [samples.head(p) for p in range(2)]
     for seen, phase, missed in (
-        ([l0, l1, left, revoked], Phase.RUNNING, "l1"),
-        ([l0, left, revoked], Phase.RUNNING, None),
+        ([l0, l1, left], Phase.RUNNING, "l1"),
+        ([l0, left], Phase.RUNNING, None),
         ([l0, l1], Phase.DRAINING, None),
     ):
         state = samples.run_state(phase=phase)
         spec = samples.spec().model_copy(update={"trainer": trainer})
-        found = build_status("my-run", spec, state, seen, heads, None, [], 2000.0, told=told)
+        found = build_status("my-run", spec, state, seen, heads, None, [], 2000.0)
         place = Place("my-run", "redis://:secret@h:1", None, own=own)
         last = str(list(_Found(place, found).as_text())[-1])
         assert (said in last and last.startswith("again      ")) if missed else "again" not in last

@@ -23,7 +23,7 @@ from diloco.launcher.report import (
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.run import LEARNER_REVOKED, Evaluation, Event, LearnerReport
+from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
 from diloco.pipeline.payload.codec import encode
@@ -299,9 +299,8 @@ def test_learners_that_died_are_told_among_those_that_took_part():
     built = build(outcome())
     assert [row["died"] for row in built["learners"]] == [False, True]
     assert "2 learners, 1 of them died, " in summary(built)
-    cut_off = build(outcome(events=[Event(name=LEARNER_REVOKED, who="b", detail="", unix_s=1.0)]))
     about_to_leave = build(outcome(ledger_inputs=replace(outcome().ledger_inputs, here=frozenset("b"))))
-    assert not any(row["died"] for built in (cut_off, about_to_leave) for row in built["learners"])
+    assert not any(row["died"] for row in about_to_leave["learners"])
     back = ledger_inputs(report(*A, tokens=100), report(*C, tokens=20, generation=2), report(*B, tokens=60, left=False))
     assert "decoupled, 2 learners, 180 tokens" in summary(build(outcome(ledger_inputs=back)))
     for row in built["learners"]:

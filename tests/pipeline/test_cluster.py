@@ -330,7 +330,7 @@ async def test_a_login_that_a_node_that_came_later_refuses_is_no_reason_to_end()
     assert isinstance(lanes.translate(refused, first), UsageError)
     async with lanes.call("control", 1.0, came):
         pass  # it answers
-    assert isinstance(lanes.translate(refused, came), UsageError), "who is revoked later has to end"
+    assert isinstance(lanes.translate(refused, came), UsageError), "whose user is deleted later has to end"
     lanes.notice(rx.MovedError(f"{SLOT} 10.0.0.7:7000"), came)
     assert isinstance(lanes.translate(refused, HostPort("10.0.0.7", 7000)), BusUnavailable)
     await lanes.close()

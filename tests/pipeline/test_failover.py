@@ -25,7 +25,6 @@ from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.examining import examine, unwell_sentinels
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
-from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.bus.server import buffers
 from diloco.pipeline.clock import LoopClock
@@ -33,6 +32,7 @@ from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
 from diloco.pipeline.view.status_reader import read_status
 from diloco_studies.strikes.failing.servers import DOWN_MS, SERVER, ClusterServers, Node, SentinelServers, Servers
 from tests import HANGING_S, samples
+from tests.pipeline.test_acl import rules_of
 from tests.pipeline.test_cluster import everything
 
 pytestmark = [
@@ -76,15 +76,17 @@ async def moved(servers: Servers, lost: str) -> None:
     await asyncio.to_thread(servers.wait_until, lambda: lost not in servers.primaries())
 
 
+def make_users(servers: Servers, *users: acl.User) -> None:
+    """On every server: none tells another one of its users."""
+    for name, node in servers.nodes.items():
+        for user in users if name.startswith("redis") else ():
+            node.ask("ACL", "SETUSER", user.name, "on", ">pw", *rules_of(user))
+
+
 @pytest.mark.slow
 async def test_parties_with_rights_of_their_own_go_on_at_the_new_primary(sentinels: SentinelServers) -> None:
     """Users are made on replicas too. Scripts, which no replica has, are loaded there by a syncer, which may."""
-    users = await connect_users(sentinels.url)
-    for user in (acl.syncer("r"), acl.learner("r")):
-        await users.make(user, "pw")
-        assert await users.exists(user.name)
-    assert users.away == set()
-    await users.close()
+    make_users(sentinels, acl.syncer("r"), acl.learner("r"))
     url = sentinels.url.replace("://", "://{}:pw@")
     syncer, learner = await connect(url.format("syncer"), "r"), await connect(url.format("learner"), "r")
     await everything(syncer, groups=1)
@@ -99,10 +101,6 @@ async def test_parties_with_rights_of_their_own_go_on_at_the_new_primary(sentine
     assert [head.version for head in heads if head] == [1] * 6
     for bus in (syncer, learner):
         await bus.close()
-    users = await connect_users(sentinels.url)
-    assert await users.take_away("learner")
-    assert len(users.away) == 1  # who is dead still knows it
-    await users.close()
 
 
 @pytest.mark.slow
@@ -337,7 +335,7 @@ async def test_what_most_sentinels_say_that_answer_counts(
     """Whatever one of several says: that a late vote has chosen its own server, or what no sentinel says."""
     nodes = SentinelNodes(parse("redis+sentinel://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3/diloco"))
 
-    async def ask(_: SentinelNodes, what: str) -> list[Any]:
+    async def ask(_: SentinelNodes) -> list[Any]:
         return list(answers)
 
     monkeypatch.setattr(SentinelNodes, "_ask", ask)
@@ -388,7 +386,7 @@ async def test_a_primary_that_died_before_sentinels_missed_it_is_not_given_up_at
     """Whoever comes then waits for the next one; not for ever."""
     dead, looks = free_port("127.0.0.1"), list[Any]()
 
-    async def ask(_: SentinelNodes, what: str) -> list[Any]:
+    async def ask(_: SentinelNodes) -> list[Any]:
         return [looks.pop(0) if looks else told(dead)]
 
     monkeypatch.setattr(SentinelNodes, "_ask", ask)
@@ -415,7 +413,7 @@ async def test_a_primary_that_wants_tls_is_not_waited_for(monkeypatch: pytest.Mo
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
 
-    async def ask(_: SentinelNodes, what: str) -> list[Any]:
+    async def ask(_: SentinelNodes) -> list[Any]:
         return [told(port)]
 
     monkeypatch.setattr(SentinelNodes, "_ask", ask)

@@ -1,8 +1,5 @@
 """Sentinels and a cluster that speak TLS alone, with users of their own: a primary is lost, and all go on."""
 
-import asyncio
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,17 +7,15 @@ from urllib.parse import urlencode
 
 import pytest
 
-from diloco.invitations import Invitation
 from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.keys import RunKeys
-from diloco.pipeline.bus.redis.users import connect_users
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco_studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
-from tests import HANGING_S, samples
+from tests import samples
 from tests.certificates import Authority, make_authority, tls_binary
 from tests.pipeline.test_cluster import everything
-from tests.pipeline.test_failover import AGAIN_S, moved, until_answered
+from tests.pipeline.test_failover import AGAIN_S, make_users, moved, until_answered
 
 pytestmark = [
     pytest.mark.redis,
@@ -70,11 +65,7 @@ async def test_a_run_of_users_goes_on_over_tls_at_the_servers_that_take_over(
     kind: str, servers: Servers, authority: Authority
 ) -> None:
     """Payloads, scripts, blocking reads, before and after."""
-    users = await connect_users(url_of(servers, authority))
-    for user in (acl.syncer("r"), acl.learner("r")):
-        await users.make(user, "pw")
-    assert users.away == set()
-    await users.close()
+    make_users(servers, acl.syncer("r"), acl.learner("r"))
     syncer = await bus_of(servers, authority, "syncer", kind)
     learner = await bus_of(servers, authority, "learner", kind)
     await everything(syncer, groups=GROUPS[kind])
@@ -92,50 +83,6 @@ async def test_a_run_of_users_goes_on_over_tls_at_the_servers_that_take_over(
     assert [head.version for head in heads if head] == [1] * 6
     for bus in (syncer, learner):
         await bus.close()
-
-
-def invite(servers: Servers, authority: Authority, name: str) -> Invitation:
-    """As an operator does, with the client certificate left to whoever is invited."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("DILOCO_")}
-    environment["DILOCO_REDIS_URL"] = url_of(servers, authority)
-    command = [sys.executable, "-m", "diloco", "invite", name, "--run", "r", "--at", servers.url]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGING_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "did not answer" not in done.stderr
-    return Invitation.read(done.stdout.split()[-1])
-
-
-async def test_who_was_invited_is_known_to_the_servers_that_take_over_and_once_revoked_to_none(
-    kind: str, servers: Servers, authority: Authority
-) -> None:
-    invitation = await asyncio.to_thread(invite, servers, authority, "anna")
-    own = {name: value for name, value in files(authority).items() if name != "ssl_ca_certs"}
-    url = f"{invitation.url}&{urlencode(own)}"
-    syncer = await connect(url_of(servers, authority), "r")
-    syncer.keys = RunKeys("r", GROUPS[kind])
-    learner = await connect(url, "r")
-    learner.keys = syncer.keys
-    for lost in servers.primaries():
-        servers.kill(lost)
-        await moved(servers, lost)
-        for p in range(6):
-            await until_answered(lambda p=p: learner.offer(samples.header("anna", fragment=p)), 2 * AGAIN_S)  # type: ignore[misc]
-        servers.start(lost)
-        servers.wait_until(lambda lost=lost: lost in servers.replicas())  # type: ignore[misc]
-    for bus in (learner, syncer):
-        await bus.close()
-    newcomer = await connect(url, "r")
-    await newcomer.close()
-    users = await connect_users(url_of(servers, authority))
-    (dead, *_) = servers.primaries()
-    servers.kill(dead)
-    await moved(servers, dead)
-    assert await users.take_away("invited-anna")
-    host, port = servers.nodes[dead].address
-    assert users.away == {f"{host}:{port}"}  # that one still knows it
-    await users.close()
-    with pytest.raises(UsageError, match="revoked the invitation of learner 'anna'"):
-        await connect(url, "r")
 
 
 async def test_what_does_not_fit_is_said_and_nobody_gets_the_password(

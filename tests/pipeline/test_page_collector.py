@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from diloco.launcher.display import _condition
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.messages.run import LEARNER_REVOKED, Evaluation, Event, LearnerReport
+from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
@@ -21,8 +20,7 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.lanes import In, Of
 from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Look, Model, PageModel
-from diloco.pipeline.view.status import LIVE_S, NOTHING_TOLD, build_status
-from diloco.pipeline.view.trouble import MOST_TOLD, Told
+from diloco.pipeline.view.status import LIVE_S, build_status
 from tests import samples
 from tests.pipeline.test_page_timeline import Follower
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way
@@ -416,10 +414,10 @@ def test_time_of_a_finished_run_ends_with_it_however_late_one_looks() -> None:
 # --- bounds ----------------------------------------------------------------------------------------------
 
 
-def look(now_s: float = 2000.0, reports: Any = (), told: Told = NOTHING_TOLD, **given: Any) -> Look:
+def look(now_s: float = 2000.0, reports: Any = (), **given: Any) -> Look:
     heads = [samples.head(p, version=3) for p in range(2)]
     given_here = samples.spec(), samples.run_state(), reports, heads, None, [], now_s, 5.0, {"0": "s"}, ["0", "0"]
-    return Look(now_s=now_s, status=build_status("run", *given_here, told=told), **given)
+    return Look(now_s=now_s, status=build_status("run", *given_here), **given)
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -440,50 +438,6 @@ def test_what_is_kept_is_bounded() -> None:
     assert all(len(one["detail"]) <= 200 for one in told["marks"])
     assert len(told["losses"]) <= 2 * MOST_LOSSES
     assert told["losses"][-1][1] == 3 * MOST_LOSSES - 1
-
-
-def test_a_learner_whose_invitation_is_taken_back_is_revoked_until_it_is_invited_again() -> None:
-    """Not dead: nobody is to start it again."""
-    model, told = PageModel("run"), Told()
-
-    def at(now_s: float, age_s: float, *names: str) -> str:
-        nonlocal told
-        events = [Event(name=name, who="anna", detail="", unix_s=1990.0) for name in names]
-        told = told.after([(f"{now_s * 1000:.0f}-0", one) for one in events], now_s)
-        reports = [samples.seen("l0"), samples.seen("anna", age_s, now_s)]
-        model.see(look(now_s, reports, told, events=events))
-        return str(model._next["learners"]["anna"]["state"])
-
-    assert at(2000.0, 0.1, "learner_joined") == "live"
-    assert at(2001.0, 1.0, LEARNER_REVOKED) == "live"
-    assert at(2061.0, 61.0) == "revoked"
-    assert "anna" not in model._next["sentence"]["text"]
-    assert at(2070.0, 0.1, "learner_joined") == "live"
-    assert at(2130.0, 60.0) == "dead"
-
-
-def test_a_revocation_that_somebody_made_up_hides_no_death() -> None:
-    """Any learner can write one of another, which trains on."""
-    lie = Event(name=LEARNER_REVOKED, who="anna", detail="", unix_s=9e10)
-    for entry_id, age_s, state in (
-        ("2000000-0", 69.9, "revoked"),
-        ("2000000-0", 60.0, "silent"),
-        ("99999999999999-0", 60.0, "silent"),
-    ):
-        told = Told().after([(entry_id, lie)], 2000.0)
-        (anna,) = look(2070.0, [samples.seen("anna", age_s, 2070.0)], told).status["learners"]
-        assert anna["revoked"] == (state == "revoked")
-        assert str(_condition(anna)).startswith(state)
-
-
-def test_whoever_is_revoked_last_is_known() -> None:
-    """However many names somebody has made up before."""
-    events = [
-        (f"{n}000-0", Event(name=LEARNER_REVOKED, who=f"l{n}", detail="", unix_s=0.0)) for n in range(2 * MOST_TOLD)
-    ]
-    told = Told().after(events, 0.0)
-    assert len(told.revoked) == MOST_TOLD
-    assert f"l{2 * MOST_TOLD - 1}" in told.revoked
 
 
 def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:

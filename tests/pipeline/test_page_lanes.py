@@ -2,16 +2,15 @@
 
 import pytest
 
-from diloco.pipeline.messages.run import LEARNER_REVOKED, Event, SeenReport
+from diloco.pipeline.messages.run import SeenReport
 from diloco.pipeline.view.page.lanes import LearnerLife, Of
 from diloco.pipeline.view.page.timeline import Timeline
-from diloco.pipeline.view.status import NOTHING_TOLD, LearnerStatus, build_status
-from diloco.pipeline.view.trouble import Told
+from diloco.pipeline.view.status import LearnerStatus, build_status
 from tests import samples
 
 
-def learner(seen: SeenReport, told: Told = NOTHING_TOLD) -> LearnerStatus:
-    return build_status("run", None, None, [seen], [], None, [], 0.0, 5.0, told=told)["learners"][0]
+def learner(seen: SeenReport) -> LearnerStatus:
+    return build_status("run", None, None, [seen], [], None, [], 0.0, 5.0)["learners"][0]
 
 
 def gone_s(times: Timeline) -> float:
@@ -51,16 +50,3 @@ def test_who_left_in_order_is_no_gap() -> None:
         life.draw([times], learner(seen), publishing=False, behind=0, now_s=now_s, over=False)
     assert gone_s(times) == 0
     assert sum(bool(bits & Of.BEGAN) for bits in times.lanes["L/l0"]) == 2
-
-
-def test_who_was_cut_off_by_the_runs_operator_is_no_gap() -> None:
-    """From its last word on, though it is known to be cut off only once it counts as silent."""
-    times, life = Timeline(1000.0, 0.5, sliding=True), LearnerLife()
-    told = Told().after([("1011000-0", Event(name=LEARNER_REVOKED, who="l0", detail="", unix_s=0.0))], 0.0)
-    gone = list[float]()
-    for now_s, age_s in ((1010.0, 0.0), (1014.0, 4.0), (1020.0, 10.0), (1060.0, 50.0)):
-        one = learner(samples.seen("l0", age_s, now_s, step=100, wall_s=5.0), told)
-        life.draw([times], one, publishing=False, behind=0, now_s=now_s, over=False)
-        gone.append(gone_s(times))
-    assert gone[1] > 0
-    assert gone[2:] == [0, 0]

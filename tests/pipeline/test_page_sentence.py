@@ -10,8 +10,7 @@ from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.view.page.joining import Started, Way
 from diloco.pipeline.view.page.sentence import REMEDIES, Beside, Verdict, patience_s, verdict
-from diloco.pipeline.view.status import NOTHING_TOLD, Status, build_status
-from diloco.pipeline.view.trouble import Told
+from diloco.pipeline.view.status import Status, build_status
 from tests import samples
 
 NOW_S = 1100.0
@@ -31,7 +30,6 @@ def status(
     syncers: Sequence[str] = ("syncer",),
     evaluation: Evaluation | None = None,
     spec: Any = None,
-    told: Told = NOTHING_TOLD,
     **sync: Any,
 ) -> Status:
     """A run of two fragments that has merged 40 times each, unless told otherwise."""
@@ -49,7 +47,6 @@ def status(
         5.0,
         {f"{n:08x}": name for n, name in enumerate(syncers)},
         ["00000000"] * len(heads),
-        told,
     )
 
 
@@ -272,17 +269,6 @@ def test_a_run_that_goes_on_without_a_learner() -> None:
     assert asked(said) == ("Start it again:", "diloco learner --run my-run --learner-id l2")
     said = verdict(status([*seen, samples.seen("l4", age_s=12.0)]), Beside())
     assert asked(said) == ("Start them again, each under its name:", "diloco learner --run my-run --learner-id l2")
-
-
-def test_a_learner_that_was_cut_off_on_purpose_is_not_missed() -> None:
-    """Nobody is told to start again whose invitation was taken back."""
-    told = Told(revoked={"l2": NOW_S - 12.0})
-    seen = [*TWO, samples.seen("l2", 12.0, NOW_S)]
-    assert verdict(status(seen, told=told), Beside())["level"] == "well"
-    seen = [samples.seen("l2", 12.0, NOW_S), samples.seen("l3", age_s=50.0)]
-    said = verdict(status(seen, told=told), Beside())
-    assert "l2" not in said["text"]
-    assert asked(said) == ("Start it again:", "diloco learner --run my-run --learner-id l3")
 
 
 def test_who_is_started_again_is_started_as_it_was() -> None:

@@ -130,8 +130,8 @@ async def test_a_learner_whose_release_has_no_syncer_waits_and_says_so_in_the_st
 
 
 def test_what_a_learner_said_of_its_scripts_holds_until_anything_else_befalls_it_or_an_hour_has_passed() -> None:
-    def event(name: str, who: str, unix_s: float) -> tuple[str, Event]:
-        return "1-0", Event(name=name, who=who, detail="", unix_s=unix_s)
+    def event(name: str, who: str, unix_s: float) -> Event:
+        return Event(name=name, who=who, detail="", unix_s=unix_s)
 
     found = Told().after([event(SCRIPTS_MISSING, who, 100.0) for who in ("l0", "l1", "l2")], 100.0)
     assert trouble.without_scripts(found.scriptless).count("l0, l1, l2") == 1

@@ -163,7 +163,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(kind, flags, words):
 @pytest.mark.parametrize("name", [".", "..", "...", "a/b", "../a", "a b", "", "a" * 65])
 def test_a_name_that_could_lead_elsewhere_is_refused_in_words_and_on_the_wire(name, capsys):
     """Folders and logs are named by learners and runs."""
-    for command in (["learner", "--learner-id"], ["learner", "--run"], ["invite"], ["acl", "--learner"]):
+    for command in (["learner", "--learner-id"], ["learner", "--run"], ["acl", "--learner"]):
         assert main([*command, name, *(() if command == ["acl", "--learner"] else ("--redis-url", "redis://h"))]) == 2
         assert "cannot be a name: letters, digits" in capsys.readouterr().err
     with pytest.raises(ValidationError):

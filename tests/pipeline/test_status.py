@@ -77,7 +77,6 @@ def test_the_shape_is_the_documented_one_and_json():
         },
     }
     learner = {**samples.report().model_dump(), "id": "l0", "live": True, "age_s": 0.5, "versions": [0, 0]}
-    learner["revoked"] = False
     for name in ("learner", "overwritten", "published", "number", "outages", "threads", "generation"):
         del learner[name]
     assert status["learners"] == [learner]

@@ -171,14 +171,9 @@ def _not_permitted(text: str, where: str, user: str, key: bytes | str | None) ->
 
 def _may(user: str, run: str) -> str:
     """What to do where a user may not do something."""
-    if learner := acl.invited_learner(user):
-        return (
-            f"the invitation is for learner {learner!r} of one run, and for nothing else: leave out --learner-id and "
-            "--run (learner_id= and run= of a Learner)"
-        )
     if not user:
         return "name this party's user in DILOCO_REDIS_URL: redis://USER:PASSWORD@HOST:PORT (`diloco acl` makes users)"
-    named = " (a learner's own goes with its --learner-id; runs and invitations are the operator's)"
+    named = " (a learner's own goes with its --learner-id; runs are the operator's)"
     if not run:
         return f"name this party's own user in DILOCO_REDIS_URL{named}; `diloco acl` makes users"
     return (
@@ -192,17 +187,11 @@ def _not_let_in(text: str, where: str, user: str) -> UsageError:
     """A login that is refused, or was not tried."""
     if "without any password configured" in text or "no password is set" in text:
         return UsageError(f"Redis at {where} has no passwords", "leave user and password out of DILOCO_REDIS_URL", text)
-    if learner := acl.invited_learner(user):
-        return LoginRefused(
-            f"Redis at {where} refuses the login of user {user!r}",
-            f"whoever runs it may have revoked the invitation of learner {learner!r}: ask for a new one (`diloco "
-            f"invite {learner}`)",
-            text.rstrip("."),
-        )
     if "required" in text:
         found = "asks for a login"
     else:
-        found = f"refuses the login{f' of user {user!r}' if user else ''}: name or password is wrong"
+        of_user = f" of user {user!r}" if user else ""
+        found = f"refuses the login{of_user}: name or password is wrong, or the user was deleted"
     remedy = "set user and password in DILOCO_REDIS_URL, or ask whoever runs it"
     return LoginRefused(f"Redis at {where} {found}", remedy, text.rstrip("."))
 

@@ -18,13 +18,12 @@ import redis.exceptions as rx
 from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.hosts import HostPort
-from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.bus.keys import RunKeys, run_of
 from diloco.pipeline.bus.redis.address import is_tls, parse
 from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
-from diloco.pipeline.bus.redis.users import RedisUsers
 from diloco.pipeline.bus.server import BUFFER_LIMIT, FULL_COVERAGE, Address, Server
 from diloco.pipeline.errors import DilocoError, NotPermitted
 
@@ -142,9 +141,11 @@ class RedisExamination:
     async def run_of(self, user: str) -> str | None:
         """The one run that a user is made for; None: it is for more, or may not ask that."""
         try:
-            return await RedisUsers(self._calls).run_of(user)
+            found = await self._calls.command("ACL", "GETUSER", user)
         except NotPermitted:
             return None
+        runs = set(map(run_of, re.findall(r"~(\S+)", str(found)))) - {""}
+        return runs.pop() if len(runs) == 1 else None
 
     async def _config(self, address: HostPort | None, names: Iterable[str]) -> dict[str, str]:
         found: dict[str, str] = {}

@@ -7,7 +7,7 @@ word, or which was demoted while it answers, is left as soon as another one has 
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from statistics import median_low
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,10 +63,6 @@ class Nodes:
             UsageError, BusUnavailable: nobody who should know says so. What was known before stays.
         """
 
-    async def replicas(self) -> list[HostPort]:
-        """Servers that may take the place of one of these, as far as they are known."""
-        return []
-
     def moved(self, slot: int, address: HostPort) -> None:
         """A node of a cluster says who has a slot now."""
 
@@ -94,7 +90,7 @@ class SentinelNodes(Nodes):
         return self._primary
 
     async def look(self) -> None:
-        answers = await self._ask("MASTER")
+        answers = await self._ask()
         told, errors = _read(answers, _vote_of)
         if not told:
             raise self._nobody(errors)
@@ -114,10 +110,6 @@ class SentinelNodes(Nodes):
         self._primary = named
         counts, _ = _read(answers, lambda answer: int(_fields(answer).get("num-slaves", 0)))
         self.known_replicas = median_low(counts)
-
-    async def replicas(self) -> list[HostPort]:
-        told, _ = _read(await self._ask("REPLICAS"), lambda answer: [_address_of(_fields(one)) for one in answer])
-        return list(dict.fromkeys(one for found in told for one in found))
 
     async def unwell(self) -> list[str]:
         """Sentinels that would not help to replace the primary, each with why."""
@@ -146,10 +138,10 @@ class SentinelNodes(Nodes):
             return f"takes {vote.primary} for the primary"
         return "" if vote.reached else "does not reach the primary, or is refused there (auth-pass)"
 
-    async def _ask(self, what: str) -> list[Any]:
+    async def _ask(self) -> list[Any]:
         """Answers of as many sentinels as most of them are, or in the time of all that do answer; errors among them."""
         hosts, options = self._place.hosts, self._place.sentinel_options or {}
-        asked = [_ask(host, options, "SENTINEL", what, self._place.service) for host in hosts]
+        asked = [_ask(host, options, "SENTINEL", "MASTER", self._place.service) for host in hosts]
         return await _most(asked)
 
     def _nobody(self, errors: Iterable[BaseException]) -> UsageError | BusUnavailable:
@@ -234,24 +226,8 @@ class ClusterNodes(Nodes):
             )
         )
 
-    async def replicas(self) -> list[HostPort]:
-        # A node that is down is in no answer about slots, and may come back with what it knew.
-        known = (*self._primaries, *self._replicas)
-        answers = await _most([_ask(host, self._place.options, "CLUSTER", "NODES") for host in known])
-        down = {one for answer in answers if isinstance(answer, bytes) for one in _down(answer)}
-        return [*self._replicas, *sorted(down - set(known))]
-
     def moved(self, slot: int, address: HostPort) -> None:
         self._slots[slot] = address
-
-
-def _down(nodes: bytes) -> Iterator[HostPort]:
-    """Those that a node takes for dead, of the lines that it has of all."""
-    for line in nodes.decode(errors="replace").splitlines():
-        _, address, flags = line.split(" ", 3)[:3]
-        host, _, port = address.partition("@")[0].rpartition(":")
-        if host and "noaddr" not in flags and {"fail", "fail?"} & set(flags.split(",")):
-            yield HostPort(host, int(port))
 
 
 def _read(answers: Iterable[Any], reading: Callable[[Any], T]) -> tuple[list[T], list[BaseException]]:

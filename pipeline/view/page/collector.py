@@ -231,7 +231,7 @@ class RunReader:
         events, at_event = await self._news("events", bus.read_events)
         evaluations, at_evaluation = await self._news("evaluations", bus.read_evaluations)
         evaluation = evaluations[-1][1] if evaluations else self._evaluation
-        told = self._told.after(events, self._clock.unix())
+        told = self._told.after((one for _, one in events), self._clock.unix())
         if self._answers_from_s is None:
             self._answers_from_s = self._clock.now()
         given = self._spec, evaluation, info, self._live_s, told, self._clock.now() - self._answers_from_s

@@ -149,10 +149,7 @@ class LearnerLife:
         if learner["incarnation"] != self._incarnation:
             self.begin(times, learner, now_s)
             before_s = heard_s
-        revoked = learner.get("revoked", False)
-        if revoked and not self._left:  # nobody misses it, as was not known at once
-            _mark(times, lane, heard_s, now_s, Of(0), clear=Of.GONE)
-        self._left = learner["left"] or revoked
+        self._left = learner["left"]
         if self._left:
             return Of(0)
         if learner["age_s"] > SILENT_S:

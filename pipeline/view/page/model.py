@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.pipeline.bus.ports import BusInfo
-from diloco.pipeline.messages.run import LEARNER_REVOKED, REDIS_CHANGED, Evaluation, Event, Phase
+from diloco.pipeline.messages.run import REDIS_CHANGED, Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
 from diloco.pipeline.view.page.joining import Way
@@ -35,13 +35,12 @@ NAMES = {
     "learner_killed": "killed",
     "learner_died": "died",
     "learner_broken": "has lost a rank",
-    LEARNER_REVOKED: "is revoked",
     "syncer_died": "died",
     "evaluator_died": "died",
     REDIS_CHANGED: "failed over or was restarted",
 }
 """Events that are marked, and how."""
-ENDS = ("learner_killed", "learner_died", LEARNER_REVOKED)
+ENDS = ("learner_killed", "learner_died")
 """Those after which a learner falls silent: that it does is no news."""
 
 Model = dict[str, Any]
@@ -311,8 +310,6 @@ def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Model:
 def _learner(learner: LearnerStatus, does: Of, behind: int, lives: int, now_s: float) -> Model:
     blocked_s, wall_s = learner.get("blocked_s", 0.0), learner.get("wall_s", 0.0)
     state = "left" if learner["left"] else "live" if learner["live"] else "dead"
-    if learner.get("revoked"):
-        state = "revoked"
     return {
         "state": "silent" if state == "live" and does & Of.GONE else state,
         "does": int(does & (Of.TRAINING | Of.PUBLISHING | Of.ADOPTING | Of.WAITING)),

@@ -97,7 +97,7 @@ def verdict(status: Status | None, beside: Beside) -> Verdict:
 
 
 def _of_run(status: Status, beside: Beside) -> Verdict:
-    learners = [one for one in present(status["learners"]) if not one.get("revoked")]
+    learners = present(status["learners"])
     phase = status["phase"]
     live = [one for one in learners if one["live"]]
     if phase == Phase.FINISHED:

@@ -65,7 +65,7 @@ function draw() {
 
 /** @param {import("./model.js").LearnerRow} row @returns {string} */
 function mark(row) {
-  return row.state === "dead" || row.state === "silent" ? "✕ " : row.state === "left" || row.state === "revoked" ? "– " : "";
+  return row.state === "dead" || row.state === "silent" ? "✕ " : row.state === "left" ? "– " : "";
 }
 
 /** Draw soon: with the next picture of the screen; not at all while nobody sees it. */

@@ -20,7 +20,7 @@ const HEIGHT = 210;
 const BY_TIME = { label: "run time (0:00: the run began)",
   incrs: [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 43200, 86400, 172800, 604800] };
 const BY_TOKENS = { label: "trained tokens" };
-const BAD = ["killed", "died", "went silent", "is revoked"];
+const BAD = ["killed", "died", "went silent"];
 
 /** @param {Times} times @param {string} name @param {number} from @param {number} to numbers of buckets
  * @returns {(number | null)[]} a sum at each bucket: where nothing was noted it is what it was before */

@@ -44,7 +44,7 @@ const DOES = /** @type {const} */ ([[2, "publishing"], [4, "adopting"]]);
  * @returns {string}
  */
 export function doing(row, now) {
-  if (row.state === "left" || row.state === "revoked") return row.state;
+  if (row.state === "left") return row.state;
   if (row.state === "dead") return `dead: silent for ${clock(now - row.heard_s)}`;
   if (row.state === "silent") return "silent";
   if (row.does & 8) return row.step ? "makes no step" : "waits to begin";
