@@ -45,7 +45,7 @@ def naming_extra(module: str, extra: str) -> Iterator[None]:
         raise ModuleNotFoundError(missing(package, extra, module), name=error.name) from error
 
 
-def need_extras(command: str) -> None:
+def need_extras() -> None:
     """Look whether the optional packages are there, without importing them, which takes seconds.
 
     Raises:
@@ -53,4 +53,4 @@ def need_extras(command: str) -> None:
     """
     for package in EXTRAS:
         if find_spec(package) is None:
-            raise UsageError(missing(package, EXTRAS[package], f"`diloco {command}`"))
+            raise UsageError(missing(package, EXTRAS[package], "`diloco run`"))

@@ -463,7 +463,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     Raises:
         DilocoError: what went wrong, in words; nothing is left running.
     """
-    need_extras("run")
+    need_extras()
     logs.configure("warning")
     settings, origin = resume(settings)
     settings = with_preset(settings)

@@ -234,13 +234,11 @@ def _table(title: str, found: Found) -> Table:
 
 
 def _draw(report: dict[str, Any], path: Path) -> None:
-    try:
-        import matplotlib  # only where it is asked for
+    import matplotlib  # only where it is asked for
 
-        matplotlib.use("Agg")
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'diloco[run]'") from error
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
     names = [n for n in ("encode_gb_s", "decode_gb_s", "loopback_s", "link_s") if n in report["sizes"][0]["fp32"]]
     figure = Figure(figsize=(3.2 * len(names), 3.4 * len(report["sizes"])), dpi=130, layout="constrained")
     axes = figure.subplots(len(report["sizes"]), len(names), squeeze=False)

@@ -5,7 +5,6 @@ import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, Literal, get_args
 
 import typer
@@ -68,26 +67,13 @@ Chunk = Annotated[int, typer.Option(min=4096, max=16 * 2**20, help="Size of a pa
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")]
 
+PICTURES = "diloco_studies.bench.pictures"
+
 
 def _wire(name: str, allowed: Sequence[str] = get_args(Codec), option: str = "wire") -> str:
     if name not in allowed:
         raise UsageError(f"--{option} {name}: one of {', '.join(allowed)}")
     return name
-
-
-def _pictures(plot: Path | None) -> ModuleType | None:
-    if plot is None:
-        return None
-    try:
-        return importlib.import_module("diloco_studies.bench.pictures")
-    except ModuleNotFoundError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'diloco[run]'") from error
-
-
-def _learners(command: str) -> None:
-    """Whether torch is here, which learners need."""
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError(f"`diloco bench {command}` needs torch: pip install 'diloco[learner]'")
 
 
 class _Out:
@@ -96,7 +82,7 @@ class _Out:
     def __init__(self, json_file: Path | None, plot: Path | None) -> None:
         """Before anything is measured, since a mistake shows here."""
         check_files(json_file, plot)
-        self.console, self._json, self._plot, self.drawing = Console(), json_file, plot, _pictures(plot)
+        self.console, self._json, self._plot = Console(), json_file, plot
 
     def write(self, kind: str, given: Any, redis: str, found: Mapping[str, Any], **more: Any) -> None:
         """The machine, and all as JSON."""
@@ -116,17 +102,17 @@ class _Out:
         self, title: str, by_way: Mapping[str, Mapping[str, Spread]], unit: str, drawn: Callable[[str], bool]
     ) -> None:
         """A panel of bars for each way, with the figures whose names are to be drawn."""
-        if self.drawing:
+        if self._plot:
             panels = {
                 f"{unit}, {way}" if way else unit: {name: one for name, one in found.items() if drawn(name)}
                 for way, found in by_way.items()
             }
-            self.drawing.bars(panels, title, self._plot)
+            importlib.import_module(PICTURES).bars(panels, title, self._plot)
 
     def ladder(self, title: str, found: Mapping[str, Any]) -> None:
         """Figures against numbers of fragments."""
-        if self.drawing:
-            self.drawing.ladder(found, title, self._plot)
+        if self._plot:
+            importlib.import_module(PICTURES).ladder(found, title, self._plot)
 
 
 @app.command("end-to-end")
@@ -179,7 +165,6 @@ def end_to_end(
     Example: diloco bench end-to-end --params 100e6 --fragments 1 --learners 2 --wire fp32 --json FILE
     """
     out = _Out(json_file, plot)
-    _learners("end-to-end")
     if momentum is None:
         momentum = 0.0 if outer == "nesterov" else USUAL["outer_momentum"]
     measuring = importlib.import_module("diloco_studies.bench.end_to_end")
@@ -324,7 +309,6 @@ def step(
 ) -> None:
     """What learner.step() adds to a training step: one learner, nothing else on the cores that train."""
     out = _Out(json_file, plot)
-    _learners("step")
     measuring = importlib.import_module("diloco_studies.bench.stepping")
     if model not in measuring.MODELS:
         raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
@@ -360,7 +344,6 @@ def cost(
 ) -> None:
     """What a learner costs by wall clock, all its threads included: one loop with it, and without."""
     out = _Out(json_file, plot)
-    _learners("cost")
     lengths = tuple(map(float, whole(steps, "steps")))
     measuring = importlib.import_module("diloco_studies.bench.cost")
     if model not in measuring.MODELS:
@@ -389,7 +372,6 @@ def window(
 ) -> None:
     """Outer steps per second as the same bytes are cut into more fragments; and a round trip of almost no bytes."""
     out = _Out(json_file, plot)
-    _learners("window")
     measuring = importlib.import_module("diloco_studies.bench.windows")
     counts = whole(fragments, "fragments")
     given = measuring.Ladder(one_whole(params, "params"), counts, learners, _wire(wire), rounds)

@@ -4,7 +4,6 @@ import importlib
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
@@ -65,8 +64,6 @@ def run(
     if dry_run or not missing:
         return
     _try_to_write(out)
-    if find_spec("torch") is None:
-        raise UsageError("`diloco lab run` needs torch, which is not installed: pip install 'diloco[run]'")
     names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
     kept = {store.parameters(one.after) for one in missing if one.after is not None}
     status, at_once = 0, jobs or max(1, usable_cores() // threads)
@@ -215,10 +212,7 @@ def report(
         except OSError as error:
             raise UsageError(f"cannot write summaries {csv_file}: {error}") from error
     if plot is not None or sizes is not None:
-        try:
-            drawer = importlib.import_module("diloco_studies.quality.results.plot")
-        except ModuleNotFoundError as error:
-            raise UsageError("--plot and --sizes need matplotlib: pip install 'diloco[run]'") from error
+        drawer = importlib.import_module("diloco_studies.quality.results.plot")
         if plot is not None:
             drawer.draw(tables, plot)
         if sizes is not None:

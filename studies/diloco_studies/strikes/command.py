@@ -16,7 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-from diloco.extras import need_extras
 from diloco.launcher.finish import tell_page
 from diloco.launcher.folder import Folder, choose
 from diloco.launcher.launch import places_of
@@ -318,5 +317,4 @@ def command(
 
     Example: diloco chaos --kill learner:3s,syncer:7s,redis:20s --for 120s --seed 1
     """
-    need_extras("chaos")
     raise typer.Exit(main(settings, for_, json_file, undisturbed, beside))

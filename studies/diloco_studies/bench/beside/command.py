@@ -73,8 +73,7 @@ def main(
     console = Console()
     check_files(json_file, plot)
     asked = sizes(sizes_text)
-    drawing = _module("diloco_studies.bench.beside.compare_plot", "--plot", "run") if plot else None
-    measuring = _module("diloco_studies.bench.beside.compare", "`diloco bench compare`", "learner")
+    measuring = importlib.import_module("diloco_studies.bench.beside.compare")
     given = measuring.Comparison(tuple(measuring.Size(*one) for one in asked), momentum, rounds, passes)
     folder = (environments or default_folder()).expanduser().absolute()
     if install:
@@ -90,8 +89,8 @@ def main(
     machine = describe(report["systems"].get(measuring.OURS, {}).get("versions", {}).get("redis", "not used"))
     show_machine(console, machine)
     write_json(json_file, {"benchmark": "compare", "settings": asdict(given), "machine": machine, **report})
-    if drawing and plot:
-        drawing.draw(report["sizes"], plot)
+    if plot:
+        importlib.import_module("diloco_studies.bench.beside.compare_plot").draw(report["sizes"], plot)
 
 
 def rows(systems: Mapping[str, Mapping[str, Any]], ours: str) -> Iterator[list[str]]:
@@ -122,10 +121,3 @@ def notes(console: Console, report: Mapping[str, Any]) -> None:
                 reasons.setdefault((name, figures["not_available"]), []).append(size)
     for (name, why), where in reasons.items():
         console.print(f"{name} at {', '.join(where)}: not available: {why}", highlight=False, markup=False)
-
-
-def _module(name: str, what: str, extra: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{what} needs {error.name}: pip install 'diloco[{extra}]'") from error

@@ -5,7 +5,6 @@ from typing import Annotated
 
 import typer
 
-from diloco.extras import need_extras
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.units import parse_duration
 from diloco.workers.checks.gpus import count_gpus
@@ -43,7 +42,6 @@ def main(
 
     Example: diloco bench gpu --out runs/gpu --for 9m
     """
-    need_extras("run")
     pieces, folder = plan(rehearse, 1 if rehearse else count_gpus()), out or (REHEARSED if rehearse else MEASURED)
     names = [piece.name for piece in pieces]
     if strange := [name for name in only or () if name not in names]:

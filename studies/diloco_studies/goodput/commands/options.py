@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -72,16 +71,11 @@ class Pictured(Files):
 
     plot: Annotated[Path | None, _file("--plot", "Also draw it, as PNG")] = None
 
-    def check(self) -> None:
-        """Also whether pictures can be drawn."""
-        super().check()
-        if self.plot:
-            _pictures()
-
     def draw(self, kind: str, *what: Any, **how: Any) -> None:
         """Call a function of `plot`, if a picture is asked for; it gets the file first."""
         if self.plot:
-            getattr(_pictures(), kind)(self.plot, *what, **how)
+            pictures = importlib.import_module("diloco_studies.goodput.commands.plot")
+            getattr(pictures, kind)(self.plot, *what, **how)
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
@@ -89,13 +83,6 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
         f"{name}: {key}": one for name, value in row.items() if isinstance(value, dict) for key, one in value.items()
     }
     return {name: value for name, value in row.items() if not isinstance(value, dict)} | nested
-
-
-def _pictures() -> ModuleType:
-    try:
-        return importlib.import_module("diloco_studies.goodput.commands.plot")
-    except ModuleNotFoundError as error:
-        raise UsageError("--plot needs matplotlib: pip install 'diloco[run]'") from error
 
 
 def shares(**groups: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
