@@ -34,3 +34,9 @@ async def serving(answer: Answer) -> AsyncIterator[int]:
         await asyncio.sleep(NOTICED_S)
         await asyncio.gather(*under_way)
         await asyncio.sleep(0)
+
+
+async def no_events(_: str) -> AsyncIterator[bytes]:
+    """What nobody follows, for the HTTP side."""
+    return
+    yield b""

@@ -62,7 +62,7 @@ async def served(
 
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
-    http = await start_http(status, ready, registry, host, port, token, collector.follow)
+    http = await start_http(status, ready, registry, collector.follow, host, port, token)
     asks = " (it asks for DILOCO_HTTP_TOKEN)" if token else ""
     address = f"http://{_reached(host, http.addresses[0][1])}/"
     tell(f"page {address}{asks}")

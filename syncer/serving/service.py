@@ -187,7 +187,7 @@ async def serve(settings: SyncerProcess) -> int:
     metrics.registry.register(RunMetrics(collector.reading, service.clock, service.leads))
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
-    http = await start_http(service.status, service.ready, metrics.registry, host, port, token, collector.follow)
+    http = await start_http(service.status, service.ready, metrics.registry, collector.follow, host, port, token)
     beside = [asyncio.create_task(work) for work in (collect(collector), _keep_scripts(bus.ensure_scripts, metrics))]
     try:
         await service.run(stop)

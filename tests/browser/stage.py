@@ -26,7 +26,7 @@ async def page_of(collector: Any, token: str | None = None, port: int = 0) -> As
         return {}
 
     runner = await start_http(
-        status, lambda: (True, ""), CollectorRegistry(), "127.0.0.1", port, token, collector.follow
+        status, lambda: (True, ""), CollectorRegistry(), collector.follow, "127.0.0.1", port, token
     )
     try:
         yield f"http://127.0.0.1:{runner.addresses[0][1]}/"

@@ -25,6 +25,7 @@ from tests import samples
 from tests.deploy.test_monitoring import BOARD, FOLDER, RULES, expressions
 from tests.prometheus.local import LocalPrometheus, config_for, promtool, why_not
 from tests.ranks.party import free_port
+from tests.serving import no_events
 from tests.syncer.test_run_metrics import At, look
 
 pytestmark = [
@@ -68,7 +69,7 @@ async def test_a_syncer_is_scraped_with_its_token_and_without_one(tmp_path: Path
         return {}
 
     asked = TOKEN if given else None
-    runner = await start_http(status, lambda: (True, ""), Metrics("r").registry, "127.0.0.1", 0, asked)
+    runner = await start_http(status, lambda: (True, ""), Metrics("r").registry, no_events, "127.0.0.1", 0, asked)
     try:
         target = f"127.0.0.1:{runner.addresses[0][1]}"
         prometheus = LocalPrometheus(tmp_path / "prometheus", free_port(), [target], given)

@@ -14,6 +14,7 @@ from diloco.pipeline.settings import SyncerProcess, load
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.http import start_http
 from tests import samples
+from tests.serving import no_events
 
 
 @asynccontextmanager
@@ -24,7 +25,7 @@ async def http(
     token: str | None = None,
     headers: dict[str, str] | None = None,
 ) -> AsyncIterator[Callable[[str], Awaitable[tuple[int, str, str]]]]:
-    runner = await start_http(status, ready, (metrics or Metrics()).registry, "127.0.0.1", 0, token)
+    runner = await start_http(status, ready, (metrics or Metrics()).registry, no_events, "127.0.0.1", 0, token)
     port = runner.addresses[0][1]
     try:
         async with aiohttp.ClientSession(headers=headers) as session:
@@ -143,7 +144,7 @@ async def test_with_its_token_everything_is_as_without_one():
 )
 async def test_an_open_address_without_a_token_is_warned_of(host: str, token: str | None, warned: bool):
     with capture_logs() as lines:
-        runner = await start_http(fine, lambda: (True, ""), Metrics().registry, host, 0, token)
+        runner = await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, host, 0, token)
         await runner.cleanup()
     found = [line for line in lines if line["event"] == "http_open"]
     assert bool(found) is warned
@@ -168,11 +169,11 @@ def test_it_is_for_this_machine_alone_unless_told_otherwise(monkeypatch):
 
 async def test_a_taken_port_is_said_in_words():
     """The person at the command line learns which setting to change."""
-    runner = await start_http(fine, lambda: (True, ""), Metrics().registry, "127.0.0.1", 0)
+    runner = await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, "127.0.0.1", 0)
     port = runner.addresses[0][1]
     try:
         with pytest.raises(UsageError, match=f"http_port={port}"):
-            await start_http(fine, lambda: (True, ""), Metrics().registry, "127.0.0.1", port)
+            await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, "127.0.0.1", port)
     finally:
         await runner.cleanup()
 

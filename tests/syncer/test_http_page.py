@@ -52,7 +52,7 @@ async def fine() -> dict[str, Any]:
 
 @asynccontextmanager
 async def page(feed: Feed, token: str | None = None) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    runner = await start_http(fine, lambda: (True, ""), Metrics().registry, "127.0.0.1", 0, token, feed.follow)
+    runner = await start_http(fine, lambda: (True, ""), Metrics().registry, feed.follow, "127.0.0.1", 0, token)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as session:
             yield session, f"http://127.0.0.1:{runner.addresses[0][1]}"
@@ -141,25 +141,6 @@ async def test_who_follows_may_stay_longer_than_who_asks(monkeypatch: pytest.Mon
         with pytest.raises((aiohttp.ClientError, asyncio.IncompleteReadError)):
             await answer.content.readexactly(10)
         assert asyncio.get_running_loop().time() - began_s > 0.3
-
-
-async def test_pages_make_room_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that has followed for longest ends; the others and the newest go on."""
-    monkeypatch.setattr(http, "STREAMS", 3)
-    feed = Feed()
-    async with page(feed) as (session, url):
-        answers = []
-        for number in range(4):
-            answers.append(await session.get(url + EVENTS))
-            await answers[-1].content.readuntil(b"\n\n")
-            await until(lambda number=number: feed.following == min(3, number + 1))
-        with pytest.raises((aiohttp.ClientError, asyncio.IncompleteReadError)):
-            await answers[0].content.readexactly(10)
-        feed.send(b"data: 1\n\n")
-        for answer in answers[1:]:
-            assert await answer.content.readuntil(b"\n\n") == b"data: 1\n\n"
-        for answer in answers:
-            answer.close()
 
 
 async def test_who_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
