@@ -96,13 +96,13 @@ def load_command(name: str) -> typer.Typer:
 def _version(wanted: bool) -> None:
     if not wanted:
         return
-    from diloco.pipeline.messages.wire import SPOKEN, formats_told
+    from diloco.pipeline.messages.wire import FORMAT
 
     try:
         found = version("diloco")
     except PackageNotFoundError:
         found = "(from a source tree, not installed)"
-    typer.echo(f"diloco {found}, wire format {formats_told(SPOKEN)}")
+    typer.echo(f"diloco {found}, wire format {FORMAT}")
     raise typer.Exit
 
 

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from diloco.pipeline.errors import SpecMismatch
-from diloco.pipeline.messages.formats import later
-from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
-from diloco.pipeline.settings import Settings, SyncSettings
+from diloco.pipeline.messages.spec import Spec, TensorSpec
+from diloco.pipeline.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 
@@ -95,15 +94,3 @@ def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str =
             f"this party and {who} disagree:\n" + "\n".join(differing) + f"\nLeave these settings out to follow {who}."
         )
     return settings.model_copy(update={name: spec[name] for name in names})
-
-
-def check_format(settings: SyncSettings, spec: Spec) -> None:
-    """Whether the run's wire format has what a party was told on purpose.
-
-    Raises:
-        SpecMismatch: it has not, and the run has another value; names both formats.
-    """
-    told = settings.model_dump(include=settings.model_fields_set & SyncSpec.model_fields.keys())
-    for one in later(told, SyncSpec, spec.format):
-        if told[one.name] != getattr(spec.sync, one.name):
-            raise SpecMismatch(f"{one}, and the run has {spec.format}, which it keeps: begin another run with it")

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
@@ -29,6 +29,8 @@ _WORDS = {
     "extra_forbidden": ("unknown", ""),
 }
 """By pydantic's name of the error: what is wrong, and what is allowed instead, with the error's context."""
+
+OTHERS = "another build may"
 
 
 def allowed(field: FieldInfo) -> str:
@@ -67,3 +69,18 @@ def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
         # A pattern says nothing to people.
         takes = str(field.description) if problem["type"] == "string_pattern_mismatch" else allowed(field)
     return f"{wrong} (allowed: {takes})" if takes else wrong
+
+
+def complaint(error: ValidationError) -> str:
+    """What is wrong with a message or a file, and whether another build may have written it."""
+    first = error.errors(include_url=False)[0]
+    where, what = ".".join(str(part)[:80] for part in first["loc"]), first["msg"][:400].removeprefix("Value error, ")
+    if first["type"] == "literal_error" and where.endswith("format"):
+        reads = first.get("ctx", {}).get("expected")
+        return f"{where} {first['input']!r:.20} is not {reads}, which this build reads: {OTHERS} have written it"
+    if first["type"] in ("literal_error", "enum", "union_tag_invalid"):
+        value = first.get("ctx", {}).get("tag", first["input"])
+        return f"{where or 'message'} {value!r:.40} is unknown to this build: {OTHERS} have written it"
+    if first["type"] == "extra_forbidden":
+        return f"{where or 'message'} is unknown to this build: {OTHERS} have written it"
+    return f"{where or 'message'}: {what}"

@@ -357,7 +357,7 @@ MUTATIONS = [
         "updates that a head names no more stay",
         stored_values,
         "replaced_by",
-        (("*(key for one in decode_updates(named[3], format) for key in one.payloads)", ""),),
+        (("*(key for one in decode_updates(named[3]) for key in one.payloads)", ""),),
     ),
     Mutation(
         "a stale delta is rebased with the wrong sign",

@@ -51,7 +51,6 @@ PURE = (
     "pipeline/files/strict_json.py",
     "pipeline/fragments.py",
     "pipeline/messages/delta.py",
-    "pipeline/messages/formats.py",
     "pipeline/messages/head.py",
     "pipeline/messages/moments.py",
     "pipeline/messages/payload.py",

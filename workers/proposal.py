@@ -9,7 +9,6 @@ from pydantic import ValidationError
 from diloco.pipeline.agreement import WAITING_SYNCER, agree
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
-from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.settings import SyncSettings, load
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.workers.checks.arguments import Arguments
@@ -95,8 +94,7 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
     frozen = model.frozen() if given.same_frozen else None
     try:
         tensors = model.tensor_table(sync, () if held is None else held.tensors)
-        format = FORMAT if held is None else held.format
-        return Spec(format=format, sync=sync, tensors=tensors, trainer=dict(trainer), frozen=frozen)
+        return Spec(sync=sync, tensors=tensors, trainer=dict(trainer), frozen=frozen)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"])) or "the run's spec"

@@ -111,15 +111,13 @@ class Keyed(Protocol):
     """What every part of the bus has: it is bound to one run."""
 
     keys: RunKeys
-    format: int
-    """The run's wire format: what is written is in it, and what is not is refused."""
 
 
 class Connection(Keyed, Protocol):
     """The way to the server."""
 
     def use_spec(self, spec: Spec) -> None:
-        """Take the run's fragment groups and its wire format from its spec; called once that is known."""
+        """Take the run's fragment groups from its spec; called once that is known."""
         ...
 
     async def info(self) -> BusInfo:

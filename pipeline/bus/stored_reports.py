@@ -27,14 +27,14 @@ TIME_BYTES = 20
 NOTHING = False, -1
 """What a report is worth that cannot be read, or has another's name."""
 
-Known = dict[bytes, tuple[bytes, int, LearnerReport | None]]
-"""Name of a report -> as it was stored, its format, and what that says; None: nothing."""
+Known = dict[bytes, tuple[bytes, LearnerReport | None]]
+"""Name of a report -> as it was stored, and what that says; None: nothing."""
 
 _HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
 
 
 def seen_reports(
-    now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], format: int, known: Known
+    now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], known: Known
 ) -> list[SeenReport]:
     """Stored reports with their ages, by name; one that cannot be read, or has another's name, is as good as none.
 
@@ -45,18 +45,18 @@ def seen_reports(
     found = []
     for name, blob in sorted(reports.items()):
         before = known.get(name)
-        if before is None or before[:2] != (blob, format):
-            before = known[name] = blob, format, _read_report(name, blob, format)
+        if before is None or before[0] != blob:
+            before = known[name] = blob, _read_report(name, blob)
         with suppress(BadMessage):
             age_s = max(0, now_ms - decode_count("report time", seen.get(name))) / 1000
-            if before[2] is not None:
-                found.append(SeenReport(report=before[2], age_s=age_s))
+            if before[1] is not None:
+                found.append(SeenReport(report=before[1], age_s=age_s))
     return found
 
 
-def _read_report(name: bytes, blob: bytes, format: int) -> LearnerReport | None:
+def _read_report(name: bytes, blob: bytes) -> LearnerReport | None:
     """None: it cannot be read, or does not stand under its own name."""
-    report = readable(LearnerReport, blob, format)
+    report = readable(LearnerReport, blob)
     return report if report and name == f"{report.learner}/{report.incarnation}".encode() else None
 
 
@@ -82,9 +82,7 @@ def oversized(fields: Mapping[bytes, bytes], value_bytes: int) -> set[bytes]:
     return {name for name, value in fields.items() if len(name) > REPORT_NAME_BYTES or len(value) > value_bytes}
 
 
-def surplus_reports(
-    reports: Mapping[bytes, bytes], holders: Mapping[str, bytes | None], fragments: int, format: int
-) -> set[bytes]:
+def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes | None], fragments: int) -> set[bytes]:
     """Those that go, where there are too many.
 
     Kept are those of who holds its learner's id, which no other learner can make up; then those of most tokens, since
@@ -94,7 +92,7 @@ def surplus_reports(
     """
 
     def worth(name: bytes) -> tuple[bool, int]:
-        if (report := _read_report(name, reports[name], format)) is None:
+        if (report := _read_report(name, reports[name])) is None:
             return NOTHING
         return holders.get(report.learner) == holder(report), report.tokens
 

@@ -16,18 +16,16 @@ from pydantic import Field
 from diloco.pipeline.bus.commits import Commit, Republication, Staged, named
 from diloco.pipeline.bus.ports import START, MomentsBoard, Offered
 from diloco.pipeline.errors import BadMessage, BadPayload, BusError
-from diloco.pipeline.messages import formats
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.payload import Update, Updates
 from diloco.pipeline.messages.run import RunState
-from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
+from diloco.pipeline.messages.shards import Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, MOST_TOKENS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
 
-V = TypeVar("V")
 T = TypeVar("T", bound=Message)
 
 EVENTS_CAP = 10_000
@@ -128,11 +126,11 @@ def entry_id(text: str) -> tuple[int, int]:
     return int(ms), int(seq or 0)
 
 
-def decode_offer(fragment: int, learner: str, at: str, data: bytes, format: int) -> Offered:
+def decode_offer(fragment: int, learner: str, at: str, data: bytes) -> Offered:
     """An entry of a learner's stream; what does not decode is reported, not raised: its owner refuses it."""
     name = offer_id(learner, at)
     try:
-        header = decode(DeltaHeader, data, format=format)
+        header = decode(DeltaHeader, data)
     except BadMessage as error:
         return Offered(name, None, str(error))
     if header.fragment != fragment:
@@ -145,41 +143,26 @@ def decode_offer(fragment: int, learner: str, at: str, data: bytes, format: int)
 # --- what else is read -----------------------------------------------------------------------------------
 
 
-def decode_state(blob: bytes | None, format: int) -> RunState | None:
-    """The run's state, or None where there is none yet."""
-    return None if blob is None else _decoded_state(blob, format)
-
-
 @lru_cache(maxsize=2)
-def _decoded_state(blob: bytes, format: int) -> RunState:
-    """Every report is answered with it, and it hardly changes."""
-    return decode(RunState, blob, format=format)
+def decode_state(blob: bytes | None) -> RunState | None:
+    """The run's state, or None where there is none yet. Every report is answered with it, and it hardly changes."""
+    return None if blob is None else decode(RunState, blob)
 
 
-def readable(kind: type[T], blob: bytes | None, format: int) -> T | None:
+def readable(kind: type[T], blob: bytes | None) -> T | None:
     """What any learner may write: what cannot be read is as good as none, and is written over."""
     with suppress(BadMessage):
-        return None if blob is None else decode(kind, blob, format=format)
+        return None if blob is None else decode(kind, blob)
     return None
 
 
-def moments_board(format: int, wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:
+def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:
     """Who asks for which moments, whether a peer has taken it up, and the complete offer."""
     return MomentsBoard(
-        wish=readable(MomentsWish, wish, format),
+        wish=readable(MomentsWish, wish),
         claimed=claim is not None,
-        offer=readable(MomentsOffer, offer, format),
+        offer=readable(MomentsOffer, offer),
     )
-
-
-def decode_data_order(blob: bytes, format: int) -> DataOrder:
-    """What the run's shards are of."""
-    return decode(DataOrder, blob, 1024, format)
-
-
-def decode_shard(blob: bytes, format: int) -> Shard:
-    """A data shard."""
-    return decode(Shard, blob, 1024, format)
 
 
 def _is_count(blob: bytes) -> bool:
@@ -208,15 +191,12 @@ def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
     return live
 
 
-def shard_queue(
-    epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes], format: int
-) -> ShardQueue:
+def shard_queue(epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes]) -> ShardQueue:
     """The shard stream as a checkpoint keeps it."""
     return ShardQueue(
         epochs=epochs,
         open=tuple(
-            (decode_shard(blob, format), decode_count("shard position", positions.get(at.encode())))
-            for at, blob in entries
+            (decode(Shard, blob), decode_count("shard position", positions.get(at.encode()))) for at, blob in entries
         ),
     )
 
@@ -245,26 +225,19 @@ class MergedBases(Message):
     merged: Annotated[tuple[MergedBase, ...], Field(fail_fast=True)]
 
 
-def head_fields(commit: Commit, format: int) -> dict[str, bytes]:
+def head_fields(commit: Commit) -> dict[str, bytes]:
     """What a commit sets in the head's hash; the three totals are added to, not set."""
     previous = commit.expected[1] if commit.expected else commit.lost and commit.lost.previous_digest
-    fields = {
+    return {
         "version": b"%d" % commit.version,
         "digest": commit.digest,
         "interval": b"%d" % commit.interval,
-        **payload_fields(commit, format),
+        **payload_fields(commit),
         "previous_digest": previous or b"",
-        "window": encode(commit.window, format),
-        "merged": encode(MergedBases(merged=commit.merged), format),
+        "window": encode(commit.window),
+        "merged": encode(MergedBases(merged=commit.merged)),
         **lost_totals(commit),
     }
-    return _without_later(fields, format)
-
-
-def _without_later(fields: dict[str, V], format: int) -> dict[str, V]:
-    """A head's fields without those that the format does not have: a party of it would leave old ones standing."""
-    gone = {one.name for one in formats.later(fields, Head, format)}
-    return {name: value for name, value in fields.items() if name not in gone}
 
 
 def lost_totals(commit: Commit) -> dict[str, bytes]:
@@ -294,23 +267,22 @@ def payload_names(of: Commit | Republication) -> dict[str, Any]:
     }
 
 
-def payload_fields(of: Commit | Republication, format: int) -> dict[str, bytes]:
+def payload_fields(of: Commit | Republication) -> dict[str, bytes]:
     """The same, as its hash has it."""
     said = payload_names(of)
-    fields = {
+    return {
         **{name: said[name].encode() for name in ("payload", "momentum", "rest")},
         **{name: b"%d" % said[name] for name in ("chunks", "behind")},
         "payload_digest": said["payload_digest"] or b"",
-        "updates": encode(Updates(updates=of.updates), format) if of.updates else b"",
+        "updates": encode(Updates(updates=of.updates)) if of.updates else b"",
     }
-    return _without_later(fields, format)
 
 
 NAMED = ("payload", "rest", "momentum", "updates")
 """Fields of the head's hash that name payloads."""
 
 
-def replaced_by(of: Commit | Republication, named: Sequence[bytes], format: int) -> tuple[list[str], str]:
+def replaced_by(of: Commit | Republication, named: Sequence[bytes]) -> tuple[list[str], str]:
     """Payloads that a head names no more: global, rest and updates, which live on for a while; and a momentum or "".
 
     named: what the head says in the fields `NAMED`.
@@ -320,17 +292,17 @@ def replaced_by(of: Commit | Republication, named: Sequence[bytes], format: int)
     """
     kept = {one.key for one in staged_by(of)}
     payload, rest, momentum = (value.decode() for value in named[:3])
-    keys = [payload, rest, *(key for one in decode_updates(named[3], format) for key in one.payloads)]
+    keys = [payload, rest, *(key for one in decode_updates(named[3]) for key in one.payloads)]
     return [key for key in keys if key and key not in kept], momentum if momentum not in kept else ""
 
 
-def decode_updates(blob: bytes | None, format: int) -> tuple[Update, ...]:
+def decode_updates(blob: bytes | None) -> tuple[Update, ...]:
     """The head's `updates` field.
 
     Raises:
         BadMessage: it does not decode.
     """
-    return decode(Updates, blob, format=format).updates if blob else ()
+    return decode(Updates, blob).updates if blob else ()
 
 
 def room(have: int, more: int) -> int:
@@ -368,7 +340,7 @@ _REFUSED = {refused_field(reason.value).encode(): reason.value for reason in Ref
 """Field of a head's hash -> reason."""
 
 
-def decode_head(fragment: int, fields: Mapping[bytes, bytes], format: int) -> Head | None:
+def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
     """The head's hash to a `Head`; None where there is none, or one without a version.
 
     All is written at once with the version. A hash without one is what a server that threw that away has taken since.
@@ -387,19 +359,19 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes], format: int) -> He
             "chunks": int(fields[b"chunks"]),
             "momentum": fields[b"momentum"].decode(),
             "previous_digest": fields[b"previous_digest"] or None,
-            "window": decode(WindowView, fields[b"window"], format=format),
-            "merged": decode(MergedBases, fields[b"merged"], format=format).merged,
+            "window": decode(WindowView, fields[b"window"]),
+            "merged": decode(MergedBases, fields[b"merged"]).merged,
             "merged_deltas": int(fields[b"merged_deltas"]),
             "merged_tokens": int(fields[b"merged_tokens"]),
             "rejected_tokens": int(fields[b"rejected_tokens"]),
             "rest": fields.get(b"rest", b"").decode(),
             "payload_digest": fields.get(b"payload_digest") or None,
-            "updates": decode_updates(fields.get(b"updates"), format),
+            "updates": decode_updates(fields.get(b"updates")),
             "behind": decode_count("behind", fields.get(b"behind")),
             "interval": decode_count("interval", fields.get(b"interval")),
             "refused": {reason: decode_count("refusals", fields[n]) for n, reason in _REFUSED.items() if n in fields},
         }
-        return Head(**_without_later(said, format))
+        return Head(**said)
     except (KeyError, ValueError) as error:  # pydantic's and UnicodeDecodeError are ValueErrors
         raise BadMessage(f"head of fragment {fragment} is unreadable", said=str(error)) from error
 

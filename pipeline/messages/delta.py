@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from diloco.pipeline.messages.wire import (
-    FORMAT,
     MAX_CHUNKS,
     Codec,
     Count,
@@ -17,7 +16,6 @@ from diloco.pipeline.messages.wire import (
     Seconds,
     SignedCount,
     Version,
-    WireFormat,
 )
 
 
@@ -27,9 +25,7 @@ class DeltaHeader(Message):
     max_bytes: ClassVar[int] = 4096
     max_parts: ClassVar[int] = 1
     max_items: ClassVar[int] = 0
-    says_format: ClassVar[bool] = True
 
-    format: WireFormat = FORMAT
     learner: PartyId
     incarnation: Nonce
     fragment: FragmentId

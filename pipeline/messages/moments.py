@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, FiniteFloat
 
-from diloco.pipeline.messages.wire import FORMAT, MAX_TENSORS, Count, Digest, Message, Nonce, PartyId, Text, WireFormat
+from diloco.pipeline.messages.wire import MAX_TENSORS, Count, Digest, Message, Nonce, PartyId, Text
 
 StateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 MAX_STATE_NAMES = 16
@@ -27,9 +27,7 @@ class MomentsWish(Message):
     """A learner asks for a peer's moments."""
 
     max_bytes: ClassVar[int] = 2**14
-    says_format: ClassVar[bool] = True
 
-    format: WireFormat = FORMAT
     learner: PartyId
     kind: OptimizerKind
     """Others are of no use to it."""
@@ -41,9 +39,7 @@ class MomentsOffer(Message):
     max_bytes: ClassVar[int] = 16 * 2**20
     max_parts: ClassVar[int] = 2 * MAX_STATE_NAMES
     max_items: ClassVar[int] = MAX_TENSORS
-    says_format: ClassVar[bool] = True
 
-    format: WireFormat = FORMAT
     learner: PartyId
     nonce: Nonce
     layout: Digest

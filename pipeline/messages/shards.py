@@ -1,6 +1,6 @@
 """Wire types of the data work queue."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -10,6 +10,8 @@ from diloco.pipeline.messages.wire import Count, Message, Text
 class DataOrder(Message):
     """What the blocks of an epoch are: all learners of a run have the same ones in the same order."""
 
+    max_bytes: ClassVar[int] = 2**10
+
     length: Annotated[Count, Field(ge=1)]
     """Blocks in an epoch."""
     seed: Count | None
@@ -18,6 +20,8 @@ class DataOrder(Message):
 
 class Shard(Message):
     """A piece of an epoch: blocks [start, stop) of the epoch's permutation of the data's blocks."""
+
+    max_bytes: ClassVar[int] = 2**10
 
     epoch: Count
     index: Count

@@ -4,9 +4,8 @@ import math
 from collections.abc import Iterable
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-from diloco.pipeline.messages.formats import beyond
 from diloco.pipeline.messages.wire import (
     AVERAGED,
     BY_ROWS,
@@ -29,7 +28,7 @@ from diloco.pipeline.messages.wire import (
     OuterName,
     Text,
     WeightsName,
-    WireFormat,
+    spoken,
 )
 
 
@@ -116,10 +115,9 @@ class Spec(Message):
     max_bytes: ClassVar[int] = 64 * 2**20
     max_parts: ClassVar[int] = 4 * MAX_TENSORS + 16
     max_items: ClassVar[int] = MAX_TENSORS
-    says_format: ClassVar[bool] = True
 
-    format: WireFormat = FORMAT
-    """What the parties of the run speak, to its end: the newest that its first learner does."""
+    format: Annotated[int, BeforeValidator(spoken)] = FORMAT
+    """The wire format of the run's parties."""
     sync: SyncSpec
     tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
     trainer: Annotated[dict[str, str | int | float | bool | None], Field(max_length=64)]
@@ -127,13 +125,7 @@ class Spec(Message):
     frozen: Annotated[tuple[tuple[Text, Digest], ...], Field(max_length=MAX_TENSORS, fail_fast=True)] | None = None
     """Digest of each frozen parameter by name (`workers.checks.frozen_digests`), equal for learners; the syncer ignores
     it.
-    None: not agreed on, as the first learner asked (`same_frozen=False`), or by an earlier build."""
-
-    @model_validator(mode="after")
-    def _format_has_it(self) -> Self:
-        if found := beyond(self, self.format):
-            raise ValueError(f"{found}, and the run has {self.format}, which it keeps: leave it as it is by default")
-        return self
+    None: not agreed on, as the first learner asked (`same_frozen=False`)."""
 
     @model_validator(mode="after")
     def _fragments_are_filled(self) -> Self:

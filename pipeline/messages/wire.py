@@ -8,8 +8,6 @@ defence against forgery.
 """
 
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo
@@ -17,46 +15,23 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from diloco.pipeline.view.shares import MOST_SAMPLES
 
 FORMAT = 1
-"""The newest wire format that this build speaks: a run that it begins has it."""
-OLDEST = 1
-"""The oldest: that of the release before, so that a run can change from one to the other party by party."""
-
-
-@dataclass(frozen=True, slots=True)
-class Since:
-    """Of a message's field, in its annotation: the first wire format that has it, or these values of it.
-
-    In a run of an earlier format the field is left out, and refused where it comes. So it needs a default, which
-    means what a run without the field does.
-    """
-
-    format: int
-    values: tuple[str | int, ...] = ()
-
-
-SPOKEN = range(OLDEST, FORMAT + 1)
+"""The wire format: what messages, keys and scripts are. All parties of a run have the same number; whoever changes one
+of these raises it (`tests/recorded`)."""
 
 
 def spoken(said: object) -> object:
-    """A wire format that this build speaks.
+    """The wire format of this build.
 
     Raises:
-        ValueError: it is another one.
+        ValueError: it is another one; says both and how the run goes on.
     """
-    if type(said) is not int or said not in SPOKEN:
+    if type(said) is not int or said != FORMAT:
         raise ValueError(
-            f"wire format {said!r:.20}, this build speaks {formats_told(SPOKEN)}: take a release that speaks both "
-            "(`diloco --version` says which a release speaks), or name another run"
+            f"wire format {said!r:.20}, this build speaks {FORMAT} (`diloco --version`): take a build that speaks "
+            f"{said!r:.20}, or stop all parties, update them, and go on from the run's checkpoint"
         )
     return said
 
-
-def formats_told(formats: Iterable[int]) -> str:
-    """Formats in words."""
-    return " and ".join(map(str, formats))
-
-
-WireFormat = Annotated[int, BeforeValidator(spoken)]
 
 MAX_FRAGMENTS = 4096
 MAX_LEARNERS = 4096
@@ -166,9 +141,6 @@ class Message(BaseModel):
     max_bytes: ClassVar[int] = 2 * 2**20
     max_parts: ClassVar[int] = 2 * MAX_LEARNERS
     max_items: ClassVar[int] = MAX_LEARNERS
-    says_format: ClassVar[bool] = False
-    """Whether its `format` is its run's wire format; that of others counts changes of their own."""
-
     model_config = ConfigDict(
         frozen=True,
         strict=True,

@@ -11,7 +11,7 @@ bytes around the data are known beforehand (`heading`, `ending`), and the data a
 import reprlib
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes
 import msgpack
@@ -21,12 +21,12 @@ import xxhash
 from pydantic import TypeAdapter, ValidationError
 
 from diloco.pipeline.errors import BadMessage, BadPayload
-from diloco.pipeline.messages import formats, wire
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.tape import Committed, TapeRecord
-from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, FORMAT, Codec, Message
+from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, Codec, Message
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.quantize import KINDS, Kind, Quantized, decodable, wire_bytes
+from diloco.pipeline.wrong_values import complaint
 
 M = TypeVar("M", bound=Message)
 
@@ -42,10 +42,9 @@ Vector = npt.NDArray[Any] | Quantized
 _tape: TypeAdapter[TapeRecord] = TypeAdapter(TapeRecord)
 
 
-def encode(message: Message, format: int = FORMAT) -> bytes:
-    """Message to msgpack, as its run's wire format has it; one that says its format is in that one."""
-    spoken: int = getattr(message, "format") if message.says_format else format  # noqa: B009
-    packed: bytes = msgpack.packb(formats.fields(message, spoken))
+def encode(message: Message) -> bytes:
+    """Message to msgpack."""
+    packed: bytes = msgpack.packb(message.model_dump())
     return packed
 
 
@@ -98,63 +97,40 @@ def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
         raise BadMessage(f"{what} is no msgpack within its bounds: {error}") from error
 
 
-def _complaint(what: str, raw: Any, error: ValidationError) -> BadMessage:
+def _complaint(what: str, error: ValidationError) -> BadMessage:
     got = error.errors(include_url=False)[0]["input"]
-    return BadMessage(f"{what}: {formats.complaint(error)} (got {_shown(got)[:80]})")
+    return BadMessage(f"{what}: {complaint(error)} (got {_shown(got)[:80]})")
 
 
-def _check_format(kind: type[Message], raw: Any, format: int | None) -> None:
-    """Whether it is of its run's wire format, or of one that is spoken here, and has nothing of later ones."""
-    what, said = kind.__name__, raw.get("format") if isinstance(raw, dict) else None
-    if kind.says_format:
-        try:
-            wire.spoken(said)
-        except ValueError as error:
-            raise BadMessage(f"{what} has {error}") from None
-        if said != (format or said):
-            raise BadMessage(f"{what} has wire format {said}, its run has {format}")
-        format = said
-    elif "format" in kind.model_fields and said is not None:  # of its own
-        reads = get_args(kind.model_fields["format"].annotation)
-        if said not in reads:
-            raise BadMessage(f"{what} has format {_shown(said)}, this build reads {wire.formats_told(reads)}")
-    if found := next(formats.later(raw, kind, format or FORMAT), None):
-        raise BadMessage(f"{what}: {found}, and the run has {format}")
-
-
-def decode(kind: type[M], data: bytes, limit: int | None = None, format: int | None = None) -> M:
+def decode(kind: type[M], data: bytes, limit: int | None = None) -> M:
     """msgpack to a message of `kind`.
 
     Args:
         kind: has bounds of its own (`Message`).
         data: what came.
         limit: a lower bound for its bytes.
-        format: its run's wire format; None: not known yet.
 
     Raises:
-        BadMessage: not msgpack, too large, of another format, or a field out of bounds.
+        BadMessage: not msgpack, too large, or a field out of bounds.
     """
     raw = _unpack(kind, data, kind.max_bytes if limit is None else min(limit, kind.max_bytes))
-    _check_format(kind, raw, format)
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        raise _complaint(kind.__name__, raw, error) from None
+        raise _complaint(kind.__name__, error) from None
 
 
-def decode_tape(data: bytes, format: int = FORMAT) -> TapeRecord:
-    """msgpack to a tape record of whichever kind, of a run of this wire format.
+def decode_tape(data: bytes) -> TapeRecord:
+    """msgpack to a tape record of whichever kind.
 
     Raises:
         BadMessage: as `decode`.
     """
     raw = _unpack(Committed, data, Committed.max_bytes)  # the largest of them
     try:
-        record = _tape.validate_python(raw)
+        return _tape.validate_python(raw)
     except ValidationError as error:
-        raise _complaint("TapeRecord", raw, error) from None
-    _check_format(type(record), raw, format)
-    return record
+        raise _complaint("TapeRecord", error) from None
 
 
 # --- chunks ---------------------------------------------------------------------------------------

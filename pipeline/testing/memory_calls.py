@@ -9,7 +9,6 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Clock, Connection
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.testing.memory_store import EntryId, Hash, MemoryStore, Stream
 
 
@@ -18,7 +17,6 @@ class MemoryCalls(Connection):
 
     def __init__(self, run: str, clock: Clock, store: MemoryStore | None = None) -> None:
         self.keys = RunKeys(run)
-        self.format = FORMAT
         self._fragments = 0
         self.store = store or MemoryStore()
         self._clock = clock
@@ -27,7 +25,7 @@ class MemoryCalls(Connection):
         self._waiters: dict[asyncio.Event, None] = {}
 
     def use_spec(self, spec: Spec) -> None:
-        self.keys, self.format = RunKeys(self.keys.run, spec.sync.groups), spec.format
+        self.keys = RunKeys(self.keys.run, spec.sync.groups)
         self._fragments = spec.sync.fragments
 
     async def info(self) -> BusInfo:

@@ -85,16 +85,14 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": merged_tokens}
         sums = self._add(had, {**totals, "rejected_tokens": 0})
         self._keep(staged)
-        self.store.hset(keys.head(p), {**stored_values.head_fields(commit, self.format), **sums})
-        self._xadd(keys.tape(keys.group(p)), encode(commit.record, self.format))
+        self.store.hset(keys.head(p), {**stored_values.head_fields(commit), **sums})
+        self._xadd(keys.tape(keys.group(p)), encode(commit.record))
         for old in replaced:
             self._expire(old, commit.replaced_ttl_s)
         self._delete(self._pending(headers), (*gone, old_momentum))
 
     def _replaced(self, head: Hash, of: Commit | Republication) -> tuple[list[str], str]:
-        return stored_values.replaced_by(
-            of, [head.get(name.encode(), b"") for name in stored_values.NAMED], self.format
-        )
+        return stored_values.replaced_by(of, [head.get(name.encode(), b"") for name in stored_values.NAMED])
 
     def _keep(self, staged: Iterable[Staged]) -> None:
         """Make payloads stay that are whole, all of them or none."""
@@ -112,7 +110,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         self._expect(fragment, head, anew.expected)
         replaced, old_momentum = self._replaced(head, anew)
         self._keep(staged)
-        self.store.hset(key, stored_values.payload_fields(anew, self.format))
+        self.store.hset(key, stored_values.payload_fields(anew))
         for old in replaced:
             self._expire(old, anew.replaced_ttl_s)
         self._delete((), (old_momentum,))
@@ -132,7 +130,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         self._delete(pending, refusal.delta_payloads)
         self.store.hset(keys.head(fragment), sums)
         for record in refusal.records:
-            self._xadd(keys.tape(keys.group(fragment)), encode(record, self.format))
+            self._xadd(keys.tape(keys.group(fragment)), encode(record))
 
     async def write_window(
         self,
@@ -144,6 +142,6 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
     ) -> None:
         await self._turn()
         self._expect(fragment, self._owner_checks(fragment, nonce), expected)
-        self.store.hset(self.keys.head(fragment), {"window": encode(window, self.format)})
+        self.store.hset(self.keys.head(fragment), {"window": encode(window)})
         if record is not None:
-            self._xadd(self.keys.tape(self.keys.group(fragment)), encode(record, self.format))
+            self._xadd(self.keys.tape(self.keys.group(fragment)), encode(record))

@@ -68,7 +68,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         arrivals = self.keys.arrivals(self.keys.group(header.fragment))
         _, _, known = self._stream(key), self._stream(arrivals), self._hash(senders)
         self.store.need_room()
-        data = encode(header, self.format)
+        data = encode(header)
         at = self._xadd(key, data)
         before = stored_values.parse_offer_id(renews)[1] if renews else ""
         if before not in ("", at):
@@ -81,7 +81,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         await self._turn()
-        return [stored_values.decode_head(p, self._hash(self.keys.head(p)), self.format) for p in fragments]
+        return [stored_values.decode_head(p, self._hash(self.keys.head(p))) for p in fragments]
 
     async def tape_end(self) -> dict[int, str]:
         await self._turn()
@@ -93,9 +93,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
     ) -> list[TapeEntry]:
         groups = {self.keys.tape(group): group for group in cursors}
         found = await self._read({key: cursors[group] for key, group in groups.items()}, limit, block_s)
-        return [
-            TapeEntry(groups[key], at, decode_tape(data, self.format)) for key, entries in found for at, data in entries
-        ]
+        return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
 
     async def trim_tape(self, group: int, before: str) -> None:
         await self._turn()
@@ -151,7 +149,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         known = {self.keys.deltas(fragment, name): at for name, at in cursors().items()}
         await self._read(known | {self.keys.arrivals(group): "{}-{}".format(*arrivals.last)}, 1, block_s)
         return [
-            stored_values.decode_offer(fragment, name, at, data, self.format)
+            stored_values.decode_offer(fragment, name, at, data)
             for name, cursor in cursors().items()
             for at, data in self._stream(self.keys.deltas(fragment, name)).after(stored_values.entry_id(cursor), limit)
         ]

@@ -54,20 +54,20 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         await self._turn()
         now = self._hash(self.keys.state)
         if stored_values.decode_count("rank", now.get(b"rank")) > state.phase.rank:
-            return decode(RunState, now[b"blob"], format=self.format)
-        self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state, self.format)})
+            return decode(RunState, now[b"blob"])
+        self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state)})
         return state
 
     async def begin_again(self, state: RunState) -> bool:
         await self._turn()
         if self._hash(self.keys.state).get(b"rank") != b"%d" % Phase.FINISHED.rank:
             return False
-        self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state, self.format)})
+        self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state)})
         return True
 
     async def read_state(self) -> RunState | None:
         await self._turn()
-        return stored_values.decode_state(self._hash(self.keys.state).get(b"blob"), self.format)
+        return stored_values.decode_state(self._hash(self.keys.state).get(b"blob"))
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
         await self._turn()
@@ -78,20 +78,20 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         before = self._hash(self.keys.learners).get(name.encode())
         self._hash(self.keys.seen)  # types before the first write
         with suppress(BadMessage):
-            last = decode(LearnerReport, before, format=self.format).number if before else 0
+            last = decode(LearnerReport, before).number if before else 0
             if stored_reports.is_late(report.number, last):
-                return stored_values.decode_state(state, self.format)
+                return stored_values.decode_state(state)
         self._set(holder, mine)
-        self.store.hset(self.keys.learners, {name: encode(report, self.format)})
+        self.store.hset(self.keys.learners, {name: encode(report)})
         self.store.hset(self.keys.seen, {name: b"%d" % self._unix_ms()})
-        return stored_values.decode_state(state, self.format)
+        return stored_values.decode_state(state)
 
     async def put_back_report(self, seen: SeenReport) -> None:
         await self._turn()
         name = f"{seen.report.learner}/{seen.report.incarnation}"
         self._hash(self.keys.seen)  # types before the first write
         if name.encode() not in self._hash(self.keys.learners):
-            self.store.hset(self.keys.learners, {name: encode(seen.report, self.format)})
+            self.store.hset(self.keys.learners, {name: encode(seen.report)})
             self.store.hset(self.keys.seen, {name: b"%d" % (self._unix_ms() - int(seen.age_s * 1000))})
 
     async def read_reports(self) -> list[SeenReport]:
@@ -106,23 +106,23 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
                 del reports[name]
             if stored_reports.are_too_many(reports, {}, self._fragments):
                 holders = {name: self._bytes(self.keys.holder(name)) for name in stored_reports.reporting(reports)}
-                for name in stored_reports.surplus_reports(reports, holders, self._fragments, self.format):
+                for name in stored_reports.surplus_reports(reports, holders, self._fragments):
                     del reports[name]
             for name in seen.keys() - reports.keys():
                 del seen[name]
-        return stored_reports.seen_reports(self._unix_ms(), reports, seen, self.format, {})
+        return stored_reports.seen_reports(self._unix_ms(), reports, seen, {})
 
     async def _add_capped(self, key: str, message: Message, cap: int) -> None:
         await self._turn()
         stream = self._stream(key)
         self.store.need_room()
-        self._xadd(key, encode(message, self.format))
+        self._xadd(key, encode(message))
         for at in stream.ids[:-cap]:
             stream.delete(at)
 
     async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
         found = await self._read({key: after}, limit, 0)
-        return [(at, decode(kind, data, format=self.format)) for _, entries in found for at, data in entries]
+        return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
 
     async def add_event(self, event: Event) -> None:
         await self._add_capped(self.keys.events, event, stored_values.EVENTS_CAP)
@@ -145,7 +145,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         if self._bytes(claim) != nonce.encode():
             return False
         self.store.need_room()
-        self._set(key, encode(announced, self.format), ttl_s)
+        self._set(key, encode(announced), ttl_s)
         for other in gone:
             self.store.delete(other)
         return True
@@ -158,14 +158,14 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
 
     async def read_initial(self) -> InitialUpload | None:
         await self._turn()
-        return stored_values.readable(InitialUpload, self._bytes(self.keys.initial), self.format)
+        return stored_values.readable(InitialUpload, self._bytes(self.keys.initial))
 
     # --- an inner optimizer's moments ------------------------------------------------------------
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
         await self._turn()
         if self._bytes(self.keys.moments_wish) is None:
             self.store.need_room()
-            self._set(self.keys.moments_wish, encode(wish, self.format), ttl_s)
+            self._set(self.keys.moments_wish, encode(wish), ttl_s)
 
     async def read_moments(self) -> MomentsBoard:
         await self._turn()
@@ -173,7 +173,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         stored = [self._bytes(key) for key in keys]  # types before the first write
         for key in keys:
             self._bound(key, stored_values.MOMENTS_S)
-        return stored_values.moments_board(self.format, *stored)
+        return stored_values.moments_board(*stored)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
         return await self._claim(self.keys.moments_claim, nonce, ttl_s, shared=True)

@@ -6,7 +6,7 @@ from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import WorkQueue
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
-from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.testing.memory_calls import MemoryCalls
 from diloco.pipeline.testing.memory_store import EntryId, Hash, Stream
 
@@ -53,21 +53,19 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         return self._stream(self.keys.shards), self._hash(self.keys.shard_positions), epochs
 
     async def propose_data_order(self, order: DataOrder) -> DataOrder:
-        return stored_values.decode_data_order(
-            await self._propose(self.keys.data_order, encode(order, self.format)), self.format
-        )
+        return decode(DataOrder, await self._propose(self.keys.data_order, encode(order)))
 
     async def read_data_order(self) -> DataOrder | None:
         await self._turn()
         held = self._bytes(self.keys.data_order)
-        return None if held is None else stored_values.decode_data_order(held, self.format)
+        return None if held is None else decode(DataOrder, held)
 
     def _put(self, epochs: int, shards: Iterable[tuple[Shard, int]]) -> None:
         self.store.need_room()
         stream = self.store.stream(self.keys.shards)
         stream.delivered = stream.delivered or (0, 0)
         for shard, position in shards:
-            at = self._xadd(self.keys.shards, encode(shard, self.format))
+            at = self._xadd(self.keys.shards, encode(shard))
             if position:
                 self.store.hset(self.keys.shard_positions, {at: b"%d" % position})
         self._set(self.keys.shard_epoch, b"%d" % epochs)
@@ -98,7 +96,7 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         stream.delivered = max(stream.delivered, stored_values.entry_id(at))
         stream.held[stored_values.entry_id(at)] = (consumer, now_ms)
         position = stored_values.decode_count("shard position", positions.get(at.encode()))
-        return ClaimedShard(entry_id=at, shard=stored_values.decode_shard(blob, self.format), position=position)
+        return ClaimedShard(entry_id=at, shard=decode(Shard, blob), position=position)
 
     def _holds(self, stream: Stream, consumer: str, entry_id: str) -> bool:
         return stream.held.get(stored_values.entry_id(entry_id), ("", 0))[0] == consumer
@@ -127,7 +125,7 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
     async def read_shards(self) -> ShardQueue:
         await self._turn()
         stream, positions, epochs = self._queue()
-        return stored_values.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions, self.format)
+        return stored_values.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         await self._turn()

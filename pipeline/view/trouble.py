@@ -83,8 +83,8 @@ def without_scripts(learners: Iterable[str]) -> str:
         return ""
     named = ", ".join(names[:5]) + " ..." * (len(names) > 5)
     return (
-        f"Redis lacks scripts of the release of {named}, so what is trained there may not be merged: start a syncer of "
-        "that release, or replace one by it (`diloco --version` there says which)"
+        f"Redis lacks scripts that {named} needs, so what is trained there may not be merged: start a syncer, which "
+        "loads them"
     )
 
 

@@ -16,12 +16,12 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.sums import SUMS_FILE, damaged, parse_sums
 from diloco.pipeline.files.tensor_file import Tensor, tensors_in
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot, layout_of
-from diloco.pipeline.messages.formats import complaint
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.transfer.global_format import OuterState
+from diloco.pipeline.wrong_values import complaint
 from diloco.syncer.checkpoints.earlier import EarlierFiles
 from diloco.syncer.checkpoints.manifest import (
     CHECKPOINT,

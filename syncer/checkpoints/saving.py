@@ -25,7 +25,6 @@ from diloco.pipeline.files.replacing import digested
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.files.tensor_file import Tensor, parts_of
 from diloco.pipeline.fragments import FragmentLayout, layout_of
-from diloco.pipeline.messages.formats import fields
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
@@ -302,7 +301,7 @@ def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
     Raises:
         OSError: also if others took this one for a leftover, since its writer stood still, and have removed it.
     """
-    told = fields(state, state.spec.format, "json")
+    told = state.model_dump(mode="json", exclude={"spec": {"format"}})
     manifest, folder = to_json(told, indent=1, inf_nan_mode="constants"), place.below(name)
     sums = {one.file: one.sha256 for one in state.fragments} | {STATE_FILE: hashlib.sha256(manifest).hexdigest()}
     folder.write(SUMS_FILE, ["".join(f"{digest}  {file}\n" for file, digest in sums.items()).encode()])

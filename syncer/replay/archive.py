@@ -95,7 +95,7 @@ class TapeArchive:
         for entry in entries:
             by_group.setdefault(entry.group, []).append(entry)
         for group, theirs in by_group.items():
-            data = b"".join(encode(entry.record, self._bus.format) for entry in theirs)
+            data = b"".join(encode(entry.record) for entry in theirs)
             await self._disk.do(append_whole, self._files[group], data)
             self._reader.passed(theirs[-1])
             newest = self._newest[group]

@@ -136,7 +136,7 @@ class Recorder:
             UsageError: the folder cannot be written, or holds the recording of another run.
         """
         self._disk = Disk(offload)
-        self._directory, self._writer, self._sync, self._format = directory, writer, spec.sync, spec.format
+        self._directory, self._writer, self._sync = directory, writer, spec.sync
         self._log = structlog.get_logger()
         self.problem = ""
         """What is missing, for people; "" if nothing."""
@@ -196,7 +196,7 @@ class Recorder:
 
     def _save(self, header: MergeHeader | GlobalHeader, kind: str, arrays: Sequence[Vector]) -> None:
         folder = self._directory / str(header.fragment)
-        packed = encode(header, self._format)
+        packed = encode(header)
         folder.mkdir(exist_ok=True)
         name = f"{header.version}-{header.digest.hex()}-{self._writer}{kind}"
         parts: list[bytes | memoryview] = [_PREFIX.pack(MAGIC, len(packed)), packed, *map(as_bytes, arrays)]

@@ -147,7 +147,7 @@ async def test_a_number_that_another_learner_made_up_silences_nobody_for_long(
     bus: Bus, backdoor: Backdoor, ahead: int
 ) -> None:
     """The hash of reports is everybody's; one call that comes late is some dozens of reports behind, not more."""
-    forged = encode(samples.report(number=ahead, left=True), bus.format)
+    forged = encode(samples.report(number=ahead, left=True))
     backdoor.hset(bus.keys.learners, "l0/" + "0" * 8, forged)
     for number in range(LATE_REPORTS + 1):
         await bus.write_report(samples.report(number=number, step=number))
@@ -300,7 +300,7 @@ async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_tra
 
     def plant(report: LearnerReport, name: str = "") -> None:
         name = name or f"{report.learner}/{report.incarnation}"
-        backdoor.hset(bus.keys.learners, name, encode(report, bus.format))
+        backdoor.hset(bus.keys.learners, name, encode(report))
         backdoor.hset(bus.keys.seen, name, b"1")
 
     await bus.write_report(samples.report("l0", tokens=900))

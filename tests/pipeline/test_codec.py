@@ -100,13 +100,6 @@ def test_a_message_over_the_limit_is_refused_before_it_is_read():
         decode(DeltaHeader, data, limit=len(data) - 1)
 
 
-def test_another_format_version_is_said_in_words():
-    """Not a puzzle about some field: the message says which side speaks what."""
-    raw = msgpack.unpackb(encode(samples.header()))
-    with pytest.raises(BadMessage, match="wire format 2, this build speaks 1"):
-        decode(DeltaHeader, msgpack.packb({**raw, "format": 2}))
-
-
 @pytest.mark.parametrize(
     ("kind", "message", "field", "value"),
     [

@@ -143,7 +143,7 @@ def test_counters_that_no_message_may_have_are_refused(digits: bytes) -> None:
         stored_values.decode_count("a count", digits)
     assert stored_values.live_syncers(0, {b"n": digits + b" name"}) == {}
     reports = {b"l0/00000000": fuzz.encode(samples.report())}
-    assert stored_reports.seen_reports(0, reports, {b"l0/00000000": digits}, 1, {}) == []
+    assert stored_reports.seen_reports(0, reports, {b"l0/00000000": digits}, {}) == []
 
 
 @pytest.mark.slow

@@ -611,7 +611,7 @@ def test_reports_that_were_too_many_are_not_put_back(monkeypatch: pytest.MonkeyP
         memory = lost.Lost(bus, LoopClock(), AgreedSpec(bus, samples.spec()), ())
         for name in ("a", "b", "c", "d"):
             await bus.write_report(samples.report(name))
-        made_up = encode(samples.report("x"), bus.format)  # not in the place of its own
+        made_up = encode(samples.report("x"))  # not in the place of its own
         bus.store.hset(bus.keys.learners, {"elsewhere": made_up})
         bus.store.hset(bus.keys.seen, {"elsewhere": b"1"})
         await memory.reports(await bus.read_reports())

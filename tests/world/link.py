@@ -89,11 +89,6 @@ class Link:
         """Names of the run's keys."""
         return self.bus.keys
 
-    @property
-    def format(self) -> int:
-        """The run's wire format."""
-        return self.bus.format
-
     def use_spec(self, spec: Spec) -> None:
         """As the bus."""
         self.bus.use_spec(spec)

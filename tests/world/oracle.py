@@ -174,7 +174,7 @@ class Oracle:
     def _phase(self) -> Phase | None:
         """Of the run, as the bus has it."""
         state = self._store.values.get(self._keys.state)
-        found = stored_values.decode_state(state.get(b"blob"), 1) if isinstance(state, dict) else None
+        found = stored_values.decode_state(state.get(b"blob")) if isinstance(state, dict) else None
         return None if found is None else found.phase
 
     def draining(self) -> None:
@@ -577,7 +577,7 @@ class Oracle:
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))
-            decoded = stored_values.decode_head(p, head, 1) if isinstance(head, dict) else None
+            decoded = stored_values.decode_head(p, head) if isinstance(head, dict) else None
             if decoded is not None:
                 needed |= {
                     decoded.payload,

@@ -6,6 +6,7 @@ from typing import Any
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.messages.shards import ClaimedShard, Shard
+from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.testing.memory_store import Stream
 from tests.world.link import Link
 from tests.world.plan import BLOCKS, SHARD_BLOCKS
@@ -51,7 +52,7 @@ class Shards:
     def check(self) -> None:
         """What left the queue was read; all else of the epochs queued so far is still there."""
         queue, epochs = self._queue(), self._store.values.get(self._keys.shard_epoch)
-        waiting = [stored_values.decode_shard(data, 1) for data in queue.data] if queue else []
+        waiting = [decode(Shard, data) for data in queue.data] if queue else []
         there = {(shard.epoch, shard.index) for shard in waiting}
         for epoch in range(self._epochs_lost, int(epochs) if isinstance(epochs, bytes) else 0):
             for index, start in enumerate(range(0, BLOCKS, SHARD_BLOCKS)):

@@ -109,7 +109,6 @@ class Publishing:
         sync, elements = self._syncs[base.fragment], member.layout.fragments[base.fragment].elements
         report = await self._reporting.write()
         header = DeltaHeader(
-            format=member.spec.format,
             learner=member.learner,
             incarnation=member.incarnation,
             fragment=base.fragment,

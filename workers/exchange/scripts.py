@@ -17,7 +17,7 @@ TELL_AGAIN_S = 1200.0
 
 
 class Scripts:
-    """Of one learner's release, as it has last found them."""
+    """The scripts on Redis as one learner last found them."""
 
     def __init__(self, bus: RedisBus, learner: str) -> None:
         self._bus, self._learner = bus, learner
@@ -27,7 +27,7 @@ class Scripts:
         self._log: Any = structlog.get_logger().bind(learner=learner)
 
     async def look(self) -> None:
-        """See whether they are there; if that has changed, add an event to the run.
+        """Check that they are there; if that has changed, add an event to the run.
 
         Raises:
             ScriptsMissing: they are not.

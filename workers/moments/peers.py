@@ -94,7 +94,7 @@ class Peers:
                 log.info("moments_not_offered", learner=self._learner, waited_s=round(now - began, 1))
                 return None
             if board.wish is None:
-                wish = MomentsWish(format=self._bus.format, learner=self._learner, kind=self._kind)
+                wish = MomentsWish(learner=self._learner, kind=self._kind)
                 await self._bus.ask_moments(wish, WISH_TTL_S)
             await asyncio.sleep(POLL_S)
 
@@ -171,7 +171,6 @@ class Peers:
                         key = self._bus.keys.moments_payload(p, name, nonce)
                         await push(self._bus, key, flat, self._chunk_bytes, PAYLOAD_TTL_S)
                 offer = MomentsOffer(
-                    format=self._bus.format,
                     learner=self._learner,
                     nonce=nonce,
                     layout=self._layout.digest,

@@ -29,9 +29,9 @@ from diloco.pipeline.files.replacing import TEMPORARY, digested, replace
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import file_sha256
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.formats import complaint
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.messages.wire import Count, Digest, Message, PartyId, Text
+from diloco.pipeline.wrong_values import complaint
 from diloco.workers.background import BackgroundThread
 from diloco.workers.moments.moments import Float32, Moments, check, of_moment, slots
 

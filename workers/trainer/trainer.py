@@ -7,7 +7,7 @@ from functools import partial
 import structlog
 import torch
 
-from diloco.pipeline.agreement import agree, check_format
+from diloco.pipeline.agreement import agree
 from diloco.pipeline.errors import DilocoError, RankGone, SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
@@ -55,10 +55,9 @@ def follow(settings: LearnerProcess, spec: Spec) -> LearnerProcess:
     of a model of transformers, since its config must.
 
     Raises:
-        SpecMismatch: something else was asked for; shows each difference. Or what the run's wire format does not have.
+        SpecMismatch: something else was asked for; shows each difference.
         UsageError: no such model.
     """
-    check_format(settings, spec)
     settings = agree(settings, spec.sync.model_dump(), SyncSettings)
     elsewhere = {"data"}
     if "model" in settings.model_fields_set and lies_elsewhere(settings.model, spec.trainer.get("model")):

@@ -52,22 +52,14 @@ def script(name: str) -> Script:
     """A script of the `lua` folder behind the common prelude."""
     folder = resources.files(__package__) / "lua"
     text = (folder / "_prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
-    return Script(text, _sha(text))
+    return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 @cache
-def scripts() -> tuple[tuple[Script, ...], tuple[Script, ...]]:
-    """All of this release; and, where they have changed since, those of the release before."""
-    folder = resources.files(__package__) / "lua"
-    names = sorted(path.name for path in folder.iterdir())
-    own = tuple(script(name[:-4]) for name in names if name.endswith(".lua") and not name.startswith("_"))
-    earlier = folder / "earlier"
-    texts = sorted(path.read_text() for path in earlier.iterdir()) if earlier.is_dir() else []
-    return own, tuple(Script(text, _sha(text)) for text in texts)
-
-
-def _sha(text: str) -> str:
-    return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+def scripts() -> dict[str, Script]:
+    """All scripts by name."""
+    names = sorted(path.name for path in (resources.files(__package__) / "lua").iterdir())
+    return {name[:-4]: script(name[:-4]) for name in names if name.endswith(".lua") and not name.startswith("_")}
 
 
 def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
@@ -186,19 +178,17 @@ class RedisCalls:
         return self.answer(reply)
 
     async def ensure_scripts(self, nodes: Collection[HostPort | None] | None = None) -> None:
-        """See that nodes have all scripts, and load those that are missing, for all parties: some users may not.
+        """Load the scripts that nodes lack, for all parties: some users may not load any.
 
-        A server that was restarted has none, and a replica none of its primary's. Those of the release before are seen
-        to as well, for its learners: they may not load theirs, and its syncers may be gone.
+        A server that was restarted has none, and a replica none of its primary's.
 
         nodes: None: all that hold keys. Those that are away are passed over.
 
         Raises:
-            ScriptsMissing: one lacks some of this release, and this user may not load them.
+            ScriptsMissing: one lacks some, and this user may not load them.
             DilocoError: none of them answers.
         """
-        own, earlier = scripts()
-        listed = [*own, *earlier]
+        listed = list(scripts().values())
         try:
             told = await self.everywhere("SCRIPT EXISTS", *(one.sha for one in listed), at=nodes)
         except NotPermitted:  # who runs no script, or a few: it is told at the call
@@ -212,8 +202,7 @@ class RedisCalls:
                     for one in missing:
                         await client.execute_command("SCRIPT LOAD", one.text)
             except NotPermitted:
-                if not set(own).isdisjoint(missing):
-                    raise scripts_missing(self._lanes.where(node)) from None
+                raise scripts_missing(self._lanes.where(node)) from None
             except BusUnavailable:  # it was there a moment ago
                 continue
 

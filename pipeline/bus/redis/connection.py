@@ -10,7 +10,6 @@ from diloco.pipeline.bus.ports import BusInfo, Connection
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.wire import FORMAT
 
 WARN_S = 60.0
 """Between two warnings of the same."""
@@ -21,20 +20,19 @@ class RedisConnection(Connection):
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         self.keys = RunKeys(run)
-        self.format = FORMAT
         self._fragments = 0
         self._redis = calls
         self._warned_s: dict[str, float] = {}
 
     def use_spec(self, spec: Spec) -> None:
-        self.keys, self.format = RunKeys(self.keys.run, spec.sync.groups), spec.format
+        self.keys = RunKeys(self.keys.run, spec.sync.groups)
         self._fragments = spec.sync.fragments
 
     async def info(self) -> BusInfo:
         return await self._redis.info()
 
     async def ensure_scripts(self) -> None:
-        """See that the servers have this release's scripts, and load what is missing, where this user may.
+        """Check that the servers have all scripts; load what is missing, where this user may.
 
         Raises:
             ScriptsMissing: some are missing, and it may not.

@@ -23,7 +23,6 @@ from diloco.pipeline.errors import (
     ScriptsMissing,
     UsageError,
 )
-from diloco.pipeline.messages.formats import LATER
 
 _CODE = re.compile(r"(?:^|[-\s])([A-Z]{3,}) ")
 """Of an error that redis-py has not read: of a script, or of our own reader."""
@@ -135,12 +134,9 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
     return BusUnavailable(f"Redis at {where}: {found}", remedy, text.rstrip(".") or type(error).__name__)
 
 
-def unlink(key: str, said: str = "") -> str:
-    """What to do about a key of the run that has what no party of it writes; of a later release's, nothing.
-
-    said: what is wrong with it.
-    """
-    return "" if LATER in said else f"have it deleted (UNLINK '{key}'): what belongs there is put back"
+def unlink(key: str) -> str:
+    """What to do about a key of the run that has what no party of it writes."""
+    return f"have it deleted (UNLINK '{key}'): what belongs there is put back"
 
 
 def _code(error: BaseException, text: str) -> str:
@@ -153,9 +149,9 @@ def _code(error: BaseException, text: str) -> str:
 def scripts_missing(where: str) -> ScriptsMissing:
     """What a party is told that may not load the scripts that it calls."""
     return ScriptsMissing(
-        f"Redis at {where} does not have all scripts of this release, and this user may not load them",
-        "a syncer of this release loads them within seconds, as after each restart of Redis; if none is there, start a "
-        "syncer of this release (`diloco --version` here says which), or replace one by it: then it goes on by itself",
+        f"Redis at {where} does not have all scripts, and this user may not load them",
+        "a syncer loads them within seconds, as after each restart of Redis; if none is there, start one: then this "
+        "party goes on by itself",
     )
 
 

@@ -61,7 +61,7 @@ class RedisOffers(RedisConnection, Offers):
         group = self.keys.group(p)
         keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
         outdone = [stored_values.parse_offer_id(renews)[1]] if renews else []
-        data = encode(header, self.format)
+        data = encode(header)
         (at,) = await self._redis.script("offer", keys, learner, data, *outdone)
         return stored_values.offer_id(learner, at.decode(), data)
 
@@ -89,9 +89,7 @@ class RedisOffers(RedisConnection, Offers):
             if found or not came or now() >= until:
                 of = {streams[key][0]: entries for key, entries in found.items()}
                 return [
-                    stored_values.decode_offer(fragment, name, at, data, self.format)
-                    for name in sorted(of)
-                    for at, data in of[name]
+                    stored_values.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]
                 ]
 
     async def _senders_now(self, group: int, waits: bool) -> tuple[str | None, list[bytes]]:
@@ -219,9 +217,9 @@ class RedisHeads(RedisConnection, Heads):
 
     def _decoded(self, fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
         try:
-            return stored_values.decode_head(fragment, fields, self.format)
+            return stored_values.decode_head(fragment, fields)
         except BadMessage as error:
-            raise BadMessage(error.found, unlink(self.keys.head(fragment), error.said), error.said) from error
+            raise BadMessage(error.found, unlink(self.keys.head(fragment)), error.said) from error
 
 
 class RedisTape(RedisConnection, Tape):
@@ -247,9 +245,7 @@ class RedisTape(RedisConnection, Tape):
         )
         if away is not None and silent:
             away |= {groups[key] for key in silent}
-        return [
-            TapeEntry(groups[key], at, decode_tape(data, self.format)) for key, entries in found for at, data in entries
-        ]
+        return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
 
     async def trim_tape(self, group: int, before: str) -> None:
         stored_values.entry_id(before)
@@ -318,7 +314,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         """
         found = await self._redis.command("HMGET", self.keys.head(p), *stored_values.NAMED)
         named = [value or b"" for value in found]
-        replaced, old_momentum = stored_values.replaced_by(of, named, self.format)
+        replaced, old_momentum = stored_values.replaced_by(of, named)
         version, digest = of.expected or ("", b"")
         step.fields |= {
             "was": {"version": str(version), "digest": digest, **dict(zip(stored_values.NAMED, named, strict=True))},
@@ -334,17 +330,17 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         self._headers(step, p, commit.entries)
         await self._name_payloads(step, p, commit, [*commit.delta_payloads, *commit.retired])
         step.fields |= {
-            "set": [part for pair in stored_values.head_fields(commit, self.format).items() for part in pair],
+            "set": [part for pair in stored_values.head_fields(commit).items() for part in pair],
             "merged_deltas": str(len(commit.record.contributions)),
             "merged_tokens": str(commit.merged_tokens),
-            "record": encode(commit.record, self.format),
+            "record": encode(commit.record),
         }
         await self._redis.script("commit", *step.call())
 
     async def republish(self, fragment: int, anew: Republication) -> None:
         step = _Step(self._owned(fragment), anew.nonce)
         await self._name_payloads(step, fragment, anew, ())
-        step.fields["set"] = [part for pair in stored_values.payload_fields(anew, self.format).items() for part in pair]
+        step.fields["set"] = [part for pair in stored_values.payload_fields(anew).items() for part in pair]
         await self._redis.script("republish", *step.call())
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
@@ -358,7 +354,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
                 {"field": stored_values.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
             ],
             "gone": step.places(refusal.delta_payloads),
-            "records": [encode(record, self.format) for record in refusal.records],
+            "records": [encode(record) for record in refusal.records],
         }
         await self._redis.script("refuse", *step.call())
 
@@ -370,5 +366,5 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         window: WindowView,
         record: WindowChanged | Rewound | None,
     ) -> None:
-        args = (nonce, *expected, encode(window, self.format), encode(record, self.format) if record else "")
+        args = (nonce, *expected, encode(window), encode(record) if record else "")
         await self._redis.script("write_window", self._owned(fragment), *args)

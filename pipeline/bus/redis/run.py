@@ -58,25 +58,23 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
         return await self._redis.script("replace_spec", [self.keys.spec], spec, instead_of) == [1]
 
     async def write_state(self, state: RunState) -> RunState:
-        (blob,) = await self._redis.script(
-            "write_state", [self.keys.state], state.phase.rank, encode(state, self.format)
-        )
-        return decode(RunState, blob, format=self.format)
+        (blob,) = await self._redis.script("write_state", [self.keys.state], state.phase.rank, encode(state))
+        return decode(RunState, blob)
 
     async def begin_again(self, state: RunState) -> bool:
         ranks = Phase.FINISHED.rank, state.phase.rank
-        return await self._redis.script("begin_again", [self.keys.state], *ranks, encode(state, self.format)) == [1]
+        return await self._redis.script("begin_again", [self.keys.state], *ranks, encode(state)) == [1]
 
     async def read_state(self) -> RunState | None:
         blob = await self._redis.command("HGET", self.keys.state, "blob")
-        return _state(blob, self.format, self.keys.state)
+        return _state(blob, self.keys.state)
 
 
-def _state(blob: bytes | None, format: int, key: str) -> RunState | None:
+def _state(blob: bytes | None, key: str) -> RunState | None:
     try:
-        return stored_values.decode_state(blob, format)
+        return stored_values.decode_state(blob)
     except BadMessage as error:
-        raise BadMessage("the run's state is unreadable", unlink(key, str(error)), str(error)) from error
+        raise BadMessage("the run's state is unreadable", unlink(key), str(error)) from error
 
 
 class RedisReports(RedisConnection, Reports):
@@ -90,17 +88,13 @@ class RedisReports(RedisConnection, Reports):
         keys = [self.keys.learners, self.keys.seen, self.keys.state, self.keys.holder(report.learner)]
         name = f"{report.learner}/{report.incarnation}"
         holder = (report.generation, stored_reports.holder(report))
-        (blob,) = await self._redis.script(
-            "write_report", keys, name, encode(report, self.format), report.number, *holder
-        )
-        return _state(blob, self.format, self.keys.state)
+        (blob,) = await self._redis.script("write_report", keys, name, encode(report), report.number, *holder)
+        return _state(blob, self.keys.state)
 
     async def put_back_report(self, seen: SeenReport) -> None:
         name = f"{seen.report.learner}/{seen.report.incarnation}"
         keys = [self.keys.learners, self.keys.seen]
-        await self._redis.script(
-            "put_back_report", keys, name, encode(seen.report, self.format), int(seen.age_s * 1000)
-        )
+        await self._redis.script("put_back_report", keys, name, encode(seen.report), int(seen.age_s * 1000))
 
     async def read_reports(self) -> list[SeenReport]:
         now_ms, reports, seen = await self._stored()
@@ -110,7 +104,7 @@ class RedisReports(RedisConnection, Reports):
             with suppress(NotPermitted, Oversized):  # a syncer may, and does it the next time
                 await self._redis.delete(self.keys.seen, late)
                 reports = await self._without_surplus(reports, seen, large)
-        return stored_reports.seen_reports(now_ms, reports, seen, self.format, self._known)
+        return stored_reports.seen_reports(now_ms, reports, seen, self._known)
 
     async def _stored(self) -> tuple[int, Mapping[bytes, bytes], Mapping[bytes, bytes]]:
         """The server's time, ms, reports, and when they came."""
@@ -148,7 +142,7 @@ class RedisReports(RedisConnection, Reports):
             held = await self._redis.many(("GETRANGE", self.keys.holder(learner), 0, 64) for learner in learners)
             holders = dict(zip(learners, held, strict=True))
             surplus = stored_reports.surplus_reports
-            gone |= await asyncio.to_thread(surplus, kept, holders, self._fragments, self.format)
+            gone |= await asyncio.to_thread(surplus, kept, holders, self._fragments)
             kept = {name: blob for name, blob in kept.items() if name not in gone}
         await self._redis.delete(self.keys.learners, gone)
         # Asked anew: a report may have come between the reading of the two hashes.
@@ -163,7 +157,7 @@ class RedisRunLogs(RedisConnection, RunLogs):
     """Two capped streams."""
 
     async def _add(self, key: str, message: Message, cap: int) -> None:
-        await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message, self.format))
+        await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message))
 
     async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
         """One that cannot be read is as good as none: any learner may write there."""
@@ -173,7 +167,7 @@ class RedisRunLogs(RedisConnection, RunLogs):
             read: list[tuple[str, T]] = []
             for at, data in entries:
                 with suppress(BadMessage):
-                    read.append((at, decode(kind, data, format=self.format)))
+                    read.append((at, decode(kind, data)))
             if read or not entries:
                 return read
             after = entries[-1][0]
@@ -214,14 +208,14 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
         keys = [self.keys.init_claim, self.keys.initial]
-        args = upload.nonce, encode(upload, self.format), to_ms(ttl_s)
+        args = upload.nonce, encode(upload), to_ms(ttl_s)
         return await self._redis.script("announce", keys, *args) == [1]
 
     async def read_initial(self) -> InitialUpload | None:
         key = self.keys.initial
         with suppress(Oversized):
             (blob,) = await self._redis.at_one_node([("GET", key)], key, 2 * InitialUpload.max_bytes)
-            return stored_values.readable(InitialUpload, blob, self.format)
+            return stored_values.readable(InitialUpload, blob)
         return None
 
 
@@ -229,17 +223,17 @@ class RedisMomentsExchange(RedisConnection, MomentsExchange):
     """Wish, claim and offer are strings that expire."""
 
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
-        await self._redis.script("ask", [self.keys.moments_wish], encode(wish, self.format), to_ms(ttl_s))
+        await self._redis.script("ask", [self.keys.moments_wish], encode(wish), to_ms(ttl_s))
 
     async def read_moments(self) -> MomentsBoard:
         keys = [self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer]
         most_bytes = MomentsWish.max_bytes, MomentsOffer.max_bytes
         found = await self._redis.script("read_moments", keys, to_ms(stored_values.MOMENTS_S), *most_bytes)
-        return stored_values.moments_board(self.format, *found)
+        return stored_values.moments_board(*found)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
         return await self._claim(self.keys.moments_claim, nonce, ttl_s, shared=True)
 
     async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
         keys = [self.keys.moments_claim, self.keys.moments_offer, self.keys.moments_wish, self.keys.moments_claim]
-        return await self._redis.script("announce", keys, offer.nonce, encode(offer, self.format), to_ms(ttl_s)) == [1]
+        return await self._redis.script("announce", keys, offer.nonce, encode(offer), to_ms(ttl_s)) == [1]

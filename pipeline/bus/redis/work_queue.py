@@ -8,7 +8,7 @@ from diloco.pipeline.bus.redis.calls import pairs, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
-from diloco.pipeline.payload.codec import encode
+from diloco.pipeline.payload.codec import decode, encode
 
 
 class RedisWorkQueue(RedisConnection, WorkQueue):
@@ -19,16 +19,14 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
         return [self.keys.shards, self.keys.shard_positions, self.keys.shard_epoch]
 
     async def propose_data_order(self, order: DataOrder) -> DataOrder:
-        return stored_values.decode_data_order(
-            await self._propose(self.keys.data_order, encode(order, self.format)), self.format
-        )
+        return decode(DataOrder, await self._propose(self.keys.data_order, encode(order)))
 
     async def read_data_order(self) -> DataOrder | None:
         held = await self._redis.command("GET", self.keys.data_order)
-        return None if held is None else stored_values.decode_data_order(held, self.format)
+        return None if held is None else decode(DataOrder, held)
 
     async def _put_shards(self, before: int, after: int, empty: bool, shards: Iterable[tuple[Shard, int]]) -> bool:
-        pairs = (part for shard, position in shards for part in (encode(shard, self.format), position))
+        pairs = (part for shard, position in shards for part in (encode(shard), position))
         return await self._redis.script("put_shards", self._queue, before, after, int(empty), *pairs) == [1]
 
     async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
@@ -47,9 +45,7 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
             return None
         at, blob, position = found
         position = stored_values.decode_count("shard position", position)
-        return ClaimedShard(
-            entry_id=at.decode(), shard=stored_values.decode_shard(blob, self.format), position=position
-        )
+        return ClaimedShard(entry_id=at.decode(), shard=decode(Shard, blob), position=position)
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
         stored_values.entry_id(entry_id)
@@ -65,9 +61,7 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
     async def read_shards(self) -> ShardQueue:
         epochs, entries, positions = await self._redis.script("read_shards", self._queue)
         found = ((at.decode(), fields[1]) for at, fields in entries)
-        return stored_values.shard_queue(
-            stored_values.decode_count("shard epoch", epochs), found, pairs(positions), self.format
-        )
+        return stored_values.shard_queue(stored_values.decode_count("shard epoch", epochs), found, pairs(positions))
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         if not await self._put_shards(0, queue.epochs, True, queue.open):
