@@ -261,13 +261,7 @@ def layout_of(tensors: Iterable[TensorSpec]) -> Layout:
     members: dict[int, list[TensorSpec]] = {}
     for tensor in table:
         members.setdefault(tensor.fragment, []).append(tensor)
-    # What is said of few tensors only is added to these, so that all others keep the digest that they always had.
-    described = msgpack.packb(
-        [
-            (t.name, t.shape, t.dtype, t.rule, t.fragment, *(t.matrix,) * t.matrix, *(t.rows,) * (t.rows is not None))
-            for t in table
-        ]
-    )
+    described = msgpack.packb([(t.name, t.shape, t.dtype, t.rule, t.fragment, t.matrix, t.rows) for t in table])
     fragments = tuple(FragmentLayout(p, _in_a_row(members[p])) for p in sorted(members))
     return Layout(fragments, digest_of(described))
 

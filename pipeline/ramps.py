@@ -27,7 +27,7 @@ def interval_at(sync: SyncSpec, version: int) -> int:
 
 
 def interval_in_force(sync: SyncSpec, version: int, told: int) -> int:
-    """The interval of a base: what its head says, or as planned, if that says 0 (installed, or by an earlier build)."""
+    """The interval of a base: what its head says, or as planned, if that says 0 (installed)."""
     return told or interval_at(sync, version)
 
 

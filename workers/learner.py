@@ -68,7 +68,7 @@ class TorchModel:
 
     def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
         """As `Proposed`."""
-        return tensor_table(self._model, sync, held)
+        return tensor_table(self._model, sync)
 
     def frozen(self) -> tuple[tuple[str, bytes], ...]:
         """As `Proposed`."""

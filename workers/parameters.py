@@ -5,7 +5,7 @@ device, and are one memory copy on a CPU. `Snapshot.numpy` is the exchange threa
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -73,21 +73,15 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return trained
 
 
-def tensor_table(
-    model: nn.Module, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()
-) -> tuple[TensorSpec, ...]:
+def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
     """The model's tensors as the spec lists them: trained ones in `named_parameters` order, then averaged buffers.
 
-    What has no room in a fragment is there in parts (`fragments.level`), an untied output head among it. In a run that
-    an earlier build has begun all are whole, and stay so.
-
-    held: the run's table, where there is one.
+    What has no room in a fragment is there in parts (`fragments.level`), an untied output head among it.
 
     Raises:
         UsageError: as `whole_tensors`.
     """
-    whole = whole_tensors(model, sync)
-    return whole if whole == tuple(held) else level(whole, _heads(model))
+    return level(whole_tensors(model, sync), _heads(model))
 
 
 def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:

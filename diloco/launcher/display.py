@@ -46,7 +46,7 @@ def merged_share(shares: MergedShare) -> str:
     if shares["since_start"] is None or shares["pending"] is None:
         return "-"
     more = [f"{shares['pending']:.0%} pending"] if shares["pending"] >= 0.005 else []
-    if shares["recent"] is not None and not shares.get("recent_is_all"):  # a report of an earlier build lacks it
+    if shares["recent"] is not None and not shares["recent_is_all"]:
         more.append(f"{shares['recent']:.0%} in the last {duration(shares['recent_s'])}")
     return f"{shares['since_start']:.0%}" + (f" ({', '.join(more)})" if more else "")
 

@@ -204,8 +204,7 @@ def _link(file: str, target: str) -> None:
 
 def output_of(checkpoint: Path) -> Folder:
     """The output folder that a checkpoint lies in, if it lies in one."""
-    checkpoints = checkpoint.parent  # of an earlier build
-    return Folder((checkpoints if checkpoints.name == "checkpoints" else checkpoints.parent).parent)
+    return Folder(checkpoint.parent.parent.parent)
 
 
 def choose(settings: RunProcess) -> Folder:

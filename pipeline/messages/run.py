@@ -142,11 +142,11 @@ class RunState(Message):
     """Trained tokens of all learners, earlier parts of a resumed run included."""
     base_tokens: Count
     """Of those, tokens trained before this run was resumed."""
-    base_merged: Count | None = None
-    """Of these, tokens merged; None: not known, or nothing was resumed."""
+    base_merged: Count = 0
+    """Of these, tokens merged."""
     base_overwritten: TokenElements = 0
     base_rejected: TokenElements = 0
-    """Of the earlier parts, both in token-elements; 0 too where an earlier build has not said."""
+    """Of the earlier parts, both in token-elements."""
     budget_tokens: Count
     started_unix_s: UnixSeconds
     reason: Text
@@ -154,7 +154,7 @@ class RunState(Message):
     """Once finished: (version, digest) of every fragment."""
     samples: Samples = ()
     liveness_s: Seconds | None = None
-    """A learner not heard from for this long is not waited for; None: an earlier build has not said."""
+    """A learner not heard from for this long is not waited for; None: the lead has not said yet."""
     checkpoint: Annotated[str, Field(pattern=r"^(checkpoint-[0-9]{1,19}-[0-9a-f]{8})?$")] = ""
     """Name of the checkpoint that was begun last: syncers save their fragments in a folder of this name."""
     problem: Text = ""

@@ -275,7 +275,7 @@ def _tokens(
         unpublished = sum(max(0, one.tokens * total - one.overwritten - one.published) for one in dead) // total
         earlier_lost = sum(earlier) // total
     # What a checkpoint lacked of what was trained before it will not come any more.
-    before = 0 if state is None or state.base_merged is None else max(0, base - state.base_merged - earlier_lost)
+    before = 0 if state is None else max(0, base - state.base_merged - earlier_lost)
     rest = max(0, tokens - merged - overwritten - rejected)
     finished = state is not None and state.phase is Phase.FINISHED
     died = rest if finished else min(rest, unpublished + before)

@@ -22,7 +22,6 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.transfer.global_format import OuterState
 from diloco.pipeline.wrong_values import complaint
-from diloco.syncer.checkpoints.earlier import EarlierFiles
 from diloco.syncer.checkpoints.manifest import (
     CHECKPOINT,
     GLOBALS,
@@ -33,8 +32,8 @@ from diloco.syncer.checkpoints.manifest import (
     SavedState,
     pieces,
 )
-from diloco.syncer.checkpoints.places import Folder, Place, place_of
-from diloco.syncer.checkpoints.saving import began, is_run_folder, read_latest
+from diloco.syncer.checkpoints.places import Place, place_of
+from diloco.syncer.checkpoints.saving import is_run_folder, read_latest
 
 READS = 3
 """Newer checkpoints that are tried in the place of one that was dropped as it was read."""
@@ -87,22 +86,12 @@ class Checkpoint:
         """Of the spec's tensors."""
         return layout_of(self.spec.tensors)
 
-    @cached_property
-    def _earlier(self) -> EarlierFiles | None:
-        if self.saved.format > 2:
-            return None
-        if not isinstance(self.folder, Folder):
-            raise UsageError(f"{self.folder} is of an earlier build, whose checkpoints are read from folders only")
-        return EarlierFiles(self.folder.path, self.saved)
-
     def fragment(self, p: int) -> tuple[Float32, OuterState]:
         """Values (elements,) and outer state (what is absent: all zeros) of one fragment, checked.
 
         Raises:
             UsageError: naming the file and what is wrong with it.
         """
-        if self._earlier is not None:
-            return self._earlier.fragment(self.layout.fragments[p])
         saved, elements = self.fragments[p], self.layout.fragments[p].elements
         file = f"{self.folder}/{saved.file}"
         data = _read(self.folder, saved.file)
@@ -127,8 +116,6 @@ class Checkpoint:
             )
         for p in range(len(self.fragments)):
             self.fragment(p)
-        if self._earlier is not None:
-            self._earlier.check_sums()
 
     def tensors(self) -> dict[str, Tensor]:
         """The global parameters by name, each read when asked for; the fragment that was read last stays in memory."""
@@ -214,27 +201,21 @@ def find_checkpoint(place: str | Path) -> Place:
 
 
 def runs_in(place: Place) -> list[Place]:
-    """Folders of the runs that have saved something in a place; itself, if it is a run's or an earlier build's.
+    """Folders of the runs that have saved something in a place; itself, if it is a run's.
 
     Raises:
         OSError: the place cannot be read.
     """
     names = place.names()
-    folders = [place] if LATEST in names else []
-    return folders + [run for run in map(place.below, sorted(filter(is_run_folder, names))) if LATEST in run.names()]
+    if LATEST in names:
+        return [place]
+    return [run for run in map(place.below, sorted(filter(is_run_folder, names))) if LATEST in run.names()]
 
 
 def _only(runs: list[Place], place: Place) -> Place:
-    if len(runs) > 1 and runs[0] is place:  # of an earlier build; the run may have gone on since, in its own folder
-        end = began(open_checkpoint(_newest(place)).state)
-        if any(str(run).endswith(end) for run in runs):
-            runs = runs[1:]
     if len(runs) > 1:
-        newest = [next(iter(read_latest(run)), "empty") for run in runs]
-        told = (f"{run}/{name}" if run is place else f"{run} ({name})" for run, name in zip(runs, newest, strict=True))
-        raise UsageError(
-            f"{place} has checkpoints of {len(runs)} runs; name the folder of the one you mean: {', '.join(told)}"
-        )
+        told = ", ".join(f"{run} ({next(iter(read_latest(run)), 'empty')})" for run in runs)
+        raise UsageError(f"{place} has checkpoints of {len(runs)} runs; name the folder of the one you mean: {told}")
     return runs[0]
 
 
@@ -262,8 +243,7 @@ def open_checkpoint(folder: Place) -> Checkpoint:
         saved = SavedState.model_validate_json(data)
     except ValidationError as error:
         raise UsageError(f"{folder}/{STATE_FILE}: {complaint(error)}") from error
-    if saved.format > 2:
-        _check_manifest(folder, saved, data)
+    _check_manifest(folder, saved, data)
     return Checkpoint(folder, saved)
 
 

@@ -11,8 +11,7 @@
         state.json                              `SavedState`, the manifest, written last: it makes the files one
 
 A fragment's file is immutable, and named by what is in it. So any syncer may write any of them at any time, twice too,
-and the manifest picks one of each fragment. Formats 1 and 2 (`earlier`) had files of the whole model instead. Earlier
-builds had `latest` and the checkpoints of all runs in the place itself.
+and the manifest picks one of each fragment.
 """
 
 import re
@@ -55,23 +54,23 @@ class SavedFragment(Message):
     merged_deltas: Count
     merged_tokens: Count
     rejected_tokens: Count
-    file: Annotated[str, Field(pattern=r"^(fragment-[0-9]{4,}-[0-9]+-[0-9a-f]{16}\.safetensors)?$")] = ""
-    sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
-    """Of that file; both are "" in formats 1 and 2."""
+    file: Annotated[str, Field(pattern=r"^fragment-[0-9]{4,}-[0-9]+-[0-9a-f]{16}\.safetensors$")]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    """Of that file."""
 
 
 class SavedState(Message):
     """state.json (bytes as hex)."""
 
-    format: Literal[1, 2, 3] = 3
+    format: Literal[1] = 1
     spec: Spec
     run: RunState
     overwritten: TokenElements
     """Sum of the learners' reports (token-elements), without what was resumed."""
     fragments: tuple[SavedFragment, ...]
     shards: ShardQueue
-    data_order: DataOrder | None = None
-    """What the shards are of; None: no learner has said, or an earlier build has not saved it."""
+    data_order: DataOrder | None
+    """What the shards are of; None: no learner has said."""
 
 
 def fragment_name(fragment: int, version: int, digest: bytes) -> str:

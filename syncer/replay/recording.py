@@ -52,11 +52,9 @@ M = TypeVar("M", bound=Message)
 class MergeHeader(Message):
     """One merge. Arrays that follow: directions (tensors,) and norms (contributions, tensors), float64; the
     orthogonalised step (matrix elements,) float32, if there is one; the deltas.
-
-    Format 1 was summed with weights that had been normalised before, which gives other bits.
     """
 
-    format: Literal[2] = 2
+    format: Literal[1] = 1
     fragment: FragmentId
     version: Version
     digest: Digest

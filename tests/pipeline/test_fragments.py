@@ -1,6 +1,5 @@
 """The layout: every tensor once, balanced, and the same for everybody."""
 
-import msgpack
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +7,6 @@ from pydantic import ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import balance, fragments_of, layout_of
-from diloco.pipeline.payload.codec import digest_of
 from tests import samples
 
 tables = st.dictionaries(st.text(min_size=1, max_size=8), st.integers(1, 10**6), min_size=1, max_size=40)
@@ -95,28 +93,20 @@ def test_slots_follow_the_table_without_gaps():
 
 
 def test_the_digest_tells_layouts_apart():
-    """Any difference in name, shape, dtype, rule, fragment or order is seen; equal tables have equal digests."""
+    """Any difference in what a table says is seen, its order too; equal tables have equal digests."""
     table = (samples.tensor("a", (2, 3)), samples.tensor("b", (6,), 1))
     changed = [
         (table[0].model_copy(update={"name": "x"}), table[1]),
         (table[0].model_copy(update={"shape": (3, 2)}), table[1]),
         (table[0].model_copy(update={"dtype": "bfloat16"}), table[1]),
         (table[0].model_copy(update={"rule": "mean"}), table[1]),
+        (table[0].model_copy(update={"matrix": True}), table[1]),
         (table[0].model_copy(update={"fragment": 1}), table[1].model_copy(update={"fragment": 0})),
         (table[1], table[0]),
     ]
     digests = {layout_of(t).digest for t in (table, *changed)}
     assert len(digests) == 1 + len(changed)
     assert layout_of(list(table)).digest == layout_of(table).digest
-
-
-def test_only_tables_that_tell_of_matrices_have_another_digest_than_they_always_had():
-    """Checkpoints and deltas of earlier builds hold the digest; of what an outer step does to a tensor it must tell."""
-    table = [samples.tensor("a", (2, 3)), samples.tensor("b", (4,))]
-    always = msgpack.packb([(t.name, t.shape, t.dtype, t.rule, t.fragment) for t in table])
-    assert layout_of(table).digest == digest_of(always)
-    told = [table[0].model_copy(update={"matrix": True}), table[1]]
-    assert layout_of(told).digest != layout_of(table).digest
 
 
 @pytest.mark.parametrize("shape", [(6,), (6, 1), (1, 6), (2, 3, 2), ()])

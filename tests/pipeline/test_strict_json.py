@@ -74,7 +74,6 @@ def test_nothing_else_writes_json() -> None:
 
 
 def test_a_status_of_a_run_that_diverged_is_json(tmp_path: Path, capsys):
-    """Also of one that an earlier build left."""
     lost = {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0}
     sums = {"tokens": 0, "merged_tokens": 0, "tokens_lost": lost, "outer_steps": 0, "wall_s": 1.0}
     report = {

@@ -92,29 +92,6 @@ def file_of(folder: Path, fragment: int) -> Path:
     return found
 
 
-def as_earlier(folder: Path, format: int = 2) -> Path:
-    """The same checkpoint as earlier builds wrote it, in a folder beside it that takes its place."""
-    found = load_checkpoint(folder)
-    files: dict[str, dict[str, np.ndarray]] = {"globals": {}}
-    for p, fragment in enumerate(found.layout.fragments):
-        values, state = found.fragment(p)
-        for name, vector in {"globals": values, **state}.items():
-            for slot in fragment.slots:
-                one = vector[slot.start : slot.stop].reshape(slot.tensor.shape)
-                files.setdefault(name, {})[slot.tensor.name] = one
-    told = json.loads((folder / "state.json").read_text()) | {"format": format}
-    for one in told["fragments"]:
-        del one["file"], one["sha256"]
-    shutil.rmtree(folder)
-    folder.mkdir()
-    for name, tensors in files.items():
-        safetensors.numpy.save_file(tensors, folder / f"{name}.safetensors")
-    (folder / "state.json").write_text(json.dumps(told))
-    if format > 1:
-        write_sums(folder)
-    return folder
-
-
 def restore(checkpoint: Checkpoint, spec: Spec, bus: MemoryBus | None = None) -> MemoryBus:
     async def main() -> MemoryBus:
         empty = bus or MemoryBus("again", VirtualClock())
@@ -252,13 +229,11 @@ def test_kinds_of_lost_tokens_outlast_any_number_of_resumes(tmp_path):
     assert load_checkpoint(tmp_path).state.tokens == 3000
 
 
-def test_a_checkpoint_of_a_build_that_saved_no_data_order_leaves_it_to_the_learners(tmp_path):
-    """It is loaded as before; the order that the first learner proposes stands."""
+def test_a_checkpoint_without_a_data_order_leaves_it_to_the_learners(tmp_path):
+    """The order that the first learner proposes stands."""
     (path,) = save(tmp_path)
-    as_earlier(path)
     state = json.loads((path / "state.json").read_text())
-    del state["data_order"]
-    (path / "state.json").write_text(json.dumps(state))
+    (path / "state.json").write_text(json.dumps(state | {"data_order": None}))
     write_sums(path)
     checkpoint = load_checkpoint(tmp_path)
     bus = restore(checkpoint, checkpoint.spec)
@@ -461,30 +436,6 @@ def retensor(path: Path, change) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "change", "complaint"),
-    [
-        ("state.json", lambda s: s.update(format=4), "format"),
-        ("state.json", lambda s: s["fragments"][0].update(version=-1), r"fragments\.0\.version"),
-        ("state.json", lambda s: s["fragments"].pop(), "1 fragments, the spec has 2"),
-        ("state.json", lambda s: s["spec"]["sync"].pop("quorum"), r"spec\.sync\.quorum"),
-        ("globals.safetensors", lambda t: t.pop("b"), "'b' is missing"),
-        ("globals.safetensors", lambda t: t.update(x=np.zeros(2)), "'x' is not in the spec"),
-        ("globals.safetensors", lambda t: t.update(b=t["b"][:-1].copy()), r"\(149,\), the spec says F32 \(150,\)"),
-        ("globals.safetensors", lambda t: t.update(b=t["b"].astype(np.float64)), "F64"),
-        ("globals.safetensors", lambda t: t["b"].__setitem__(0, 9), "fragment 1 does not have the digest"),
-        ("momentum.safetensors", lambda t: t.update(b=np.zeros(150, np.float32)), "'c' is missing"),
-    ],
-)
-def test_what_is_wrong_with_a_checkpoint_of_an_earlier_build_is_named(tmp_path, file, change, complaint):
-    """File and field or tensor, so that a person can tell what happened to it."""
-    path = as_earlier(*save(tmp_path))
-    (rewrite if file == "state.json" else retensor)(path / file, change)
-    with pytest.raises(UsageError, match=complaint) as error:
-        load_checkpoint(tmp_path)
-    assert file in str(error.value)
-
-
-@pytest.mark.parametrize(
     ("change", "complaint"),
     [
         (lambda s: s.update(format=4), "format"),
@@ -508,11 +459,6 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def poison(path: Path) -> None:
-    retensor(path, lambda t: t["a"].__setitem__((0, 0), np.nan))
-
-
-@pytest.mark.parametrize("earlier", [False, True], ids=["fragments", "earlier"])
 @pytest.mark.parametrize(
     ("file", "damage", "complaint"),
     [
@@ -529,26 +475,15 @@ def poison(path: Path) -> None:
         ("SHA256SUMS", lambda path: path.write_text("\u00e9" + path.read_text()[1:]), "does not have the digest"),
     ],
 )
-def test_no_file_of_a_checkpoint_can_be_damaged_unseen(tmp_path, file, damage, complaint, earlier):
+def test_no_file_of_a_checkpoint_can_be_damaged_unseen(tmp_path, file, damage, complaint):
     """A flipped bit, a missing file, one cut short: the file is named, and what to do."""
     (path,) = save(tmp_path)
-    if earlier:
-        as_earlier(path)
-    if file in ("momentum", "globals"):
-        found = path / f"{file}.safetensors" if earlier else file_of(path, 0 if file == "momentum" else 1)
-    else:
-        found = path / file
+    fragment = {"momentum": 0, "globals": 1}.get(file)
+    found = path / file if fragment is None else file_of(path, fragment)
     damage(found)
     with pytest.raises(UsageError, match=complaint) as error:
         load_checkpoint(tmp_path)
     assert found.name in str(error.value) or found.name == "SHA256SUMS"
-
-
-def test_a_fragment_that_is_not_finite_is_found_in_a_checkpoint_of_an_earlier_build(tmp_path):
-    path = as_earlier(*save(tmp_path))
-    poison(path / "momentum.safetensors")
-    with pytest.raises(UsageError, match=r"momentum\.safetensors: fragment 0 has values that are not finite"):
-        load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("named", [b"\xff\xfe", b"../elsewhere", b""])
@@ -573,21 +508,6 @@ def test_the_digests_are_those_of_sha256sum(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": OK") == 3
-
-
-@pytest.mark.parametrize("format", [1, 2])
-def test_a_checkpoint_of_an_earlier_build_is_loaded_and_goes_on(tmp_path, capsys, format):
-    """Bit for bit. Format 1 has no digest of the momentum: that it is finite is checked, and the rest is said."""
-    (path,) = save(tmp_path)
-    now = load_checkpoint(path)
-    due = globals_of(now), outer_of(now)
-    loaded = load_checkpoint(as_earlier(path, format))
-    assert (globals_of(loaded), outer_of(loaded)) == due
-    assert ("checkpoint_without_sums" in capsys.readouterr().out) == (format == 1)
-    bus = restore(loaded, samples.spec(tokens=20_000))
-    saved = run_virtual(save_checkpoint(bus, samples.spec(tokens=20_000), place_of(tmp_path), here))
-    again = load_checkpoint(str(saved))
-    assert (globals_of(again), outer_of(again)) == due
 
 
 def test_what_is_not_finite_is_not_saved(tmp_path):

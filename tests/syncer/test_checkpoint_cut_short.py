@@ -139,7 +139,7 @@ def test_a_lead_whose_folder_was_collected_meanwhile_does_not_name_it(
 
 
 def test_a_name_in_latest_of_which_nothing_is_left_is_not_kept(tmp_path: Path) -> None:
-    """It takes nobody's place: what an earlier build has left there, or a person has removed."""
+    """It takes nobody's place: a person may have removed what was there."""
     first, second, third = save(tmp_path, times=3)
     (second / STATE_FILE).unlink()
     shutil.rmtree(third)

@@ -3,7 +3,6 @@
 import asyncio
 import re
 import secrets
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ from diloco.export import export
 from diloco.launcher.folder import output_of
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.testing.virtual_time import run_virtual
-from diloco.syncer.checkpoints.loading import find_checkpoint, load_checkpoint, runs_in
+from diloco.syncer.checkpoints.loading import load_checkpoint, runs_in
 from diloco.syncer.checkpoints.places import Place, place_of
 from diloco.syncer.checkpoints.saving import is_run_folder, run_folder
 from tests import samples
-from tests.syncer.test_checkpoint import save
 from tests.syncer.test_checkpoint_places import endpoint, on_s3  # noqa: F401  # a fixture
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -135,24 +133,6 @@ def test_a_run_that_is_restarted_or_resumed_goes_on_in_its_folder(place: str) ->
         assert load_checkpoint(place).state.tokens > tokens
 
 
-def test_checkpoints_of_an_earlier_build_stay_and_are_found(tmp_path: Path) -> None:
-    """They lie in the place itself."""
-    (folder,) = save(tmp_path)
-    assert str(find_checkpoint(tmp_path)) == str(folder)
-    run(str(tmp_path), checkpoint_every=1.0)
-    load_checkpoint(folder)
-    with pytest.raises(UsageError, match=f"checkpoints of 2 runs.*{folder}, "):
-        find_checkpoint(tmp_path)
-
-
-def test_a_run_of_an_earlier_build_that_went_on_is_the_one_that_is_found(tmp_path: Path) -> None:
-    """Each time that it is resumed from its place, whatever was left in the place itself."""
-    run(str(tmp_path), checkpoint_every=1.0)
-    (own,) = kept(str(tmp_path))
-    shutil.copytree(own, tmp_path, dirs_exist_ok=True)  # as the earlier build had left it
-    assert Path(str(find_checkpoint(tmp_path))).parent == Path(own)
-
-
 def test_a_runs_folder_is_its_names_and_its_beginnings() -> None:
     """Also in the parts that are resumed; runs that begin a millisecond apart have two."""
     began = samples.run_state(started_unix_s=1.7e9 + 0.25)
@@ -165,10 +145,9 @@ def test_a_runs_folder_is_its_names_and_its_beginnings() -> None:
         assert not is_run_folder(name)
 
 
-@pytest.mark.parametrize("inside", ["checkpoints/checkpoint-7-deadbeef", "checkpoints/run-1/checkpoint-7-deadbeef"])
-def test_the_output_folder_of_a_checkpoint_is_found(inside: str) -> None:
-    """By it a resumed run finds method and moments, of earlier builds too."""
-    assert output_of(Path("runs/mine") / inside).path == Path("runs/mine")
+def test_the_output_folder_of_a_checkpoint_is_found() -> None:
+    """By it a resumed run finds method and moments."""
+    assert output_of(Path("runs/mine/checkpoints/run-1/checkpoint-7-deadbeef")).path == Path("runs/mine")
 
 
 def test_a_place_that_cannot_be_written_is_told_at_the_start(tmp_path: Path) -> None:

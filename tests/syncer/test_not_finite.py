@@ -135,7 +135,7 @@ def test_a_syncer_that_is_told_to_stop_between_such_merges_stops_at_once() -> No
 
 
 def test_values_on_the_bus_that_are_not_finite_are_not_merged_into() -> None:
-    """As an earlier build may have left them: the owner says so, and waits."""
+    """Whoever wrote them: the owner says so, and waits."""
 
     async def main() -> None:
         world, learners = await start(0)

@@ -138,7 +138,7 @@ def test_a_digest_is_the_same_on_every_device(monkeypatch: pytest.MonkeyPatch) -
     ("mine", "theirs"), [(A, A), ((), ()), (None, None), (A, None), (None, ()), (A[::-1], A)], ids=str
 )
 def test_these_may_train_together(mine: Any, theirs: Any) -> None:
-    """The same; or any, where the run does not compare (or was begun by an earlier build)."""
+    """The same; or any, where the run does not compare."""
     compare(spec(mine), spec(theirs))
 
 

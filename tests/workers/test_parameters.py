@@ -162,15 +162,6 @@ def test_a_large_embedding_and_its_head_are_in_parts() -> None:
     assert {t.name for t in table if t.matrix} == {"body.weight"}
 
 
-def test_a_run_that_an_earlier_build_began_keeps_its_whole_tensors() -> None:
-    """Its spec has the layout; who joins it, or comes with its checkpoint, has the same. A run of any other has not."""
-    sync = SyncSettings(fragments=3)
-    whole, usual = whole_tensors(Words(), sync), tensor_table(Words(), sync)
-    assert usual == tensor_table(Words(), sync, usual) != whole
-    assert tensor_table(Words(), sync, whole) == whole
-    assert tensor_table(Words(), sync, whole[::-1]) == usual
-
-
 @pytest.mark.parametrize("turned", [False, True], ids=["contiguous", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parts_are_copied_out_of_the_whole_tensor_and_into_it(dtype: torch.dtype, turned: bool) -> None:

@@ -11,7 +11,7 @@ import structlog
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import RedisBus, connect, open_bus
-from diloco.pipeline.errors import BusUnavailable, NotPermitted, UsageError, outage_event
+from diloco.pipeline.errors import BusUnavailable, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process import logs
@@ -94,10 +94,7 @@ def read_beginning(url: str, run: str) -> Beginning:
     async def ask() -> Beginning:
         async with open_bus(url, run) as bus:
             cluster = (await bus.info()).cluster
-            try:
-                return Beginning(await bus.read_budget(), cluster)
-            except NotPermitted:  # by the users' file of an earlier build: the syncer says in the end what disagrees
-                return Beginning(None, cluster)
+            return Beginning(await bus.read_budget(), cluster)
 
     return in_own_loop(ask())
 

@@ -61,14 +61,14 @@ class RunIdentity(Message):
 class SavedState(Message):
     """state.json (bytes as hex)."""
 
-    format: Literal[1, 2] = 2
+    format: Literal[1] = 1
     identity: RunIdentity
     learner: PartyId
     layout: Digest
     kind: OptimizerKind
     moments_file: Annotated[str, Field(pattern=r"^moments-[0-9]+\.safetensors$")]
     moments_sha256: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = ""
-    """Digest of that file; "" in format 1, where only what finiteness and signs show can be checked."""
+    """Digest of that file; "" before it is written."""
     numbers: dict[str, tuple[FiniteFloat, ...]]
     steps: Count
     """Inner steps of all the learner's incarnations so far."""
@@ -193,7 +193,7 @@ class StateFolder:
             moments = self._arrays(state, safetensors.numpy.load_file(self.path / state.moments_file))
             check(moments, self._layout)
             file = self.path / state.moments_file
-            if state.format > 1 and file_sha256(file) != state.moments_sha256:
+            if file_sha256(file) != state.moments_sha256:
                 raise StateRefused(f"{file} is damaged: it does not have the digest that {path.name} says")
         except ValidationError as error:
             raise StateRefused(f"{path} is damaged, or of another release: {complaint(error)}") from error

@@ -27,7 +27,7 @@ class PytreeModel:
         """As `Proposed`; in the order that the run has."""
         place = {name: at for at, name in enumerate(dict.fromkeys(tensor.name for tensor in held))}
         whole = _whole(sorted(self._leaves, key=lambda leaf: place.get(leaf.name, len(place))), sync)
-        return whole if whole == tuple(held) else level(whole, self._heads())
+        return level(whole, self._heads())
 
     def _heads(self) -> frozenset[str]:
         """Names of the output heads: of the shape of the largest embedding."""
