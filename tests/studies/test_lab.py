@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from diloco.pipeline.errors import UsageError
@@ -47,14 +46,6 @@ def test_one_seed_gives_one_curve(text):
     assert first["digest"] == second["digest"]
     assert first["points"] == second["points"]
     assert train(run.model_copy(update={"seed": 1}), "cpu")["digest"] != first["digest"]
-
-
-def test_a_text_of_other_tokens_is_no_odd_learner_s(text, tmp_path):
-    """Refused by name before the first step, and not by an index out of range within it."""
-    tokens = tmp_path / "tokens.npy"
-    np.save(tokens, np.arange(5000, dtype=np.uint16))
-    with pytest.raises(UsageError, match=r"tokens\.npy' has a vocabulary of 5056, data=.* one of 256"):
-        train(small(text, odd_data=str(tokens)), "cpu")
 
 
 @pytest.mark.parametrize("method", ["data-parallel", "single", "diloco", "streaming", "decoupled"])

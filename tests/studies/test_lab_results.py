@@ -117,11 +117,6 @@ def test_the_text_itself_is_part_of_a_run(text):
     other = text.with_name("other.txt")
     other.write_text(text.read_text() + "one more line\n")
     assert settings_digest(LabRun(data=str(other))) != before
-    odd = LabRun(data=str(text), odd_data=str(other))
-    before = settings_digest(odd)
-    other.write_text(text.read_text() + "yet another line\n")
-    _text_fingerprint.cache_clear()
-    assert settings_digest(odd) != before
 
 
 def test_which_files_are_python_is_part_of_a_run_that_learns_keywords(tmp_path):

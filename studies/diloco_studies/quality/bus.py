@@ -4,9 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.bus.ports import Clock
-from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import Encoded, chunk_size
 from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
 
@@ -19,8 +17,6 @@ class LabBus(MemoryBus):
     def __init__(self, clock: Clock, store: MemoryStore, latency_s: float, link_mb_s: float | None) -> None:
         super().__init__(RUN, clock, store)
         self._latency_s = latency_s
-        self.commits: list[Committed] = []
-        """Those that this party made."""
         self.moved_bytes = 0
         """Of chunks that this party wrote and read."""
         self._byte_s = 0.0 if link_mb_s is None else 1e-6 / link_mb_s
@@ -40,11 +36,6 @@ class LabBus(MemoryBus):
         chunks = await super().read_chunks(key, first, limit, *args, **more)
         await self._transfer(chunks)
         return chunks
-
-    async def commit(self, commit: Commit) -> None:
-        """One more."""
-        await super().commit(commit)
-        self.commits.append(commit.record)
 
     async def _transfer(self, chunks: Sequence[Encoded | memoryview]) -> None:
         self.moved_bytes += (size := sum(map(chunk_size, chunks)))

@@ -34,7 +34,6 @@ from diloco_studies.quality.bus import RUN, LabBus
 from diloco_studies.quality.curve import Recorder
 from diloco_studies.quality.fragment import LabFragment, Stale, packed
 from diloco_studies.quality.learner import LabLearner
-from diloco_studies.quality.poison.agreement import agreement_of
 from diloco_studies.quality.schedule import Schedule
 
 
@@ -137,9 +136,11 @@ class LabWorld:
         own = {name: info.default for name, info in SyncerSettings.model_fields.items()} | {"syncer_id": "syncer"}
         settings = SyncerProcess(**own, **self.spec.sync.model_dump())
         make = partial(LabFragment, self.run, self._stale)
-        self._served = self._link()
         return SyncerService(
-            *(self._served, self._clock, settings, Metrics()),
+            self._link(),
+            self._clock,
+            settings,
+            Metrics(),
             offload=self._timed,
             random_hex=self._hex,
             make_fragment=make,
@@ -248,5 +249,4 @@ class LabWorld:
             "rejected_share": self._mean(heads, "rejected_tokens") / trained,
             "learner_bytes": sum(link.moved_bytes for link in self._links),
             "syncer_s": self._syncer_s,
-            **agreement_of(self._served.commits),
         }

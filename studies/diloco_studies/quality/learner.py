@@ -30,7 +30,6 @@ from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS, learning_rate
 from diloco_studies.quality.bus import LabBus
 from diloco_studies.quality.curve import Recorder
 from diloco_studies.quality.inner import Gradients, inner_optimizer
-from diloco_studies.quality.poison.sending import Poison
 from diloco_studies.quality.schedule import Schedule
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.tasks import Task
@@ -81,7 +80,6 @@ class LabLearner:
         self._rounds = Rounds(world.layout, world.spec.sync)
         self._parameters = FragmentParameters(model, world.layout)
         self._random = Random(incarnation)  # for reading blocks again
-        self._poison = Poison(run, number)
         self._snapshots: dict[int, Flat] = {}
         """Fragment -> its values when last published, where what is trained past that is carried on."""
         self._steps = 0
@@ -170,9 +168,7 @@ class LabLearner:
         run, task = world.run, world.task
         progress = 0.0 if state is None else min(1.0, state.tokens / state.budget_tokens)
         with world.recorder.computing():
-            batch = task.batch(list(islice(order, run.batch)), self.number)
-            if self._poison.shuffles:
-                batch = (torch.from_numpy(self._poison.shuffled(batch[0].numpy(force=True))).to(batch[0]), *batch[1:])
+            batch = task.batch(list(islice(order, run.batch)))
             loss = self._gradients(batch)
             lr = learning_rate(
                 progress,
@@ -207,13 +203,11 @@ class LabLearner:
         return bool(fragments)
 
     def _snapshot(self, publication: Publication) -> tuple[Publication, Callable[[], Flat]]:
-        base, p = publication.base, publication.base.fragment
+        p = publication.base.fragment
         snapshot = self._parameters.snapshot(p)
         if self.world.run.adopt == "carry":
             self._snapshots[p] = snapshot.numpy().copy()  # the delta is made in its place
-        if self.world.run.poison is None:
-            return publication, snapshot.numpy
-        return publication, lambda: self._poison.values(base.values, snapshot.numpy(), base.version)
+        return publication, snapshot.numpy
 
     def _report(self, left: bool) -> LearnerReport:
         return virtual_report(self._rounds, self.id, self._incarnation, self._step_s, left)

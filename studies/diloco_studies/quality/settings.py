@@ -22,7 +22,6 @@ Turned = Literal["halves", "gram-schmidt", "clipped", "by-turns", "by-turns-clip
 """Research that turns matrices (`turns`)."""
 OuterName = Literal[Production, Turned, "delayed", "agreement", "extrapolated", "schedule-free"]
 Packing = Literal["contiguous", "strided"]
-PoisonName = Literal["flipped", "flipped-3", "random", "shuffled", "turns", "weak", "seldom", "mixed"]
 TEXT = ("text", "keywords")
 """Tasks of the GPT alone."""
 VIT_SIZES = ("tiny", "small", "base")
@@ -133,16 +132,6 @@ class LabRun(BaseModel):
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
     delta_clip: float | None = Field(None, ge=1, description="Longest delta, in medians of its window; off: any")
     leave_out: bool | None = Field(None, description="Learners at odds with all others are left out of merges")
-    poison: PoisonName | None = Field(
-        None,
-        description="What the first learners send in place of what they learned. flipped: minus it; flipped-3: minus "
-        "three times it; random: as long in a random direction; shuffled: what they learn of shuffled text; turns: "
-        "flipped, one at a time; weak: minus 0.3 times it; seldom: flipped, three times of ten; mixed: half of it and "
-        "a random direction",
-    )
-    poisoners: int | None = Field(None, ge=1, le=256, description="How many; off: 1")
-    apart: bool | None = Field(None, description="Each learner trains on a stretch of the text of its own")
-    odd_data: str | None = Field(None, description="Text that the last learner trains on instead")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
         description="What becomes of a learner's fragment when a newer global arrives. overwrite: the global; blend: "
@@ -201,12 +190,6 @@ class LabRun(BaseModel):
             )
         if self.task == "images" and self.image_size % self.patch_size:
             raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
-        if self.task != "text" and (self.poison == "shuffled" or self.apart or self.odd_data is not None):
-            raise ValueError("poison='shuffled', apart and odd_data are for task='text'")
-        if not self.decoupled and (self.poison is not None or self.apart or self.odd_data is not None):
-            raise ValueError(f"poison, apart and odd_data are for decoupled learners: method={self.method!r} has none")
-        if self.poisoners is not None and (self.poison is None or self.poisoners > self.learners):
-            raise ValueError(f"poisoners={self.poisoners} of {self.learners} learners with poison={self.poison!r}")
         if self.late_join_s is not None and self.learners < 2:
             raise ValueError("late_join_s needs 2 learners or more")
         if self.global_codec == "int8" and self.outer not in get_args(Production):
@@ -331,7 +314,7 @@ PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments"),
     *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "outer_delay", "stale"),
-    *("delta_clip", "leave_out", "poison", "poisoners", "packing"),
+    *("delta_clip", "leave_out", "packing"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (

@@ -44,9 +44,8 @@ def data_fingerprint(run: LabRun) -> str:
     before = "" if run.after is None else f" {data_fingerprint(run.after)}"
     if run.task == "images":
         return images.fingerprint(run.data) + before
-    odd = "" if run.odd_data is None else f" {_text_fingerprint(run.odd_data)}"
     names = f" {_names_fingerprint(run.data)}" if run.task == "keywords" and run.data != "stdlib" else ""
-    return (_text_fingerprint(run.data) if run.task in TEXT else "") + odd + names + before
+    return (_text_fingerprint(run.data) if run.task in TEXT else "") + names + before
 
 
 def look_again() -> None:

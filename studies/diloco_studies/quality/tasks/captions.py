@@ -61,7 +61,7 @@ class CaptionTask:
         """A GPT with patches before its text."""
         return build_vision_language(self._run.model, self._run.seed, self._patches, PATCH).to(self._device)
 
-    def batch(self, chosen: Sequence[tuple[int, int]], learner: int = 0) -> tuple[torch.Tensor, ...]:
+    def batch(self, chosen: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
         """Images (B, 1, 8, 24), inputs and targets (B, T)."""
         seed, of = self._run.seed, self._digits
         places = [

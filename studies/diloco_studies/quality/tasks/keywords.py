@@ -59,7 +59,7 @@ class KeywordTask:
         """A GPT for bytes."""
         return build(self._run.model, self._run.seed).to(self._device)
 
-    def batch(self, chosen: Sequence[tuple[int, int]], learner: int = 0) -> tuple[torch.Tensor, ...]:
+    def batch(self, chosen: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
         """Inputs and targets (B, T)."""
         seed = self._run.seed
         ats = [permuted(index, self.examples, b"/%d/%d" % (seed, epoch)) for epoch, index in chosen]

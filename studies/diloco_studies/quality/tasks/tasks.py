@@ -38,8 +38,8 @@ class Task(Protocol):
         """The model with its initial parameters, on the device; the same for every learner."""
         ...
 
-    def batch(self, chosen: Sequence[tuple[int, int]], learner: int = 0) -> Batch:
-        """Training examples, each an (epoch, index) with index in 0..examples-1, for the learner of this number."""
+    def batch(self, chosen: Sequence[tuple[int, int]]) -> Batch:
+        """Training examples, each an (epoch, index) with index in 0..examples-1."""
         ...
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:

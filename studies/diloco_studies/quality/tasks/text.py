@@ -6,10 +6,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
-from diloco.workers.trainer.data.tokens import TextData
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.recipe import held_out_loss, loss_of, to_device
 from diloco_studies.quality.models.moe import MixtureGPT, build_mixture
@@ -26,13 +24,12 @@ class TextTask:
         """Open the text.
 
         Raises:
-            UsageError: it cannot be read, or `odd_data` has other tokens.
+            UsageError: it cannot be read.
         """
         text = open_text(run.data)
         self._run, self._device, self._vocab = run, device, text.vocab
         self.same_kernels = run.experts is None
         self._blocks = Blocks(text.train, run.seq_len, run.seed)
-        self._own = _stretches(run, text)
         self._held_out = Blocks(text.validation, run.seq_len).spread(run.eval_tokens)
         self.examples, self.example_tokens = self._blocks.count, run.seq_len
 
@@ -44,10 +41,9 @@ class TextTask:
         mixture = build_mixture(run.model, run.seed, run.experts, run.experts_a_token, self._vocab)
         return mixture.to(self._device)
 
-    def batch(self, chosen: Sequence[tuple[int, int]], learner: int = 0) -> tuple[torch.Tensor, ...]:
+    def batch(self, chosen: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
         """One tensor (B, T + 1) int64."""
-        blocks = self._own.get(learner, self._blocks)
-        rows = np.stack([blocks.block(epoch, index % blocks.count) for epoch, index in chosen])
+        rows = np.stack([self._blocks.block(epoch, index) for epoch, index in chosen])
         return (to_device(rows, self._device),)
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
@@ -58,21 +54,3 @@ class TextTask:
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         """Nats a byte on the held-out slice."""
         return {"value": held_out_loss(model, self._held_out, self._device)}
-
-
-def _stretches(run: LabRun, text: TextData) -> dict[int, Blocks]:
-    """Learner -> what it trains on, where that is not the run's whole text."""
-    train, found = text.train, {}
-    size = len(train) // run.members
-    if run.apart:
-        parts = [train[m * size : (m + 1) * size] for m in range(run.members)]
-        found = {m: Blocks(part, run.seq_len, run.seed) for m, part in enumerate(parts)}
-    if run.odd_data is not None:
-        odd = open_text(run.odd_data)
-        if odd.vocab != text.vocab:
-            raise UsageError(
-                f"odd_data={run.odd_data!r} has a vocabulary of {odd.vocab}, data={run.data!r} one of {text.vocab}: "
-                "give both as text, or as tokens of one tokenizer"
-            )
-        found[run.members - 1] = Blocks(odd.train, run.seq_len, run.seed)
-    return found

@@ -68,7 +68,7 @@ class VisionTask:
         images = Images(side=of.side, channels=of.channels, patch=of.patch, classes=of.classes)
         return build_vit(self._run.model, images, self._run.seed).to(self._device)
 
-    def batch(self, chosen: Sequence[tuple[int, int]], learner: int = 0) -> tuple[torch.Tensor, ...]:
+    def batch(self, chosen: Sequence[tuple[int, int]]) -> tuple[torch.Tensor, ...]:
         """Images (B, C, S, S) and classes (B,)."""
         of = self._pictures
         side, far = of.side, of.side // 8
