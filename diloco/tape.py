@@ -88,7 +88,6 @@ def as_text(record: TapeRecord, start_unix_s: float) -> str:
                 f"{f', cut to {c.factor:.2f} of its length' if c.factor < 1 else ''})"
                 for c in record.contributions
             )
-            parts += f"; at odds: {', '.join(record.at_odds)}" if record.at_odds else ""
             times = f"quorum {record.quorum_s:.2f} grace {record.grace_s:.2f} upload {record.upload_s:.2f} s"
             return f"{head}merged to version {record.version}: {parts or record.reason}; {times}; {record.reason}"
         case Rejected():

@@ -172,7 +172,6 @@ class SyncSettings(Settings):
     delta_clip: float = expert(
         0, ge=0, le=1e6, description="Deltas count as no longer than so many medians of their window; 0: as they are"
     )
-    leave_out: bool = expert(False, description="Do not merge learners whose deltas disagree with all others' for long")
     outer: OuterName = Field(
         "halley",
         description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: its step orthogonalised, each "

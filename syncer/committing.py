@@ -9,7 +9,7 @@ them, not all. Nothing that is cached here changes before the commit has succeed
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,6 @@ from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, 
 from diloco.syncer.merging.merge import merge_shares
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.initial import IDLE_VIEW
-from diloco.syncer.standing import Standings
 from diloco.syncer.window import Merge
 
 REPLACED_BYTES = 64 * 2**20
@@ -307,14 +306,6 @@ class LastMerges:
         return min(self._outer) if self.measured else self._expected_outer_s
 
 
-AT_ODDS_SHOWN = 64
-
-
-def at_odds_shown(standings: Standings) -> tuple[str, ...]:
-    """Learners at odds, as heads and the tape say it."""
-    return tuple(sorted(standings.at_odds))[:AT_ODDS_SHOWN]
-
-
 def payload_key(bus: Bus, offer: Offer) -> str:
     """Where a delta's payload lies."""
     h = offer.header
@@ -330,13 +321,7 @@ class Committing:
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
     async def commit(
-        self,
-        loaded: Loaded,
-        merge: Merge,
-        deltas: Sequence[Delta],
-        began: float,
-        interval: int,
-        found: Mapping[str, float | None],
+        self, loaded: Loaded, merge: Merge, deltas: Sequence[Delta], began: float, interval: int
     ) -> Committed | None:
         """Merge, take the outer step and commit; `loaded` is at the new version then.
 
@@ -346,7 +331,6 @@ class Committing:
             deltas: its contributions, in its order.
             began: when it was decided.
             interval: of the version that is made (`ramps.stretched`).
-            found: how far each learner's delta agrees with the others', also of those that are left out.
 
         Returns:
             The tape's record; None if the outcome would not be finite: nothing has changed.
@@ -357,11 +341,10 @@ class Committing:
         merged, published, outer_s = await self._step(loaded, deltas)
         if not merged.finite:
             return None
-        record = self._record(loaded, merge, merged, began, found)
+        record = self._record(loaded, merge, merged, began)
         self._merges.observe(record.merge_s, outer_s)
         commit = self._commit(loaded, merge, merged, published, record, interval)
         await self._context.bus.commit(commit)
-        self._observe(found)  # only now: a window whose commit fails is committed again, and counts once
         loaded.fragment.advance(merged)
         loaded.fragment.interval = interval
         loaded.head = head_after(loaded.head, commit)
@@ -396,27 +379,13 @@ class Committing:
                 await context.recorder.merge(fragment, deltas, merged)
             return merged, await uploads.published(), outer_s
 
-    def _observe(self, found: Mapping[str, float | None]) -> None:
-        """One more window's agreements; say whose standing has changed."""
-        standings = self._context.standings
-        before = standings.at_odds
-        standings.observe(found)
-        for learner in sorted(standings.at_odds ^ before):
-            told = {"learner": learner, "standing": round(standings.of(learner), 3)}
-            if learner in before:
-                self._log.info("learner_agreed_again", **told)
-            else:
-                self._log.warning("learner_disagreed", **told, left_out=self._context.sync.leave_out)
-
-    def _record(
-        self, loaded: Loaded, merge: Merge, merged: Merged, began: float, found: Mapping[str, float | None]
-    ) -> Committed:
+    def _record(self, loaded: Loaded, merge: Merge, merged: Merged, began: float) -> Committed:
         return Committed(
             fragment=self._layout.id,
             version=merged.version,
             digest=merged.digest,
             base_digest=loaded.head.digest,
-            contributions=tuple(c.model_copy(update={"cosine": found.get(c.learner)}) for c in merged.contributions),
+            contributions=merged.contributions,
             reason=merge.reason[:500],
             norm=merged.norm,
             quorum_s=merge.quorum_s,
@@ -426,7 +395,6 @@ class Committing:
             syncer=self._context.name,
             unix_s=self._context.clock.unix(),
             interval=loaded.head.interval,
-            at_odds=at_odds_shown(self._context.standings.after(found)),
         )
 
     def _commit(
@@ -443,9 +411,7 @@ class Committing:
             momentum=published.outer_state,
             updates=published.updates,
             behind=published.behind,
-            window=IDLE_VIEW.model_copy(
-                update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s, "at_odds": record.at_odds}
-            ),
+            window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s}),
             merged=merged.merged,
             record=record,
             interval=interval,

@@ -14,7 +14,6 @@ from diloco.syncer.intake import Coming, Offload
 from diloco.syncer.merging.fragment import MakeFragment
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder
-from diloco.syncer.standing import Standings
 from diloco.syncer.watch import RunWatch
 
 RandomHex = Callable[[int], str]
@@ -66,15 +65,8 @@ class SyncerContext:
     recorder: Recorder | None
     speed: Speed
     """Of its products of matrices."""
-    standings: Standings
-    """Of the learners, by all windows that it serves."""
     coming: Coming = field(default_factory=Coming)
     """Of learners' uploads, in all fragments."""
-
-    @property
-    def left_out(self) -> frozenset[str]:
-        """Learners whose deltas are not merged."""
-        return self.standings.at_odds if self.sync.leave_out else frozenset()
 
     @property
     def sync(self) -> SyncSpec:

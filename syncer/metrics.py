@@ -48,11 +48,6 @@ class Metrics:
         self.doubted_learners = Gauge(
             "diloco_doubted_learners", "Learners not waited for: last deltas refused or too slow", registry=registry
         )
-        self.at_odds_learners = Gauge(
-            "diloco_at_odds_learners",
-            "Learners whose deltas disagree with all others' again and again, by this syncer's windows",
-            registry=registry,
-        )
         self.leads = Gauge(
             "diloco_leads",
             "1 for the syncer that leads (it serves fragment 0), 0 for others, NaN for one that waits or ends",

@@ -177,6 +177,12 @@ FIGURES = (
     ),
     Figure("diloco_learner_loss", "Its training loss, nats a token", _of_learners(lambda _, one: one["loss"]), LEARNER),
     Figure(
+        "diloco_learner_cosine",
+        "Of its last merged delta with the other deltas of its window (sampled): below 0 it pulls against them",
+        _of_learners(lambda reading, one: reading.cosines.get(one["id"])),
+        LEARNER,
+    ),
+    Figure(
         "diloco_learner_stale_versions",
         "Versions from its base to the head, of the fragment where they are most",
         _of_learners(Reading.behind),

@@ -6,7 +6,7 @@ who is given up and when to merge is decided elsewhere (`window`, `watch`); this
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from statistics import median_low
 
 import structlog
@@ -26,7 +26,6 @@ from diloco.syncer.committing import (
     Loaded,
     RoundTrips,
     Staging,
-    at_odds_shown,
     payload_key,
 )
 from diloco.syncer.context import SyncerContext
@@ -35,7 +34,6 @@ from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
 from diloco.syncer.refusals import Refusals
-from diloco.syncer.standing import LEAST, judged, places, sample_of
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
@@ -178,16 +176,14 @@ class Session:
 
     async def _add_up(self) -> None:
         """Sum what is complete, and will be merged, while the rest is awaited."""
-        left_out = self._context.left_out
-        summed = [offer for offer in self.window.complete() if offer.header.learner not in left_out]
-        self._committing.sum.follow(await self._downloads.as_merged(summed))
+        self._committing.sum.follow(await self._downloads.as_merged(self.window.complete()))
 
     async def _give_up(self) -> float | None:
         """Uploads that have stopped and that nobody waits for leave the window; returns when to look again.
 
         One that is whole on the bus has not stopped: it is on its way from there, and slow.
         """
-        doubted, arriving = self._not_awaited, self._downloads.arriving(self.window.awaited())
+        doubted, arriving = self._state.doubts.learners, self._downloads.arriving(self.window.awaited())
         stopped, look_again = self._context.watch.given_up(
             self.window, self._downloads.heard_at, self._clock.now(), doubted, arriving
         )
@@ -209,17 +205,11 @@ class Session:
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         arriving = self._downloads.arriving(self.window.awaited())
-        given = state.uploads.upload_s, state.doubts.learners, self._context.left_out, arriving
-        return watch.conditions(self._p, version, grace, *given)
-
-    @property
-    def _not_awaited(self) -> frozenset[str]:
-        """Learners that nobody waits for."""
-        return self._state.doubts.learners | self._context.left_out
+        return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners, arriving)
 
     def _reported(self) -> tuple[list[float], list[float]]:
         """Step times and pull times, s, of those that the window goes by."""
-        trusted = self._context.watch.trusted(self._p, self.window.version, self._not_awaited)
+        trusted = self._context.watch.trusted(self._p, self.window.version, self._state.doubts.learners)
         return [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted]
 
     async def _show_window(self, decision: Decision, conditions: Conditions) -> None:
@@ -232,7 +222,6 @@ class Session:
             members=window.members,
             expected=len(conditions.expected),
             doubted=tuple(sorted(conditions.doubted))[:DOUBTED_SHOWN],
-            at_odds=at_odds_shown(self._context.standings),
             merge_s=self._state.merges.merge_s,
             outer_s=self._state.merges.outer_s,
             reason=decision.reason[:500],
@@ -297,11 +286,7 @@ class Session:
         state, began = self._state, self._clock.now()
         await self._refuse_overdue(merge, "the upload did not end in time")
         deltas = await self._downloads.as_merged(merge.contributions)
-        found = await self._agreements((*merge.contributions, *merge.left_out))
-        for offer in merge.left_out:
-            detail = "its learner is at odds with all others, and the run leaves such out"
-            await self._refuse(offer, Refused(RefusalReason.AT_ODDS, detail, offer.header.tokens))
-        record = await self._committing.commit(self._loaded, merge, deltas, began, self._next_interval(), found)
+        record = await self._committing.commit(self._loaded, merge, deltas, began, self._next_interval())
         if record is None:
             await self._not_finite(merge)
             return
@@ -315,16 +300,6 @@ class Session:
         late, self.window = self.window.late.offers, self._new_window()
         for offer in late:
             await self._offered(Offered(offer.entry_id, offer.header))
-
-    async def _agreements(self, offers: Sequence[Offer]) -> dict[str, float | None]:
-        """How far each learner's delta, as it came, agrees with the window's others'."""
-        if len(offers) < LEAST:
-            return {}
-        elements, sample = self._loaded.fragment.layout.elements, sample_of(len(offers))
-        seed = int(self._context.random_hex(8), 16) if elements > sample else 0
-        sent = [self._downloads.deltas[offer.entry_id].sent.values for offer in offers]
-        found = await self._context.offload(judged, sent, places(elements, seed, sample))
-        return dict(zip((offer.header.learner for offer in offers), found, strict=True))
 
     def _next_interval(self) -> int:
         """Of the version that a merge makes, by what those took that led here."""

@@ -108,11 +108,9 @@ class RunWatch:
         grace_s: float | None,
         upload_s: float,
         doubted: frozenset[str] = frozenset(),
-        left_out: frozenset[str] = frozenset(),
         arriving: frozenset[str] = frozenset(),
     ) -> Conditions:
-        """What a window must know of the run. Those that are left out are not waited for either."""
-        doubted |= left_out
+        """What a window must know of the run."""
         live = {s.report.learner for s in self.live()}
         quorum = self.sync.quorum
         if self.draining:  # never lowered while running; at the end the last deltas decide
@@ -128,7 +126,6 @@ class RunWatch:
             upload_s=upload_s,
             draining=self.draining,
             doubted=doubted,
-            left_out=left_out,
             arriving=arriving,
         )
 

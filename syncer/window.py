@@ -20,7 +20,7 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | IDLE | decide | nothing due | IDLE | Wait(no deadline) |
 | IDLE | decide | draining, K members, none due | UPLOADING | Wait(upload deadline) |
 | COLLECTING | decide | fewer than K in | COLLECTING | Wait(no deadline) |
-| COLLECTING | decide | K in, one of them left out | COLLECTING | Wait(no deadline) |
+| COLLECTING | decide | K in, one of them doubted | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | fewer than K in, and one was refused | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | fewer than K in, and a doubted one was refused | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | the same, and another delta of its learner waits | COLLECTING, attempt + 1 | Reopened |
@@ -30,7 +30,6 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | GRACE | decide | others expected, the grace is over | UPLOADING | Wait(upload deadline) |
 | UPLOADING | decide | uploads are missing before the deadline | UPLOADING | Wait(upload deadline) |
 | UPLOADING | decide | all of M_t uploaded | MERGING | Merge |
-| UPLOADING | decide | all of M_t uploaded, and one left out | MERGING | Merge(without that one) |
 | UPLOADING | decide | the deadline, at least K uploaded | MERGING | Merge |
 | UPLOADING | decide | the deadline, at least K uploaded, what is missing comes | MERGING | Merge(one in vain) |
 | UPLOADING | decide | the deadline, fewer than K uploaded | COLLECTING, attempt + 1 | Reopened |
@@ -41,11 +40,10 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | MERGING | not_merged | the outcome is not finite | COLLECTING | nothing |
 
 `decide` passes through every state whose time is over; the table names the one where it stays. M_t, the set that is
-merged, is fixed on entering UPLOADING. A learner that is left out is in no M_t and counts for no K. While a run drains,
-any member opens the window: there will be no due ones any more. An attempt that took a member's place had less than the
-whole time when the upload deadline is over: it is late then, not refused. So is an upload that comes, if too slowly.
-Their learners were waited for in vain all the same, and are doubted for it. Below the quorum what comes is waited for,
-unless somebody else is held up.
+merged, is fixed on entering UPLOADING. While a run drains, any member opens the window: there will be no due ones any
+more. An attempt that took a member's place had less than the whole time when the upload deadline is over: it is late
+then, not refused. So is an upload that comes, if too slowly. Their learners were waited for in vain all the same, and
+are doubted for it. Below the quorum what comes is waited for, unless somebody else is held up.
 
 A refusal opens the window again so that its learner publishes anew, at its next step. One that is doubted is not asked:
 it would be refused as often as it steps. It renews its delta as it trains on (`workers.rounds`), and is in by that.
@@ -110,8 +108,6 @@ class Conditions:
     settle_s: float = 2.0
     doubted: frozenset[str] = frozenset()
     """Learners that count only once their payload is here, and that nobody waits for."""
-    left_out: frozenset[str] = frozenset()
-    """Some of these: they never count, and what is here of them is not merged."""
     arriving: frozenset[str] = frozenset()
     """Entries of deltas that come, if slowly, or whose turn on their learner's line is still to come: none is refused
     for being late, since the line would have to carry it again. Their learners were waited for in vain like others."""
@@ -140,8 +136,6 @@ class Merge:
     in_vain: tuple[str, ...] = ()
     """Learners that were waited for until the upload deadline: the overdue, those with an attempt since, and those
     whose uploads come too slowly."""
-    left_out: tuple[Offer, ...] = ()
-    """Whose payloads are here too, and are not to be merged."""
 
     @property
     def quorum_s(self) -> float:
@@ -319,7 +313,7 @@ class Window:
 
     def not_merged(self, merge: Merge) -> None:
         """Nothing came of the merge that was decided: what was in it is refused; the window opens once more."""
-        for offer in (*merge.contributions, *merge.overdue, *merge.left_out):
+        for offer in (*merge.contributions, *merge.overdue):
             self.refused(offer)
         self.phase = Collecting(merge.opened_at)
 
@@ -367,10 +361,7 @@ class Window:
 
     def _count(self, given: Conditions) -> int:
         """Headers that count for the quorum."""
-        return sum(
-            learner not in given.left_out and (m.uploaded is not None or learner not in given.doubted)
-            for learner, m in self._members.items()
-        )
+        return sum(m.uploaded is not None or learner not in given.doubted for learner, m in self._members.items())
 
     def _others_wait(self) -> bool:
         """Whether somebody who is not in has a delta for the next window."""
@@ -379,8 +370,7 @@ class Window:
     def _next_of_uploads(
         self, phase: Uploading, now: float, given: Conditions, missing: frozenset[str]
     ) -> Uploading | Merging | Wait | Reopened:
-        here = self.complete()
-        done = tuple(offer for offer in here if offer.header.learner not in given.left_out)
+        done = self.complete()
         waiting = {
             learner: m for learner, m in self._members.items() if m.uploaded is None and learner not in given.doubted
         }
@@ -398,8 +388,7 @@ class Window:
         absent = sorted({*missing, *waiting})
         reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
         times = phase.opened_at, phase.quorum_at, phase.fixed_at
-        left_out = tuple(offer for offer in here if offer.header.learner in given.left_out)
-        return Merging(Merge(done, overdue, reason, *times, in_vain, left_out))
+        return Merging(Merge(done, overdue, reason, *times, in_vain))
 
     # --- transitions -----------------------------------------------------------------------------------
 

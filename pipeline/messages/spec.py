@@ -100,8 +100,6 @@ class SyncSpec(Message):
     outer: OuterName = "nesterov"
     delta_clip: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     """Deltas are merged as if they were so many times the window's median norm at most; 0: as long as they are."""
-    leave_out: bool = False
-    """Deltas of learners at odds with all others are not merged (`syncer.standing`)."""
 
 
 def frozen_head(shape: tuple[int, ...], dtype: str) -> bytes:

@@ -37,7 +37,6 @@ class RefusalReason(StrEnum):
     DUPLICATE = "duplicate"
     BAD_MESSAGE = "bad_message"
     FLOOD = "flood"
-    AT_ODDS = "at_odds"
     RUN_FINISHED = "run_finished"
 
 
@@ -58,7 +57,7 @@ class Contribution(Message):
     factor: Annotated[float, Field(gt=0, le=1)] = 1.0
     """What it was multiplied by, since it was much longer than the window's others (`SyncSpec.delta_clip`)."""
     cosine: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """With the window's others (`syncer.standing`); None: there were too few to tell."""
+    """With the window's others (`syncer.merging.cosine`); None: there were none."""
 
 
 class Committed(Message):
@@ -81,8 +80,6 @@ class Committed(Message):
     unix_s: UnixSeconds
     interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """Sync interval of the base that was merged into, as its head said it."""
-    at_odds: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
-    """Learners at odds with all others by now, as `WindowView`."""
 
     @classmethod
     def installed(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import Rewound
+from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.status import LearnerStatus, is_missed, present
@@ -26,6 +26,8 @@ class Reading:
     """By fragment: when it was first seen at a higher version; before that, when it was first seen."""
     rewound_unix_s: float = -math.inf
     """When the bus was last found at an earlier state, by the tape: whichever syncer found it, in whichever life."""
+    cosines: dict[str, float] = field(default_factory=dict)
+    """By learner: of its last merged delta with the others of its window, by the tape."""
     _versions: dict[int, int] = field(default_factory=dict)
 
     def see(self, look: Look) -> None:
@@ -33,6 +35,9 @@ class Reading:
         self.look = look
         rewound = [one.unix_s for one in look.records if isinstance(one, Rewound)]
         self.rewound_unix_s = max([self.rewound_unix_s, *rewound])
+        merges = [one for one in look.records if isinstance(one, Committed)]
+        self.cosines |= {c.learner: c.cosine for one in merges for c in one.contributions if c.cosine is not None}
+        self.cosines = {one["id"]: self.cosines[one["id"]] for one in self.learners() if one["id"] in self.cosines}
         running = look.status["phase"] == Phase.RUNNING
         for one in look.status["fragments"]:
             p, version = one["id"], one["version"]

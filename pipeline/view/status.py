@@ -68,7 +68,6 @@ class WindowStatus(TypedDict):
     quorum: int
     reason: str
     doubted: list[str]
-    at_odds: list[str]
     """Learners whose deltas disagree with all others' again and again."""
     deadline_in_s: float | None
     merge_s: float
@@ -231,7 +230,6 @@ def _fragment(head: Head, sync: SyncSpec | None, layout: Layout | None, now_unix
             "quorum": 0 if sync is None else sync.quorum,
             "reason": window.reason,
             "doubted": list(window.doubted),
-            "at_odds": list(window.at_odds),
             "deadline_in_s": None if deadline is None else deadline - now_unix_s,
             "merge_s": window.merge_s,
             "outer_s": window.outer_s,
@@ -335,23 +333,14 @@ def build_status(
     gone, unreachable = trouble.gone(spec, state, heads, tokens, away), trouble.unreachable(away)
     warnings += [one for one in (gone, unreachable) if one]
     awaited = trouble.awaited(spec, state, syncers, live, takes_writes)
-    at_odds = {learner for head in present for learner in head.window.at_odds}
-    left_out = at_odds if spec is not None and spec.sync.leave_out else set()
-    counted = {seen.report.learner for seen in reports if is_live(seen, live_s)} - left_out
-    if takes_writes and quorum > len(counted) and (state is None or state.phase is Phase.RUNNING):
-        beside = f", without {live - len(counted)} at odds" if len(counted) < live else ""
-        warnings.insert(0, f"quorum {quorum} > {len(counted)} live{beside}")
+    if takes_writes and quorum > live and (state is None or state.phase is Phase.RUNNING):
+        warnings.insert(0, f"quorum {quorum} > {live} live")
     goes_on = state is None or state.phase is not Phase.FINISHED
     if goes_on and takes_writes and syncers is not None and not syncers and present:
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
     warnings += [state.problem] if state is not None and state.problem else []
     warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
-    doubted = sorted({learner for head in present for learner in head.window.doubted} - left_out)
-    if at_odds and goes_on:
-        done = "left out of merges" if left_out else "merged all the same (leave_out = true leaves them out)"
-        warnings.append(
-            f"at odds, their deltas disagree with all others' again and again: {', '.join(sorted(at_odds))}; {done}"
-        )
+    doubted = sorted({learner for head in present for learner in head.window.doubted})
     if doubted and goes_on:
         warnings.append(f"not waited for, since their last deltas were refused or too slow: {', '.join(doubted)}")
     room = None

@@ -26,6 +26,7 @@ from diloco.pipeline.transfer.global_format import STATE_RULES, Kind, OuterState
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import clip_factors, merge_weights
+from diloco.syncer.merging.cosine import cosines
 from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares, rebase
 from diloco.syncer.merging.outer import (
     AveragingStep,
@@ -337,7 +338,7 @@ class FragmentState:
         counters = [(h.steps, h.tokens) for h in headers]
         weights, shares = merge_weights(counters, self.sync.weights), merge_shares(counters, self.sync.weights)
         stepped = self.step(deltas, shares, draft)
-        version = self.version + 1
+        version, factors = self.version + 1, self.factors(deltas)
         # Older bases than the last one are refused as stale anyway: their record can go.
         merged = {(m.learner, m.incarnation): m for m in before if m.base_version >= version - 1}
         for h in headers:
@@ -361,8 +362,11 @@ class FragmentState:
                     norm=d.sent.norm,
                     rebased=d.stale is not None,
                     factor=factor,
+                    cosine=cosine,
                 )
-                for h, w, d, factor in zip(headers, weights, deltas, self.factors(deltas), strict=True)
+                for h, w, d, factor, cosine in zip(
+                    headers, weights, deltas, factors, cosines([d.sent.values for d in deltas]), strict=True
+                )
             ),
             merged=tuple(merged.values()),
             norm=stepped.reduced.norm,

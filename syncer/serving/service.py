@@ -36,7 +36,6 @@ from diloco.syncer.run_metrics import RunMetrics
 from diloco.syncer.serving.retrying import EVERY_SECOND, retrying, warn
 from diloco.syncer.serving.serving import Serving, cancel
 from diloco.syncer.serving.start import BusWarnings, Start, check_memory, speed_for
-from diloco.syncer.standing import Standings
 from diloco.syncer.watch import RunWatch
 
 SCRIPTS_LOOK_S = 2.0
@@ -138,7 +137,6 @@ class SyncerService:
             make_fragment=self._make_fragment,
             recorder=recorder,
             speed=await speed_for(spec.sync, layout, self._offload),
-            standings=Standings(),
         )
 
 

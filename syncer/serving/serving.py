@@ -75,7 +75,6 @@ class Serving:
         metrics.doubted_learners.set_function(
             lambda: len({learner for owner in owners if owner.lease.is_set() for learner in owner.doubted})
         )
-        metrics.at_odds_learners.set_function(lambda: len(self.context.standings.at_odds))
         metrics.leads.set_function(self._leads_shown)
         metrics.served_fragments.set_function(lambda: len(self.served()))
 

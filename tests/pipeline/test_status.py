@@ -70,7 +70,6 @@ def test_the_shape_is_the_documented_one_and_json():
             "quorum": 1,
             "reason": "grace: 1 in",
             "doubted": [],
-            "at_odds": [],
             "deadline_in_s": 2.5,
             "merge_s": 0.0,
             "outer_s": 0.0,
@@ -127,25 +126,6 @@ def test_refused_deltas_are_counted_by_reason_and_doubted_learners_named():
     assert status["fragments"][0]["refused"] == {"non_finite": 2, "absurd_norm": 1}
     assert status["warnings"] == ["not waited for, since their last deltas were refused or too slow: l3"]
     assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
-
-
-@pytest.mark.parametrize(
-    ("leave_out", "done"),
-    [(False, "merged all the same (leave_out = true leaves them out)"), (True, "left out of merges")],
-)
-def test_learners_at_odds_are_named_with_what_becomes_of_their_deltas(leave_out: bool, done: str):
-    """Left out they are no doubted ones besides; the quorum is of the others."""
-    window = samples.IDLE.model_copy(update={"at_odds": ("l3",), "doubted": ("l3",) if leave_out else ()})
-    heads = [samples.head(0, window=window), samples.head(1)]
-    spec = samples.spec()
-    spec = spec.model_copy(update={"sync": spec.sync.model_copy(update={"leave_out": leave_out, "quorum": 1})})
-    told = f"at odds, their deltas disagree with all others' again and again: l3; {done}"
-    status = build(heads=heads, spec=spec)
-    assert status["warnings"] == [told]
-    assert status["fragments"][0]["window"]["at_odds"] == ["l3"]
-    assert build(heads=heads, spec=spec, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
-    alone = build(heads=heads, spec=spec, reports=[samples.seen("l3")])["warnings"]
-    assert ("quorum 1 > 0 live, without 1 at odds" in alone) is leave_out
 
 
 def test_tokens_that_a_forger_claims_to_have_lost_do_not_spoil_the_account():

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import Evaluation, Phase
-from diloco.pipeline.messages.tape import Rewound
+from diloco.pipeline.messages.tape import Contribution, Rewound
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.page.collector import Collector
@@ -211,6 +211,28 @@ def test_series_of_learners_that_are_gone_go_away() -> None:
     steps = values(shown(reading), "diloco_learner_steps_total")
     assert (len(steps), f"l{MOST_LEARNERS}" in steps) == (MOST_LEARNERS, False)
     assert values(shown(reading), "diloco_run_learners")["live"] == MOST_LEARNERS + 50
+
+
+def part(learner: str, cosine: float | None) -> Contribution:
+    """Of a merge on the tape."""
+    counters = {"base_version": 0, "attempt": 0, "steps": 4, "tokens": 40}
+    return Contribution(learner=learner, incarnation="0" * 16, weight=0.5, norm=1.0, cosine=cosine, **counters)
+
+
+def test_a_learners_cosine_is_that_of_its_last_merge_by_the_tape_until_it_is_gone() -> None:
+    reading, there = Reading(), [samples.seen("l0"), samples.seen("l1")]
+
+    def told(reports: list[Any], **cosines: float | None) -> dict[str, float]:
+        parts = tuple(part(name, cosine) for name, cosine in cosines.items())
+        reading.see(replace(look(reports), records=[samples.committed(contributions=parts)] if parts else []))
+        return values(shown(reading), "diloco_learner_cosine")
+
+    assert told(there) == {}
+    assert told(there, l0=0.5, l1=-0.25, unheard=0.1) == {"l0": 0.5, "l1": -0.25}
+    assert told(there, l0=0.75) == {"l0": 0.75, "l1": -0.25}
+    assert told(there, l1=None) == {"l0": 0.75, "l1": -0.25}, "alone in its window"
+    assert told(there[:1]) == {"l0": 0.75}
+    assert reading.cosines == {"l0": 0.75}
 
 
 def test_a_fragment_is_unmerged_since_its_last_merge() -> None:

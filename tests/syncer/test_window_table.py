@@ -59,7 +59,6 @@ def given(
     expected: frozenset[str] = TWO,
     draining: bool = False,
     arriving: frozenset[str] = frozenset(),
-    left_out: frozenset[str] = frozenset(),
     doubted: frozenset[str] = frozenset(),
 ) -> Conditions:
     return Conditions(
@@ -70,8 +69,7 @@ def given(
         UPLOAD_S,
         draining,
         arriving=arriving,
-        doubted=doubted | left_out,
-        left_out=left_out,
+        doubted=doubted,
     )
 
 
@@ -161,7 +159,7 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
         w.decide(1.0, given(draining=True)),
     )[2],
     ("decide", "fewer than K in"): lambda w: w.decide(1.0, given()),
-    ("decide", "K in, one of them left out"): lambda w: with_l1(w).decide(1.0, given(left_out=frozenset({"l1"}))),
+    ("decide", "K in, one of them doubted"): lambda w: with_l1(w).decide(1.0, given(doubted=frozenset({"l1"}))),
     ("decide", "fewer than K in, and one was refused"): lambda w: without(w, L0).decide(1.0, given()),
     ("decide", "fewer than K in, and a doubted one was refused"): lambda w: without(with_l1(w), L1).decide(
         1.0, given(doubted=frozenset({"l1"}))
@@ -177,9 +175,6 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("decide", "too few are left for K"): lambda w: without(w, L1).decide(1.0, given()),
     ("decide", "uploads are missing before the deadline"): lambda w: uploaded(w, L0).decide(1.0, given()),
     ("decide", "all of M_t uploaded"): lambda w: uploaded(w, L0, L1).decide(1.0, given()),
-    ("decide", "all of M_t uploaded, and one left out"): lambda w: uploaded(w, L0, L1).decide(
-        1.0, given(quorum=1, left_out=frozenset({"l1"}))
-    ),
     ("decide", "the deadline, at least K uploaded"): lambda w: uploaded(w, L0).decide(UPLOAD_S, given(quorum=1)),
     ("decide", "the deadline, fewer than K uploaded"): lambda w: uploaded(w, L0).decide(UPLOAD_S, given()),
     ("decide", "the deadline, at least K uploaded, what is missing comes"): lambda w: uploaded(w, L0).decide(
@@ -201,9 +196,6 @@ RESULTS: dict[str, Callable[[Any, float], bool]] = {
     "Late": lambda answer, _: isinstance(answer, Late),
     "Refused": lambda answer, _: isinstance(answer, Refused),
     "Merge": lambda answer, _: isinstance(answer, Merge),
-    "Merge(without that one)": lambda answer, _: (
-        isinstance(answer, Merge) and (answer.contributions, answer.left_out) == ((L0,), (L1,))
-    ),
     "Reopened": lambda answer, _: isinstance(answer, Reopened),
     "Merge(one in vain)": lambda answer, _: (
         isinstance(answer, Merge) and (answer.in_vain, answer.overdue) == (("l1",), ())

@@ -109,9 +109,7 @@ class Oracle:
         self._side_store = store
         self._pulls = Pulls(layout, plan.latency_s, now)
         self._globals = Globals(self._store, layout, plan.spec.sync, self.broken)
-        self._refusals = Refusals(
-            self._store, keys, now, self._published_as, len(layout.fragments), plan.spec.sync.leave_out
-        )
+        self._refusals = Refusals(self._store, keys, now, self._published_as, len(layout.fragments))
         self._checks: dict[str, Callable[..., None]] = {
             "offer": self._offered,
             "read_heads": self._looked,
@@ -437,7 +435,7 @@ class Oracle:
         self._committed[p, commit.version, commit.digest] = shown
         state.momentum = momentum
         self._ever[p, commit.version, commit.digest] = state.copy()
-        self._windows.moved(link, p, commit.window)
+        self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
         if any(one.key in self._store.expiries for one in stored_values.staged_by(commit)):

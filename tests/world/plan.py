@@ -224,7 +224,6 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
         sync_interval=chance.one_of((2, 3, 4), "H"),
         quorum=quorum,
         delta_clip=chance.one_of((0.0, 0.0, 1.0, 1.5), "delta clip"),
-        leave_out=quorum == 1 and chance.share("leave out") < 0.5,
         codec=chance.one_of((None,) * 4 + KINDS, "quantized") or chance.one_of(("bf16", "fp32"), "codec"),
         global_codec=chance.one_of(("fp32", "bf16", "int8"), "global codec"),
         key_frame_interval=chance.one_of((1, 2, 3, 8), "key frames"),

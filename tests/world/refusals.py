@@ -52,10 +52,8 @@ class Refusals:
         now: Callable[[], float],
         published: Callable[[DeltaHeader], Float64],
         fragments: int,
-        leaves_out: bool,
     ) -> None:
         self._store, self._keys, self._now, self._published = store, keys, now, published
-        self._leaves_out = leaves_out
         self._gone: list[deque[Gone]] = [deque(maxlen=REMEMBERED) for _ in range(fragments)]
         self._offered_s: dict[tuple[int, str], float] = {}
         self._written_s: dict[str, float] = {}
@@ -153,8 +151,6 @@ class Refusals:
                 return "but it is finite" if np.isfinite(self._published(header)).all() else ""
             case RefusalReason.UPLOAD_TIMEOUT:
                 return self._in_time(link, header, self._offered_s[header.fragment, entry])
-            case RefusalReason.AT_ODDS:
-                return "" if self._leaves_out else "but nobody is left out"
             case RefusalReason.RUN_FINISHED:
                 return "" if closing else "but it is not"
         return "for which there was no cause"

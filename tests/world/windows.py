@@ -49,7 +49,6 @@ class Windows:
         self._in: list[set[str]] = [set() for _ in range(fragments)]
         """Of whom something that can be merged is on the stream."""
         self._doubted: list[frozenset[str]] = [frozenset()] * fragments
-        self._left_out: list[frozenset[str]] = [frozenset()] * fragments
         self._quorum_at: list[float | None] = [None] * fragments
         self._all_at: list[float | None] = [None] * fragments
         self._closed: set[tuple[Link, int]] = set()
@@ -79,7 +78,6 @@ class Windows:
             base = header.base_version
             known = version - 1 <= base <= version and header.base_digest == state.digests.get(base)
             counts = header.learner not in self._doubted[p] or self._uploaded(header)
-            counts = counts and header.learner not in self._left_out[p]
             if known and counts and (header.learner, header.incarnation, base) not in state.merged:
                 there.add(header.learner)
         self._in[p] = there
@@ -92,17 +90,13 @@ class Windows:
         before = self._all_at[p]
         self._all_at[p] = None if not everybody else now if before is None else before
 
-    def moved(self, link: Link, p: int, window: WindowView) -> None:
+    def moved(self, link: Link, p: int) -> None:
         """A merge was committed: a new window."""
-        self._leave_out(p, window)
         self._quorum_at[p] = self._all_at[p] = None
         self._closed = {(owner, of) for owner, of in self._closed if of != p}
         self._attempts = {(owner, of): attempt for (owner, of), attempt in self._attempts.items() if of != p}
         if not link.late:
             self._merged[link, p] = self._merged.get((link, p), False)
-
-    def _leave_out(self, p: int, window: WindowView) -> None:
-        self._left_out[p] = frozenset(window.at_odds if self._sync.leave_out else ())
 
     def read(self, link: Link, p: int, found_closed: bool) -> None:
         """An owner reads a stream from its start: all over again. found_closed: its head says that of the window."""
@@ -117,9 +111,8 @@ class Windows:
 
     def shown(self, link: Link, p: int, window: WindowView, state: Surviving) -> str | None:
         """A window's state was written; returns what was wrong."""
-        doubted, left_out = frozenset(window.doubted), self._left_out[p]
-        self._leave_out(p, window)
-        if (self._doubted[p], left_out) != (doubted, self._left_out[p]):
+        doubted = frozenset(window.doubted)
+        if self._doubted[p] != doubted:
             self._doubted[p] = doubted
             self.changed(p, state)
         if window.state in CLOSED:

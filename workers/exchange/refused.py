@@ -8,9 +8,6 @@ REMEDIES = {
     RefusalReason.NON_FINITE: "the model has NaN or infinite values: lower the learning rate, look at the loss and the "
     "data, or start this learner again; what is adopted replaces parameters, but not the optimizer's moments",
     RefusalReason.ABSURD_NORM: "it has moved far more than others' deltas do: look at the learning rate and the data",
-    RefusalReason.AT_ODDS: "its deltas disagree with all others' again and again, so they are left out: look at its "
-    "loss (is its sign right, are its labels?), its data, its code and settings beside the others'. Once they agree "
-    "for some thirty merges, they are merged again by themselves",
 }
 """What to do, by reason; other reasons are those of late deltas and of the network, which come again by themselves."""
 

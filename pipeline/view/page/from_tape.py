@@ -85,7 +85,6 @@ def _fragment(last: Committed) -> FragmentStatus:
             "quorum": 0,
             "reason": last.reason,
             "doubted": [],
-            "at_odds": list(last.at_odds),
             "deadline_in_s": None,
             "merge_s": last.merge_s,
             "outer_s": 0.0,

@@ -348,7 +348,6 @@ def _fragments(status: Status, now_s: float) -> Model:
             "outer_s": float(f"{window['outer_s']:.3g}"),
             "refused": sum(fragment["refused"].values()),
             "doubted": len(window["doubted"]),
-            "at_odds": len(window["at_odds"]),
             "averaged": fragment["averaged"],
             "owner": owners.get(fragment["id"], ""),
         }

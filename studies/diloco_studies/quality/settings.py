@@ -131,7 +131,6 @@ class LabRun(BaseModel):
     doubling: int = Field(USUAL["doubling"], ge=1, description="Outer steps after which it doubles")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
     delta_clip: float | None = Field(None, ge=1, description="Longest delta, in medians of its window; off: any")
-    leave_out: bool | None = Field(None, description="Learners at odds with all others are left out of merges")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
         description="What becomes of a learner's fragment when a newer global arrives. overwrite: the global; blend: "
@@ -255,7 +254,6 @@ class LabRun(BaseModel):
             weights=self.weights or USUAL["weights"],
             outer=self._production(),
             delta_clip=self.delta_clip or USUAL["delta_clip"],
-            leave_out=self.leave_out or USUAL["leave_out"],
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
             outer_warmup=self.outer_warmup,
@@ -314,7 +312,7 @@ PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments"),
     *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "outer_delay", "stale"),
-    *("delta_clip", "leave_out", "packing"),
+    *("delta_clip", "packing"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (

@@ -92,7 +92,6 @@ export function fragmentWords(name, row, now) {
     row.expected ? `${numbered(row.expected, "learner")} expected` : "",
     row.attempt ? `attempt ${row.attempt + 1}` : "",
     row.doubted ? `${numbered(row.doubted, "learner")} doubted` : "",
-    row.at_odds ? `${numbered(row.at_odds, "learner")} at odds with all others` : "",
     row.refused ? `${numbered(row.refused, "delta")} refused so far` : "",
   ].filter(Boolean);
   return [
