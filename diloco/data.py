@@ -12,9 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.units import counted, parse_whole, written
+from diloco.pipeline.units import parse_whole, written
 from diloco.workers.trainer.data import bpe
-from diloco.workers.trainer.data.packages import FOLDER, write_packages
 from diloco.workers.trainer.data.preparing import SAMPLE_BYTES, new_folder, write_shards
 from diloco.workers.trainer.data.shards import Index, check_shards, digest_of_file, read_index
 from diloco.workers.trainer.data.sources import DATA_SET, Source, open_sources, sample
@@ -127,24 +126,6 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
     with _bar("reading", index.tokens * np.dtype(index.dtype).itemsize) as bar:
         check_shards(folder, bar.step)
     typer.echo(f"{folder}: as it was written; {_told(index)}")
-
-
-@app.command()
-def packages(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to make")] = FOLDER,
-) -> None:
-    """Write the source text of all installed Python packages, for `--data FOLDER`: a file for each package.
-
-    So whole packages are held out. Text that is there twice is written once, and a megabyte of a package at most.
-    Another environment has other text.
-    """
-    made = write_packages(out)
-    typer.echo(
-        f"{out}: {counted(made.packages, 'package')}, {counted(made.files, 'file')}, {made.bytes / 1e6:.1f} MB; "
-        f"{counted(made.again, 'repeated file')} left out; fingerprint {made.fingerprint}\n"
-        f"held out: {', '.join(made.held_out) or 'none by name; the last part of all'}\n"
-        f"to train on it: diloco run --data {out}"
-    )
 
 
 class _Bar:

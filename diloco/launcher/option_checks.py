@@ -66,12 +66,10 @@ def check_data(data: str, whose: str = "") -> None:
     """
     if data == "stdlib" or _file(data).exists():
         return
-    from diloco.workers.trainer.data.packages import FOLDER  # brings numpy
-    from diloco.workers.trainer.data.sources import DATA_SET  # and what reads texts
+    from diloco.workers.trainer.data.sources import DATA_SET  # brings numpy
 
     if not data.startswith(DATA_SET):
-        made = Path(data) == FOLDER
-        remedy = "make it: diloco data packages" if made else "name one, or hf:OWNER/NAME, or leave it out: stdlib"
+        remedy = "name one, or hf:OWNER/NAME, or leave it out: stdlib"
         raise UsageError(f"data={data!r}: no such file or folder here{whose}", remedy)
     if find_spec("datasets") is None:
         raise UsageError(missing("datasets", "data", f"data={data!r}"))

@@ -349,15 +349,6 @@ def test_data_that_is_not_there_is_said_before_anything_is_started(resume):
     assert ("say where it is now: --data" in str(refused.value)) is (resume is not None)
 
 
-def test_text_of_packages_that_is_not_there_is_said_with_the_command_that_makes_it(tmp_path, monkeypatch):
-    """Under the name that the command gives it, from here; another name could be anything."""
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UsageError, match=r"data='packages-text': .*; make it: diloco data packages$"):
-        check(RunProcess(data="packages-text"))
-    with pytest.raises(UsageError, match="name one, or hf:OWNER/NAME"):
-        check(RunProcess(data="other/packages-text"))
-
-
 def test_a_data_set_of_a_hub_needs_its_library_before_anything_is_started(monkeypatch):
     monkeypatch.setattr(option_checks, "find_spec", lambda name: name)
     check(RunProcess(data="hf:some/set"))

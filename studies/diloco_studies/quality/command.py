@@ -18,7 +18,9 @@ from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.units import counted
 from diloco_studies.quality.experiment import Experiment, Row, read_experiment, settings_help
+from diloco_studies.quality.packages import FOLDER, write_packages
 from diloco_studies.quality.results.report import Table, markdown, table_of
 from diloco_studies.quality.results.store import Store, told_digest
 from diloco_studies.quality.results.summary import RunName, RunSummary, decode, encode
@@ -226,6 +228,23 @@ def _read_csv(path: Path) -> dict[RunName, RunSummary]:
         return decode(path.read_text("utf-8-sig"))  # as spreadsheets save it
     except (OSError, UnicodeDecodeError, UsageError) as error:
         raise UsageError(f"cannot read summaries {path}: {error}") from error
+
+
+@app.command()
+def packages(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to make")] = FOLDER,
+) -> None:
+    """Write the source text of all installed Python packages, which experiments learn: a file for each package.
+
+    So whole packages are held out. Text that is there twice is written once, and a megabyte of a package at most.
+    Another environment has other text.
+    """
+    made = write_packages(out)
+    typer.echo(
+        f"{out}: {counted(made.packages, 'package')}, {counted(made.files, 'file')}, {made.bytes / 1e6:.1f} MB; "
+        f"{counted(made.again, 'repeated file')} left out; fingerprint {made.fingerprint}\n"
+        f"held out: {', '.join(made.held_out) or 'none by name; the last part of all'}"
+    )
 
 
 @app.command()

@@ -124,7 +124,7 @@ def _text(rehearsal: bool) -> Piece:
         files = list((folder / TEXT if rehearsal else PROGRAM / TEXT).glob("*.txt"))
         return {"MB": sum(one.stat().st_size for one in files) / 1e6, "files": len(files)}
 
-    command = (*DILOCO, "data", "packages", "--out", place)
+    command = (*DILOCO, "lab", "packages", "--out", place)
     return Piece("text", "the text of all installed packages", () if there else (command,), figures)
 
 

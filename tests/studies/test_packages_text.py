@@ -7,9 +7,9 @@ import pytest
 
 from diloco.cli import main
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data import packages
-from diloco.workers.trainer.data.packages import write_packages
 from diloco.workers.trainer.data.text import open_text
+from diloco_studies.quality import packages
+from diloco_studies.quality.packages import write_packages
 
 LONG = "# text that is long enough\n" * 40
 
@@ -109,8 +109,7 @@ def test_what_is_interrupted_leaves_nothing(site: Path, tmp_path: Path, monkeypa
 
 def test_the_command_says_what_it_wrote(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of the packages of this environment, in some seconds; nothing is downloaded."""
-    assert main(["data", "packages", "--out", str(tmp_path / "text")]) == 0
+    assert main(["lab", "packages", "--out", str(tmp_path / "text")]) == 0
     said = capsys.readouterr().out
-    assert f"diloco run --data {tmp_path / 'text'}" in said
     assert "held out: " in said
     assert 0.9e6 < (tmp_path / "text" / "numpy.txt").stat().st_size <= 1e6 + 1000

@@ -17,7 +17,7 @@ from diloco.workers.trainer.data.files import stdlib_files
 from diloco.workers.trainer.data.tokens import BOUNDARY, is_held_out
 
 FOLDER = Path("packages-text")
-"""Where `diloco data packages` writes if nobody says otherwise."""
+"""Where `diloco lab packages` writes if nobody says otherwise."""
 STDLIB = "python"
 """Name of Python's own source text among packages."""
 LEAST_FILE = 200
