@@ -15,7 +15,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c co
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all test-browser test-docker test-prometheus test-slurm test-trainers test-gpu gpu dst fuzz lint docs release clean
+.PHONY: help install demo test test-all test-docker test-slurm test-trainers test-gpu gpu dst fuzz lint docs release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -30,12 +30,6 @@ test: $(VENV)/dev.stamp  ## all tests but the slow, browser, prometheus, gpu, do
 
 test-all: $(VENV)/dev.stamp  ## the slow, browser and prometheus ones too: whole training runs as processes
 	$(BIN)/python -m pytest -m "not gpu and not docker and not slurm and not trainers" $(PYTEST_ARGS)
-
-test-browser: $(VENV)/dev.stamp  ## the page in a real Chromium; skipped where there is none
-	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
-
-test-prometheus: $(VENV)/dev.stamp  ## alerts and board on a real Prometheus; skipped where there is none
-	$(BIN)/python -m pytest -m prometheus $(PYTEST_ARGS)
 
 test-docker: $(VENV)/dev.stamp  ## compose.yaml for real; skipped where no Docker Engine runs
 	$(BIN)/python -m pytest -m docker -s $(PYTEST_ARGS)
