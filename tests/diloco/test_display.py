@@ -61,7 +61,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "budget_tokens": 2_500_000,
         "progress": 0.648,
         "merged_tokens": 1_500_000,
-        "merged_share": {"since_start": 0.926, "pending": 0.049, "recent": 0.97, "recent_s": 305.0},
+        "merged_share": {"since_start": 0.926, "pending": 0.049, "recent": 0.97, "recent_s": 305.0, "recent_is_all": False},
         "outer_steps": 104,
         "tokens_lost": {"overwritten": 21_000, "rejected": 0, "died": 3000, "pending": 80_000},
         "elapsed_s": 81.0,
