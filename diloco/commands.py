@@ -85,7 +85,7 @@ def rank(
     """One process of the data-parallel baseline; `diloco run --method data-parallel` starts them."""
     logs.configure(settings.log_level)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    baseline = load_extra("diloco.workers.trainer.baselines.data_parallel", "run --method data-parallel")
+    baseline = load_extra("diloco.workers.trainer.data_parallel", "run --method data-parallel")
     raise typer.Exit(baseline.run_rank(settings, out, learners, number))
 
 

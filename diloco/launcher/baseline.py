@@ -1,6 +1,7 @@
 """`diloco run --method data-parallel`: starts the ranks of the baseline and shows them as a run is shown.
 
-There is no Redis and no syncer here: rank 0 writes its progress to the output folder (`workers/baselines`).
+There is no Redis and no syncer here: rank 0 (`workers/trainer/data_parallel.py`) writes its progress to the output
+folder.
 """
 
 import asyncio

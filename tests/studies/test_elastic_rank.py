@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from diloco.workers.trainer.baselines.data_parallel import block_order
+from diloco.workers.trainer.data_parallel import block_order
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.recipe import add_gradients, make_optimizer, update
 from diloco_studies.strikes.elastic import agent

@@ -16,8 +16,8 @@ import pytest
 from diloco.export import read_globals
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import RankProcess, load
-from diloco.workers.trainer.baselines import data_parallel
-from diloco.workers.trainer.baselines.data_parallel import block_order, run_rank
+from diloco.workers.trainer import data_parallel
+from diloco.workers.trainer.data_parallel import block_order, run_rank
 from diloco.workers.trainer.sample import load_model, sample
 from tests import HANGING_S
 
@@ -25,7 +25,7 @@ RANK = """
 import sys
 from pathlib import Path
 from diloco.pipeline.settings import RankProcess, load
-from diloco.workers.trainer.baselines.data_parallel import run_rank
+from diloco.workers.trainer.data_parallel import run_rank
 told = dict(pair.split("=", 1) for pair in sys.argv[4:])
 sys.exit(run_rank(load(RankProcess, told), Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))
 """

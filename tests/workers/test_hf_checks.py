@@ -17,8 +17,7 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, SyncSettings, load
 from diloco.workers.parameters import tensor_table
-from diloco.workers.trainer import evaluator, optional, trainer
-from diloco.workers.trainer.baselines import data_parallel
+from diloco.workers.trainer import data_parallel, evaluator, optional, trainer
 from diloco.workers.trainer.data import tokenized
 from diloco.workers.trainer.data.preparing import write_shards
 from diloco.workers.trainer.data.sources import Source

@@ -1,1 +1,1 @@
-"""The learner program: text in, steps, schedule, evaluation; models, data and baselines."""
+"""The learner program: text in, steps, schedule, evaluation; models, data; the data-parallel baseline."""

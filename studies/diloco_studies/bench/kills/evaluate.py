@@ -13,7 +13,7 @@ import torch
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import PARTIES, RankProcess, load
-from diloco.workers.trainer.baselines.data_parallel import parts_of
+from diloco.workers.trainer.data_parallel import parts_of
 from diloco.workers.trainer.recipe import held_out_loss
 from diloco_studies.bench.kills.train import CHECKPOINT
 

@@ -22,7 +22,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.lifecycle import die_with_parent
 from diloco.pipeline.settings import RankProcess
 from diloco.workers.parameters import whole_tensors
-from diloco.workers.trainer.baselines.data_parallel import (
+from diloco.workers.trainer.data_parallel import (
     CONNECT_TIMEOUT,
     GradientMean,
     block_order,

@@ -1,1 +1,0 @@
-"""What the decoupled method is compared with, in the same code."""
