@@ -12,6 +12,10 @@ import pytest
 from rich.console import Console
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.needs import needs_of, pace_of
+from diloco.pipeline.redis_memory import offered_bytes
+from diloco.pipeline.settings import SyncSettings, defaults
+from diloco.pipeline.site import Site
 from diloco_studies.bench import floor, machine
 from diloco_studies.bench.end_to_end import PYTHONPATH, Case
 from diloco_studies.bench.figures import alternate, shown, spread
@@ -20,6 +24,7 @@ from diloco_studies.bench.plain import Plain
 from tests import HANGING_S
 
 ROOT = Path(__file__).resolve().parents[2]
+OUTER = defaults(SyncSettings)["outer"]
 KEYS = ("publish_to_adopted_s", "trainer_blocked_s", "syncer_cpu_s_per_gb", "syncer_rss_mb", "redis_floor_ratio")
 
 
@@ -188,6 +193,24 @@ def test_end_to_end_measures_real_processes_and_leaves_none(tmp_path):
     assert not [
         one for one in commands if b"diloco_studies.bench.beside.party" in one and report["run"].encode() in one
     ]
+
+
+@pytest.mark.redis
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_run_takes_what_the_plan_says(tmp_path: Path) -> None:
+    """Redis and the syncer, at their peaks, no more than planned and no less than 0.4 of it; offers of moments are not
+    in it, for there are none.
+    """
+    file, params = tmp_path / "e.json", 14e6
+    sizes = ("--params", str(params), "--fragments", "8", "--global-codec", "fp32", "--rounds", "3")
+    done = bench("end-to-end", *sizes, "--outer", OUTER, "--momentum", "0.7", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    report, site = json.loads(file.read_text()), Site(params=params)
+    planned = needs_of(site, pace_of(site, 2, 2, "bf16", "fp32", OUTER)._replace(fragments=8), 2, 2, OUTER)
+    redis = planned.redis_memory_bytes - offered_bytes(int(params))
+    assert 0.4 * redis < 1e6 * report["redis_peak_mb"] < redis
+    assert 0.4 * planned.syncer_memory_bytes < 1e6 * report["syncer_rss_mb"]["max"] < planned.syncer_memory_bytes
 
 
 @pytest.mark.redis

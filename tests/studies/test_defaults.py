@@ -28,7 +28,6 @@ OTHER_MEANING = {
     ("studies/diloco_studies/bench/cost.py", "fragments"): "of the measurement",
     ("studies/diloco_studies/bench/stepping.py", "fragments"): "of the measurement",
     ("studies/diloco_studies/bench/command.py", "fragments"): "of the measurement",
-    ("studies/diloco_studies/bench/memory/checkpoints.py", "fragments"): "of the measurement",
 }
 """What has a setting's name and is something else, each with its reason."""
 USUAL = defaults(DemoProcess) | defaults(RankProcess)
