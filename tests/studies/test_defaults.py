@@ -24,7 +24,6 @@ OTHER_MEANING = {
     ("diloco/plan.py", "codec"): "auto is none of a run's",
     ("diloco/plan.py", "global_codec"): "auto is none of a run's",
     ("diloco/plan.py", "precision"): "of a learner, which a plan does not start",
-    ("studies/diloco_studies/bench/recovery.py", "kill_at"): "of the measurement",
     ("studies/diloco_studies/bench/cost.py", "fragments"): "of the measurement",
     ("studies/diloco_studies/bench/stepping.py", "fragments"): "of the measurement",
     ("studies/diloco_studies/bench/command.py", "fragments"): "of the measurement",
