@@ -129,8 +129,8 @@ def test_what_does_not_fit_is_said_before_it_is_started():
         (("step", "--model", "huge"), "one of nano"),
         (("cost", "--model", "huge"), "one of nano"),
         (("cost", "--steps", "0"), "steps"),
-        (("transport", "--redis-url", "rediss://localhost:1"), "not rediss://"),
-        (("transport", "--redis-url", "redis://localhost:1"), "no Redis answers"),
+        (("end-to-end", "--redis-url", "rediss://localhost:1"), "not rediss://"),
+        (("end-to-end", "--redis-url", "redis://localhost:1"), "no Redis answers"),
     ],
 )
 def test_a_mistake_is_named(arguments, said):
@@ -235,10 +235,9 @@ def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
 
 
 @pytest.mark.redis
-def test_fragments_in_turn_and_transport_and_merge(tmp_path):
+def test_fragments_in_turn_and_merge(tmp_path):
     runs = {
         "turn": ("end-to-end", "--params", "200e3", "--fragments", "3", "--in-turn", "--rounds", "4", "--aof", "on"),
-        "transport": ("transport", "--params", "300e3", "--rounds", "2"),
         "merge": ("merge", "--params", "100e3", "--rounds", "2"),
     }
     for name, arguments in runs.items():
@@ -249,11 +248,10 @@ def test_fragments_in_turn_and_transport_and_merge(tmp_path):
 
 
 @pytest.mark.slow
-def test_step_and_window(tmp_path):
+def test_step_and_cost(tmp_path):
     runs = {
         "step": ("step", "--model", "tiny", "--tokens", "32", "--rounds", "1"),
         "cost": ("cost", "--steps", "5", "--model", "tiny", "--rounds", "1"),
-        "window": ("window", "--params", "300e3", "--fragments", "1,3", "--rounds", "2"),
     }
     for name, arguments in runs.items():
         file = tmp_path / f"{name}.json"

@@ -27,10 +27,15 @@ def resident(field: str) -> int:
     return next(1024 * int(line.split()[1]) for line in lines if line.startswith(field))
 
 
+def begin_peak() -> int:
+    """The peak is of what comes from now on; the bytes that there are."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident("VmRSS")
+
+
 async def grown(work: Awaitable[object]) -> int:
     """Bytes of this process's peak while it works, beyond what it had before."""
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    before = begin_peak()
     await work
     return resident("VmHWM") - before
 

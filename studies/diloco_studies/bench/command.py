@@ -50,7 +50,6 @@ Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8 or
 Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32, bf16 or int8")]
 Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
-Aof = Annotated[bool, typer.Option("--aof", help="The embedded Redis keeps an append-only file (synced every second)")]
 Aofs = Annotated[
     Literal["off", "on", "both"],
     typer.Option(
@@ -108,11 +107,6 @@ class _Out:
                 for way, found in by_way.items()
             }
             importlib.import_module(PICTURES).bars(panels, title, self._plot)
-
-    def ladder(self, title: str, found: Mapping[str, Any]) -> None:
-        """Figures against numbers of fragments."""
-        if self._plot:
-            importlib.import_module(PICTURES).ladder(found, title, self._plot)
 
 
 @app.command("end-to-end")
@@ -267,28 +261,6 @@ def merge(
 
 
 @app.command()
-def transport(
-    params: Annotated[str, typer.Option(metavar="N", help="fp32 elements of the payload")] = "12.5e6",
-    chunk_bytes: Chunk = CHUNK_BYTES,
-    rounds: Rounds = 7,
-    aof: Aof = False,
-    redis_url: Url = None,
-    server: Server = None,
-    json_file: Json = None,
-    plot: Plot = None,
-) -> None:
-    """One payload into Redis and out again, in GB/s, beside a C client with the same bytes."""
-    out = _Out(json_file, plot)
-    measuring = importlib.import_module("diloco_studies.bench.transport")
-    payload = measuring.Payload(one_whole(params, "params"), chunk_bytes, rounds)
-    found, version = measuring.measure(payload, out.console, redis_url, aof, server)
-    title = f"Transport: {4 * payload.elements / 1e6:g} MB in chunks of {chunk_bytes // 1024} KiB"
-    out.show(title, {"": found})
-    out.write("transport", payload, version, found, aof=aof)
-    out.draw(title, {"": found}, "GB/s", lambda name: name.endswith("gb_s"))
-
-
-@app.command()
 def step(
     model: Annotated[str, typer.Option(help="A size by name, as of --model of a run")] = "large",
     fragments: Fragments = 8,
@@ -356,31 +328,6 @@ def cost(
     out.console.print(table(title, ("loop", *figures.values()), rows))
     out.write("cost", given, "embedded" if redis_url is None else "given", {"by_loop": found})
     out.draw(title, found, "share", lambda name: name in ("added_share", "blocked_share"))
-
-
-@app.command()
-def window(
-    params: Params = "10e6",
-    fragments: Annotated[str, typer.Option(metavar="P,P,...", help="Numbers of fragments")] = "1,2,4,8,16,32",
-    learners: Learners = 2,
-    wire: Wire = "bf16",
-    rounds: Rounds = 5,
-    aof: Aof = False,
-    redis_url: Url = None,
-    json_file: Json = None,
-    plot: Plot = None,
-) -> None:
-    """Outer steps per second as the same bytes are cut into more fragments; and a round trip of almost no bytes."""
-    out = _Out(json_file, plot)
-    measuring = importlib.import_module("diloco_studies.bench.windows")
-    counts = whole(fragments, "fragments")
-    given = measuring.Ladder(one_whole(params, "params"), counts, learners, _wire(wire), rounds)
-    found = measuring.measure(given, out.console, redis_url, aof)
-    title = f"Windows: {given.params / 1e6:g}M parameters, {counted(learners, 'learner')}, {wire}"
-    rows = ((name, shown(one["outer_steps_per_s"]), shown(one["round_s"])) for name, one in found.items())
-    out.console.print(table(title, ("fragments", "outer steps per second", "seconds of a round"), rows))
-    out.write("window", given, "embedded" if redis_url is None else "given", {"by_fragments": found}, aof=aof)
-    out.ladder(title, found)
 
 
 app.command("codec")(codec.main)

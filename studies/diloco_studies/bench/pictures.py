@@ -31,23 +31,3 @@ def bars(panels: Mapping[str, Mapping[str, Spread]], title: str, path: Path) -> 
         one.grid(True, axis="y", alpha=0.25)
         one.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)
-
-
-def ladder(report: Mapping[str, Mapping[str, Spread]], title: str, path: Path) -> None:
-    """Outer steps per second against the number of fragments."""
-    figure = Figure(figsize=(6.4, 4.2), dpi=130, layout="constrained")
-    axes = figure.subplots()
-    counts = [int(name) for name in report if name.isdecimal()]
-    rates = [report[str(count)]["outer_steps_per_s"] for count in counts]
-    low = [one["median"] - one["min"] for one in rates]
-    high = [one["max"] - one["median"] for one in rates]
-    axes.errorbar(counts, [one["median"] for one in rates], yerr=[low, high], marker="o", color=COLOURS[0], capsize=3)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.set_xlabel("fragments")
-    axes.set_ylabel("outer steps per second")
-    axes.set_ylim(bottom=0)
-    axes.set_title(title, fontsize=11)
-    axes.grid(True, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
