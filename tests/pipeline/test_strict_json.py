@@ -21,11 +21,8 @@ ELSEWHERE = {
     "pipeline/files/strict_json.py",
     "diloco/launcher/folder.py",
     "workers/trainer/models/hf_config.py",
-    "studies/diloco_studies/bench/slow/packets.py",
-    "studies/diloco_studies/bench/slow/probe.py",
 }
-"""The one itself; a string in TOML; a config of transformers, where an infinity is one and only it is the reader; and
-two small programs that import nothing of ours, so that they weigh nothing beside what is measured.
+"""The one itself; a string in TOML; a config of transformers, where an infinity is one and only it is the reader.
 Drivers of other programs import nothing of ours."""
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text()

@@ -23,7 +23,6 @@ from diloco_studies.bench.figures import Spread, show_machine, shown, table, wri
 from diloco_studies.bench.gpu import command as bench_gpu
 from diloco_studies.bench.kills import command as bench_kills
 from diloco_studies.bench.machine import describe, unusual
-from diloco_studies.bench.slow import lines_command
 from diloco_studies.goodput.commands.options import one_whole, whole
 
 app = typer.Typer(
@@ -192,45 +191,6 @@ def end_to_end(
 
 
 @app.command()
-def nodes(
-    params: Params = "96e6",
-    fragments: Fragments = 24,
-    rounds: Rounds = 5,
-    most: Annotated[int, typer.Option(min=1, max=16, help="Nodes at most: 1, 2 and so on up to it")] = 3,
-    json_file: Json = None,
-) -> None:
-    """A model's fragments into a Redis Cluster and out again, by this one process: bytes and CPU of each node.
-
-    Shares are of all bytes. All nodes are on this machine, so times say nothing of nodes on machines of their own.
-    """
-    out = _Out(json_file, None)
-    measuring = importlib.import_module("diloco_studies.bench.slow.nodes")
-    sizes, found = measuring.Sizes(one_whole(params, "params"), fragments, rounds), dict[str, Any]()
-    for count in range(1, most + 1):
-        shares, wall_s = measuring.measure(count, sizes, out.console)
-        moved, cpu = [one.bytes for one in shares], [one.cpu_s_a_gb for one in shares]
-        found[str(count)] = {
-            "share_least": min(moved) / sum(moved),
-            "share_most": max(moved) / sum(moved),
-            "cpu_s_a_gb_least": min(cpu),
-            "cpu_s_a_gb_most": max(cpu),
-            "round_s": wall_s,
-        }
-    columns = ["nodes", "share of bytes", "CPU s a GB of a node", "round s"]
-    rows = [
-        (
-            count,
-            f"{one['share_least']:.1%} - {one['share_most']:.1%}",
-            f"{one['cpu_s_a_gb_least']:.2f} - {one['cpu_s_a_gb_most']:.2f}",
-            f"{one['round_s']:.2f}",
-        )
-        for count, one in found.items()
-    ]
-    out.console.print(table(f"{sizes.elements / 1e6:g}M in fp32, {fragments} fragments", columns, rows))
-    out.write("nodes", sizes, "not used", found)
-
-
-@app.command()
 def merge(
     params: Annotated[str, typer.Option(metavar="N", help="Elements of the fragment")] = "8e6",
     learners: Learners = 8,
@@ -331,7 +291,6 @@ def cost(
 
 
 app.command("codec")(codec.main)
-app.command("lines")(lines_command.main)
 app.command("compare")(bench_compare.main)
 app.command("kills")(bench_kills.main)
 app.command("gpu")(bench_gpu.main)

@@ -200,14 +200,13 @@ class Process:
         folder: Path,
         environ: dict[str, str],
         talks: bool,
-        within: Sequence[str] = (),
     ) -> None:
-        """arguments: of Python. within: a command that runs it, such as `ip netns exec NAME`."""
+        """arguments: of Python."""
         self.name, self._log = name, folder / f"{name}.log"
         with self._log.open("ab") as log:
             pipe = subprocess.PIPE if talks else None
             self._process = subprocess.Popen(
-                [sys.executable, "-P", lifecycle.__file__, str(os.getpid()), *within, sys.executable, *arguments],
+                [sys.executable, "-P", lifecycle.__file__, str(os.getpid()), sys.executable, *arguments],
                 stdin=pipe or subprocess.DEVNULL,
                 stdout=pipe or log,
                 stderr=log,
@@ -238,11 +237,6 @@ class Process:
             raise self.died()
         answer: dict[str, Any] = json.loads(line)
         return answer
-
-    def rest(self) -> list[Any]:
-        """All lines that it still says before it ends."""
-        assert self._process.stdout is not None  # noqa: S101  # it talks
-        return [json.loads(line) for line in self._process.stdout]
 
     def check(self) -> None:
         """Raises if it has ended."""

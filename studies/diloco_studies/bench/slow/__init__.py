@@ -1,1 +1,0 @@
-"""Whole training runs behind slow lines (`diloco bench lines`)."""
