@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.syncer.admission import LATE_A_LEARNER, Accepted, DeltaFormat, Late, Offer, Refused
+from diloco.pipeline.messages.wire import MAX_LEARNERS
+from diloco.syncer.admission import LATE_A_LEARNER, Accepted, DeltaFormat, Late, NextWindow, Offer, Refused
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Uploading, Wait, Window
 from tests import samples
 
@@ -152,6 +153,8 @@ class WindowMachine(RuleBasedStateMachine):
             for offer in decision.overdue:
                 del self.held[offer.entry_id]
             self.refused.clear()
+            again = self.ask(given)  # as its owner does
+            assert not isinstance(again, Reopened) or not given.upload_s, "it opened again, and nothing had happened"
             return decision
         assert window.decide(self.now, given) == decision, "decide is not idempotent"
         assert window.attempt == attempt
@@ -428,6 +431,38 @@ def test_an_attempt_that_came_just_before_the_deadline_is_for_the_next_one() -> 
     assert again.contributions == (late,)
 
 
+def test_an_attempt_that_took_a_place_is_refused_once_it_has_had_the_whole_time_itself() -> None:
+    """As its owner asks late, or gave more time to what comes."""
+    window = Window(samples.head(), FORMAT, 0.0)
+    for offer, now in zip(attempts("l0", "l0"), (0.0, 20.0), strict=True):
+        window.offer(offer, now)
+        window.decide(now, ALONE)
+    decision = window.decide(50.0, ALONE)
+    assert isinstance(decision, Reopened)
+    assert [offer.entry_id for offer in decision.overdue] == ["2-0"]
+    assert window.pending() == ()
+
+
+def test_a_merge_tells_when_the_window_opened_when_k_were_in_and_when_it_was_fixed() -> None:
+    """The grace window is estimated from these; more time for uploads moves none of them."""
+    window = Window(samples.head(), FORMAT, 0.0)
+    offers = attempts("l0", "l1")
+    given = replace(ALONE, quorum=2, expected=frozenset({"l0", "l1", "l2"}), grace_s=5.0)
+    for now, offer in ((1.0, offers[0]), (3.0, offers[1])):
+        window.offer(offer, now)
+        window.decide(now, given)
+    assert window.decide(9.0, given) == Wait(39.0, "0 of 2 uploaded, waiting for l0, l1")
+    assert window.decide(39.0, replace(given, arriving=frozenset({"1-0", "2-0"}))) == Wait(
+        69.0, "0 of 2 uploaded, waiting for l0, l1"
+    )
+    for offer in offers:
+        window.uploaded(offer)
+    decision = window.decide(40.0, given)
+    assert isinstance(decision, Merge)
+    assert (decision.opened_at, decision.quorum_at, decision.fixed_at) == (1.0, 3.0, 9.0)
+    assert (decision.quorum_s, decision.grace_s) == (2.0, 6.0)
+
+
 def test_with_a_quorum_the_merge_goes_on_without_it_and_it_waits_for_the_next_window() -> None:
     """It is pending then: neither merged, nor overdue, nor forgotten."""
     window = Window(samples.head(), FORMAT, 0.0)
@@ -471,6 +506,18 @@ def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:
     refused = [a.reason for a in answers if isinstance(a, Refused)]
     assert len(window.late.offers) == LATE_A_LEARNER
     assert refused == [RefusalReason.FLOOD] * (90 - LATE_A_LEARNER + 1)
+
+
+def test_a_window_and_the_next_take_so_many_learners_as_a_head_has_room_for() -> None:
+    """It keeps the bases of two merges. One learner more is refused as a flood, with what it trained."""
+    offers = [Offer(f"{n}-0", samples.header(f"l{n}", tokens=7)) for n in range(MAX_LEARNERS // 2 + 1)]
+    window, later = Window(samples.head(), FORMAT, 0.0), NextWindow()
+    for offer in offers[:-1]:
+        assert window.offer(offer, 0.0) == Accepted()
+        assert later.hold(offer) == Late()
+    for answer in (window.offer(offers[-1], 0.0), later.hold(offers[-1])):
+        assert isinstance(answer, Refused)
+        assert (answer.reason, answer.lost_tokens) == (RefusalReason.FLOOD, 7)
 
 
 TestWindow = WindowMachine.TestCase

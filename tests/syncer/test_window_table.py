@@ -229,3 +229,5 @@ def test_the_window_does_what_its_table_says(row: Row) -> None:
     now = GRACE_S if "is over" in row.guard else 1.0
     since = 0.0 if row.state is row.next else now  # a state that goes on keeps its deadline
     assert RESULTS[row.result](answer, since), answer
+    if isinstance(answer, Reopened):
+        assert not isinstance(window.decide(UPLOAD_S, given()), Reopened), "said twice"
