@@ -1,6 +1,6 @@
 """Codecs of deltas: speed and error in memory, and a fragment's way through Redis, on loopback and behind a slow link.
 
-    python -m diloco_studies.bench.codec --params 12.5e6,100e6 --link 1 --json FILE --plot FILE
+    python -m diloco_studies.bench.codec --params 12.5e6,100e6 --link 1 --json FILE
 
 Encoding and decoding run on one core, as a learner's background thread and a syncer's merge do it, and count the
 float32 bytes that go in or come out. The way through Redis is the learner's and the syncer's own code: subtract, encode
@@ -13,35 +13,28 @@ wire in host memory. In fp32 that is the copy of the floats themselves.
 
 import asyncio
 import gc
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Annotated, Any
 
-import ml_dtypes
 import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import DTYPES, Payload, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
-from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.transfer.payloads import arriving, push_growing
 from diloco.pipeline.units import parse_count
 from diloco.syncer.intake import feed
@@ -49,7 +42,9 @@ from diloco.syncer.merging.merge import BLOCK, DeltaNorms
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import encode_delta
 from diloco.workers.trainer.recipe import choose_device
+from diloco_studies.bench.figures import shown, spread, table, write_json
 from diloco_studies.bench.lines import GBIT, lines
+from diloco_studies.bench.machine import describe
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
 CHUNK_BYTES = 512 * 1024
@@ -215,45 +210,6 @@ COLUMNS = {
 }
 
 
-def _shown(values: list[float] | None) -> str:
-    if values is None:
-        return "-"
-    middle = f"{median(values):.3g}"
-    return middle if min(values) == max(values) else f"{middle} ({min(values):.3g} - {max(values):.3g})"
-
-
-def _table(title: str, found: Found) -> Table:
-    names = [name for name in COLUMNS if any(name in figures for figures in found.values())]
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for name in names:
-        table.add_column(COLUMNS[name], justify="right")
-    for codec, figures in found.items():
-        table.add_row(codec, *(_shown(figures.get(name)) for name in names))
-    return table
-
-
-def _draw(report: dict[str, Any], path: Path) -> None:
-    import matplotlib  # only where it is asked for
-
-    matplotlib.use("Agg")
-    from matplotlib.figure import Figure
-
-    names = [n for n in ("encode_gb_s", "decode_gb_s", "loopback_s", "link_s") if n in report["sizes"][0]["fp32"]]
-    figure = Figure(figsize=(3.2 * len(names), 3.4 * len(report["sizes"])), dpi=130, layout="constrained")
-    axes = figure.subplots(len(report["sizes"]), len(names), squeeze=False)
-    for row, found in zip(axes, report["sizes"], strict=True):
-        for one, name in zip(row, names, strict=True):
-            figures = [found[codec][name] for codec in CODECS]
-            middle = [f["median"] for f in figures]
-            whiskers = [[f["median"] - f["min"] for f in figures], [f["max"] - f["median"] for f in figures]]
-            one.bar(CODECS, middle, yerr=whiskers, capsize=3, color="#1f5f99")
-            one.set_title(f"{found['elements'] / 1e6:g}M: {COLUMNS[name]}", fontsize=9)
-            one.grid(True, axis="y", alpha=0.25)
-            one.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
-
-
 def _sizes(text: str) -> list[int]:
     try:
         found = [int(str(parse_count(part))) for part in text.split(",")]
@@ -264,10 +220,6 @@ def _sizes(text: str) -> list[int]:
     return found
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"median": median(values), "min": min(values), "max": max(values), "n": len(values)}
-
-
 def main(
     params: Annotated[str, typer.Option(metavar="N,N,...", help="Elements of the fragment")] = "12.5e6,100e6",
     link: Annotated[float, typer.Option(min=0.0, help="Also behind a link of so many Gbit/s; 0: not")] = 1.0,
@@ -275,7 +227,6 @@ def main(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")] = None,
     device: Annotated[str | None, typer.Option(help="Also encode there, with torch: cpu or cuda")] = None,
 ) -> None:
     """Codecs of deltas: GB/s, bytes and error in memory; seconds through Redis, on loopback and behind a slow link.
@@ -286,24 +237,17 @@ def main(
     if device not in (None, "cpu", "cuda"):
         raise UsageError(f"--device {device}: cpu or cuda")
     encoder = None if device is None else OnDevice(choose_device(device))
-    machine = {
-        "device": device,
-        "cores": usable_cores(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "numpy": np.__version__,
-        "ml_dtypes": ml_dtypes.__version__,
-        "load": round(os.getloadavg()[0], 2),
-    }
+    machine = describe("embedded") | {"device": device}
     report: dict[str, Any] = {"benchmark": "codec", "link_gbit": link, "machine": machine, "sizes": []}
     for elements in _sizes(params):
         found = measure(elements, rounds, link or None, console, encoder)
-        console.print(_table(f"{elements / 1e6:g}M elements, {rounds} rounds, median (least - most)", found))
-        spreads = {codec: {name: _spread(values) for name, values in found[codec].items()} for codec in CODECS}
+        spreads = {codec: {name: spread(values) for name, values in found[codec].items()} for codec in CODECS}
+        names = [name for name in COLUMNS if any(name in figures for figures in found.values())]
+        rows = [(codec, *(shown(one[n]) if n in one else "-" for n in names)) for codec, one in spreads.items()]
+        title = f"{elements / 1e6:g}M elements, {rounds} rounds, median (least - most)"
+        console.print(table(title, ("", *(COLUMNS[name] for name in names)), rows))
         report["sizes"].append({"elements": elements} | spreads)
-    if json_file:
-        json_file.write_text(dumps(report, indent=1) + "\n")
-    if plot:
-        _draw(report, plot)
+    write_json(json_file, report)
 
 
 if __name__ == "__main__":

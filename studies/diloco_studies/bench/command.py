@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -63,9 +63,6 @@ Server = Annotated[
 ]
 Chunk = Annotated[int, typer.Option(min=4096, max=16 * 2**20, help="Size of a payload's chunks in bytes")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")]
-
-PICTURES = "diloco_studies.bench.pictures"
 
 
 def _wire(name: str, allowed: Sequence[str] = get_args(Codec), option: str = "wire") -> str:
@@ -75,12 +72,12 @@ def _wire(name: str, allowed: Sequence[str] = get_args(Codec), option: str = "wi
 
 
 class _Out:
-    """Where a benchmark's figures go: the console, and the files that were asked for."""
+    """Where a benchmark's figures go: the console, and the file that was asked for."""
 
-    def __init__(self, json_file: Path | None, plot: Path | None) -> None:
+    def __init__(self, json_file: Path | None) -> None:
         """Before anything is measured, since a mistake shows here."""
-        check_files(json_file, plot)
-        self.console, self._json, self._plot = Console(), json_file, plot
+        check_files(json_file)
+        self.console, self._json = Console(), json_file
 
     def write(self, kind: str, given: Any, redis: str, found: Mapping[str, Any], **more: Any) -> None:
         """The machine, and all as JSON."""
@@ -95,17 +92,6 @@ class _Out:
         rows = ((name, *(shown(one[name]) if name in one else "-" for one in by_way.values())) for name in names)
         ways = list(by_way) if len(by_way) > 1 else ["median (least - most)"]
         self.console.print(table(title, ("", *ways), rows))
-
-    def draw(
-        self, title: str, by_way: Mapping[str, Mapping[str, Spread]], unit: str, drawn: Callable[[str], bool]
-    ) -> None:
-        """A panel of bars for each way, with the figures whose names are to be drawn."""
-        if self._plot:
-            panels = {
-                f"{unit}, {way}" if way else unit: {name: one for name, one in found.items() if drawn(name)}
-                for way, found in by_way.items()
-            }
-            importlib.import_module(PICTURES).bars(panels, title, self._plot)
 
 
 @app.command("end-to-end")
@@ -144,7 +130,6 @@ def end_to_end(
     redis_url: Url = None,
     server: Server = None,
     json_file: Json = None,
-    plot: Plot = None,
 ) -> None:
     """From the last publish to the global adopted by all: real Redis, syncer and learners (which do not train).
 
@@ -157,7 +142,7 @@ def end_to_end(
 
     Example: diloco bench end-to-end --params 100e6 --fragments 1 --learners 2 --wire fp32 --json FILE
     """
-    out = _Out(json_file, plot)
+    out = _Out(json_file)
     if momentum is None:
         momentum = 0.0 if outer == "nesterov" else USUAL["outer_momentum"]
     measuring = importlib.import_module("diloco_studies.bench.end_to_end")
@@ -186,8 +171,6 @@ def end_to_end(
         out.console.print(f"on the lines a round takes {case.lines_s:.3g} s at least", highlight=False)
     more = {"with_aof": {**passes["on"][1], **by_way["append-only file on"]}} if aof == "both" else {}
     out.write("end-to-end", case, note["server"], found, aof=aof, **note, **more)
-    seconds = ("publish_to_adopted_s", "floor_s", "trainer_blocked_s", "snapshot_s", "adopt_s")
-    out.draw(title, by_way, "seconds", lambda name: name in seconds)
 
 
 @app.command()
@@ -202,13 +185,12 @@ def merge(
         int | None, typer.Option(min=2, help="Their columns; default: as many", show_default=False)
     ] = None,
     json_file: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Merge and outer step in memory, on one core, in GB/s of deltas; beside whole-array numpy and plain copies.
 
     The first line is with a run's default outer step. Seconds are of the core.
     """
-    out = _Out(json_file, plot)
+    out = _Out(json_file)
     measuring = importlib.import_module("diloco_studies.bench.merging")
     sizes = measuring.Sizes(
         one_whole(params, "params"), learners, _wire(wire, ("fp32", "bf16")), momentum, rounds, side, columns
@@ -217,7 +199,6 @@ def merge(
     title = f"Merge: {learners} {wire} deltas of {sizes.elements / 1e6:g}M elements, one core"
     out.show(title, {"": found})
     out.write("merge", sizes, "not used", found)
-    out.draw(title, {"": found}, "GB/s of deltas", lambda name: name.endswith("gb_per_s"))
 
 
 @app.command()
@@ -237,10 +218,9 @@ def step(
     compiled: Annotated[bool, typer.Option("--compile", help="Also with a torch.compile'd model")] = False,
     redis_url: Url = None,
     json_file: Json = None,
-    plot: Plot = None,
 ) -> None:
     """What learner.step() adds to a training step: one learner, nothing else on the cores that train."""
-    out = _Out(json_file, plot)
+    out = _Out(json_file)
     measuring = importlib.import_module("diloco_studies.bench.stepping")
     if model not in measuring.MODELS:
         raise UsageError(f"--model {model}: one of {', '.join(measuring.MODELS)}")
@@ -257,7 +237,6 @@ def step(
     title = f"learner.step(): model {model}, P = {fragments}, H = {interval}, {batch * tokens} tokens a step, {device}"
     out.show(title, by_way)
     out.write("step", given, "embedded" if redis_url is None else "given", found, **more)
-    out.draw(title, by_way, "seconds a step", lambda name: name in ("with_s", "without_s"))
 
 
 @app.command()
@@ -272,10 +251,9 @@ def cost(
     rounds: Annotated[int, typer.Option(min=1, help="Blocks of a second, with the learner and without it each")] = 15,
     redis_url: Url = None,
     json_file: Json = None,
-    plot: Plot = None,
 ) -> None:
     """What a learner costs by wall clock, all its threads included: one loop with it, and without."""
-    out = _Out(json_file, plot)
+    out = _Out(json_file)
     lengths = tuple(map(float, whole(steps, "steps")))
     measuring = importlib.import_module("diloco_studies.bench.cost")
     if model not in measuring.MODELS:
@@ -287,7 +265,6 @@ def cost(
     rows = ((case, *(shown(one[name]) for name in figures)) for case, one in found.items())
     out.console.print(table(title, ("loop", *figures.values()), rows))
     out.write("cost", given, "embedded" if redis_url is None else "given", {"by_loop": found})
-    out.draw(title, found, "share", lambda name: name in ("added_share", "blocked_share"))
 
 
 app.command("codec")(codec.main)

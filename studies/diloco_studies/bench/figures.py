@@ -1,6 +1,6 @@
 """Figures: several measurements as median, least and most; what is shown of them, and the files they go to."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,25 +19,6 @@ def spread(values: Iterable[float]) -> Spread:
     """Of at least one measurement."""
     found = list(values)
     return {"median": median(found), "min": min(found), "max": max(found), "n": len(found)}
-
-
-def alternate(
-    ways: Mapping[str, Callable[[], float]], repeats: int, console: Console, what: str
-) -> dict[str, list[float]]:
-    """Measure each way in turn, `repeats` times over, after one turn that does not count.
-
-    What drifts on a machine (its clock, its neighbours) then meets all of them alike.
-    """
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    with progress(console) as bar:
-        task = bar.add_task(what, total=(repeats + 1) * len(ways))
-        for turn in range(repeats + 1):
-            for name, measure in ways.items():
-                value = measure()
-                if turn:
-                    found[name].append(value)
-                bar.advance(task)
-    return found
 
 
 def progress(console: Console) -> Progress:

@@ -7,30 +7,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from diloco.pipeline.clock import fast_loop
-from diloco_studies.strikes.proxy import Door, Proxy
+from diloco_studies.strikes.proxy import Proxy
 
 GBIT = 1e9 / 8
 """Bytes per second."""
 
 
 @contextmanager
-def one_line(server: Path, bytes_per_s: float) -> Iterator[tuple[str, Door]]:
-    """URL of a line that several parties share, and its door, which counts their bytes; as `lines`."""
-    with _doors(server, ["all"], bytes_per_s) as proxy:
-        yield proxy.url("all"), proxy["all"]
-
-
-@contextmanager
 def lines(server: Path, parties: Iterable[str], bytes_per_s: float) -> Iterator[dict[str, str]]:
     """Party -> URL of its line to the server that listens on the socket `server`; carried by a thread of their own."""
-    names = list(parties)
-    with _doors(server, names, bytes_per_s) as proxy:
-        yield {name: proxy.url(name) for name in names}
-
-
-@contextmanager
-def _doors(server: Path, names: Iterable[str], bytes_per_s: float) -> Iterator[Proxy]:
-    loop, stop, ready = fast_loop(), asyncio.Event(), threading.Event()
+    names, loop, stop, ready = list(parties), fast_loop(), asyncio.Event(), threading.Event()
     made = Proxy(server, bytes_per_s)
 
     async def serve() -> None:
@@ -44,7 +30,7 @@ def _doors(server: Path, names: Iterable[str], bytes_per_s: float) -> Iterator[P
     thread.start()
     ready.wait()
     try:
-        yield made
+        yield {name: made.url(name) for name in names}
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()

@@ -12,7 +12,7 @@ bytes that a merge must read and write. Seconds are of the core, so that what el
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.merge import delta_norms, merge_shares
 from diloco.syncer.merging.outer import at_its_length, halley_iteration
-from diloco_studies.bench.figures import Spread, alternate, spread
+from diloco_studies.bench.figures import Spread, progress, spread
 from diloco_studies.bench.floor import merge_traffic
 from diloco_studies.bench.machine import need_memory
 
@@ -174,6 +174,25 @@ class Work:
             size = int(min(left, len(source)))
             np.copyto(target[:size], source[:size])
             left -= size
+
+
+def alternate(
+    ways: Mapping[str, Callable[[], float]], repeats: int, console: Console, what: str
+) -> dict[str, list[float]]:
+    """Measure each way in turn, `repeats` times over, after one turn that does not count.
+
+    What drifts on a machine (its clock, its neighbours) then meets all of them alike.
+    """
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    with progress(console) as bar:
+        task = bar.add_task(what, total=(repeats + 1) * len(ways))
+        for turn in range(repeats + 1):
+            for name, measure in ways.items():
+                value = measure()
+                if turn:
+                    found[name].append(value)
+                bar.advance(task)
+    return found
 
 
 def measure(sizes: Sizes, console: Console) -> dict[str, Spread]:

@@ -17,9 +17,9 @@ matplotlib.use("Agg")  # no display needed, and none opened
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from diloco_studies.bench.pictures import COLOURS
 from diloco_studies.pictures import save
 
+COLOURS = ("#1f5f99", "#7f8c8d", "#c0392b", "#e08e0b", "#2e8b57", "#6c4f9c")
 ROWS = {
     "publish_to_adopted_s": ("last publish to adopted by all, s", 1.0),
     "trainer_blocked_s": ("the trainer stands still, s", 1.0),
