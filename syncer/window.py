@@ -15,6 +15,8 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | UPLOADING | offer | a later attempt of a member that has not uploaded | UPLOADING | Accepted |
 | COLLECTING or GRACE | offer | a later attempt of a member that has uploaded | unchanged | Accepted |
 | UPLOADING or MERGING | offer | a later attempt of a member that has uploaded | unchanged | Late |
+| COLLECTING or GRACE | offer | a member's on a later base | unchanged | Accepted |
+| UPLOADING or MERGING | offer | a member's on a later base | unchanged | Late |
 | COLLECTING or GRACE or UPLOADING or MERGING | offer | seen | unchanged | Refused |
 | any | offer | unknown base, wrong layout, not positive | unchanged | Refused |
 | IDLE | decide | nothing due | IDLE | Wait(no deadline) |

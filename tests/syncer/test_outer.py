@@ -14,6 +14,7 @@ from diloco.syncer.merging.outer import (
     Momentum,
     NesterovStep,
     PlainStep,
+    at_length_one,
     halley_iteration,
     solved,
 )
@@ -110,6 +111,11 @@ def test_while_learners_are_averaged_nothing_is_orthogonalised():
     averaged = stepped(HALLEY, (1.0, 0.0), random_vector(5), delta)
     np.testing.assert_array_equal(averaged.theta, -delta)
     assert averaged.orthogonal is None
+
+
+def test_a_matrix_lies_on_its_side_before_its_gram_matrix_is_made():
+    """That of a tall one, say of an embedding, would take rows x rows."""
+    assert [at_length_one(np.ones(shape, np.float32)).shape for shape in SHAPES[:3]] == [(8, 8), (12, 40), (12, 40)]
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, (3, 200), (300, 200)])

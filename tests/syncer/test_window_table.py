@@ -75,6 +75,7 @@ def given(
 
 L0, L1, L2 = delta("l0"), delta("l1"), delta("l2")
 LATER = delta("l1", attempt=1)
+STALE = delta("l1", base_version=0, base_digest=b"0" * 16)
 
 
 def fresh() -> Window:
@@ -82,18 +83,16 @@ def fresh() -> Window:
     return Window(head, FORMAT, 0.0)
 
 
-def window_in(state: State) -> Window:
+def window_in(state: State, l1: Offer) -> Window:
     """At time 0; K = 2. l0 is in, and l1 from GRACE on; both are uploaded in MERGING."""
     window = fresh()
     if state is not State.IDLE:
         window.offer(L0, 0.0)
     if state in (State.GRACE, State.UPLOADING, State.MERGING):
-        window.offer(L1, 0.0)
+        window.offer(l1, 0.0)
         window.decide(0.0, given(expected=THREE if state is State.GRACE else TWO))
     if state is State.MERGING:
-        window.uploaded(L0)
-        window.uploaded(L1)
-        window.decide(0.0, given())
+        uploaded(window, L0, l1).decide(0.0, given())
     assert window.state is state
     return window
 
@@ -150,9 +149,10 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("offer", "another learner"): lambda w: w.offer(L2, 1.0),
     ("offer", "a later attempt of a member that has not uploaded"): lambda w: w.offer(LATER, 1.0),
     ("offer", "a later attempt of a member that has uploaded"): lambda w: uploaded(with_l1(w), L1).offer(LATER, 1.0),
+    ("offer", "a member's on a later base"): lambda w: (w.offer(STALE, 1.0), w.offer(L1, 1.0))[1],
     ("offer", "unknown base, wrong layout, not positive"): refused_each,
     ("offer", "seen"): lambda w: w.offer(L0, 1.0),
-    ("decide", "nothing due"): lambda w: w.decide(1.0, given()),
+    ("decide", "nothing due"): lambda w: (w.offer(delta("l0", due=False), 1.0), w.decide(1.0, given()))[1],
     ("decide", "draining, K members, none due"): lambda w: (
         w.offer(delta("l0", due=False), 1.0),
         w.offer(delta("l1", due=False), 1.0),
@@ -196,7 +196,7 @@ RESULTS: dict[str, Callable[[Any, float], bool]] = {
     "Late": lambda answer, _: isinstance(answer, Late),
     "Refused": lambda answer, _: isinstance(answer, Refused),
     "Merge": lambda answer, _: isinstance(answer, Merge),
-    "Reopened": lambda answer, _: isinstance(answer, Reopened),
+    "Reopened": lambda answer, _: isinstance(answer, Reopened) and answer.opened_at == 0.0,
     "Merge(one in vain)": lambda answer, _: (
         isinstance(answer, Merge) and (answer.in_vain, answer.overdue) == (("l1",), ())
     ),
@@ -210,18 +210,31 @@ RESULTS: dict[str, Callable[[Any, float], bool]] = {
     "nothing": lambda answer, _: answer is None,
 }
 
+REASONS: dict[str, str] = {
+    "nothing due": "no delta due, 1 waiting",
+    "fewer than K in, and one was refused": "0 of quorum 2 left after a refusal",
+    "others expected, the grace goes on": "grace: 2 in, waiting for l2",
+    "too few are left for K": "1 of quorum 2 left",
+    "uploads are missing before the deadline": "1 of 2 uploaded, waiting for l1",
+    "all of M_t uploaded": "all 2 expected in",
+    "the deadline, at least K uploaded": "1 in, without l1",
+    "the deadline, fewer than K uploaded": "1 of quorum 2 uploaded in time",
+}
+"""What decisions give as their reasons: pages and the tape show them."""
+
 
 def test_every_row_has_a_case_and_every_case_a_row() -> None:
     """So that neither is forgotten when the other changes."""
     assert {(row.event, row.guard) for row in rows()} == set(CASES)
     assert {row.result for row in rows()} == set(RESULTS)
+    assert {row.guard for row in rows()} >= set(REASONS)
     assert {row.state for row in rows()} == {row.next for row in rows()} == set(State)
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.state.name}-{row.event}-{row.guard}")
 def test_the_window_does_what_its_table_says(row: Row) -> None:
     """From the state, by the event, under the guard: to the next state, with the result."""
-    window = window_in(row.state)
+    window = window_in(row.state, STALE if row.guard == "a member's on a later base" else L1)
     attempt = window.attempt
     answer = CASES[row.event, row.guard](window)
     assert window.state is row.next
@@ -229,5 +242,6 @@ def test_the_window_does_what_its_table_says(row: Row) -> None:
     now = GRACE_S if "is over" in row.guard else 1.0
     since = 0.0 if row.state is row.next else now  # a state that goes on keeps its deadline
     assert RESULTS[row.result](answer, since), answer
+    assert row.guard not in REASONS or answer.reason == REASONS[row.guard]
     if isinstance(answer, Reopened):
         assert not isinstance(window.decide(UPLOAD_S, given()), Reopened), "said twice"

@@ -14,6 +14,7 @@ from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, WindowChanged
+from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.payload.quantize import BLOCK
 from diloco.pipeline.testing.virtual_time import run_virtual
@@ -401,11 +402,12 @@ def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> No
     assert not doubts.learners
     doubts.refused("l0", RefusalReason.ABSURD_NORM)
     assert doubts.learners == {"l0"}
-    doubts.sound("l0")
+    for learner in ("l0", "never refused"):
+        doubts.sound(learner)
     assert not doubts.learners
     for n in range(10_000):
         doubts.refused(f"f{n}", RefusalReason.NON_FINITE)
-    assert len(doubts._in_a_row) <= 4096
+    assert len(doubts._in_a_row) == MAX_LEARNERS
 
 
 def test_a_doubted_learner_counts_only_with_its_payload() -> None:
