@@ -144,7 +144,7 @@ def recorded(story: Callable[[Callable[[str], MemoryBus], WorldStore], Awaitable
 # --- worlds ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [4, 5, 6])  # 6: an initial learner that came back while Redis was full
+@pytest.mark.parametrize("seed", [4, pytest.param(5, marks=pytest.mark.slow), 6])  # 6: an initial learner that came back while Redis was full
 def test_what_a_world_did_in_memory_it_does_on_redis(seed: int, redis_server: str) -> None:
     """Call by call the same outcome, and in the end the same content; full, restarts and rewinds included."""
     assert difference(world(seed, SHORT), redis_server) is None
@@ -344,6 +344,7 @@ def test_a_mutation_of_a_script_is_found(name: str, redis_server: str, monkeypat
     pytest.fail(f"{name}: not found in {WITHIN_SEEDS} seeds")
 
 
+@pytest.mark.slow
 def test_the_command_says_that_a_world_is_the_same_on_redis() -> None:
     """It brings its own Redis."""
     done = CliRunner().invoke(app, ["twin", "2"])
