@@ -46,22 +46,21 @@ def started(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_and_the_syncer_need_no_torch(command):
+def test_help_and_the_syncer_need_no_torch():
     """Every command explains itself where torch and matplotlib are missing."""
     program = (
         "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None\n"
-        "from diloco.cli import main; sys.exit(main(sys.argv[1:]))"
+        "from diloco.cli import main; sys.exit(any([main([command, '--help']) for command in sys.argv[1:]]))"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, command, "--help"],
+        [sys.executable, "-W", "error", "-c", program, *COMMANDS],
         capture_output=True,
         text=True,
         check=False,
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr
-    assert "Usage: diloco " + command in done.stdout
+    assert [command for command in COMMANDS if f"Usage: diloco {command}" not in done.stdout] == []
 
 
 def test_version_and_plain_call(capsys):

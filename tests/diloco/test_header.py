@@ -20,6 +20,7 @@ def header(test: str, **environ: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("redis: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.redis
 @pytest.mark.parametrize(
     ("environ", "why"),

@@ -245,11 +245,12 @@ def test_without_a_gpu_it_says_how_to_rehearse(tmp_path: Path, monkeypatch: pyte
     assert not out.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
         ("speed-bf16", {"tokens/s", "alone", "step() ms"}),
-        pytest.param("ranks", {"ranks", "ddp", "fsdp"}, marks=[pytest.mark.slow]),
+        pytest.param("ranks", {"ranks", "ddp", "fsdp"}),
         ("gpu-paper-outer", {"the paper's, seed 0", "data-parallel, seed 0"}),
     ],
 )

@@ -144,7 +144,9 @@ def recorded(story: Callable[[Callable[[str], MemoryBus], WorldStore], Awaitable
 # --- worlds ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [4, pytest.param(5, marks=pytest.mark.slow), 6])  # 6: an initial learner that came back while Redis was full
+@pytest.mark.parametrize(
+    "seed", [4, pytest.param(5, marks=pytest.mark.slow), 6]
+)  # 6: an initial learner that came back while Redis was full
 def test_what_a_world_did_in_memory_it_does_on_redis(seed: int, redis_server: str) -> None:
     """Call by call the same outcome, and in the end the same content; full, restarts and rewinds included."""
     assert difference(world(seed, SHORT), redis_server) is None

@@ -136,6 +136,7 @@ def test_a_wrong_orthogonalised_step_is_found_soon(name: str) -> None:
         assert any(run_seed(seed).violation is not None for seed in worlds)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_digest_whatever_the_hash_seed_and_another_seed_another_one() -> None:
     """In processes of their own, since the order of sets of strings differs from process to process."""
     seed = next(s for s in range(100) if len(plan(s).faults) >= 6)
@@ -155,6 +156,7 @@ def test_the_same_seed_gives_the_same_digest_whatever_the_hash_seed_and_another_
     assert run_seed(seed + 1).digest != digests[0].strip()
 
 
+@pytest.mark.slow
 def test_a_violation_is_shrunk_to_the_faults_that_matter() -> None:
     """The shrunk world breaks the same promise with fewer faults, and its faults alone repeat it."""
     mutation = named("only higher versions are adopted")
