@@ -425,6 +425,7 @@ def test_wrong_arguments_are_named(arguments, said, capsys):
     assert len(error.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_other_commands_write_their_tables(tmp_path, capsys):
     """Bandwidth, plan, mixed, scavenge, mtbi, calibrate: each as JSON, and most as pictures."""
     out, png = tmp_path / "a.json", tmp_path / "a.png"

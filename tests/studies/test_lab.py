@@ -127,6 +127,7 @@ def test_shards_are_as_long_as_the_trainer_s():
     assert learner.STEPS_PER_SHARD == trainer.STEPS_PER_SHARD
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adopt", ["blend", "carry"])
 def test_other_ways_to_adopt_change_the_run(text, adopt):
     """Blend and carry are not overwrite by another name."""
@@ -144,6 +145,7 @@ def test_a_run_stops_when_told_to(text, method):
     assert 0.5 <= heard[-1] < 0.6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "told",
     [
@@ -171,6 +173,7 @@ def test_data_parallel_ends_its_last_step_at_its_budget(text):
     assert train(run, "cpu")["tokens"] == run.budget_examples * 16
 
 
+@pytest.mark.slow
 def test_guard_rails_are_the_production_ones(text):
     """The interval grows from one step on, so there are more merges; the warm-up changes what they do."""
     usual, grown = (train(small(text, **told), "cpu") for told in ({}, {"first_interval": 1}))
@@ -180,6 +183,7 @@ def test_guard_rails_are_the_production_ones(text):
     assert warm["digest"] != cold["digest"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "told",
     [
@@ -203,6 +207,7 @@ def test_inner_settings_are_every_method_s(text, method):
     assert len({run["digest"] for run in runs}) == 3
 
 
+@pytest.mark.slow
 def test_stale_deltas_fare_as_told(text):
     """Without grace slow learners are late for their window: what is dropped counts as rejected, not as merged."""
     runs = {}

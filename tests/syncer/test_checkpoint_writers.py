@@ -281,6 +281,7 @@ def test_fragments_of_a_syncer_that_dies_meanwhile_are_saved_by_the_lead(
     run_virtual(main())
 
 
+@pytest.mark.slow
 def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
