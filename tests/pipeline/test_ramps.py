@@ -41,6 +41,7 @@ def test_what_is_left_behind_at_the_end_of_a_run_is_only_averaged():
     told = sync(outer_lr=0.7, outer_momentum=0.9)
     assert outer_at(told, 5, [1, 11]) == (1.0, 0.0)
     assert outer_at(told, 5, [1, 12]) == (0.7, 0.9)
+    assert outer_at(told, 5, [1, 12], told=25) == (1.0, 0.0), "half of what its head says"
     growing = sync(outer_lr=0.7, outer_momentum=0.9, first_interval=2, doubling=8)
     assert outer_at(growing, 0, [1]) == (0.7, 0.9)
     assert outer_at(growing, 8, [1]) == (1.0, 0.0)
