@@ -90,6 +90,7 @@ def test_it_imports_beside_a_repository_with_the_same_names(python: Path, reposi
     assert ran(python, "-c", code, cwd=repository).strip() == "<class 'diloco.workers.learner.Learner'> False"
 
 
+@pytest.mark.slow
 def test_a_run_beside_a_repository_with_the_same_names(python: Path, repository: Path) -> None:
     """`diloco run` with its processes, from that folder."""
     small = ("--learners", "2", "--tokens", "20000", "--model", "tiny", "--seq-len", "32", "--batch", "2")

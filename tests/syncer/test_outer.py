@@ -141,7 +141,9 @@ def test_a_division_by_halves_is_numpys():
     np.testing.assert_allclose(solved(a.astype(np.float32), x), exact, atol=2e-3 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("shape", [(65, 65), (129, 300), (128, 512), (256, 1024)])
+@pytest.mark.parametrize(
+    "shape", [(65, 65), (129, 300), *(pytest.param(one, marks=pytest.mark.slow) for one in ((128, 512), (256, 1024)))]
+)
 @pytest.mark.parametrize("steep", [0.0, 2.0, 3.0, np.inf])
 def test_float32_turns_matrices_as_float64_does(shape, steep):
     """To a fifth of what replays on other machines tolerate; infinitely steep: all rows are the same."""

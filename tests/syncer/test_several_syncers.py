@@ -846,6 +846,7 @@ def test_several_syncers_may_be_told_to_resume_the_same_checkpoint(tmp_path: Pat
 # --- waste -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_recent_merged_share_outlives_the_lead() -> None:
     """Samples are in the run's state: who leads next goes on with them, and whoever looks finds the same share."""
 
