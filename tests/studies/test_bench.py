@@ -214,7 +214,9 @@ def test_a_run_takes_what_the_plan_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
     """In the middle of the rounds."""
     environ = os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(tmp_path)}
@@ -234,6 +236,7 @@ def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.redis
 def test_fragments_in_turn_and_merge(tmp_path):
     runs = {

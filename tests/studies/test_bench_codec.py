@@ -10,6 +10,7 @@ from diloco_studies.bench import codec
 ELEMENTS = 20_000
 
 
+@pytest.mark.slow
 def test_every_codec_is_measured_and_written(tmp_path, capsys) -> None:
     """Through a real Redis, on loopback and behind a link: fewer bytes, and more of the delta lost."""
     codec.main(f"{ELEMENTS}", 1.0, 1, tmp_path / "found.json", "cpu")

@@ -383,6 +383,7 @@ def test_sizes_are_read_or_refused() -> None:
             sizes(text)
 
 
+@pytest.mark.slow
 @pytest.mark.redis
 def test_the_command_measures_ours_and_names_those_that_are_not_there(tmp_path: Path) -> None:
     """And ends well."""
