@@ -47,6 +47,17 @@ def test_outer_steps_equal_torch_sgd(lr, mu):
         np.testing.assert_allclose(theta, parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
+def test_without_values_a_step_is_what_would_be_subtracted_from_them():
+    """With momentum and without."""
+    delta, zeros = random_vector(7), np.zeros(MIXED.elements, np.float32)
+    for kind in (PlainStep, lambda *given: NesterovStep(given[0], Momentum(None, zeros.copy(), 0.5), *given[1:])):
+        whole, step = delta.copy(), delta.copy()
+        kind(zeros, whole, 0.7).block(0, len(delta))
+        kind(None, step, 0.7).block(0, len(delta))
+        np.testing.assert_array_equal(step, -whole)
+        assert step.any()
+
+
 def test_golden_history_of_a_constant_pseudogradient():
     """D = 1, lr = 1, mu = 0.5: by hand, b = 1, 1.5, 1.75 and theta = 0 - 1.5 - 1.75 - 1.875."""
     theta, momentum, d = np.zeros(3, np.float32), np.zeros(3, np.float32), np.ones(3, np.float32)

@@ -403,6 +403,13 @@ def test_a_learner_that_left_a_delta_behind_and_came_back_opens_the_window() -> 
     assert window.members == ("l0",)
 
 
+def test_a_window_that_was_open_is_open_for_its_next_owner() -> None:
+    """Since it has it: what the learners of the former one wait for."""
+    head = samples.head(window=samples.IDLE.model_copy(update={"state": "collecting", "attempt": 2}))
+    window = Window(head, FORMAT, 7.0)
+    assert (window.phase, window.attempt) == (Collecting(7.0), 2)
+
+
 def test_its_due_attempt_opens_the_window_after_one_that_was_not_due() -> None:
     """Whoever came back, and has a delta here that was not due, opens the window with the next that is."""
     window = Window(samples.head(), FORMAT, 0.0)
