@@ -37,6 +37,14 @@ def sync_spec(**given: Any) -> SyncSpec:
         "tokens": 10_000,
         "groups": 1,
         "chunk_bytes": 1024,
+        "first_interval": 0,
+        "doubling": 1,
+        "outer_warmup": 0,
+        "weights": "tokens",
+        "global_codec": "fp32",
+        "key_frame_interval": 8,
+        "outer": "nesterov",
+        "delta_clip": 0.0,
     }
     return SyncSpec(**{**values, **given})
 

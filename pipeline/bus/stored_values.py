@@ -364,11 +364,11 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
             "merged_deltas": int(fields[b"merged_deltas"]),
             "merged_tokens": int(fields[b"merged_tokens"]),
             "rejected_tokens": int(fields[b"rejected_tokens"]),
-            "rest": fields.get(b"rest", b"").decode(),
-            "payload_digest": fields.get(b"payload_digest") or None,
-            "updates": decode_updates(fields.get(b"updates")),
-            "behind": decode_count("behind", fields.get(b"behind")),
-            "interval": decode_count("interval", fields.get(b"interval")),
+            "rest": fields[b"rest"].decode(),
+            "payload_digest": fields[b"payload_digest"] or None,
+            "updates": decode_updates(fields[b"updates"]),
+            "behind": decode_count("behind", fields[b"behind"]),
+            "interval": decode_count("interval", fields[b"interval"]),
             "refused": {reason: decode_count("refusals", fields[n]) for n, reason in _REFUSED.items() if n in fields},
         }
         return Head(**said)

@@ -86,19 +86,19 @@ class SyncSpec(Message):
     tokens: Annotated[int, Field(ge=1, le=2**62)]
     groups: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
     chunk_bytes: Annotated[int, Field(ge=16, le=MAX_CHUNK_BYTES)]
-    first_interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
+    first_interval: Annotated[int, Field(ge=0, le=MOST_STEPS)]
     """0: sync_interval from the start (`ramps.interval_at`)."""
-    doubling: Annotated[int, Field(ge=1, le=10**6)] = 1
+    doubling: Annotated[int, Field(ge=1, le=10**6)]
     """Outer steps of each fragment after which a growing interval doubles."""
-    outer_warmup: Annotated[int, Field(ge=0, le=10**6)] = 0
+    outer_warmup: Annotated[int, Field(ge=0, le=10**6)]
     """Outer steps of each fragment that only average (`syncer.merging.outer.outer_at`)."""
-    weights: WeightsName = "tokens"
-    global_codec: GlobalCodec = "fp32"
+    weights: WeightsName
+    global_codec: GlobalCodec
     """What learners pull (`pipeline.transfer.global_formats`)."""
-    key_frame_interval: Annotated[int, Field(ge=1, le=MAX_UPDATES)] = 8
+    key_frame_interval: Annotated[int, Field(ge=1, le=MAX_UPDATES)]
     """Outer steps of each fragment between two key frames, where globals are updates."""
-    outer: OuterName = "nesterov"
-    delta_clip: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    outer: OuterName
+    delta_clip: Annotated[float, Field(ge=0, le=1e6)]
     """Deltas are merged as if they were so many times the window's median norm at most; 0: as long as they are."""
 
 

@@ -34,9 +34,9 @@ SCANNED = 1000
 MOST_READ_BYTES = 2**24
 """Of entries that learners wrote, in one reply: with more, they are looked at on the server."""
 
-_KEY_AT = {"EVALSHA": 3, "EVAL": 3, "XINFO": 2, "XGROUP": 2, "MEMORY": 2}
+_KEY_AT = {"EVALSHA": 3, "EVAL": 3, "XINFO": 2}
 """Where a command's first key stands, if it is not the first argument."""
-_KEYLESS = frozenset({"ACL", "CONFIG", "INFO", "KEYS", "SCRIPT", "SCRIPT EXISTS", "SCRIPT LOAD", "TIME"})
+_KEYLESS = frozenset({"ACL", "CONFIG", "INFO", "KEYS", "SCRIPT EXISTS", "SCRIPT LOAD", "TIME"})
 
 
 @dataclass(frozen=True, slots=True)

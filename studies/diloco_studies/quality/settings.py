@@ -262,6 +262,7 @@ class LabRun(BaseModel):
             tokens=tokens,
             groups=1,
             chunk_bytes=USUAL["chunk_bytes"],
+            key_frame_interval=USUAL["key_frame_interval"],
         )
 
     def _architecture(self) -> tuple[object, ...]:

@@ -18,8 +18,8 @@ end
 
 -- Where any learner may write: what would live for longer than any of ours, or for ever, lives for so long from now.
 local function bound(key, most_ms)
-  local left = redis.pcall('PTTL', key) -- users' files of before lack it
-  if type(left) == 'number' and (left == -1 or left > tonumber(most_ms)) then redis.call('PEXPIRE', key, most_ms) end
+  local left = redis.call('PTTL', key)
+  if left == -1 or left > tonumber(most_ms) then redis.call('PEXPIRE', key, most_ms) end
 end
 
 -- What any learner may have written: no more of it than shows that it is too large.
