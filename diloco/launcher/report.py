@@ -361,15 +361,15 @@ def summary(report: Report) -> str:
     """A few lines for people."""
     loss = report["global_val_loss"]
     blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
-    died = sum(row.get("died", False) for row in report["learners"])
-    learners = _learners(report["learners"], died, report.get("settings", {}).get("learners"))
+    died = sum(row["died"] for row in report["learners"])
+    learners = _learners(report["learners"], died, report["settings"]["learners"])
     lines = [
         f"{'stopped' if report['stopped'] else 'finished'}: {report['method']}, {learners}, "
-        f"{count(report['tokens'])} tokens in {duration(report.get('elapsed_s', report['wall_s']))}, "
+        f"{count(report['tokens'])} tokens in {duration(report['elapsed_s'])}, "
         f"{counted(report['outer_steps'], 'outer step')}",
-        _loss(loss, loss is not None or bool(report.get("evaluations"))),
+        _loss(loss, loss is not None or bool(report["evaluations"])),
         f"tokens: {ledger_line(report)}",
-        *([f"merged share {merged_share(report['merged_share'])}"] if report.get("merged_share") else []),
+        f"merged share {merged_share(report['merged_share'])}",
         f"training blocked for at most {blocked:.2%} of the time",
     ]
     lines += _demo_lines(report["demo"]) if report["demo"] else []

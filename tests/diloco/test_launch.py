@@ -535,7 +535,8 @@ def test_a_run_that_is_not_there_is_told_from_one_that_waits(tmp_path, redis_ser
 def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):
     report = {"learners": [], "tokens_lost": {}, "tokens": 5, "merged_tokens": 5, "wall_s": 1.0, "outer_steps": 1}
     report |= {"global_val_loss": 2.5, "stopped": False, "method": "decoupled", "demo": None, "checkpoint": None}
-    report |= {"warnings": []}
+    share = {"since_start": 1.0, "pending": 0.0, "recent": None, "recent_s": 0.0, "recent_is_all": True}
+    report |= {"warnings": [], "merged_share": share, "evaluations": [], "elapsed_s": 1.0, "settings": {"learners": 1}}
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "x" / "report.json").write_text(json.dumps(report))
     assert cli.main(["status", "--json"]) == 0

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from diloco.pipeline.files.strict_json import dumps, number
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings
+from diloco.pipeline.view.shares import shares
 from diloco.status import show
 from tests.test_layers import PEERS, ROOT, sources
 
@@ -81,6 +82,9 @@ def test_a_status_of_a_run_that_diverged_is_json(tmp_path: Path, capsys):
         "demo": None,
         "checkpoint": None,
         "warnings": [],
+        "settings": {"learners": 1},
+        "elapsed_s": 1.0,
+        "merged_share": shares((), (0.0, 0, 0), 0),
         **sums,
     }
     report |= {"global_val_loss": math.nan, "evaluations": [{"loss": math.inf}]}

@@ -37,7 +37,7 @@ def facts(evidence: Evidence) -> Facts:
     outcome = Outcome(
         method="diloco",
         seed=3,
-        settings={},
+        settings={"learners": 2},
         run="run",
         stopped=True,
         wall_s=4.0,

@@ -196,8 +196,6 @@ def read_report(path: Path) -> Report:
     """
     try:
         report: Report = json.loads(path.read_text())
-        if report["method"] == "diloco":
-            report["method"] = "decoupled"  # its name in reports of earlier versions
         chaos_compare.column(report)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
