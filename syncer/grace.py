@@ -20,9 +20,9 @@ SLOWEST_FACTOR = 10.0
 class GraceEstimator:
     """Estimates of one fragment: quorum time, and sync time as far as the syncer sees it: to the commit's answer."""
 
-    def __init__(self, decay: float = DECAY) -> None:
-        self._quorum = Ema(decay)
-        self._sync = Ema(decay)
+    def __init__(self) -> None:
+        self._quorum = Ema(DECAY)
+        self._sync = Ema(DECAY)
         self._hidden_s = 0.0
         """Tau steps, as last known; nothing counts for longer."""
 

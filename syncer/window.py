@@ -79,6 +79,8 @@ from diloco.syncer.admission import (
     same_training,
 )
 
+SETTLE_S = 2.0
+"""The grace before the first estimates."""
 LEAST_MORE_S = 1.0
 """Time that uploads are given once more, at least."""
 
@@ -103,11 +105,10 @@ class Conditions:
     """Live learners on the current base: waiting for anybody else is pointless."""
     live: int
     grace_s: float | None
-    """None before the first estimates: `settle_s` is used."""
+    """None before the first estimates: `SETTLE_S` is used."""
     upload_s: float
     """Time that M_t's uploads may take."""
     draining: bool = False
-    settle_s: float = 2.0
     doubted: frozenset[str] = frozenset()
     """Learners that count only once their payload is here, and that nobody waits for."""
     arriving: frozenset[str] = frozenset()
@@ -345,7 +346,7 @@ class Window:
                 return Wait(None, f"no delta due, {len(self._members)} waiting")
             case Collecting():
                 if count >= given.quorum:
-                    grace_s = given.settle_s if given.grace_s is None else given.grace_s
+                    grace_s = SETTLE_S if given.grace_s is None else given.grace_s
                     return Grace(phase.opened_at, now, now + grace_s)
                 if self._refused - given.doubted - self._members.keys() or self._others_wait():
                     return Reopened((), f"{left} left after a refusal", phase.opened_at)

@@ -150,7 +150,6 @@ class Encoding:
         sound = largest < _INFINITE
         if not sound.all():  # rare: such a delta will be refused
             values = np.where(sound[:, None], values, np.float32(0))
-            magnitudes[~sound] = 0
         found, codes = self._scales(largest.view(np.float32)), self._codes[:blocks]
         with np.errstate(divide="ignore"):
             factors = np.where(found > 0, np.float32(1) / found, np.float32(0))
