@@ -25,7 +25,9 @@ def load_extra(module: str, command: str) -> ModuleType:
     except ModuleNotFoundError as error:
         package = str(error.name).split(".")[0]
         if package == STUDIES:
-            raise UsageError(f"`diloco {command}` is a study: pip install ./studies, in a checkout") from error
+            raise UsageError(
+                f"`diloco {command}` comes with the studies: pip install ./studies, in a checkout"
+            ) from error
         if package not in EXTRAS:
             raise
         raise UsageError(missing(package, EXTRAS[package], f"`diloco {command}`")) from error

@@ -155,7 +155,7 @@ class DemoProcess(RunProcess, DemoSettings):
 
 
 OF_DEMO = dict.fromkeys(DemoSettings.model_fields, "it is of `diloco demo`, which kills a learner: leave it out here")
-"""Settings that `diloco run` once had."""
+"""Settings that are no other command's, and what is said of one that is given there."""
 OF_ONE_LEARNER = {
     "device": "it is of one learner; where all of a run train is said by --devices cuda:0,cuda:1 ...",
     "redis_users": "it is of `diloco redis`: start one by that, and name it by --redis-url",
@@ -300,18 +300,18 @@ class SettingsCommand(TyperCommand):
     """A command made by `takes`: it knows the settings that are no flags of it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """A former flag says where its setting is now, before it is taken for an unknown one.
+        """The flag of a setting that is none says where it is set, before it is taken for an unknown one.
 
         Raises:
             UsageError: there is one.
         """
-        former: Mapping[str, str] = getattr(self.callback, "former", {})
+        elsewhere: Mapping[str, str] = getattr(self.callback, "elsewhere", {})
         for given in args:
             flag = given.split("=")[0]
             if given == "--":
                 break
-            if flag in former:
-                raise UsageError(f"{flag} is no flag: {former[flag]}")
+            if flag in elsewhere:
+                raise UsageError(f"{flag} is no flag: {elsewhere[flag]}")
         return super().parse_args(ctx, args)
 
 
@@ -336,9 +336,9 @@ def takes(
     moved = moved or {}
     shown = [name for name in kind.model_fields if name not in omit and name not in moved and has_flag(kind, name)]
     unseen = [name for name in kind.model_fields if name not in omit and name not in shown]
-    former = {flag_of(name): f"set it by {way_to_set(kind, name)}" for name in unseen}
-    former |= {f"--no-{flag_of(name)[2:]}": former[flag_of(name)] for name in unseen if _is_switch(kind, name)}
-    former |= {flag_of(name): instead for name, instead in moved.items()}
+    elsewhere = {flag_of(name): f"set it by {way_to_set(kind, name)}" for name in unseen}
+    elsewhere |= {f"--no-{flag_of(name)[2:]}": elsewhere[flag_of(name)] for name in unseen if _is_switch(kind, name)}
+    elsewhere |= {flag_of(name): instead for name, instead in moved.items()}
     config = inspect.Parameter(
         "config",
         inspect.Parameter.KEYWORD_ONLY,
@@ -373,7 +373,7 @@ def takes(
         command.__name__, command.__doc__ = function.__name__, function.__doc__
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # what typer reads
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        command.kind, command.former, command.cls = kind, former, SettingsCommand  # type: ignore[attr-defined]
+        command.kind, command.elsewhere, command.cls = kind, elsewhere, SettingsCommand  # type: ignore[attr-defined]
         return command
 
     return decorate
