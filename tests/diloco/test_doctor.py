@@ -55,7 +55,6 @@ from tests.pipeline.test_acl import rules_of
 
 ROOT = Path(__file__).parents[2]
 PASSWORD = "letters-and-digits"  # noqa: S105  # of a server that lives for a test
-TO_SET = 'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET'
 
 
 @pytest.fixture(autouse=True)

@@ -215,9 +215,6 @@ def test_a_version_may_be_made_again_where_the_new_primary_did_not_have_it(strik
 # --- what a strike excuses for shards --------------------------------------------------------------------
 
 
-TWICE = (*GOOD.shards, note(0, B, True, 30))
-
-
 @pytest.mark.parametrize(
     ("strike", "excused"),
     [

@@ -429,12 +429,6 @@ def rewrite(path: Path, change) -> None:
     path.write_text(json.dumps(state))
 
 
-def retensor(path: Path, change) -> None:
-    tensors = safetensors.numpy.load_file(path)
-    change(tensors)
-    safetensors.numpy.save_file(tensors, path)
-
-
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

@@ -29,7 +29,6 @@ class Line:
 
     def __init__(self) -> None:
         self._free_at = 0.0
-        self.passed_bytes = 0
 
     async def carry(self, duration_s: float) -> None:
         """Until a piece that takes so long is through. A sleep that lasted too long is made up for by the next ones."""
@@ -57,11 +56,6 @@ class Door:
         """Take connections on a free port."""
         self._server = await asyncio.start_server(self._accept, HOST, 0, limit=PIECE_BYTES)
         self.port = self._server.sockets[0].getsockname()[1]
-
-    @property
-    def connections(self) -> int:
-        """How many stand."""
-        return len(self._connections)
 
     def cut(self) -> None:
         """Reset all connections, and each new one."""
@@ -124,7 +118,6 @@ class Door:
                 if self._bytes_per_s is not None:
                     await line.carry(len(piece) / self._bytes_per_s)
                 writer.write(piece)
-                line.passed_bytes += len(piece)
                 await writer.drain()
 
 
