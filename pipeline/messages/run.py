@@ -102,7 +102,7 @@ class Evaluation(Message):
 
 
 SCRIPTS_MISSING, SCRIPTS_FOUND = "scripts_missing", "scripts_found"
-"""Events of a learner that does not find its release's scripts at Redis, and that does again."""
+"""Events of a learner that does not find the scripts at Redis that it calls, and that does again."""
 REDIS_CHANGED = "redis_changed"
 """Event: a server has some of the run's keys that had none: another one has taken over, or one was restarted."""
 
