@@ -1,7 +1,7 @@
 """What the name of a method means, wherever one is asked for: run, chaos, lab. Pure.
 
 A method is a name for settings: what is set besides it has the last word. Learners of `diloco run` never wait, whatever
-the method; the lab can have them wait too (`diloco_studies/quality/settings.py`).
+the method; the lab can have them wait too (`studies/diloco_studies/quality/settings.py`).
 """
 
 from collections.abc import Mapping
