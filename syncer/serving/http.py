@@ -129,10 +129,13 @@ class _Server(web.Server):
         else:
             self._limits[handler] = asyncio.get_running_loop().call_later(CONNECTION_S, transport.abort)
 
-    def keep(self, handler: Any) -> None:
-        """Whoever has this connection sees to its end."""
+    def keep(self, handler: Any) -> bool:
+        """Let whoever has this connection see to its end. False: half of all are kept so, the others are for probes."""
+        if sum(limit.cancelled() for limit in self._limits.values()) >= CONNECTIONS // 2:
+            return False
         if (limit := self._limits.get(handler)) is not None:
             limit.cancel()
+        return True
 
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
         """Forget it."""
@@ -143,13 +146,16 @@ class _Server(web.Server):
 
 async def _send_events(request: web.BaseRequest, server: _Server, follow: Follow) -> web.StreamResponse:
     """Until whoever asked is gone, is too slow, or has to ask anew."""
+    if not server.keep(request.protocol):
+        full = web.Response(status=503, text=f"{CONNECTIONS // 2} pages follow this run already: close one\n")
+        full.force_close()
+        return full
     response = web.StreamResponse(headers={**SAFE, "Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     response.force_close()
     events = follow(request.headers.get("Last-Event-ID", "")[:64])
     with suppress(TimeoutError, ConnectionError):
-        await response.prepare(request)
-        server.keep(request.protocol)
         async with asyncio.timeout(STREAM_S), aclosing(events):  # type: ignore[type-var]  # a generator
+            await response.prepare(request)
             async for event in events:
                 async with asyncio.timeout(WRITE_S):
                     await response.write(event)

@@ -130,7 +130,7 @@ async def test_files_and_events_are_only_read() -> None:
 async def test_who_follows_may_stay_longer_than_who_asks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for ever: after that it asks anew."""
     monkeypatch.setattr(http, "CONNECTION_S", 0.1)
-    monkeypatch.setattr(http, "STREAM_S", 1.0)
+    monkeypatch.setattr(http, "STREAM_S", 3.0)
     feed = Feed()
     async with page(feed) as (session, url), session.get(url + EVENTS) as answer:
         await answer.content.readuntil(b"\n\n")
@@ -141,6 +141,24 @@ async def test_who_follows_may_stay_longer_than_who_asks(monkeypatch: pytest.Mon
         with pytest.raises((aiohttp.ClientError, asyncio.IncompleteReadError)):
             await answer.content.readexactly(10)
         assert asyncio.get_running_loop().time() - began_s > 0.3
+
+
+async def test_probes_are_answered_however_many_pages_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page too many is told why, and gets in once another one is closed."""
+    monkeypatch.setattr(http, "CONNECTIONS", 8)
+    feed = Feed()
+    async with page(feed) as (session, url):
+        pages = [await session.get(url + EVENTS) for _ in range(4)]
+        async with session.get(url + EVENTS) as answer:
+            assert (answer.status, await answer.text()) == (503, "4 pages follow this run already: close one\n")
+        async with session.get(url + "/healthz") as answer:
+            assert answer.status == 200
+        pages.pop().close()
+        await until(lambda: feed.following == 3)
+        async with session.get(url + EVENTS) as answer:
+            assert answer.status == 200
+        for one in pages:
+            one.close()
 
 
 async def test_who_does_not_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
