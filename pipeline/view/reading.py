@@ -27,7 +27,7 @@ class Reading:
     rewound_unix_s: float = -math.inf
     """When the bus was last found at an earlier state, by the tape: whichever syncer found it, in whichever life."""
     cosines: dict[str, float] = field(default_factory=dict)
-    """By learner: of its last merged delta with the others of its window, by the tape."""
+    """By learner: of its last merged delta with the others of its window, by the tape; none if it was alone there."""
     _versions: dict[int, int] = field(default_factory=dict)
 
     def see(self, look: Look) -> None:
@@ -36,8 +36,9 @@ class Reading:
         rewound = [one.unix_s for one in look.records if isinstance(one, Rewound)]
         self.rewound_unix_s = max([self.rewound_unix_s, *rewound])
         merges = [one for one in look.records if isinstance(one, Committed)]
-        self.cosines |= {c.learner: c.cosine for one in merges for c in one.contributions if c.cosine is not None}
-        self.cosines = {one["id"]: self.cosines[one["id"]] for one in self.learners() if one["id"] in self.cosines}
+        last = self.cosines | {c.learner: c.cosine for one in merges for c in one.contributions}
+        there = [one["id"] for one in self.learners()]
+        self.cosines = {name: cosine for name in there if (cosine := last.get(name)) is not None}
         running = look.status["phase"] == Phase.RUNNING
         for one in look.status["fragments"]:
             p, version = one["id"], one["version"]

@@ -230,7 +230,8 @@ def test_a_learners_cosine_is_that_of_its_last_merge_by_the_tape_until_it_is_gon
     assert told(there) == {}
     assert told(there, l0=0.5, l1=-0.25, unheard=0.1) == {"l0": 0.5, "l1": -0.25}
     assert told(there, l0=0.75) == {"l0": 0.75, "l1": -0.25}
-    assert told(there, l1=None) == {"l0": 0.75, "l1": -0.25}, "alone in its window"
+    assert told(there, l1=None) == {"l0": 0.75}, "alone in its window: nobody is there whom it could pull against"
+    assert told(there, l1=-0.5) == {"l0": 0.75, "l1": -0.5}
     assert told(there[:1]) == {"l0": 0.75}
     assert reading.cosines == {"l0": 0.75}
 
