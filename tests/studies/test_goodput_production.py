@@ -104,7 +104,9 @@ def simulated(steps_s, pause, **sync):
     return found["mean_participants"], found["outer_steps_per_hour"], found["overwritten"]
 
 
-@pytest.mark.parametrize("gamma", [0.0, 0.8], ids=["no grace", "grace"])
+@pytest.mark.parametrize(
+    "gamma", [pytest.param(0.0, marks=pytest.mark.slow, id="no grace"), pytest.param(0.8, id="grace")]
+)
 @pytest.mark.parametrize(
     ("steps_s", "pause", "quorum"),
     [
