@@ -144,9 +144,9 @@ PEERS = "studies/diloco_studies/bench/beside/peers/"
 """Drivers of other programs."""
 
 
-def imports(source: str, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+def imports(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
     """All modules that a source imports, inside functions too; of `from a import b` both, since `a.b` may be one."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name,) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -169,11 +169,19 @@ def sources() -> dict[str, str]:
 
 
 @cache
+def parsed(path: str) -> ast.Module:
+    """A source. Tried again on SystemError: where threads parse too, CPython 3.11 counts wrongly (gh-106905)."""
+    source = (ROOT / path).read_text()
+    try:
+        return ast.parse(source)
+    except SystemError:
+        return ast.parse(source)
+
+
+@cache
 def imported(path: str) -> frozenset[tuple[str, ...]]:
     package = sources()[path].split(".")
-    return frozenset(
-        imports((ROOT / path).read_text(), tuple(package if path.endswith("__init__.py") else package[:-1]))
-    )
+    return frozenset(imports(parsed(path), tuple(package if path.endswith("__init__.py") else package[:-1])))
 
 
 def libraries(path: str) -> set[str]:
@@ -226,7 +234,7 @@ def test_the_parser_sees_every_form_of_import():
     source = (
         "import a.b, c\nfrom . import d\nfrom .e import f\nfrom ..g.h import i\ndef x():\n    from torch import nn\n"
     )
-    found = {names[0] for names in imports(source, ("pkg", "sub"))}
+    found = {names[0] for names in imports(ast.parse(source), ("pkg", "sub"))}
     assert found == {"a.b", "c", "pkg.sub", "pkg.sub.e", "pkg.g.h", "torch"}
     assert "syncer/window.py" in sources()
     assert any(path.startswith("pipeline/messages/") for path in edges()["syncer/window.py"])

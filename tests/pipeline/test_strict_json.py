@@ -16,7 +16,7 @@ from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.shares import shares
 from diloco.status import show
-from tests.test_layers import PEERS, ROOT, sources
+from tests.test_layers import PEERS, parsed, sources
 
 ELSEWHERE = {
     "pipeline/files/strict_json.py",
@@ -65,7 +65,7 @@ def test_nothing_else_writes_json() -> None:
     writers = set()
     for path in sources():
         if path not in ELSEWHERE and not path.startswith(PEERS):
-            calls = [node.func for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
+            calls = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
             if {"json.dumps", "json.dump"} & {ast.unparse(call) for call in calls}:
                 writers.add(path)
     assert writers == set()

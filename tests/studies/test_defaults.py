@@ -7,7 +7,7 @@ from typing import Any
 
 from diloco.options import ALL_FIELDS, DemoProcess
 from diloco.pipeline.settings import RankProcess, defaults
-from tests.test_layers import ROOT, sources
+from tests.test_layers import parsed, sources
 
 DECLARED = {
     "pipeline/settings.py": "where they are declared",
@@ -40,9 +40,9 @@ def constant(node: ast.expr) -> Any:
     return node.value if isinstance(node, ast.Constant) else None
 
 
-def declared(source: str) -> Iterator[tuple[str, Any]]:
+def declared(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     """(name, default) of the class attributes `name: type = Field(default, ...)` with a constant."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
             called = node.value
             field = isinstance(called.func, ast.Name) and called.func.id in ("Field", "expert") and called.args
@@ -50,9 +50,9 @@ def declared(source: str) -> Iterator[tuple[str, Any]]:
                 yield node.target.id, value
 
 
-def said(source: str) -> Iterator[tuple[str, Any]]:
+def said(tree: ast.Module) -> Iterator[tuple[str, Any]]:
     """(name, number) of other class attributes and of functions' arguments."""
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(tree):
         pairs: list[tuple[str, ast.expr | None]] = []
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             pairs = [(node.target.id, node.value)]
@@ -68,9 +68,9 @@ def said(source: str) -> Iterator[tuple[str, Any]]:
 
 def test_the_parser_sees_what_it_is_for() -> None:
     source = "class A:\n    gamma: float = Field(0.8, ge=0)\n    out: Path = Field(x)\n    chunk: int = 512 * 1024\n"
-    assert dict(declared(source)) == {"gamma": 0.8}
-    assert dict(said(source)) == {"chunk": 524288}
-    assert dict(said("def f(a, b=2**3, *, c: float = 2.0, d=x): ...")) == {"b": 8, "c": 2.0}
+    assert dict(declared(ast.parse(source))) == {"gamma": 0.8}
+    assert dict(said(ast.parse(source))) == {"chunk": 524288}
+    assert dict(said(ast.parse("def f(a, b=2**3, *, c: float = 2.0, d=x): ..."))) == {"b": 8, "c": 2.0}
     assert "grace_gamma" in ALL_FIELDS
 
 
@@ -78,8 +78,9 @@ def test_no_default_is_declared_again() -> None:
     """Neither with the same value, which would go another way one day, nor, as a setting, with another one."""
     again = set()
     for path in sources():
-        source = (ROOT / path).read_text()
-        found = {(name, value) for name, value in declared(source) if name in ALL_FIELDS}
-        found |= {(name, value) for name, value in said(source) if value not in (0, 1) and USUAL.get(name) == value}
+        found = {(name, value) for name, value in declared(parsed(path)) if name in ALL_FIELDS}
+        found |= {
+            (name, value) for name, value in said(parsed(path)) if value not in (0, 1) and USUAL.get(name) == value
+        }
         again |= {(path, *one) for one in found if path not in DECLARED and (path, one[0]) not in OTHER_MEANING}
     assert again == set(), "take it from diloco.pipeline.settings.defaults, or say in what it differs"
