@@ -251,11 +251,11 @@ def command(
     report.add(*of_machine(settings, machine, folders, run, party))
     if settings.redis_url is None:
         report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))
-    if run is None:
+    if run is not None:
+        report.add(*of_run(run, machine, line, party))
+    elif not any(one.about == "run" for one in report.findings):  # else there is one, which cannot be read
         seen = f"no run {name!r} is there" if line is not None else "none is known"
         report.add(ok("run", f"{seen}, and neither --params nor --model was given: nothing to plan for"))
-    else:
-        report.add(*of_run(run, machine, line, party))
     if as_json:
         typer.echo(dumps([finding._asdict() for finding in report.findings]))
     else:

@@ -155,6 +155,7 @@ def test_a_run_of_another_release_is_named_beside_all_else(healthy: EmbeddedRedi
     client.flushall()
     assert status == 1
     assert set(bad(findings)) == {"run"}
+    assert [one.level for one in findings if one.about == "run"] == ["error"]
     assert {"line", "clock", "threads"} <= {one.about for one in findings}
 
 
