@@ -1,6 +1,7 @@
 """Optional packages, and how to install what a command lacks."""
 
 import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -26,7 +27,8 @@ def load_extra(module: str, command: str) -> ModuleType:
         package = str(error.name).split(".")[0]
         if package == STUDIES:
             raise UsageError(
-                f"`diloco {command}` comes with the studies: pip install ./studies, in a checkout"
+                f"`diloco {command}` comes with the studies; in a checkout: "
+                f"{sys.executable} -m pip install -c constraints.txt -e studies"
             ) from error
         if package not in EXTRAS:
             raise

@@ -185,7 +185,8 @@ def test_where_no_studies_are_installed_their_commands_are_not_listed_and_say_ho
     assert not listed & {"chaos", "simulate", "lab", "bench"}
     assert (done.returncode, done.stderr) == (
         2,
-        "error: `diloco lab` comes with the studies: pip install ./studies, in a checkout\n",
+        "error: `diloco lab` comes with the studies; in a checkout: "
+        f"{sys.executable} -m pip install -c constraints.txt -e studies\n",
     )
 
 
