@@ -25,8 +25,9 @@ install: $(VENV)/run.stamp  ## the environment alone, in .venv: to train, withou
 demo: $(VENV)/run.stamp  ## train 4 learners, kill one at 40 %, start it again at 60 %; results in runs/
 	$(BIN)/diloco demo --out runs/demo-$(STAMP)
 
+# Two processes a core: tests of processes and servers wait for half of their time.
 test: $(VENV)/dev.stamp  ## all tests but the slow, browser, prometheus, gpu, docker, slurm and trainers ones
-	$(BIN)/python -m pytest -m "not slow and not browser and not prometheus and not gpu and not docker and not slurm and not trainers" -n auto --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not slow and not browser and not prometheus and not gpu and not docker and not slurm and not trainers" -n $$((2 * $$(getconf _NPROCESSORS_ONLN))) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-all: $(VENV)/dev.stamp  ## the slow, browser and prometheus ones too: whole training runs as processes
 	$(BIN)/python -m pytest -m "not gpu and not docker and not slurm and not trainers" $(PYTEST_ARGS)
