@@ -80,10 +80,3 @@ def test_learners_publish_when_the_interval_of_their_base_is_over(joins_at):
                 break
         waited.append(steps)
     assert waited == ([1, 4, 8, 12] if joins_at == 0 else [13, 12, 12, 12])
-
-
-def test_a_spec_from_before_means_what_it_meant():
-    """Without the new fields there is no warm-up and no growth."""
-    old = {n: v for n, v in sync().model_dump().items() if n not in ("outer_warmup", "first_interval", "doubling")}
-    read = type(sync()).model_validate(old)
-    assert (read.outer_warmup, read.first_interval, read.doubling) == (0, 0, 1)

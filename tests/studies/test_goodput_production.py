@@ -98,7 +98,9 @@ def simulated(steps_s, pause, **sync):
         Timeline(Stops(np.array([a]), np.array([b])), DURATION_S) for a, b in [pause, *[NEVER] * (len(steps_s) - 1)]
     ]
     learners = [Learner(line, step_s) for line, step_s in zip(lines, steps_s, strict=True)]
-    follower = Follower(constants, learners, bare(SyncSpec, **sync), np.random.default_rng(0), waits=False)
+    follower = Follower(
+        constants, learners, bare(SyncSpec, first_interval=0, doubling=1, **sync), np.random.default_rng(0), waits=False
+    )
     follower.run(DURATION_S)
     found = follower.tally.summary(sync["fragments"])
     return found["mean_participants"], found["outer_steps_per_hour"], found["overwritten"]

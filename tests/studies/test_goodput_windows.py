@@ -33,6 +33,8 @@ def spec(quorum=1, interval=24, fragments=24, gamma=0.8):
         quorum=quorum,
         overlap_steps=2,
         grace_gamma=gamma,
+        first_interval=0,
+        doubling=1,
     )
 
 
@@ -178,7 +180,9 @@ def test_waiting_costs_goodput_and_uptime():
 
 def test_the_simulated_learner_publishes_when_the_production_one_would():
     """Over all states of a learner: due, following, a member already, reopened."""
-    sync = bare(SyncSpec, fragments=1, sync_interval=5, quorum=1, overlap_steps=1, grace_gamma=0.5)
+    sync = bare(
+        SyncSpec, fragments=1, sync_interval=5, quorum=1, overlap_steps=1, grace_gamma=0.5, first_interval=0, doubling=1
+    )
     tensor = TensorSpec(name="w", shape=(4,), dtype="float32", rule="mean", fragment=0)
     for steps_before in range(1, 8):
         for opened_at in (None, 1, 3, 5):

@@ -89,7 +89,16 @@ def simulated(pull_s: float) -> dict[str, float]:
     params = 1e6
     sizes = {"params": params, "wire_bits": 1, "global_bits": 32, "link": params * 32 / pull_s}
     constants = Constants(latency=0.0, merge_rate=1e18, grace_gamma=GAMMA, **sizes)
-    sync = bare(SyncSpec, fragments=1, sync_interval=INTERVAL, quorum=1, overlap_steps=TAU, grace_gamma=GAMMA)
+    sync = bare(
+        SyncSpec,
+        fragments=1,
+        sync_interval=INTERVAL,
+        quorum=1,
+        overlap_steps=TAU,
+        grace_gamma=GAMMA,
+        first_interval=0,
+        doubling=1,
+    )
     nothing = Timeline(Stops(np.array([UNTIL_S]), np.array([UNTIL_S])), UNTIL_S)
     follower = Follower(constants, [Learner(nothing, s) for s in STEPS_S], sync, np.random.default_rng(0), waits=False)
     follower.run(UNTIL_S)

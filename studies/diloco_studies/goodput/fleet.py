@@ -147,6 +147,8 @@ def sync_of(constants: Constants, *, quorum: int, interval: int, fragments: int)
         quorum=quorum,
         overlap_steps=constants.overlap_steps,
         grace_gamma=constants.grace_gamma,
+        first_interval=0,
+        doubling=1,
     )
 
 
