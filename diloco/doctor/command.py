@@ -253,7 +253,7 @@ def command(
         report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))
     if run is not None:
         report.add(*of_run(run, machine, line, party))
-    elif not any(one.about == "run" for one in report.findings):  # else there is one, which cannot be read
+    elif not any(one.about == "run" and one.level == "error" for one in report.findings):  # else one cannot be read
         seen = f"no run {name!r} is there" if line is not None else "none is known"
         report.add(ok("run", f"{seen}, and neither --params nor --model was given: nothing to plan for"))
     if as_json:
