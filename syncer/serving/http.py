@@ -144,12 +144,8 @@ class _Server(web.Server):
         super().connection_lost(handler, exc)
 
 
-async def _send_events(request: web.BaseRequest, server: _Server, follow: Follow) -> web.StreamResponse:
+async def _send_events(request: web.BaseRequest, follow: Follow) -> web.StreamResponse:
     """Until whoever asked is gone, is too slow, or has to ask anew."""
-    if not server.keep(request.protocol):
-        full = web.Response(status=503, text=f"{CONNECTIONS // 2} pages follow this run already: close one\n")
-        full.force_close()
-        return full
     response = web.StreamResponse(headers={**SAFE, "Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     response.force_close()
     events = follow(request.headers.get("Last-Event-ID", "")[:64])
@@ -209,8 +205,11 @@ async def start_http(
                 response = web.Response(status=404, text=f"there are {', '.join((*pages, '/'))}\n")
             elif request.method not in {"GET", "HEAD"}:
                 response = web.Response(status=405, text="only GET and HEAD\n", headers={"Allow": "GET, HEAD"})
+            elif path == EVENTS and server.keep(request.protocol):
+                return await _send_events(request, follow)
             elif path == EVENTS:
-                return await _send_events(request, server, follow)
+                full = f"{CONNECTIONS // 2} pages follow this run already: close one\n"
+                response = web.Response(status=503, text=full)
             elif path in files:
                 kind, content = files[path]
                 response = web.Response(body=content, content_type=kind, charset="utf-8", headers=SAFE)
