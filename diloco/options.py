@@ -14,20 +14,16 @@ import typer
 from pydantic import BeforeValidator, Field, SecretStr
 from typer.core import TyperCommand
 
-from diloco.doctor.settings import MachineSettings
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
 from diloco.pipeline.methods import METHODS, RunMethod, settings_of
 from diloco.pipeline.settings import (
     PARTIES,
     BusSettings,
-    EvaluatorProcess,
     EvaluatorSettings,
     HttpSettings,
-    LearnerProcess,
     LearnerSettings,
     Settings,
-    SyncerProcess,
     SyncerSettings,
     SyncSettings,
     TrainerSettings,
@@ -37,7 +33,6 @@ from diloco.pipeline.settings import (
     has_flag,
     load,
 )
-from diloco.pipeline.site import Site
 from diloco.pipeline.sources import ENV_PREFIX, check_variables, given_outside
 from diloco.pipeline.units import parse_count, parse_duration, parse_rate, parse_span, written
 from diloco.pipeline.wrong_values import allowed
@@ -49,6 +44,8 @@ R = TypeVar("R", bound="RunProcess")
 
 class RedisSettings(Settings):
     """A Redis that is started here."""
+
+    section = "Redis"
 
     redis_port: int | None = Field(
         None, ge=1, le=65535, description="Port on which the embedded Redis listens too, so that others can join"
@@ -91,6 +88,8 @@ class WatchProcess(BusSettings, HttpSettings):
 class RunSettings(Settings):
     """The one-machine launcher."""
 
+    section = "This run"
+
     learners: int = Field(4, ge=1, le=256, description="Number of learner processes")
     devices: str = Field(
         "auto",
@@ -110,6 +109,8 @@ class RunSettings(Settings):
 
 class DemoSettings(Settings):
     """What `diloco demo` does to its run."""
+
+    section = "The demonstration"
 
     kill_learner: int = Field(1, ge=0, le=255, description="Learner that is killed with SIGKILL (0, 1 ...)")
     kill_at: float = Field(0.4, ge=0, lt=1, description="Share of the budget at which it is killed")
@@ -209,33 +210,10 @@ def unused_by_baseline(settings: RunProcess, used: Collection[str] = ()) -> list
     return [way_to_set(kind, name) for name in strange]
 
 
-PANELS: dict[type[Settings], str] = {
-    DemoSettings: "The demonstration",
-    RunSettings: "This run",
-    MachineSettings: "This machine",
-    BusSettings: "Redis",
-    RedisSettings: "Redis",
-    LearnerSettings: "Learners",
-    TrainerSettings: "Training (equal for all learners)",
-    SyncSettings: "Synchronisation (equal for all parties)",
-    HttpSettings: "HTTP side",
-    SyncerSettings: "Syncer",
-    EvaluatorSettings: "Evaluator",
-    Site: "Model and link",
-}
-_OWN_PANEL: dict[type[Settings], type[Settings]] = {
-    RunProcess: RunSettings,
-    LearnerProcess: LearnerSettings,
-    SyncerProcess: SyncerSettings,
-    EvaluatorProcess: EvaluatorSettings,
-}
-
-
-def _panel(kind: type[Settings], name: str) -> str:
+def _section(kind: type[Settings], name: str) -> str:
     """Heading under which a field is listed: that of the class which brought it in."""
-    named = (base for base in PANELS if issubclass(kind, base) and name in base.model_fields)
-    own = (panel for base, panel in _OWN_PANEL.items() if issubclass(kind, base))
-    return PANELS[next(named, next(own, BusSettings))]
+    bases = (base for base in reversed(kind.__mro__) if issubclass(base, Settings))
+    return next(base.section for base in bases if name in vars(base).get("__annotations__", {}))
 
 
 def way_to_set(kind: type[Settings], name: str) -> str:
@@ -290,7 +268,7 @@ def _option(kind: type[Settings], name: str) -> inspect.Parameter:
         help=help_of(kind, name),
         metavar=None if is_switch else _metavar(kind, name),
         show_default=False,
-        rich_help_panel=_panel(kind, name),
+        rich_help_panel=_section(kind, name),
     )
     annotation = (bool if is_switch else str) | None
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)

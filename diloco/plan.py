@@ -9,7 +9,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from diloco.options import PANELS, RunSettings, takes
+from diloco.options import RunSettings, takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
@@ -25,6 +25,8 @@ USUAL = defaults(SyncSettings) | defaults(RunSettings)
 
 class PlanSettings(Site):
     """What is asked of a plan beside its site."""
+
+    section = "The run"
 
     learners: int = Field(USUAL["learners"], ge=1, le=4096, description="Number of learners M")
     ranks: int = Field(
@@ -42,9 +44,6 @@ class PlanSettings(Site):
     outer: OuterName = Field(
         USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"
     )
-
-
-PANELS[PlanSettings] = "The run"
 
 
 def choices(needs: Needs, title: str) -> Table:

@@ -75,6 +75,8 @@ class Settings(BaseSettings):
     )
     from_environment: ClassVar[bool] = True
     """Whether `DILOCO_*` variables count."""
+    section: ClassVar[str]
+    """Heading of its settings, in a command's help and in docs/reference/settings.md."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -111,6 +113,8 @@ class Settings(BaseSettings):
 class ServerSettings(Settings):
     """How a Redis is reached."""
 
+    section = "Redis"
+
     redis_url: SecretStr | None = Field(
         None,
         description="Redis to use: redis://HOST:6379, of a cluster any nodes; rediss:// with TLS; "
@@ -140,6 +144,8 @@ class BusSettings(ServerSettings):
 
 class SyncSettings(Settings):
     """The protocol's constants; equal for all parties, kept in the run's spec."""
+
+    section = "Synchronisation (equal for all parties)"
 
     fragments: int = Field(8, ge=1, le=4096, description="Number of fragments P; unasked, a tensor each at most")
     sync_interval: int = Field(24, ge=1, le=MOST_STEPS, description="Inner steps H between two syncs of one fragment")
@@ -230,6 +236,8 @@ def check_outer(sync: SyncSettings | SyncSpec) -> None:
 class TrainerSettings(Settings):
     """The built-in trainer; equal for all learners, kept in the run's spec."""
 
+    section = "Training (equal for all learners)"
+
     model: str = Field(
         "tiny",
         description="Model size: nano (0.2M), deep (0.9M), tiny (0.9M), 2m (2.0M), small (4.9M), 10m (10.0M), "
@@ -259,6 +267,8 @@ class TrainerSettings(Settings):
 
 class LearnerSettings(Settings):
     """One learner process."""
+
+    section = "Learners"
 
     learner_id: PartyName | None = Field(None, description="Name of this learner, unique in its run (default: made up)")
     device: str = Field("auto", pattern=DEVICES, description="auto, cpu, cuda, cuda:N, mps; of ranks cuda:0+cuda:1")
@@ -300,6 +310,8 @@ class LearnerSettings(Settings):
 class HttpSettings(Settings):
     """An HTTP side."""
 
+    section = "HTTP side"
+
     http_host: str = expert("127.0.0.1", description="Address of the page, /healthz, /readyz, /status, /metrics")
     http_token: SecretStr | None = Field(None, min_length=8, description="DILOCO_HTTP_TOKEN: what is asked for there")
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
@@ -307,6 +319,8 @@ class HttpSettings(Settings):
 
 class SyncerSettings(HttpSettings):
     """One syncer process."""
+
+    section = "Syncer"
 
     syncer_id: PartyName | None = Field(None, description="Name of this syncer (default: made up)")
     lease_s: Duration = Field(LEASE_S, gt=0.1, le=3600, description="How long a lease lasts without being renewed")
@@ -340,6 +354,8 @@ class SyncerSettings(HttpSettings):
 class EvaluatorSettings(Settings):
     """The evaluator process."""
 
+    section = "Evaluator"
+
     eval_every: Duration = expert(5.0, description="Shortest time between evaluations")
     eval_tokens: int = expert(16_384, ge=1, le=10**12, description="Size of the fixed validation slice")
     eval_device: str = expert(
@@ -359,6 +375,8 @@ class LearnerProcess(BusSettings, SyncSettings, TrainerSettings, LearnerSettings
 
 class EvaluatorProcess(BusSettings, EvaluatorSettings):
     """`diloco evaluator`."""
+
+    section = "Evaluator"
 
     threads: int = Field(1, ge=1, le=4096, description="Torch threads")
     data: str | None = Field(

@@ -25,6 +25,8 @@ _LAYERS = ((125e6, 12), (1e9, 24), (10e9, 48), (100e9, 108))
 class Site(Settings):
     """A model, and what carries and merges it. Durations are seconds."""
 
+    section = "Model and link"
+
     from_environment = False
     """Variables of a real run are about something else."""
 

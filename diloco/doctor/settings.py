@@ -12,6 +12,8 @@ from diloco.pipeline.settings import BusSettings, Settings, SyncSettings
 class MachineSettings(Settings):
     """What parties of this machine would be started with, as far as it matters here."""
 
+    section = "This machine"
+
     learner_id: PartyName | None = Field(None, description="Name that a learner here will have")
     threads: int | None = Field(None, ge=1, le=4096, description="Torch threads of a learner here")
     model: str | None = Field(None, description="Size of the built-in model, in place of --params")

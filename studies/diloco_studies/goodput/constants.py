@@ -24,6 +24,8 @@ USUAL = defaults(SyncSettings) | defaults(SyncerSettings)
 class Constants(Site):
     """What the simulated world is like. Durations are seconds of wall time."""
 
+    section = "The simulated world"
+
     # --- interruptions
     mtbi: Span = Field(YEAR_S, gt=0, description="Mean time between interruptions of a chip. Paper: 1 year")
     slice_chips: int = Field(

@@ -4,12 +4,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from diloco.options import PANELS, RunProcess
+from diloco.options import RunProcess
 from diloco.pipeline.settings import Duration, Settings
 
 
 class ChaosSettings(Settings):
     """What is done to a run under `diloco chaos`. Each kind of strike: PARTY:EVERY[/LENGTH], several with commas."""
+
+    section = "Strikes"
 
     redis: Literal["one", "sentinel", "cluster"] = Field(
         "one",
@@ -53,7 +55,6 @@ class ChaosProcess(RunProcess, ChaosSettings):
     )
 
 
-PANELS[ChaosSettings] = "Strikes"
 NOT_OF_CHAOS = frozenset(
     {
         *("redis_url", "redis_ca", "redis_cert", "redis_key", "redis_port", "redis_bind", "redis_password"),

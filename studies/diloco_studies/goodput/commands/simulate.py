@@ -9,14 +9,12 @@ from typing import Annotated
 
 import typer
 
-from diloco.options import PANELS, takes
+from diloco.options import takes
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.needs import GLOBALS, USUAL
 from diloco.pipeline.redis_memory import CODECS
 from diloco_studies.goodput.commands.options import Files, Pictured, Sample, shares
 from diloco_studies.goodput.constants import Constants, Planned
-
-PANELS[Constants] = "The simulated world"
 
 app = typer.Typer(
     no_args_is_help=True,
