@@ -52,7 +52,6 @@ UNSTRETCHED = {"overlap_steps": INTERVAL // 2}
 """A round trip may be half an interval, whatever else the machine does: deltas stay that far apart."""
 SETTLED_STEPS = 20
 """After an adoption, until reports have told of it: what runs then belongs to neither."""
-WAIT_S = HANGING_S
 
 OFTEN_S = 0.5
 """Head and payloads are looked at so often, whatever happens, where it is seconds else."""
@@ -159,7 +158,7 @@ def trace(url: str, run: str = "way") -> Way:
                 time.sleep(STEP_S)
 
         def published_and_adopted() -> None:
-            versions, deltas, until = rounds.versions, rounds.deltas, time.monotonic() + WAIT_S
+            versions, deltas, until = rounds.versions, rounds.deltas, time.monotonic() + HANGING_S
             steps(1)
             assert rounds.deltas == deltas + 1, "this step was to publish"
             while rounds.versions == versions:

@@ -28,7 +28,6 @@ FLAGS = (
     "--disable-dev-shm-usage",
     "--remote-debugging-port=0",
 )
-LIMIT_S = HANGING_S
 LOOK_S = 0.05
 
 
@@ -71,7 +70,7 @@ class Tab:
         self._number += 1
         future = self._calls[self._number] = asyncio.get_running_loop().create_future()
         await self._socket.send_str(json.dumps({"id": self._number, "method": method, "params": params}))
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANGING_S):
             told = await future
         if "error" in told:
             raise Failed(f"{method}: {told['error']['message']}")
@@ -102,7 +101,7 @@ class Tab:
             Failed: it was not within a minute.
         """
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(HANGING_S):
                 while True:
                     try:
                         if found := await self.value(script):
@@ -113,7 +112,7 @@ class Tab:
         except TimeoutError:
             text = await self.value("document.body.innerText")
             raise Failed(
-                f"not within {LIMIT_S:g} s: {script}\nerrors: {self.errors}\nthe page: {text[:3000]}"
+                f"not within {HANGING_S:g} s: {script}\nerrors: {self.errors}\nthe page: {text[:3000]}"
             ) from None
 
     async def size(self, width: int, height: int, scale: float = 1.0) -> None:
@@ -159,7 +158,7 @@ async def tab() -> AsyncIterator[Tab]:
         process = await asyncio.create_subprocess_exec(*command, **quiet)
         try:
             port_file = Path(profile) / "DevToolsActivePort"
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(HANGING_S):
                 while not (port_file.is_file() and len(port_file.read_text().split()) == 2):
                     assert process.returncode is None, "Chromium has ended"
                     await asyncio.sleep(LOOK_S)

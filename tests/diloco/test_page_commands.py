@@ -35,8 +35,6 @@ from diloco.pipeline.view.page.collector import Collector
 from tests import HANGING_S, samples
 from tests.backdoor import RedisBackdoor
 
-LIMIT_S = HANGING_S
-
 
 def tape(folder: Path, merges: int = 3) -> None:
     """One of a fragment to which a learner has brought a delta every ten seconds."""
@@ -59,7 +57,7 @@ def model_in(page: Path) -> dict[str, object]:
 
 def lines_of(address: str, path: str, count: int) -> list[str]:
     """The first lines of an answer to who has the token."""
-    with closing(HTTPConnection(address.split("/")[2], timeout=LIMIT_S)) as connection:
+    with closing(HTTPConnection(address.split("/")[2], timeout=HANGING_S)) as connection:
         connection.request("GET", path, headers={"Authorization": "Bearer correct-horse"})
         answer = connection.getresponse()
         return [answer.readline().decode() for _ in range(count)]
@@ -218,7 +216,7 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
             assert said["level"] == "over"
             assert said["text"].startswith("The run was stopped at 10% of its budget (by the user)")
             process.send_signal(signal.SIGINT)
-            assert process.wait(LIMIT_S) == 0
+            assert process.wait(HANGING_S) == 0
         finally:
             process.kill()
             process.communicate()
@@ -285,7 +283,7 @@ def test_a_page_beside_any_run(redis_server: str) -> None:
     )
     try:
         assert process.stdout is not None
-        assert select.select([process.stdout], [], [], LIMIT_S)[0]
+        assert select.select([process.stdout], [], [], HANGING_S)[0]
         (address,) = re.findall(r"^page (http://127\.0\.0\.1:\d+/) \(it asks for DILOCO_", process.stdout.readline())
         assert 'src="/page/app.js"' in "".join(lines_of(address, "/", 30))
         lines = lines_of(address, "/page/events", 3)
@@ -295,7 +293,7 @@ def test_a_page_beside_any_run(redis_server: str) -> None:
         assert said["command"] == f"{sys.executable} -m diloco learner --run beside --redis-url {redis_server}"
         assert 'diloco_run_phase{phase="finished",run="beside"} 0.0\n' in lines_of(address, "/metrics", 1000)
         process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_S) == 0
+        assert process.wait(HANGING_S) == 0
     finally:
         process.kill()
         process.communicate()

@@ -24,7 +24,6 @@ from diloco.pipeline.payload.codec import encode
 from tests import HANGING_S, samples
 
 pytestmark = pytest.mark.redis
-LIMIT_S = HANGING_S
 
 
 async def begin(url: str, run: str, state: RunState) -> None:
@@ -61,7 +60,7 @@ def test_it_goes_through_an_outage_and_ends_cleanly_at_ctrl_c(redis_binary: obje
             server.start()
             assert json.loads(process.stdout.readline())["run"] == "away"
             process.send_signal(signal.SIGINT)
-            _, errors = process.communicate(timeout=LIMIT_S)
+            _, errors = process.communicate(timeout=HANGING_S)
             assert process.returncode == 0
             assert "Traceback" not in errors
 
@@ -98,7 +97,7 @@ def test_it_ends_with_the_run(redis_server: str) -> None:
     """Whoever looks need not be told to stop."""
     asyncio.run(begin(redis_server, "over", samples.run_state(phase=Phase.FINISHED, tokens=900)))
     with watching(redis_server, "over", "--json") as process:
-        output, _ = process.communicate(timeout=LIMIT_S)
+        output, _ = process.communicate(timeout=HANGING_S)
     assert process.returncode == 0
     assert [json.loads(line)["phase"] for line in output.splitlines()] == ["finished"]
 
@@ -115,7 +114,7 @@ def test_in_a_terminal_it_is_drawn_in_place(redis_server: str) -> None:
         process.send_signal(signal.SIGINT)
         while b"\x1b[?25h" not in seen:
             seen += os.read(master, 65536)
-        process.wait(LIMIT_S)
+        process.wait(HANGING_S)
     os.close(master)
     assert process.returncode == 0
     assert b"\x1b[1A" in seen or b"\x1b[A" in seen, "lines up, to draw over what was there"

@@ -31,7 +31,6 @@ from diloco.tracking.trackers import Wandb
 from tests import HANGING_S, samples
 from tests.syncer.test_run_metrics import look
 
-LIMIT_S = HANGING_S
 QUICK = """
 import sys, diloco.tracking.follow
 diloco.tracking.follow.EVERY_S = 0.3
@@ -210,7 +209,7 @@ class Watcher:
             self._reads = False
             time.sleep(3.0)
             return
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + HANGING_S
         while self._last() < tokens:
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < until
@@ -223,7 +222,7 @@ class Watcher:
 
     def end(self, how: signal.Signals) -> int:
         self.process.send_signal(how)
-        self.told = self.process.communicate(timeout=LIMIT_S)
+        self.told = self.process.communicate(timeout=HANGING_S)
         return self.process.returncode
 
 
@@ -308,7 +307,7 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(redis_server: 
     """Before anything is made: no folder is left behind."""
     lacking = "tensorboard.compat.proto.event_pb2" if kind == "tensorboard" else kind
     watcher = Watcher(redis_server, "any", kind, tmp_path / "into", lacking=f"{kind},{lacking}")
-    _, errors = watcher.process.communicate(timeout=LIMIT_S)
+    _, errors = watcher.process.communicate(timeout=HANGING_S)
     assert watcher.process.returncode == 2
     assert f"pip install 'diloco[{kind}]'" in errors
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import HANGING_S
 from tests.ranks.party import Party
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -17,8 +16,6 @@ WHILE_JOINING = {
     "rank 0 looks for moments": (0, f"{RANKS}joined Rank._recover 1"),
     "it enters": (2, f"{RANKS}joined Rank._enter 1"),
 }
-LIMIT_S = HANGING_S
-"""Below what connecting may take, `lines.CONNECT_S`."""
 
 
 def dies(party: Party, rank: int, where: str, named: bool) -> None:
@@ -31,7 +28,7 @@ def dies(party: Party, rank: int, where: str, named: bool) -> None:
     trio = party.learner("fsdp", "trio", 3, TEST_DIES=f"{rank} {where}", TEST_STATE="1")
     party.until(lambda: trio[rank].poll() is not None)
     assert party.said(f"trio-{rank}", "dies"), party.shown()
-    statuses = party.ended(*trio, limit_s=LIMIT_S)
+    statuses = party.ended(*trio)
     assert all(statuses), party.shown()
     for other in {0, 1, 2} - {rank}:
         assert statuses[other] > 0, f"rank {other} has crashed, by {statuses[other]}\n{party.shown()}"

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests import HANGING_S
 from tests.ranks.party import RANK, Party, children_of, free_port
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
-LIMIT_S = HANGING_S
 
 
 def torchrun(party: Party, ranks: int) -> subprocess.Popen[bytes]:
@@ -41,11 +39,11 @@ def pid_of(agent: subprocess.Popen[bytes], rank: int) -> int:
 
 def life(party: Party, number: int) -> tuple[str, int, int]:
     """Of the lives of "them" this one, once it has trained: source of its moments, ranks, earlier steps."""
-    party.until(lambda: len(party.said("them", "ranks_recovered")) > number, LIMIT_S)
+    party.until(lambda: len(party.said("them", "ranks_recovered")) > number)
     told: Any = json.loads(party.said("them", "ranks_recovered")[number])
-    party.until(lambda: party.said("them", "joined "), LIMIT_S)
+    party.until(lambda: party.said("them", "joined "))
     stepped = len(party.said("them", "step "))
-    party.until(lambda: len(party.said("them", "step ")) > stepped + 3 * told["ranks"], LIMIT_S)
+    party.until(lambda: len(party.said("them", "step ")) > stepped + 3 * told["ranks"])
     return told["source"], told["ranks"], int(party.said("them", "joined ")[-1].split()[2])
 
 
@@ -59,7 +57,7 @@ def test_torchrun_brings_a_learner_back_with_its_moments(tmp_path: Path) -> None
     """After a rank is killed; with fewer ranks, and with more. Without its folder it begins fresh, and says so."""
     with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
         party.learner("plain", "solo")
-        party.until(lambda: party.said("solo-0", "step "), LIMIT_S)
+        party.until(lambda: party.said("solo-0", "step "))
         agent = torchrun(party, 3)
         source, ranks, _ = life(party, 0)
         assert (source, ranks) != ("checkpoint", 3)

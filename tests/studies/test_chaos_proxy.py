@@ -12,7 +12,6 @@ from diloco_studies.strikes.proxy import HOST, MADE_UP_S, Line, Proxy
 from diloco_studies.strikes.tail import Tail
 from tests import HANGING_S
 
-LIMIT_S = HANGING_S
 SILENCE_S = 0.2
 """Long enough to have been answered."""
 
@@ -49,14 +48,14 @@ class Client:
     async def connect(cls, proxy: Proxy, name: str) -> "Client":
         return cls(*await asyncio.open_connection(HOST, proxy[name].port))
 
-    async def says(self, text: bytes, limit_s: float = LIMIT_S) -> bytes:
+    async def says(self, text: bytes, limit_s: float = HANGING_S) -> bytes:
         self.writer.write(text)
         await self.writer.drain()
         async with asyncio.timeout(limit_s):
             return await self.reader.readexactly(len(text))
 
     async def ended(self) -> bool:
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANGING_S):
             try:
                 return await self.reader.read() == b""
             except ConnectionError:
@@ -112,7 +111,7 @@ async def test_a_hang_holds_the_bytes_and_loses_none(tmp_path: Path) -> None:
             await new.says(b"too", SILENCE_S)
         assert await second.says(b"still here") == b"still here"
         proxy["a"].restore()
-        async with asyncio.timeout(LIMIT_S):
+        async with asyncio.timeout(HANGING_S):
             assert await first.reader.readexactly(4) == b"held"
             assert await new.reader.readexactly(3) == b"too"
         new.close()

@@ -16,7 +16,6 @@ from diloco.syncer.serving.http import EVENTS, start_http
 from tests import HANGING_S
 
 TOKEN = "correct-horse"  # noqa: S105  # made up
-LIMIT_S = HANGING_S
 
 
 class Feed:
@@ -54,14 +53,14 @@ async def fine() -> dict[str, Any]:
 async def page(feed: Feed, token: str | None = None) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
     runner = await start_http(fine, lambda: (True, ""), Metrics().registry, feed.follow, "127.0.0.1", 0, token)
     try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(LIMIT_S)) as session:
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HANGING_S)) as session:
             yield session, f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(LIMIT_S):
+    async with asyncio.timeout(HANGING_S):
         while not condition():
             await asyncio.sleep(0.01)
 

@@ -16,7 +16,6 @@ from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow]
 
-LIMIT_S = HANGING_S
 SMALL = ["--model", "nano", "--seq-len", "64", "--batch", "4", "--fragments", "4", "--sync-interval", "6"]
 BUDGET = 150_000
 PARTIES = {
@@ -47,7 +46,7 @@ class Started:
 
     def train(self) -> None:
         """Wait until both learners are in the run, something is merged, and the evaluator has measured."""
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + HANGING_S
         wanted = {"syncer": "fragment_merged", "one": "training_started", "set": "training_started"}
         while not all(event in self.events(name) for name, event in (wanted | {"evaluator": "evaluated"}).items()):
             assert time.monotonic() < until, self.told()
@@ -66,7 +65,7 @@ class Started:
 
     def ends(self) -> dict[str, int]:
         """Wait for all; their statuses."""
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + HANGING_S
         while len(self.statuses()) < len(PARTIES):
             assert time.monotonic() < until, self.told()
             time.sleep(0.1)

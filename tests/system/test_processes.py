@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.slow]
 ROOT = Path(__file__).parents[2]
 SMALL = ["--fragments", "4", "--sync-interval", "6", "--seq-len", "64", "--batch", "4"]
 QUICK = {"DILOCO_EVAL_EVERY": "500ms", "DILOCO_EVAL_TOKENS": "2048"}
-LIMIT_S = HANGING_S
 
 
 def environment() -> dict[str, str]:
@@ -39,7 +38,7 @@ def environment() -> dict[str, str]:
     return kept | QUICK | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "studies")))}
 
 
-def diloco(*arguments: object, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+def diloco(*arguments: object, limit_s: float = HANGING_S) -> subprocess.CompletedProcess[str]:
     """A command, run to its end."""
     command = [sys.executable, "-m", "diloco", *map(str, arguments)]
     return subprocess.run(
@@ -55,7 +54,7 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def wait_for(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+def wait_for(condition: Callable[[], Any], limit_s: float = HANGING_S) -> Any:
     until = time.monotonic() + limit_s
     while not (found := condition()):
         assert time.monotonic() < until, "it did not happen in time"
@@ -102,7 +101,7 @@ class Run:
 
     def end(self, status: int = 0) -> str:
         """Wait for its end; returns what it printed."""
-        output, _ = self.process.communicate(timeout=LIMIT_S)
+        output, _ = self.process.communicate(timeout=HANGING_S)
         assert self.process.returncode == status, output
         return output
 

@@ -159,7 +159,6 @@ IN_STEP = SyncSettings(
     overlap_steps=10**6,  # a round trip of any length: every H steps both publish
     tokens=2**40,
 )
-WAIT_S = HANGING_S
 
 
 def in_step(
@@ -181,7 +180,7 @@ def in_step(
             for _ in range(sync.sync_interval if number else 1):  # on version 0 the fragment is due at once
                 for party in parties:  # in turns: who sees an open window would publish before it is due
                     party.train()
-            until = time.monotonic() + WAIT_S
+            until = time.monotonic() + HANGING_S
             while not all(party.learner.joined.shared.adoptions for party in parties):
                 assert time.monotonic() < until, "nothing was merged"
                 time.sleep(0.002)

@@ -59,7 +59,6 @@ pytestmark = [pytest.mark.trainers, pytest.mark.usefixtures("one_thread")]
 ONE = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=2**40, global_codec="fp32")
 ONE_FRAGMENT = ONE.model_copy(update={"fragments": 1})
 NOWHERE = {"redis_url": "unix:///nowhere"}
-WAIT_S = HANGING_S
 EXAMPLE = Path(__file__).parents[2] / "examples" / "jax_model.py"
 
 
@@ -240,7 +239,7 @@ def test_one_learner_trains_publishes_and_adopts(redis_server):
     """By optax, with donated arguments, until what the run has merged has learned."""
     draw, first = batches(0, 0), jax_params()
     with a_syncer(redis_server, "jax-alone"), Learner(first, run="jax-alone", redis_url=redis_server, sync=ONE) as one:
-        params, until, steps = one.params, time.monotonic() + WAIT_S, 0
+        params, until, steps = one.params, time.monotonic() + HANGING_S, 0
         moments = SGD.init(params)
         while steps % 50 or held_out(one.globals()) > 1.0:
             assert time.monotonic() < until, "nothing was learned"
@@ -303,7 +302,7 @@ def test_a_learner_that_comes_back_has_the_runs_values(redis_server):
         with Learner(jax_params(), sync=ONE_FRAGMENT, **how) as one:
             params = jax.tree.map(lambda leaf: leaf + 1.0, one.params)
             one.step(params, tokens=1)
-        until, runs = time.monotonic() + WAIT_S, one.globals()
+        until, runs = time.monotonic() + HANGING_S, one.globals()
         while not all(np.allclose(a, b) for a, b in zip(*map(jax.tree.leaves, (runs, params)), strict=True)):
             assert time.monotonic() < until, "what it has trained was not merged"
             time.sleep(0.01)
