@@ -19,6 +19,7 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.testing.virtual_time import inline
 from diloco.pipeline.transfer.payloads import push_global
+from diloco.workers.rounds import Rounds
 
 IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 
@@ -80,6 +81,30 @@ def report(learner: str = "l0", **given: Any) -> LearnerReport:
         "pull_s": 0.02,
     }
     return LearnerReport(**{**values, **given})
+
+
+def virtual_report(
+    rounds: Rounds, learner: str, incarnation: str, step_s: float, left: bool, tokens_per_s: float = 0.0
+) -> LearnerReport:
+    """Of a learner of virtual time: its counts, with a step time that is every step's."""
+    counts = rounds.counts
+    return report(
+        learner,
+        incarnation=incarnation,
+        step=counts.steps,
+        tokens=counts.tokens,
+        overwritten=counts.overwritten,
+        published=counts.published,
+        versions=rounds.versions,
+        loss=None,
+        tokens_per_s=tokens_per_s,
+        step_s=step_s,
+        step_s_median=step_s,
+        wall_s=0.0,
+        left=left,
+        host="",
+        pull_s=0.0,
+    )
 
 
 def seen(learner: str = "l0", age_s: float = 0.5, **given: Any) -> SeenReport:

@@ -20,13 +20,13 @@ import structlog
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
+from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.ledger import Totals, accounts, totals
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
-from diloco_studies.quality.bus import LabBus
-from tests.virtual_run import VirtualLearner, VirtualRun
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun
 
 STEP_TOKENS = 10
 """Of a `VirtualLearner`."""
@@ -76,14 +76,20 @@ class _Learner(VirtualLearner):
     chance: random.Random = field(default_factory=random.Random)
 
     def connect(self) -> Bus:
-        return _bus(self.world, self.deployment.latency_s)
+        return _SlowBus(self.world, self.deployment.latency_s)
 
     async def step(self) -> None:
         await asyncio.sleep(self.step_s * (1 + self.deployment.jitter * (2 * self.chance.random() - 1)))
 
 
-def _bus(world: VirtualRun, latency_s: float = 0.0) -> LabBus:
-    return LabBus(world.clock, world.store, latency_s, None)
+class _SlowBus(MemoryBus):
+    def __init__(self, world: VirtualRun, latency_s: float = 0.0) -> None:
+        super().__init__(RUN, world.clock, world.store)
+        self._latency_s = latency_s
+
+    async def _turn(self) -> None:
+        await asyncio.sleep(self._latency_s)
+        await super()._turn()
 
 
 class _Run:
@@ -112,12 +118,12 @@ class _Run:
             await asyncio.sleep(given.outage[1])
             syncer = self._serve()
         await asyncio.gather(syncer, *(learner.task for learner in learners if learner.task))
-        bus, layout = _bus(world), layout_of(world.spec.tensors)
+        bus, layout = _SlowBus(world), layout_of(world.spec.tensors)
         tape = [entry.record for entry in await bus.read_tape({0: "0"}, limit=100_000)]
         return totals(accounts(tape, await read_ledger_inputs(bus, len(layout.fragments), 5.0), layout), layout)
 
     def _serve(self) -> asyncio.Task[None]:
-        bus, process = _bus(self._world, self._given.latency_s), SyncerProcess(syncer_id="syncer")
+        bus, process = _SlowBus(self._world, self._given.latency_s), SyncerProcess(syncer_id="syncer")
         service = SyncerService(bus, VirtualClock(), process, Metrics(), offload=self._offload)
         return asyncio.create_task(service.run(asyncio.Event()))
 

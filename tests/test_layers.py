@@ -108,7 +108,6 @@ PURE = (
     "studies/diloco_studies/quality/schedule.py",
     "studies/diloco_studies/quality/settings.py",
     "studies/diloco_studies/quality/results/summary.py",
-    "studies/diloco_studies/quality/virtual_report.py",
     "studies/diloco_studies/strikes/audit.py",
     "studies/diloco_studies/strikes/bounds.py",
     "studies/diloco_studies/strikes/compare.py",

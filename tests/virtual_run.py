@@ -25,7 +25,7 @@ from diloco.syncer.serving.service import SyncerService
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.rounds import Publication, Rounds
-from diloco_studies.quality.virtual_report import virtual_report
+from tests.samples import virtual_report
 
 RUN = "virtual"
 

@@ -18,12 +18,12 @@ import xxhash
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.cores import one_blas_thread
-from diloco_studies.strikes.audit import Violation
+from tests.world.oracle import Violation
 from tests.world.world import Result, run_seed
 
 ROOT = Path(__file__).resolve().parents[2]
 
-OURS = ("diloco", "diloco_studies", "tests")
+OURS = ("diloco", "tests")
 
 Line = dict[str, Any]
 

@@ -15,7 +15,7 @@ to the token-element.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +37,6 @@ from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.syncer import algorithm
 from diloco.workers.rounds import Base
-from diloco_studies.strikes.audit import Violation
 from tests.world import reference
 from tests.world.archives import Archive
 from tests.world.globals import Globals, badly_coded
@@ -54,6 +53,17 @@ REPORTED_S = 3.0
 """Longer than any call is on its way."""
 CLOSE = 1e-4
 """Relative difference from the algorithm in float64 that float32 and its order of summing may make."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A promise that was broken, and how."""
+
+    promise: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.promise}: {self.detail}"
 
 
 DeltaId = tuple[int, str, str, int]

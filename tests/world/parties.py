@@ -26,7 +26,7 @@ from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.rounds import Publication, Rounds
-from diloco_studies.quality.virtual_report import virtual_report
+from tests.samples import virtual_report
 from tests.world.link import SLOW_S, Link
 from tests.world.oracle import Oracle
 from tests.world.plan import BLOCKS, LEASE_S, LIVENESS_S, SHARD_BLOCKS, STEPS_A_BLOCK, Plan

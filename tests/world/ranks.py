@@ -24,7 +24,7 @@ from diloco.workers.ranks.wires import Wires
 from diloco.workers.ranks.working import Working
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import STOPS, Stopping
-from diloco_studies.quality.virtual_report import virtual_report
+from tests.samples import virtual_report
 from tests.world.alike import Alike
 from tests.world.parties import INITIAL, LEARNING_RATE, LEAVE_S, TARGETS, Party, World
 from tests.world.together import STARTS_S, Crew, Thread, WorldLines

@@ -25,12 +25,11 @@ from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer import payloads
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.workers import rounds
-from diloco_studies.strikes.audit import Violation
 from tests.world.archives import Archive
 from tests.world.failover import Failovers
 from tests.world.lapses import Lapses
 from tests.world.link import Fate, Link
-from tests.world.oracle import Oracle
+from tests.world.oracle import Oracle, Violation
 from tests.world.parties import Party, WorldLearner, WorldSyncer
 from tests.world.plan import (
     LEARNERS,

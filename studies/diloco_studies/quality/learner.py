@@ -33,7 +33,6 @@ from diloco_studies.quality.inner import Gradients, inner_optimizer
 from diloco_studies.quality.schedule import Schedule
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.tasks import Task
-from diloco_studies.quality.virtual_report import virtual_report
 
 LEAVE_S = 20.0
 POLLS_A_STEP = 50
@@ -210,4 +209,22 @@ class LabLearner:
         return publication, snapshot.numpy
 
     def _report(self, left: bool) -> LearnerReport:
-        return virtual_report(self._rounds, self.id, self._incarnation, self._step_s, left)
+        counts = self._rounds.counts
+        return LearnerReport(
+            learner=self.id,
+            incarnation=self._incarnation,
+            step=counts.steps,
+            tokens=counts.tokens,
+            overwritten=counts.overwritten,
+            published=counts.published,
+            versions=self._rounds.versions,
+            loss=None,
+            tokens_per_s=0.0,
+            step_s=self._step_s,
+            step_s_median=self._step_s,
+            blocked_s=0.0,
+            wall_s=0.0,
+            left=left,
+            host="",
+            device="cpu",
+        )
