@@ -33,9 +33,10 @@ def code_blocks(text: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """Of the headings, as the site and the repository's hosts make them."""
+    """Of the headings: those that the site and the repository's hosts make alike. Of `A & B` they do not."""
     headings = re.findall(r"^#+ (.*)", re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
-    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in headings}
+    words = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings]
+    return {re.sub(r"\s", "-", one) for one in words if not re.search(r"[\s-]{2}", one)}
 
 
 def links(text: str) -> list[tuple[str, str]]:
@@ -76,7 +77,7 @@ def matches(named: str) -> bool:
 def test_markdown_is_read_in_every_form() -> None:
     """A reader that sees nothing finds every page in order."""
     assert links("Text `[no](code.md)`.\n- [Next](x.md#y). **Last.** End") == [("x.md", "y")]
-    assert anchors("# A learner, and `how()` it\n```\n# no\n```\n") == {"a-learner-and-how-it"}
+    assert anchors("# A learner, and `how()` it\n```\n# no\n```\n# A & B\n") == {"a-learner-and-how-it"}
     text = "`test_a.py`, `test_b.py::test_c`, `::test_d`, `tests/test_e.py`, `tests/`, `other.py`"
     assert named_tests(text) == [("test_a.py", ""), ("test_b.py", "test_c"), ("test_b.py", "test_d"), ("test_e.py", "")]
     text = "`pipeline/bus/`, `tests/*/test_{a,b}.py`, `merging/`, `merge.py`, `tests/x.txt`, `/status`, `a/b`, `--x`"
