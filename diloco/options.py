@@ -6,7 +6,7 @@ TOML file, so a bad value gets the same message wherever it came from.
 
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -194,18 +194,15 @@ NOT_OF_BASELINE = (
     *(name for name in SyncSettings.model_fields if name != "tokens"),
     *("recover", "ramp_steps", "leave_s", "log_losses", "state_every", "encode_on"),
     *("lease_s", "liveness_s", "drain_s", "shutdown_s", "http_host", "http_port", "checkpoint_every", "record_deltas"),
-    *("eval_device", "devices"),
+    "eval_device",
 )
 """Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
 
 
-def unused_by_baseline(settings: RunProcess, used: Collection[str] = ()) -> list[str]:
-    """How those were set that were given, are not as usual, and mean nothing to the data-parallel baseline.
-
-    used: what it has a use for here.
-    """
+def unused_by_baseline(settings: RunProcess) -> list[str]:
+    """How those were set that were given, are not as usual, and mean nothing to the data-parallel baseline."""
     kind = type(settings)
-    usual, told = defaults(kind), settings.model_fields_set - set(used)
+    usual, told = defaults(kind), settings.model_fields_set
     strange = [name for name in NOT_OF_BASELINE if name in told and getattr(settings, name) != usual[name]]
     return [way_to_set(kind, name) for name in strange]
 

@@ -24,7 +24,7 @@ MAY_IMPORT = {
 ONLY_IN = {
     "torch": (
         "workers/",
-        *(f"studies/diloco_studies/{study}/" for study in ("quality", "bench", "strikes/elastic")),
+        *(f"studies/diloco_studies/{study}/" for study in ("quality", "bench")),
     ),
     "jax": ("workers/pytree/",),
     "redis": ("pipeline/bus/redis/",),
@@ -110,8 +110,6 @@ PURE = (
     "studies/diloco_studies/quality/results/summary.py",
     "studies/diloco_studies/strikes/audit.py",
     "studies/diloco_studies/strikes/bounds.py",
-    "studies/diloco_studies/strikes/compare.py",
-    "studies/diloco_studies/strikes/elastic/report.py",
     "studies/diloco_studies/strikes/footprint.py",
     "studies/diloco_studies/strikes/growth.py",
     "studies/diloco_studies/strikes/rates.py",

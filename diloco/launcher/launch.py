@@ -97,9 +97,6 @@ class Process(Protocol):
 class Child:
     """One process: its name, its log file, and how it is."""
 
-    program = "diloco"
-    """Module that `python -m` runs."""
-
     def __init__(self, name: str, arguments: Iterable[str], environ: Mapping[str, str], log: Path) -> None:
         self.name = name
         self.arguments = tuple(arguments)
@@ -118,7 +115,7 @@ class Child:
         with self.log.open("ab") as output:
             return subprocess.Popen(
                 # -P: a file of the user's in the current folder must not stand in for a module of ours.
-                [sys.executable, "-P", "-m", self.program, *self.arguments],
+                [sys.executable, "-P", "-m", "diloco", *self.arguments],
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
                 stdout=output,

@@ -10,12 +10,8 @@ from diloco.workers.trainer.models.hf_config import HfModel, read_hf
 from diloco.workers.trainer.models.sizes import check_size
 
 
-def check(settings: RunProcess, can_be_joined: bool = True) -> None:
+def check(settings: RunProcess) -> None:
     """Settings that only make sense together.
-
-    Args:
-        settings: of the run.
-        can_be_joined: the command has --redis-port, through which others may take part.
 
     Raises:
         UsageError: naming them.
@@ -25,17 +21,15 @@ def check(settings: RunProcess, can_be_joined: bool = True) -> None:
 
         check_model(model, settings.data, settings.seq_len)
     if settings.method == "data-parallel":
-        if unused := unused_by_baseline(settings, used={"devices"}):
+        if unused := unused_by_baseline(settings):
             needs, them = ("needs", "it") if len(unused) == 1 else ("need", "them")
             ways = "; ".join(unused)
             raise UsageError(f"{ways} {needs} another --method: the data-parallel baseline has no use for {them}")
     elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
-        remedies = ["more --learners"]
-        remedies += ["a smaller --quorum"] if settings.resume is None else []  # of a resumed run it stays
-        remedies += ["--redis-port so that others can join"] if can_be_joined else []
+        smaller = "" if settings.resume is not None else "a smaller --quorum or "  # of a resumed run it stays
         raise UsageError(
             f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
-            f"cannot join; give {' or '.join(remedies)}"
+            f"cannot join; give more --learners or {smaller}--redis-port so that others can join"
         )
     if settings.method != "data-parallel":
         check_outer(settings)

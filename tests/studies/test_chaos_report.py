@@ -14,11 +14,12 @@ import pytest
 from diloco.cli import main
 from diloco.launcher.report import Outcome
 from diloco.pipeline.process.lifecycle import LAUNCHER_PID
+from diloco.pipeline.settings import load
 from diloco_studies.strikes import sampling
 from diloco_studies.strikes.audit import Ending, Evidence
+from diloco_studies.strikes.command import calm
 from diloco_studies.strikes.evidence import (
     left_running,
-    of_group,
     read_shard_notes,
     read_shards_per_epoch,
     read_step_times,
@@ -28,6 +29,7 @@ from diloco_studies.strikes.plot import draw, stretches
 from diloco_studies.strikes.rates import Struck
 from diloco_studies.strikes.report import Facts, build_chaos, markdown, summary
 from diloco_studies.strikes.schedule import Manner, Party
+from diloco_studies.strikes.settings import ChaosProcess
 from tests.studies.test_chaos_audit import GOOD, HISTORY, killed
 
 STEPS = {"a": [("1" * 8, [10 + i / 10 for i in range(40)])], "b": [("2" * 8, [11 + i / 10 for i in range(30)])]}
@@ -192,11 +194,9 @@ def test_a_process_that_is_left_over_is_found() -> None:
         try:
             assert any(str(process.pid) in text for text in left_running(4242, set()))
             assert left_running(4242, {process.pid}) == []
-            assert any(str(process.pid) in text for text in of_group(process.pid))
         finally:
             process.kill()
     assert left_running(4242, set()) == []
-    assert of_group(process.pid) == []
 
 
 @pytest.mark.parametrize(
@@ -207,13 +207,10 @@ def test_a_process_that_is_left_over_is_found() -> None:
         (["--kill", "learner:3s", "--lose-tail"], "--lose-tail needs --kill redis"),
         (["--for", "ever"], "--for 'ever'"),
         (["--for", "10ms"], "at least 1s"),
-        (["--quorum", "9"], "there would never be a merge"),
-        (["--method", "data-parallel", "--kill", "learner:3s,syncer:7s"], "has no Redis and no syncers"),
-        (["--method", "data-parallel", "--pause", "redis:7s"], "--pause 'redis:7s' needs --method decoupled"),
-        (["--method", "data-parallel", "--cut", "learner:7s"], "--cut needs --method decoupled"),
-        (["--method", "data-parallel", "--lose-tail", "--kill", "redis:3s"], "needs --method decoupled"),
-        (["--method", "data-parallel", "--syncers", "3"], "--syncers needs --method decoupled"),
-        (["--beside", "nothing.json"], "--beside nothing.json: no report"),
+        (
+            ["--quorum", "9"],
+            "there would never be a merge with learners=4; give more --learners or a smaller --quorum\n",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_refused_before_anything_is_started(
@@ -222,6 +219,12 @@ def test_a_plan_that_cannot_be_is_refused_before_anything_is_started(
     assert main(["chaos", "--out", str(tmp_path / "out"), *arguments]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_the_undisturbed_run_has_no_strikes_and_ends_at_the_same_point_of_its_schedule() -> None:
+    settings = load(ChaosProcess, {"tokens": "1000", "kill": "redis:3s", "cut": "learner:2s", "lose_tail": "true"})
+    quiet = calm(settings, {"ledger": {"tokens": 500, "merged": 350, "overwritten": 50, "died": 100}})
+    assert (quiet.kill, quiet.cut, quiet.lose_tail, quiet.tokens) == ("none", "none", False, 800)
 
 
 def test_processes_are_sampled_for_as_long_as_they_live(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,8 @@ import pytest
 
 from diloco.launcher.launch import environment
 from diloco.pipeline.errors import DilocoError
-from diloco_studies.strikes.elastic.report import build_elastic
-from diloco_studies.strikes.evidence import of_group
 from diloco_studies.strikes.spawner import Spawner
 from tests import HANGING_S
-from tests.studies.test_elastic_report import FACTS
 from tests.system.test_processes import ROOT, SMALL, diloco, wait_for
 from tests.system.test_processes import environment as clean_environment
 
@@ -118,9 +115,6 @@ def test_what_is_forked_is_ours_with_its_own_log_environment_and_group(tmp_path:
             spawner.fork(["--version"], environment(1, None), tmp_path / "one.log")
 
 
-# --- the data-parallel baseline ----------------------------------------------------------------------------
-
-
 def test_a_struck_run_stands_beside_itself_undisturbed(tmp_path: Path) -> None:
     report = chaos(tmp_path / "out", "--kill", "learner:5s", "--for", "12s", "--seed", 3, "--undisturbed")
     other = report["undisturbed"]
@@ -129,30 +123,3 @@ def test_a_struck_run_stands_beside_itself_undisturbed(tmp_path: Path) -> None:
     row = next(row for row in report["bounds"] if "undisturbed" in row["what"])
     assert row["measured"] == pytest.approx(report["global_val_loss"] / other["global_val_loss"])
     assert "## The same run undisturbed" in (tmp_path / "out" / "chaos.md").read_text()
-
-
-def test_the_baseline_goes_on_after_each_kill_and_stands_beside_another_run(tmp_path: Path) -> None:
-    (tmp_path / "other.json").write_text(json.dumps(build_elastic(FACTS) | {"method": "decoupled"}))
-    (tmp_path / "text.txt").write_text("".join(f"line {i}: the quick brown fox jumps\n" for i in range(2000)))
-    arguments = ["--method", "data-parallel", "--learners", 2, *SMALL[4:], "--kill", "learner:6s", "--for", "20s"]
-    arguments += [
-        "--data",
-        tmp_path / "text.txt",
-        "--seed",
-        3,
-        "--undisturbed",
-        "--beside",
-        tmp_path / "other.json",
-        "--json",
-        tmp_path / "c.json",
-    ]
-    done = diloco("chaos", "--out", tmp_path / "out", *arguments, limit_s=280)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((tmp_path / "c.json").read_text())
-    assert report["kills"]["learner"] >= 2
-    assert report["restarts"] >= 1
-    assert report["undisturbed"]["ledger"]["merged"] >= report["ledger"]["merged"] > 0
-    assert [column["method"] for column in report["comparison"]["columns"]] == ["decoupled", "data-parallel"]
-    assert "goodput: struck / undisturbed" in (tmp_path / "out" / "chaos.md").read_text()
-    assert (tmp_path / "out" / "timeline.png").stat().st_size > 5000
-    assert of_group(json.loads((tmp_path / "out" / "run.json").read_text())["pids"]["agent"]) == []

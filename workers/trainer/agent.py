@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import structlog
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -78,25 +77,18 @@ def may_start_again(statuses: Mapping[int, int]) -> bool:
     return REFUSED_STATUS not in told and any(status < 0 or status == AGAIN_STATUS for status in told)
 
 
-def one_machine(count: int, run_id: str, **more: Any) -> LaunchConfig:
-    """Of ranks of this machine. A rendezvous of its own for each: what another has left, such as addresses, misleads.
-
-    more: what else the config has.
-    """
-    return LaunchConfig(
+def _config(count: int) -> LaunchConfig:
+    """Of ranks of this machine. A rendezvous of its own for each: what another has left, addresses say, misleads."""
+    config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        run_id=run_id,
-        **more,
+        run_id=f"learner-{os.getpid()}",
+        max_restarts=0,
     )
-
-
-def _config(count: int) -> LaunchConfig:
-    config = one_machine(count, f"learner-{os.getpid()}", max_restarts=0)
     config.signals_to_handle = ",".join(number.name for number in end_signals())  # torch 2.6 does not look
     return config
 

@@ -1,17 +1,14 @@
 """`diloco chaos`: a real run on this machine under planned strikes, audited.
 
-If asked, beside it stand the same run undisturbed, and the report of an earlier one. The run itself is `run`'s, that
-of the data-parallel baseline `elastic`'s.
+If asked, beside it stands the same run undisturbed. The run itself is `run`'s.
 """
 
 import asyncio
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +23,6 @@ from diloco.options import (
     OF_DEMO,
     OF_ONE_LEARNER,
     takes,
-    unused_by_baseline,
     with_preset,
 )
 from diloco.pipeline.errors import UsageError
@@ -35,23 +31,18 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process import logs
 from diloco.pipeline.process.lifecycle import ignore_hangup
 from diloco.pipeline.process.output import outlive_readers
-from diloco.pipeline.settings import flag_of
 from diloco.pipeline.units import parse_duration
 from diloco_studies.strikes import bounds as chaos_bounds
-from diloco_studies.strikes import compare as chaos_compare
 from diloco_studies.strikes import report as chaos_report
 from diloco_studies.strikes import run as chaos_run
-from diloco_studies.strikes.elastic import report as elastic_report
-from diloco_studies.strikes.elastic import run as chaos_elastic
 from diloco_studies.strikes.monkey import REDIS
 from diloco_studies.strikes.rates import StepTimes, Struck
-from diloco_studies.strikes.schedule import NOTHING, Manner, Party, Redis, Rule, draw, parse
+from diloco_studies.strikes.schedule import Manner, Party, Redis, Rule, draw, parse
 from diloco_studies.strikes.settings import NOT_OF_CHAOS, ChaosProcess
 from diloco_studies.strikes.telling import one_error
 
 Report = dict[str, Any]
 
-BASELINE = "data-parallel"
 MOST_TOKENS_PER_S = 200_000
 """More than this machine trains, so that time ends the run; the budget is this for each second."""
 LONGER = 4.0
@@ -100,34 +91,9 @@ def prepared(settings: ChaosProcess, for_: str) -> tuple[ChaosProcess, float]:
         raise UsageError("`diloco chaos` needs Linux: it starts processes by forking, and looks for them in /proc")
     update: dict[str, Any] = {"tokens": settings.tokens or round(for_s * MOST_TOKENS_PER_S), "log_losses": True}
     settings = with_preset(settings)
-    if settings.method == BASELINE and "kill" not in settings.model_fields_set:
-        update["kill"] = "learner:3s"
-    elif settings.redis != "one" and "kill" not in settings.model_fields_set:
+    if settings.redis != "one" and "kill" not in settings.model_fields_set:
         update["kill"] = f"learner:3s,syncer:7s,{Party.PRIMARY}:20s"
     return settings.model_copy(update=update), for_s
-
-
-def check_struck_baseline(settings: ChaosProcess) -> None:
-    """Settings of `diloco chaos --method data-parallel`.
-
-    Raises:
-        UsageError: one that the baseline has no use for.
-    """
-    why = "the data-parallel baseline has no Redis and no syncers, only learners"
-    for flag in ("kill", "pause"):
-        if any(
-            not part.strip().startswith("learner:")
-            for part in getattr(settings, flag).split(",")
-            if part.strip() not in NOTHING
-        ):
-            raise UsageError(
-                f"--{flag} {getattr(settings, flag)!r} needs --method decoupled: {why}; give learner:EVERY"
-            )
-    for name in ("cut", "hang", "partition", "lose_tail", "redis"):
-        if getattr(settings, name) not in (*NOTHING, False, Redis.ONE):
-            raise UsageError(f"{flag_of(name)} needs --method decoupled: {why}")
-    if unused := unused_by_baseline(settings, used=("checkpoint_every", "log_losses")):
-        raise UsageError(f"{'; '.join(unused)} {'needs' if len(unused) == 1 else 'need'} --method decoupled: {why}")
 
 
 # --- the run, and the same undisturbed ---------------------------------------------------------------------
@@ -136,13 +102,7 @@ def check_struck_baseline(settings: ChaosProcess) -> None:
 def strike(
     settings: ChaosProcess, folder: Folder, for_s: float, rules: list[Rule], until: int | None = None
 ) -> Outcome:
-    """Strike a run for a time, or until so many tokens are useful (merged); `folder.report` is for `diloco status`."""
-    if settings.method == BASELINE:
-        step_tokens = settings.learners * settings.batch * settings.accumulate * settings.seq_len
-        until_step = None if until is None else -(-until // step_tokens)
-        found = asyncio.run(chaos_elastic.strike_baseline(settings, folder, for_s, rules, until_step))
-        report = elastic_report.build_elastic(found)
-        return Outcome(report, found.step_times(), found.strikes, [], (found.began_s, found.ended_s))
+    """Strike a run for a time, or until so many tokens are merged; `folder.report` is for `diloco status`."""
     facts, evidence = asyncio.run(chaos_run.run(settings, folder, for_s, draw(rules, for_s, settings.seed), until))
     folder.report.write_text(dumps(build(facts.outcome), indent=1) + "\n")
     merges = [
@@ -162,7 +122,7 @@ def calm(settings: ChaosProcess, report: Mapping[str, Any]) -> ChaosProcess:
     ledger = report["ledger"]
     update: dict[str, Any] = {"kill": "none", "pause": "none", "cut": "none", "hang": "none", "lose_tail": False}
     update["partition"] = "none"
-    if settings.method != BASELINE and ledger["tokens"]:
+    if ledger["tokens"]:
         kept = (ledger["merged"] + ledger["overwritten"]) / ledger["tokens"]
         update["tokens"] = max(1, round(settings.tokens * kept))
     return settings.model_copy(update=update)
@@ -177,7 +137,7 @@ def add_undisturbed(outcome: Outcome, settings: ChaosProcess, folder: Folder, fo
     typer.echo("\nThe same run undisturbed, until it has merged as many tokens")
     beside = Folder(folder.path / UNDISTURBED)
     found = strike(calm(settings, report), beside, LONGER * for_s, [], report["ledger"]["merged"]).report
-    names = ("global_val_loss", "useful", "goodput", "longest_standstill_s", "ledger", "wall_s", "stopped", "verdict")
+    names = ("global_val_loss", "useful", "goodput", "ledger", "wall_s", "stopped", "verdict")
     report["undisturbed"] = {name: found[name] for name in names} | {"tokens_budget": found["settings"]["tokens"]}
     report["violations"] += [one | {"promise": f"undisturbed: {one['promise']}"} for one in found["violations"]]
     report["verdict"] = "fail" if report["violations"] else "pass"
@@ -188,22 +148,6 @@ def add_undisturbed(outcome: Outcome, settings: ChaosProcess, folder: Folder, fo
         )
 
 
-def read_report(path: Path) -> Report:
-    """A report of an earlier `diloco chaos`.
-
-    Raises:
-        UsageError: it is none.
-    """
-    try:
-        report: Report = json.loads(path.read_text())
-        chaos_compare.column(report)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(
-            f"--beside {path}: no report of `diloco chaos` (its --json, or chaos.json): {error}"
-        ) from error
-    return report
-
-
 # --- what it leaves ----------------------------------------------------------------------------------------
 
 
@@ -212,7 +156,6 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
     from diloco_studies.strikes.plot import draw
 
     report = outcome.report
-    shown: ModuleType = elastic_report if report["method"] == BASELINE else chaos_report
     names = sorted(outcome.steps, key=lambda name: (len(name), name))
     lanes = [*names, *sorted({one.name for one in outcome.strikes if one.party is Party.SYNCER})]
     servers = sorted({one.name for one in outcome.strikes if one.party in (Party.PRIMARY, Party.SENTINEL)})
@@ -221,26 +164,24 @@ def conclude(outcome: Outcome, folder: Folder, json_file: Path | None) -> None:
         outcome.steps,
         outcome.strikes,
         outcome.merges,
-        lanes if report["method"] == BASELINE else [*lanes, *(servers or [REDIS])],
+        [*lanes, *(servers or [REDIS])],
         outcome.span,
         f"A run under strikes (method {report['method']}, seed {report['seed']}): {report['verdict']}",
         chaos_report.goodput_line(report),
         picture,
     )
-    beside = chaos_compare.table(report["comparison"]) if "comparison" in report else []
     command = shlex.join(["diloco", *sys.argv[1:]])
-    text = shown.markdown(report, command, PICTURE_FILE)
-    (folder.path / TEXT_FILE).write_text(text + "\n".join(["", "## Side by side", "", *beside, ""] if beside else []))
+    (folder.path / TEXT_FILE).write_text(chaos_report.markdown(report, command, PICTURE_FILE))
     for path in (folder.path / REPORT_FILE, json_file):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(dumps(report, indent=1) + "\n")
-    typer.echo("\n" + "\n".join([shown.summary(report), *(["", *beside, ""] if beside else [])]))
+    typer.echo("\n" + chaos_report.summary(report))
     typer.echo(f"picture    {picture}\nreport     {folder.path / TEXT_FILE}")
     tell_page(folder.path)
 
 
-def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed: bool, beside: Path | None) -> int:
+def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed: bool) -> int:
     """Entry point of `diloco chaos`: the exit status, 1 if a promise was broken.
 
     Raises:
@@ -249,16 +190,17 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
     logs.configure("warning")
     settings, for_s = prepared(settings, for_)
     rules = plan_of(settings)
-    if settings.method == BASELINE:
-        check_struck_baseline(settings)
-    else:
-        check(settings, can_be_joined=False)
+    if settings.quorum > settings.learners:
+        raise UsageError(
+            f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}; give more "
+            "--learners or a smaller --quorum"
+        )
+    check(settings)
     if any(place.ranks > 1 for place in places_of(settings)) and any(one.manner is Manner.PAUSE for one in rules):
         raise UsageError(
             f"--pause with --devices {settings.devices}: a learner of several ranks is paused by none of its processes "
             "alone; strike it by --kill, --cut or --hang"
         )
-    other = None if beside is None else read_report(beside)
     folder = choose(settings)
     outlive_readers(folder.launcher_log)
     with one_error(folder.logs):
@@ -266,10 +208,7 @@ def main(settings: ChaosProcess, for_: str, json_file: Path | None, undisturbed:
         if undisturbed:
             add_undisturbed(outcome, settings, folder, for_s)
     report = outcome.report
-    if report["method"] != BASELINE:
-        report["bounds"] = chaos_bounds.bounds_of(report)
-    if other is not None:
-        report["comparison"] = chaos_compare.compare([other, report])
+    report["bounds"] = chaos_bounds.bounds_of(report)
     ignore_hangup()
     conclude(outcome, folder, json_file)
     return 1 if report["violations"] else 0
@@ -286,15 +225,6 @@ Undisturbed = Annotated[
         "rate ends its schedule",
     ),
 ]
-Beside = Annotated[
-    Path | None,
-    typer.Option(
-        "--beside",
-        metavar="REPORT",
-        help="Put this run beside an earlier one (its --json file) in a table, e.g. of the other --method. Goodput is "
-        "there if both were made with --undisturbed",
-    ),
-]
 
 
 @takes(ChaosProcess, omit=CHOSEN_BY_LAUNCHER | NOT_OF_CHAOS, moved=OF_DEMO | OF_ONE_LEARNER)
@@ -303,7 +233,6 @@ def command(
     for_: ChaosFor = "60s",
     json_file: ChaosJson = None,
     undisturbed: Undisturbed = False,
-    beside: Beside = None,
 ) -> None:
     """Strike a real run on this machine, then audit it. Linux only.
 
@@ -315,4 +244,4 @@ def command(
 
     Example: diloco chaos --kill learner:3s,syncer:7s,redis:20s --for 120s --seed 1
     """
-    raise typer.Exit(main(settings, for_, json_file, undisturbed, beside))
+    raise typer.Exit(main(settings, for_, json_file, undisturbed))

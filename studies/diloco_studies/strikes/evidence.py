@@ -89,17 +89,3 @@ def left_running(launcher: int, expected: set[int | None]) -> list[str]:
         except OSError:
             continue  # it has ended, or is not ours to look at
     return sorted(found)
-
-
-def of_group(group: int) -> list[str]:
-    """Processes of a process group that have not ended. Linux only."""
-    found = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            name, _, rest = file.read_text(errors="replace").partition(" (")[2].rpartition(") ")
-        except OSError:
-            continue  # it has ended
-        state, _, its_group = rest.split()[:3]
-        if int(its_group) == group and state not in "ZX":
-            found.append(f"process {file.parent.name}: {name}")
-    return sorted(found)

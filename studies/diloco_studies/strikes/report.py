@@ -96,7 +96,6 @@ def build_chaos(facts: Facts, evidence: Evidence) -> Report:
         - len(merges),
         "rewinds": sum(isinstance(one, Rewound) for one in evidence.records),
         "longest_commit_gap_s": longest(all_gaps),
-        "longest_standstill_s": longest(all_gaps),
         "longest_fragment_gap_s": longest(by_fragment),
         "gaps_by_strike": {
             "any_fragment": longest_by_kind(all_gaps, evidence.strikes),

@@ -39,12 +39,7 @@ class ChaosSettings(Settings):
 class ChaosProcess(RunProcess, ChaosSettings):
     """`diloco chaos`: a run of its own, and what is done to it."""
 
-    method: Literal["decoupled", "paper", "data-parallel"] = Field(
-        "decoupled",
-        description="decoupled, paper: as of `diloco run`. data-parallel: strike the baseline instead under torchrun's "
-        "elastic restart: when a learner is killed, all begin again at the last checkpoint (--checkpoint-every, "
-        "1s). Learners only, by --kill or --pause; a killed one is back at once, so that LENGTH does not count",
-    )
+    method: Literal["decoupled", "paper"] = Field("decoupled", description="As of `diloco run`")
     syncers: int = Field(2, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     checkpoint_every: Duration = Field(0.0, description="Time between checkpoints; 0: only at the end")
     tokens: int | None = Field(  # type: ignore[assignment]  # set before anybody reads it

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from diloco.launcher.folder import Folder
-from diloco.options import with_preset
+from diloco.options import RunProcess, with_preset
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.writable import check_files
@@ -30,10 +30,9 @@ MOST_KILLS = 10_000
 """In a run."""
 
 
-def settings_of(method: Method, plan: Plan) -> ChaosProcess:
-    """Of a run of this method: what is not of the plan is as usual."""
+def settings_of(method: Method, plan: Plan) -> RunProcess:
+    """Of a run of this method, a `ChaosProcess` if it is decoupled: what is not of the plan is as usual."""
     flags: dict[str, Any] = {
-        "method": "data-parallel" if method.nodes else "decoupled",
         "model": MODEL,
         "batch": BATCH,
         "seq_len": SEQ_LEN,
@@ -44,11 +43,12 @@ def settings_of(method: Method, plan: Plan) -> ChaosProcess:
         "seed": plan.seed,
         "pace": plan.pace_s,
         "eval_every": EVAL_EVERY_S,
-        "kill": "none",
         "log_losses": True,
         "overwrite": True,
     }
-    return with_preset(load(ChaosProcess, flags))
+    if method.nodes:
+        return with_preset(load(RunProcess, flags | {"method": "data-parallel"}))
+    return with_preset(load(ChaosProcess, flags | {"kill": "none"}))
 
 
 def read_result(path: Path, plan: Plan) -> curves.Result | None:

@@ -20,6 +20,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder
 from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
+from diloco.options import RunProcess
 from diloco.pipeline.process import lifecycle
 from diloco.pipeline.units import duration
 from diloco.pipeline.waiting import first_of, meanwhile
@@ -28,7 +29,6 @@ from diloco_studies.bench.kills.curves import Run
 from diloco_studies.bench.kills.plan import ENVIRONMENT, TORCHRUN, Method, Plan, kills, name_of, torchrun
 from diloco_studies.strikes.evidence import read_steps
 from diloco_studies.strikes.monkey import Monkey
-from diloco_studies.strikes.settings import ChaosProcess
 from diloco_studies.strikes.spawner import PRELOADED, Spawner
 
 START_S = 120.0
@@ -97,7 +97,7 @@ def read_evaluations(out: Path) -> list[tuple[float, int, float]]:
     return [(one["unix_s"], one["tokens"], one["loss"]) for one in map(json.loads, lines)]
 
 
-async def run(method: Method, plan: Plan, settings: ChaosProcess, folder: Folder) -> Run | None:
+async def run(method: Method, plan: Plan, settings: RunProcess, folder: Folder) -> Run | None:
     """Train until the budget or the time is spent; None: the user stopped it.
 
     Raises:

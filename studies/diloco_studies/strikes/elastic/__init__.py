@@ -1,1 +1,0 @@
-"""The data-parallel baseline under the same strikes (`--method data-parallel`)."""
