@@ -29,7 +29,6 @@ class Sample:
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of each cell, for the error bars")]
     days: Annotated[float, typer.Option(min=0.01, max=36_525, help="Simulated days of each")]
     jobs: Annotated[int, typer.Option(min=0, help="Processes; 0: one a core")] = 0
-    cache: Annotated[bool, typer.Option(help="Use and keep results, by a digest of the settings and the code")] = True
 
     @property
     def processes(self) -> int:
