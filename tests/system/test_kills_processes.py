@@ -33,7 +33,8 @@ def test_each_method_spends_the_budget_under_the_same_kills(tmp_path: Path) -> N
     assert killed[0][:common] == killed[1][:common] == killed[2][:common]
     assert found["undisturbed"]["kills"] == []
     assert found["decoupled"]["broken"] == []
-    assert found["data-parallel"]["interruptions"][0]["length_s"] > 3, "it waits for its machine"
+    longest_s = max(one["length_s"] for one in found["data-parallel"]["interruptions"])
+    assert longest_s > 3, "it waits for its machine"
     assert (tmp_path / "kills.png").stat().st_size > 5000
     assert "held-out loss" in done.stdout
     again = diloco("bench", "kills", "--out", tmp_path, *SMALL)
