@@ -408,7 +408,7 @@ class Committing:
             digest=merged.digest,
             payload=published.payload,
             rest=published.rest,
-            momentum=published.outer_state,
+            momentum=published.momentum,
             updates=published.updates,
             behind=published.behind,
             window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s}),

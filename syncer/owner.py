@@ -185,7 +185,7 @@ class FragmentOwner:
         return head.model_copy(update={"window": IDLE_VIEW})
 
     async def _pull(self, head: Head) -> FragmentState:
-        """The values and the outer state of a head's version."""
+        """The values and the momentum of a head's version."""
         context, sync = self._context, self._layout.sync(self._context.sync)
         if told := await context.agreed.another():
             raise BadPayload(f"the head may be another run's, whose spec the bus has:\n{told}")

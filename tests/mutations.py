@@ -226,7 +226,7 @@ MUTATIONS = [
         "the momentum is lost",
         FragmentState,
         "merge",
-        (("outer_state=stepped.outer_state,", "outer_state={},"),),
+        (("momentum=stepped.momentum,", "momentum=None,"),),
     ),
     Mutation(
         "the outer warm-up is a step too short",
@@ -293,8 +293,8 @@ MUTATIONS = [
         "advance",
         (
             (
-                "self.theta, self.outer_state = merged.theta,",
-                "self.theta, self.outer_state = (merged.theta.view('u4') // 65536 * 65536).view('f4'),",
+                "self.theta, self.momentum = merged.theta,",
+                "self.theta, self.momentum = (merged.theta.view('u4') // 65536 * 65536).view('f4'),",
             ),
         ),
     ),
@@ -380,7 +380,7 @@ MUTATIONS = [
         "the momentum is not carried on",
         FragmentState,
         "advance",
-        (("self.theta, self.outer_state = merged.theta, merged.outer_state", "self.theta = merged.theta"),),
+        (("self.theta, self.momentum = merged.theta, merged.momentum", "self.theta = merged.theta"),),
     ),
 ]
 

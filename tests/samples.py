@@ -199,8 +199,7 @@ async def commit(
     """Move a fragment's head to these values, as its owner would; returns the digest."""
     assert await bus.acquire_lease(fragment, nonce, 1e6)
     sync = sync_spec(chunk_bytes=chunk_bytes, global_codec=global_codec)
-    state = {} if momentum is None else {"momentum": momentum}
-    published = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60, inline, state)
+    published = await push_global(bus, fragment, version, f"{version:08x}", theta, sync, 60, inline, momentum)
     digest = payload_digest(as_bytes(theta), chunk_bytes)
     record = committed(fragment=fragment, version=version, digest=digest)
     await bus.commit(
@@ -211,7 +210,7 @@ async def commit(
             digest=digest,
             payload=published.payload,
             rest=published.rest,
-            momentum=published.outer_state,
+            momentum=published.momentum,
             window=IDLE,
             merged=(),
             record=record,

@@ -122,7 +122,7 @@ def _merge_rate() -> float:
     for _ in range(3):
         began = time.perf_counter()
         outer_step(
-            layout, sync, (sync.outer_lr, sync.outer_momentum), values, {}, deltas, norms, merge_shares(counters)
+            layout, sync, (sync.outer_lr, sync.outer_momentum), values, None, deltas, norms, merge_shares(counters)
         )
         took_s.append(time.perf_counter() - began)
     return sum(delta.nbytes for delta in deltas) / min(took_s)

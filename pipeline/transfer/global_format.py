@@ -9,15 +9,13 @@ A published version has payloads of these kinds, which are also the names of the
     rest       what the global payload lacks of the exact values
     update     the step that led to the version, quantized
     merged     the pseudogradient of that step, quantized, where the update does not tell it
-    momentum   the outer optimizer's state: its vectors one after another, in the order of the rule's names
-
-An outer state of another rule, with other vectors, is one class here and one line in `STATE_RULES`.
+    momentum   the outer optimizer's
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,13 +26,11 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.wire import Codec, OuterName
+from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, PayloadReader, as_bytes, chunk_count
 
 Float32 = npt.NDArray[np.float32]
-OuterState = Mapping[str, Float32]
-"""The outer optimizer's state of a fragment: name -> vector (elements,); one that is absent is all zeros."""
 Kind = Literal["global", "rest", "update", "merged", "momentum"]
 
 
@@ -52,14 +48,14 @@ class Published:
 
     payload: Staged
     rest: Rest | None = None
-    outer_state: Staged | None = None
+    momentum: Staged | None = None
     updates: tuple[Update, ...] = ()
     behind: int = 0
 
     @property
     def keys(self) -> frozenset[str]:
         """All payloads."""
-        return frozenset(one.key for one in named(self.payload, self.rest, self.outer_state, self.updates))
+        return frozenset(one.key for one in named(self.payload, self.rest, self.momentum, self.updates))
 
 
 def alone(staged: Mapping[Kind, Staged], payloads: Mapping[Kind, Payload]) -> Published:
@@ -72,14 +68,8 @@ def alone(staged: Mapping[Kind, Staged], payloads: Mapping[Kind, Payload]) -> Pu
 def published_by(head: Head, elements: int, sync: SyncSpec) -> Published:
     """What a head names already."""
     rest = Rest(head.rest, head.chunks, head.payload_digest or b"") if head.rest else None
-    state = state_of(head, elements, sync)
-    return Published(Staged(head.payload, head.chunks), rest, state, head.updates, head.behind)
-
-
-def state_of(head: Head, elements: int, sync: SyncSpec) -> Staged | None:
-    """The payload of the outer state that a head names; None: all zeros."""
-    count = chunk_count(elements * len(STATE_RULES[sync.outer].names), "fp32", sync.chunk_bytes)
-    return Staged(head.momentum, count) if head.momentum else None
+    momentum = Staged(head.momentum, chunk_count(elements, "fp32", sync.chunk_bytes)) if head.momentum else None
+    return Published(Staged(head.payload, head.chunks), rest, momentum, head.updates, head.behind)
 
 
 def key_of(keys: RunKeys, kind: Kind, fragment: int, version: int, nonce: str) -> str:
@@ -98,106 +88,63 @@ def check(head: Head, digest: bytes, due: bytes) -> None:
         raise BadPayload(f"the payload of fragment {head.fragment} version {head.version} is not its head's")
 
 
-# --- the outer state ---------------------------------------------------------------------------------
+# --- the momentum ------------------------------------------------------------------------------------
 
 
-class StateRule(Protocol):
-    """How the state goes on; all vectors given are of the same elements, a whole fragment's or some of them."""
+class Momentum(NamedTuple):
+    """The outer optimizer's momentum, b' = mu b + D, of a whole fragment or of some of its elements."""
 
-    names: ClassVar[tuple[str, ...]]
-    """Of its vectors, in their order on the bus."""
+    before: Float32 | None
+    """(elements,) b; None: zeros."""
+    after: Float32
+    """(elements,), overwritten with the new b; it may be `before`."""
+    mu: float
 
-    def __init__(self, lr: float, mu: float) -> None:
-        """lr, mu: outer learning rate and momentum."""
-        ...
+    def part(self, piece: slice) -> "Momentum":
+        """Of some elements, sharing memory."""
+        return Momentum(None if self.before is None else self.before[piece], self.after[piece], self.mu)
 
-    def after_step(self, before: OuterState, step: Float32, after: OuterState) -> None:
-        """The state after a step, of which only `step` is known: what was subtracted from the values.
+    def add(self, pseudogradient: Float32) -> None:
+        """Make it what it is after a step of this pseudogradient D (elements,)."""
+        if self.before is None:
+            self.after.fill(0)
+        else:
+            np.multiply(self.before, self.mu, out=self.after)
+        np.add(self.after, pseudogradient, out=self.after)
+
+    def follow(self, step: Float32, lr: float) -> None:
+        """Make it what it is after a step of which only this is known: what was subtracted from the values.
+
+        With Nesterov's step s = lr (D + mu b') (`syncer.merging.outer`) the momentum follows from it:
+
+            D = (s/lr - mu^2 b) / (1 + mu)   so   b' = (mu b + s/lr) / (1 + mu)
+
+        A matrix that was orthogonalised does not tell D, so there D itself must be known.
 
         Args:
-            before: the state before it.
-            step: overwritten.
-            after: overwritten with the new state; it may be `before`.
+            step: (elements,), overwritten.
+            lr: outer learning rate.
         """
-        ...
-
-    def after_pseudogradient(self, before: OuterState, pseudogradient: Float32, after: OuterState) -> None:
-        """The state after a step that was made from `pseudogradient`; `after` as above."""
-        ...
-
-
-class MomentumState:
-    """One momentum, as all of them have, b' = mu b + D.
-
-    With Nesterov's step s = lr (D + mu b') (`syncer.merging.outer`), the momentum follows from the step too:
-
-        D = (s/lr - mu^2 b) / (1 + mu)   so   b' = (mu b + s/lr) / (1 + mu)
-
-    A matrix that was orthogonalised does not tell D, so there D itself must be known.
-    """
-
-    names: ClassVar[tuple[str, ...]] = ("momentum",)
-
-    def __init__(self, lr: float, mu: float) -> None:
-        self._lr, self._mu = lr, mu
-
-    def after_step(self, before: OuterState, step: Float32, after: OuterState) -> None:
-        """As `StateRule`."""
-        out, momentum = after["momentum"], before.get("momentum")
-        np.divide(step, self._lr, out=step)
-        if momentum is None:
-            np.copyto(out, step)
+        np.divide(step, lr, out=step)
+        if self.before is None:
+            np.copyto(self.after, step)
         else:
-            np.multiply(momentum, self._mu, out=out)
-            np.add(out, step, out=out)
-        np.divide(out, 1 + self._mu, out=out)
-
-    def after_pseudogradient(self, before: OuterState, pseudogradient: Float32, after: OuterState) -> None:
-        """As `StateRule`."""
-        out, momentum = after["momentum"], before.get("momentum")
-        if momentum is None:
-            out.fill(0)
-        else:
-            np.multiply(momentum, self._mu, out=out)
-        np.add(out, pseudogradient, out=out)
-
-
-STATE_RULES: Final[Mapping[OuterName, type[StateRule]]] = {
-    "nesterov": MomentumState,
-    "halley": MomentumState,
-}
-
-
-def part(state: OuterState, piece: slice) -> OuterState:
-    """Some elements of each vector, sharing memory."""
-    return {name: vector[piece] for name, vector in state.items()}
-
-
-def vectors(joined: Float32, names: Sequence[str]) -> dict[str, Float32]:
-    """The state whose payload this is, (names * elements,), sharing its memory."""
-    return dict(zip(names, joined.reshape(len(names), -1), strict=True))
-
-
-def joined(state: OuterState, names: Sequence[str]) -> Float32:
-    """The payload (names * elements,) of a state that has any of these; one vector alone is not copied."""
-    if len(names) == 1:
-        return state[names[0]]
-    zeros = np.zeros_like(next(iter(state.values())))
-    return np.concatenate([state.get(name, zeros) for name in names])
+            np.multiply(self.before, self.mu, out=self.after)
+            np.add(self.after, step, out=self.after)
+        np.divide(self.after, 1 + self.mu, out=self.after)
 
 
 # --- publishing --------------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    """What an outer step goes from, and where the state after it is written."""
+    """What an outer step goes from."""
 
     theta: Float32
     """(elements,) values before it."""
-    before: OuterState
-    after: OuterState
-    rule: StateRule | None
-    """None: the step keeps no state."""
+    lr: float
+    momentum: Momentum | None
+    """None: the step keeps none."""
 
 
 class StepWriter(Protocol):
@@ -208,7 +155,7 @@ class StepWriter(Protocol):
         ...
 
     def written(self, stop: int) -> int:
-        """All elements before `stop` are as the outer step makes them; how many are values now, and so is the state."""
+        """All elements before `stop` are as the outer step makes them. How many are values now, with their momentum."""
         ...
 
 
@@ -230,8 +177,8 @@ class GlobalWriter(ABC):
         """Before the uploads begin: what the step will be.
 
         Args:
-            averaged: it only averages learners: no state is left after it.
-            told: the state can be followed from the step alone.
+            averaged: it only averages learners: no momentum is left after it.
+            told: the momentum can be followed from the step alone.
         """
 
     @abstractmethod
@@ -244,14 +191,14 @@ class GlobalWriter(ABC):
 
     @abstractmethod
     def uploads(self, version: int) -> dict[Kind, Payload]:
-        """What of a version goes to the bus, beside the outer state."""
+        """What of a version goes to the bus, beside the momentum."""
 
     def published(self, head: Head, staged: Mapping[Kind, Staged]) -> Published:
         """What the next head names.
 
         Args:
             head: of the version before.
-            staged: all uploads, with the outer state where the version is alone and has one.
+            staged: all uploads, with the momentum where the version is alone and has one.
         """
         return alone(staged, self.uploads(head.version + 1))
 
@@ -280,8 +227,8 @@ class Source(Protocol):
         """
         ...
 
-    async def pull_state(self) -> OuterState:
-        """The outer state that the head names; as `pull`."""
+    async def pull_momentum(self) -> Float32 | None:
+        """The momentum (elements,) that the head names; None: zeros. As `pull`."""
         ...
 
     def work(self, heavy: Callable[..., Any], *args: Any) -> Awaitable[Any]:
@@ -311,9 +258,9 @@ class GlobalFormat(ABC):
     async def shown(self, source: Source, held: Held | None) -> Float32:
         """The values that learners train from, as `exact`. held: what is here already; it is left as it is."""
 
-    async def state(self, source: Source) -> tuple[Float32, OuterState]:
-        """The exact values and the outer state."""
-        return await self.exact(source), await source.pull_state()
+    async def state(self, source: Source) -> tuple[Float32, Float32 | None]:
+        """The exact values and the momentum; None: zeros."""
+        return await self.exact(source), await source.pull_momentum()
 
     def sizes(self, head: Head, elements: int) -> dict[str, int]:
         """Bytes of each payload of values that a head names; what goes together counts as one."""

@@ -16,23 +16,20 @@ from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, payload_bytes, payload_digest
 from diloco.pipeline.transfer.global_format import (
-    STATE_RULES,
     Float32,
     GlobalFormat,
     GlobalWriter,
     Held,
     Kind,
-    OuterState,
     Published,
     Source,
-    StateRule,
     Step,
     StepWriter,
     alone,
     check,
     published_by,
 )
-from diloco.pipeline.transfer.updates import CodedGradient, CodedStep, Following, StepCoder, advance, gather
+from diloco.pipeline.transfer.updates import CodedGradient, CodedStep, StepCoder, advance, gather
 
 KEPT_UPDATES = 4
 """The last so many updates stay for learners that have not the version before: more of them are more bytes than the
@@ -86,10 +83,7 @@ class _Writer(GlobalWriter):
             self._gradient = CodedGradient(self._elements, self._sync.chunk_bytes, self._grown)
 
     def step_writer(self, step: Step) -> StepWriter:
-        following = None
-        if step.rule is not None and self._gradient is None:
-            following = Following(step.rule, step.before, step.after)
-        coder = self._step.coder(step.theta, following)
+        coder = self._step.coder(step.theta, step.lr, step.momentum if self._gradient is None else None)
         return _StepWriter(self.values, self.exact, coder, self._gradient)
 
     def is_alone(self, version: int) -> bool:
@@ -110,7 +104,7 @@ class _Writer(GlobalWriter):
         if key_frame is None:
             key_frame, behind = published_by(head, self._elements, self._sync), head.behind + 1
         updates = (*head.updates, update)[-max(behind, KEPT_UPDATES) :]
-        return Published(key_frame.payload, None, key_frame.outer_state, updates, behind)
+        return Published(key_frame.payload, None, key_frame.momentum, updates, behind)
 
 
 # --- reading -----------------------------------------------------------------------------------------
@@ -132,26 +126,24 @@ class Int8Globals(GlobalFormat):
     async def exact(self, source: Source) -> Float32:
         """As `GlobalFormat`."""
         key_frame: Float32 = (await source.pull(source.head.payload, "fp32")).array()
-        values, _ = await _follow(source, key_frame, {}, _after_key_frame(source.head), None)
+        values, _ = await _follow(source, key_frame, None, _after_key_frame(source.head), told=False)
         await _check_values(source, values)
         return values
 
-    async def state(self, source: Source) -> tuple[Float32, OuterState]:
+    async def state(self, source: Source) -> tuple[Float32, Float32 | None]:
         """As `GlobalFormat`."""
-        sync = source.sync
         key_frame: Float32 = (await source.pull(source.head.payload, "fp32")).array()
-        rule = STATE_RULES[sync.outer](sync.outer_lr, sync.outer_momentum) if sync.outer_momentum else None
-        begun = await source.pull_state()
-        values, state = await _follow(source, key_frame, begun, _after_key_frame(source.head), rule)
+        begun, told = await source.pull_momentum(), source.sync.outer_momentum > 0
+        values, momentum = await _follow(source, key_frame, begun, _after_key_frame(source.head), told=told)
         await _check_values(source, values)
-        return values, state
+        return values, momentum
 
     async def shown(self, source: Source, held: Held | None) -> Float32:
         """As `GlobalFormat`."""
         lacking = updates_after(source.head, held)
         if held is not None and lacking:
             try:
-                values, _ = await _follow(source, held.values, {}, lacking, None, own=False)
+                values, _ = await _follow(source, held.values, None, lacking, told=False, own=False)
                 await _check_values(source, values)
                 return values
             except BadPayload:
@@ -171,27 +163,30 @@ def _after_key_frame(head: Head) -> tuple[Update, ...]:
 async def _follow(
     source: Source,
     theta: Float32,
-    state: OuterState,
+    momentum: Float32 | None,
     updates: Sequence[Update],
-    rule: StateRule | None,
     *,
+    told: bool,
     own: bool = True,
-) -> tuple[Float32, OuterState]:
-    """Values and outer state after some updates.
+) -> tuple[Float32, Float32 | None]:
+    """Values and momentum after some updates.
 
-    rule: None: there is no state, or it is not wanted. own: the arrays may be written to.
+    told: the momentum is wanted, and the run has one. own: the arrays may be written to.
     """
+    lr, mu = source.sync.outer_lr, source.sync.outer_momentum
     for update in updates:
         reader = await source.pull(update.payload, "int8")
-        following = rule
-        if rule is None or update.averaged:
-            state, following = {}, None
+        following = None
+        if not told or update.averaged:
+            momentum = None
         elif update.merged:
             merged = await source.pull(update.merged, "int8")
-            state, following = await source.work(gather, rule, state, merged.vector()), None
-        theta, state = await source.work(advance, theta, state, reader.vector(), following, own)
+            momentum = await source.work(gather, momentum, mu, merged.vector())
+        else:
+            following = lr, mu
+        theta, momentum = await source.work(advance, theta, momentum, reader.vector(), following, own)
         own = True
-    return theta, state
+    return theta, momentum
 
 
 async def _check_values(source: Source, values: Float32) -> None:

@@ -18,16 +18,12 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes
 from diloco.pipeline.transfer.global_format import (
-    STATE_RULES,
     Float32,
     Held,
     Kind,
-    OuterState,
     Published,
     alone,
-    joined,
     key_of,
-    vectors,
 )
 from diloco.pipeline.transfer.global_formats import FORMATS
 
@@ -129,7 +125,7 @@ async def push_global(
     sync: SyncSpec,
     ttl_s: float,
     offload: Offload,
-    state: OuterState | None = None,
+    momentum: Float32 | None = None,
 ) -> Published:
     """Upload a version that is here in full, such that it needs no other one, for a commit.
 
@@ -140,10 +136,10 @@ async def push_global(
         sync: has the format.
         ttl_s: it is gone after this, unless a commit makes it stay.
         offload: runs heavy work.
-        state: the outer optimizer's; None or empty: all zeros.
+        momentum: (elements,) the outer optimizer's; None: zeros.
     """
     staged = dict[Kind, Staged]()
-    arrays = await offload(_whole, values, state, sync)
+    arrays = await offload(_whole, values, momentum, sync)
     payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in arrays.items()}
     for kind, payload in payloads.items():
         key = key_of(bus.keys, kind, fragment, version, nonce)
@@ -151,11 +147,11 @@ async def push_global(
     return alone(staged, payloads)
 
 
-def _whole(values: Float32, state: OuterState | None, sync: SyncSpec) -> dict[Kind, npt.NDArray[Any]]:
+def _whole(values: Float32, momentum: Float32 | None, sync: SyncSpec) -> dict[Kind, npt.NDArray[Any]]:
     """All payloads of a version, published alone."""
     arrays = dict(FORMATS[sync.global_codec].whole(values))
-    if state:
-        arrays["momentum"] = joined(state, STATE_RULES[sync.outer].names)
+    if momentum is not None:
+        arrays["momentum"] = momentum
     return arrays
 
 
@@ -164,8 +160,8 @@ def _whole(values: Float32, state: OuterState | None, sync: SyncSpec) -> dict[Ki
 
 async def pull_state(
     bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload
-) -> tuple[Float32, OuterState]:
-    """The values (elements,) and the outer state (empty: all zeros) at a head, as they were merged.
+) -> tuple[Float32, Float32 | None]:
+    """The values (elements,) and the momentum (elements,) (None: zeros) at a head, as they were merged.
 
     offload: runs heavy work.
 
@@ -220,12 +216,6 @@ class _Source:
         """As `Source`."""
         return await pull(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
 
-    async def pull_state(self) -> OuterState:
+    async def pull_momentum(self) -> Float32 | None:
         """As `Source`."""
-        if not self.head.momentum:
-            return {}
-        names, chunk_bytes = STATE_RULES[self.sync.outer].names, self.sync.chunk_bytes
-        reader = await pull(
-            self.bus, self.head.momentum, self.elements * len(names), "fp32", chunk_bytes, self.extend_s
-        )
-        return vectors(reader.array(), names)
+        return (await self.pull(self.head.momentum, "fp32")).array() if self.head.momentum else None

@@ -5,12 +5,10 @@ a version and the updates after it has the later ones bit for bit, and no error 
 loses of a step, at most half a scale, is not made up for: the pseudogradients that come next are measured from the
 values as they are.
 
-The outer state goes with the steps that were taken (`StateRule`), and costs nothing beside them. A step that only
+The momentum goes with the steps that were taken (`Momentum.follow`), and costs nothing beside them. A step that only
 averaged leaves none. An orthogonalised step does not say what it was made from: there the pseudogradient D is
-quantized first, and lies on the bus beside the update, for whoever follows the state.
+quantized first, and lies on the bus beside the update, for whoever follows the momentum.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,42 +16,47 @@ import numpy.typing as npt
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
 from diloco.pipeline.payload.quantize import GROUP, Encoding, wire_bytes
-from diloco.pipeline.transfer.global_format import OuterState, StateRule, part
+from diloco.pipeline.transfer.global_format import Momentum
 
 Float32 = npt.NDArray[np.float32]
 
 
-def gather(rule: StateRule, before: OuterState, merged: Vector) -> OuterState:
-    """The state after a pseudogradient (elements,) as it came, in new memory."""
-    after = {name: pooled(len(merged), np.float32) for name in rule.names}
+def gather(before: Float32 | None, mu: float, merged: Vector) -> Float32:
+    """The momentum after a pseudogradient (elements,) as it came, in new memory. before: (elements,) or None: zeros."""
+    momentum = Momentum(before, pooled(len(merged), np.float32), mu)
     for start in range(0, len(merged), GROUP):
         piece = slice(start, start + GROUP)
-        rule.after_pseudogradient(part(before, piece), merged[piece], part(after, piece))
-    return after
+        momentum.part(piece).add(merged[piece])
+    return momentum.after
 
 
 def advance(
-    theta: Float32, state: OuterState, update: Vector, rule: StateRule | None = None, own: bool = False
-) -> tuple[Float32, OuterState]:
-    """Values and outer state one update further.
+    theta: Float32,
+    before: Float32 | None,
+    update: Vector,
+    outer: tuple[float, float] | None = None,
+    own: bool = False,
+) -> tuple[Float32, Float32 | None]:
+    """Values and momentum one update further.
 
     Args:
         theta: (elements,).
-        state: before it.
+        before: (elements,) momentum before it; None: zeros.
         update: (elements,) as it came.
-        rule: where the state follows from the update; None: it stays.
+        outer: learning rate and momentum, where the momentum follows from the update; None: it stays.
         own: all arrays may be written to; else they are left as they are.
     """
-    values, after = theta if own else pooled(len(theta), np.float32), state
-    if rule is not None:
-        after = {name: state[name] if own and name in state else pooled(len(theta), np.float32) for name in rule.names}
+    values, momentum, lr = theta if own else pooled(len(theta), np.float32), None, 1.0
+    if outer is not None:
+        lr, mu = outer
+        momentum = Momentum(before, before if own and before is not None else pooled(len(theta), np.float32), mu)
     for start in range(0, len(theta), GROUP):
         piece = slice(start, start + GROUP)
         step: Float32 = update[start : start + GROUP]
         np.subtract(theta[piece], step, out=values[piece])
-        if rule is not None:
-            rule.after_step(part(state, piece), step, part(after, piece))
-    return values, after
+        if momentum is not None:
+            momentum.part(piece).follow(step, lr)
+    return values, before if momentum is None else momentum.after
 
 
 class _Coding:
@@ -76,28 +79,22 @@ class CodedGradient(_Coding):
             self.payload.grow_to(self._encoding.add(piece, decoded=piece))
 
 
-class Following(NamedTuple):
-    """An outer state that goes on with the steps that are taken."""
-
-    rule: StateRule
-    before: OuterState
-    after: OuterState
-    """Overwritten; it may be `before`."""
-
-
 class CodedStep(_Coding):
     """An update: a step that is quantized, and taken as its code says."""
 
-    def coder(self, theta: Float32, following: Following | None) -> "StepCoder":
-        """What codes it, from these values (elements,); following: None where the update does not tell the state."""
-        return StepCoder(self._encoding, self.payload, theta, following)
+    def coder(self, theta: Float32, lr: float, momentum: Momentum | None) -> "StepCoder":
+        """What codes it, from these values (elements,); momentum: None where the update does not tell it."""
+        return StepCoder(self._encoding, self.payload, theta, lr, momentum)
 
 
 class StepCoder:
     """An update that is being made from front to back, while the steps in an array become the values after them."""
 
-    def __init__(self, encoding: Encoding, payload: Payload, theta: Float32, following: Following | None) -> None:
-        self._encoding, self._payload, self._theta, self._following = encoding, payload, theta, following
+    def __init__(
+        self, encoding: Encoding, payload: Payload, theta: Float32, lr: float, momentum: Momentum | None
+    ) -> None:
+        self._encoding, self._payload = encoding, payload
+        self._theta, self._lr, self._momentum = theta, lr, momentum
         self._step = np.empty(min(GROUP, len(theta)), np.float32)
         self._done = 0
 
@@ -108,9 +105,8 @@ class StepCoder:
             piece, step = slice(self._done, upto), self._step[: upto - self._done]
             end = self._encoding.add(steps[piece], decoded=step)
             np.subtract(self._theta[piece], step, out=steps[piece])
-            if self._following is not None:
-                rule, before, after = self._following
-                rule.after_step(part(before, piece), step, part(after, piece))
+            if self._momentum is not None:
+                self._momentum.part(piece).follow(step, self._lr)
             self._payload.grow_to(end)
             self._done = upto
         return self._done

@@ -20,12 +20,12 @@ from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
-from diloco.pipeline.transfer.global_format import OuterState
 from diloco.pipeline.wrong_values import complaint
 from diloco.syncer.checkpoints.manifest import (
     CHECKPOINT,
     GLOBALS,
     LATEST,
+    MOMENTUM,
     STATE_FILE,
     Float32,
     SavedFragment,
@@ -86,8 +86,8 @@ class Checkpoint:
         """Of the spec's tensors."""
         return layout_of(self.spec.tensors)
 
-    def fragment(self, p: int) -> tuple[Float32, OuterState]:
-        """Values (elements,) and outer state (what is absent: all zeros) of one fragment, checked.
+    def fragment(self, p: int) -> tuple[Float32, Float32 | None]:
+        """Values (elements,) and momentum (None: zeros) of one fragment, checked.
 
         Raises:
             UsageError: naming the file and what is wrong with it.
@@ -98,10 +98,10 @@ class Checkpoint:
         if hashlib.sha256(data).hexdigest() != saved.sha256:
             raise damaged(file)
         vectors = {name: _vector(tensor, elements, file) for name, tensor in _tensors(data, file).items()}
-        values = vectors.pop(GLOBALS, None)
+        values = vectors.get(GLOBALS)
         if values is None or payload_digest(as_bytes(values), self.spec.sync.chunk_bytes) != saved.digest:
             raise UsageError(f"{file}: fragment {p} does not have the digest that {STATE_FILE} says: of another run?")
-        return values, vectors
+        return values, vectors.get(MOMENTUM)
 
     def check(self) -> None:
         """Read all of it once, a fragment at a time.

@@ -3,8 +3,8 @@
     <place>/<run>-<when it began>/              the run's own: nobody else's checkpoints are seen or removed in there
       latest                                    text: names of the kept checkpoints, one a line, the newest first
       checkpoint-<tokens>-<nonce>/              one checkpoint
-        fragment-<id>-<version>-<digest>.safetensors   `globals`, and the vectors of the outer state that are not all
-                                                zeros: float32 (elements,), as the layout puts tensors into them
+        fragment-<id>-<version>-<digest>.safetensors   `globals`, and the outer `momentum` unless it is all zeros:
+                                                float32 (elements,), as the layout puts tensors into them
         fragment-<id>-<version>-<digest>.json   `SavedFragment`: written after it, so it is whole
         SHA256SUMS                              digests of the files of the checkpoint; empty while it is written:
                                                 by that others see that it is begun in this place
@@ -33,8 +33,7 @@ from diloco.pipeline.messages.wire import Count, Digest, Message, TokenElements,
 KEPT = 3
 """Checkpoints of a run that are kept."""
 LATEST, STATE_FILE = "latest", "state.json"
-GLOBALS = "globals"
-"""Name of the values; those of the outer state have its names."""
+GLOBALS, MOMENTUM = "globals", "momentum"
 CHECKPOINT = "checkpoint-"
 _FRAGMENT = re.compile(r"^(fragment-([0-9]{4,})-([0-9]+)-[0-9a-f]{16})\.json$")
 _HALF = re.escape(TEMPORARY) + "[a-z0-9_]{8}"

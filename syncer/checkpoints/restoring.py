@@ -13,7 +13,6 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MOST_ELEMENTS
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
-from diloco.pipeline.transfer.global_format import STATE_RULES
 from diloco.pipeline.transfer.payloads import Offload, push_global
 from diloco.syncer.checkpoints.loading import Checkpoint, known_elements
 
@@ -115,11 +114,9 @@ async def _restore_fragment(
     """Commit one fragment at its saved version (there is no head before)."""
     p, sync = fragment.id, fragment.sync(spec.sync)
     saved = checkpoint.fragments[p]
-    theta, outer_state = await offload(checkpoint.fragment, p)
-    names = STATE_RULES[sync.outer].names if sync.outer_momentum else ()
-    state = {name: vector for name, vector in outer_state.items() if name in names}
-    at = p, saved.version, secrets.token_hex(8)
-    published = await push_global(bus, *at, theta, sync, STAGED_TTL_S, offload, state)
+    theta, momentum = await offload(checkpoint.fragment, p)
+    at, kept = (p, saved.version, secrets.token_hex(8)), momentum if sync.outer_momentum else None
+    published = await push_global(bus, *at, theta, sync, STAGED_TTL_S, offload, kept)
     digest = await offload(payload_digest, as_bytes(theta), sync.chunk_bytes)
     reason = f"restored from {checkpoint.folder_name}"
     await bus.commit(
@@ -130,7 +127,7 @@ async def _restore_fragment(
             digest=digest,
             payload=published.payload,
             rest=published.rest,
-            momentum=published.outer_state,
+            momentum=published.momentum,
             window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
             merged=(),
             merged_tokens=saved.merged_tokens,

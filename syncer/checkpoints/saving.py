@@ -32,12 +32,12 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MOST_ELEMENTS, MOST_TOKENS
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.retry import Backoff
-from diloco.pipeline.transfer.global_format import OuterState
 from diloco.pipeline.transfer.payloads import Offload, pull_state
 from diloco.syncer.checkpoints.manifest import (
     CHECKPOINT,
     GLOBALS,
     LATEST,
+    MOMENTUM,
     STATE_FILE,
     Float32,
     Leftovers,
@@ -50,7 +50,7 @@ from diloco.syncer.checkpoints.manifest import (
     may_be_left,
 )
 from diloco.syncer.checkpoints.places import Place
-from diloco.syncer.merging.merge import all_finite
+from diloco.syncer.merging.fragment import finite
 
 OLD_S = 3600.0
 """What nobody has written to for so long is nobody's: no fragment takes so long, and no two clocks differ by it."""
@@ -180,14 +180,14 @@ async def _to_its_end(offload: Offload, write: Callable[..., T], *args: object) 
 async def save_fragment(bus: Bus, spec: Spec, folder: Place, fragment: int, offload: Offload) -> None:
     """Write a fragment's present version into a checkpoint; as `save_checkpoint`."""
     layout = layout_of(spec.tensors).fragments[fragment]
-    head, values, outer_state = await _answered(partial(_read_fragment, bus, layout, spec.sync, offload))
-    await _to_its_end(offload, _write_fragment, folder, head, values, outer_state)
+    head, values, momentum = await _answered(partial(_read_fragment, bus, layout, spec.sync, offload))
+    await _to_its_end(offload, _write_fragment, folder, head, values, momentum)
 
 
 async def _read_fragment(
     bus: Bus, layout: FragmentLayout, sync: SyncSpec, offload: Offload
-) -> tuple[Head, Float32, OuterState]:
-    """Head, global and outer state of one version; starts again when the head moves meanwhile."""
+) -> tuple[Head, Float32, Float32 | None]:
+    """Head, values and momentum of one version; starts again when the head moves meanwhile."""
     seen: Head | None = None
     while True:
         (head,) = await bus.read_heads([layout.id])
@@ -205,12 +205,14 @@ async def _read_fragment(
             seen = head
 
 
-def _write_fragment(folder: Place, head: Head, values: Float32, outer_state: OuterState) -> None:
-    if not all(map(all_finite, (values, *outer_state.values()))):
+def _write_fragment(folder: Place, head: Head, values: Float32, momentum: Float32 | None) -> None:
+    if not finite(values, momentum):
         raise BadPayload(
             f"fragment {head.fragment} version {head.version} is not finite: the checkpoint saved before stays"
         )
-    vectors = {GLOBALS: values} | {name: vector for name, vector in outer_state.items() if vector.any()}
+    vectors = {GLOBALS: values}
+    if momentum is not None and momentum.any():
+        vectors[MOMENTUM] = momentum
     name, digest = fragment_name(head.fragment, head.version, head.digest), hashlib.sha256()
     folder.write(f"{name}.safetensors", digested(parts_of(_tensors(vectors)), digest.update))
     saved = SavedFragment(

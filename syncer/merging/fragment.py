@@ -1,4 +1,4 @@
-"""One global fragment and its outer state: judging deltas, merging them, taking the outer step. Pure: numpy only.
+"""One global fragment and its momentum: judging deltas, merging them, taking the outer step. Pure: numpy only.
 
 The step is written into a draft, whose payloads grow meanwhile.
 Nothing here changes before a commit has succeeded: `merge` returns what the fragment would become, `advance`
@@ -22,7 +22,7 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
-from diloco.pipeline.transfer.global_format import STATE_RULES, Kind, OuterState, Published, Step, StepWriter, vectors
+from diloco.pipeline.transfer.global_format import Kind, Momentum, Published, Step, StepWriter
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import clip_factors, merge_weights
@@ -30,7 +30,6 @@ from diloco.syncer.merging.cosine import cosines
 from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares, rebase
 from diloco.syncer.merging.outer import (
     AveragingStep,
-    Momentum,
     NesterovStep,
     PlainStep,
     matrix_blocks,
@@ -54,7 +53,7 @@ step at a rate that still warms up, thousands of times shorter than all others, 
 
 
 class Draft:
-    """The values and the outer state after an outer step, and the digests of what is there already.
+    """The values and the momentum after an outer step, and the digests of what is there already.
 
     `sum` adds up the contributions where the values will be. Then, in this order: `prepare`, `uploads`,
     `step_writer`, and the step is written from front to back.
@@ -66,9 +65,9 @@ class Draft:
         self._writer = FORMATS[sync.global_codec].writer(layout.id, layout.elements, sync, grown)
         self.theta = self._writer.values
         """(elements,) in the end the new values."""
-        self.outer_state: OuterState = {}
-        """After the step; empty: all zeros."""
-        self._state_payload: Payload | None = None
+        self.momentum: Float32 | None = None
+        """(elements,) after the step; None: zeros."""
+        self._momentum_payload: Payload | None = None
         self.sum = Sum(layout, self.theta)
 
     @property
@@ -84,27 +83,25 @@ class Draft:
         """Before the uploads begin: what the step will be. Again for the same step it changes nothing.
 
         Args:
-            mu: outer momentum; 0: the step keeps no state.
+            mu: outer momentum; 0: the step keeps none.
             orthogonal: some of it is orthogonalised, so it does not tell its pseudogradient.
         """
         self._writer.prepare(averaged=not mu, told=not orthogonal)
-        if mu and self._state_payload is None:
-            names = STATE_RULES[self._sync.outer].names
-            joined = pooled(len(names) * self._layout.elements, np.float32)
-            self.outer_state = vectors(joined, names)
-            self._state_payload = Payload(as_bytes(joined), self._sync.chunk_bytes, self._grown)
+        if mu and self.momentum is None:
+            self.momentum = pooled(self._layout.elements, np.float32)
+            self._momentum_payload = Payload(as_bytes(self.momentum), self._sync.chunk_bytes, self._grown)
 
-    def step_writer(self, theta: Float32, before: OuterState, lr: float, mu: float) -> "DraftWriter":
-        """What writes the step from these values (elements,) and this outer state."""
-        rule = STATE_RULES[self._sync.outer](lr, mu) if self.outer_state else None
-        step = self._writer.step_writer(Step(theta, before, self.outer_state, rule))
-        return DraftWriter(step, None if self._writer.takes_steps else theta, self._state_payload, len(theta))
+    def step_writer(self, theta: Float32, before: Float32 | None, lr: float, mu: float) -> "DraftWriter":
+        """What writes the step from these values (elements,) and this momentum (elements,); None: zeros."""
+        momentum = None if self.momentum is None else Momentum(before, self.momentum, mu)
+        step = self._writer.step_writer(Step(theta, lr, momentum))
+        return DraftWriter(step, None if self._writer.takes_steps else theta, self._momentum_payload)
 
     def uploads(self, version: int) -> dict[Kind, Payload]:
         """What of a version goes to the bus."""
         found = self._writer.uploads(version)
-        if self._state_payload is not None and self._writer.is_alone(version):
-            found["momentum"] = self._state_payload
+        if self._momentum_payload is not None and self._writer.is_alone(version):
+            found["momentum"] = self._momentum_payload
         return found
 
     def published(self, head: Head, staged: Mapping[Kind, Staged]) -> Published:
@@ -115,8 +112,8 @@ class Draft:
 class DraftWriter:
     """A draft while the outer step is taken."""
 
-    def __init__(self, step: StepWriter, base: Float32 | None, state: Payload | None, elements: int) -> None:
-        self._step, self._state, self._elements = step, state, elements
+    def __init__(self, step: StepWriter, base: Float32 | None, momentum: Payload | None) -> None:
+        self._step, self._momentum = step, momentum
         self.base = base
         """(elements,) what the step is subtracted from; None: the step itself is to be written."""
 
@@ -125,11 +122,10 @@ class DraftWriter:
         self._step.reduced()
 
     def written(self, stop: int) -> None:
-        """All elements before `stop`, and of the outer state, are as the outer step makes them."""
+        """All elements before `stop`, and of the momentum, are as the outer step makes them."""
         done = self._step.written(stop)
-        if self._state is not None:
-            # The vectors lie one after another: the later ones are sent once the first is whole.
-            self._state.grow_to(4 * done if done < self._elements else self._state.nbytes)
+        if self._momentum is not None:
+            self._momentum.grow_to(4 * done)
 
 
 # --- what goes in and what comes out --------------------------------------------------------------------
@@ -162,34 +158,34 @@ class Merged:
 
     version: int
     digest: bytes
-    theta: npt.NDArray[np.float32]
-    outer_state: OuterState
+    theta: Float32
+    momentum: Float32 | None
     contributions: tuple[Contribution, ...]
     merged: tuple[MergedBase, ...]
     norm: float
     directions: Float64
     """As `merge.Reduced`."""
-    orthogonal: npt.NDArray[np.float32] | None = None
+    orthogonal: Float32 | None = None
     """As `Stepped`."""
     finite: bool = True
-    """Values and outer state have no NaN and no infinity: it may be committed."""
+    """Values and momentum have no NaN and no infinity: it may be committed."""
 
 
-def finite(theta: npt.NDArray[np.float32], outer_state: OuterState) -> bool:
-    """Whether values (elements,) and outer state have no NaN and no infinity."""
-    return all_finite(theta) and all(map(all_finite, outer_state.values()))
+def finite(theta: Float32, momentum: Float32 | None) -> bool:
+    """Whether values (elements,) and momentum (elements,) have no NaN and no infinity."""
+    return all_finite(theta) and (momentum is None or all_finite(momentum))
 
 
 # --- the outer step ------------------------------------------------------------------------------------
 
 
 class Stepped(NamedTuple):
-    """Values and outer state after an outer step, and what its merge measured."""
+    """Values and momentum after an outer step, and what its merge measured."""
 
-    theta: npt.NDArray[np.float32]
-    outer_state: OuterState
+    theta: Float32
+    momentum: Float32 | None
     reduced: Reduced
-    orthogonal: npt.NDArray[np.float32] | None = None
+    orthogonal: Float32 | None = None
     """(matrix elements,) as `outer.matrix_blocks` found it; None for a step that orthogonalises nothing."""
 
 
@@ -202,24 +198,24 @@ def outer_step(
     layout: FragmentLayout,
     sync: SyncSpec,
     outer: tuple[float, float],
-    theta: npt.NDArray[np.float32],
-    outer_state: OuterState,
+    theta: Float32,
+    before: Float32 | None,
     deltas: Sequence[Vector],
     norms: Sequence[Float64],
     shares: Sequence[float],
     recorded: Float64 | None = None,
     draft: Draft | None = None,
-    recorded_step: npt.NDArray[np.float32] | None = None,
+    recorded_step: Float32 | None = None,
     factors: Sequence[float] | None = None,
 ) -> Stepped:
-    """Merge and take the outer step, in new memory: `theta` and `outer_state` stay (paper: RDA, outer optimizer).
+    """Merge and take the outer step, in new memory: `theta` and `before` stay (paper: RDA, outer optimizer).
 
     Args:
         layout, deltas, norms, shares, recorded, factors: as `merge.Sum.close`.
         sync: has the chunk size.
         outer: learning rate and momentum, as `outer.outer_at`.
         theta: (elements,) values at the base.
-        outer_state: before the step; empty while all zero.
+        before: (elements,) momentum before the step; None: zeros.
         draft: where to, if that is here already; the first of the deltas may be in its sum.
         recorded_step: what a step of matrices goes by instead of what is computed here; as `Stepped.orthogonal`.
     """
@@ -228,22 +224,22 @@ def outer_step(
     orthogonal = orthogonalises(layout, sync, mu)
     into.prepare(mu, orthogonal)
     close = partial(into.sum.close, deltas, norms, shares, recorded, factors=factors)
-    writer = into.step_writer(theta, outer_state, lr, mu)
-    if not mu:  # no state is kept while it has no say: the first step with momentum is as the first of a run
+    writer = into.step_writer(theta, before, lr, mu)
+    if not mu:  # none is kept while it has no say: the first step with momentum is as the first of a run
         averaged = layout.averaged
         plain = AveragingStep(layout, theta, into.theta) if averaged else PlainStep(writer.base, into.theta, lr)
-        return Stepped(into.theta, {}, _elementwise(plain, writer, close))
-    momentum = Momentum(outer_state.get("momentum"), into.outer_state["momentum"], mu)
-    step = NesterovStep(writer.base, momentum, into.theta, lr)
+        return Stepped(into.theta, None, _elementwise(plain, writer, close))
+    assert into.momentum is not None  # noqa: S101  # it is prepared
+    step = NesterovStep(writer.base, Momentum(before, into.momentum, mu), into.theta, lr)
     if not orthogonal:
-        return Stepped(into.theta, into.outer_state, _elementwise(step, writer, close))
+        return Stepped(into.theta, into.momentum, _elementwise(step, writer, close))
     # A matrix is orthogonalised as a whole, so once all of it is merged: a second pass.
     reduced = close()
     writer.reduced()
     found = np.empty(matrix_elements(layout), np.float32)
     for stop in matrix_blocks(layout, step, found, recorded_step):
         writer.written(stop)
-    return Stepped(into.theta, into.outer_state, reduced, found)
+    return Stepped(into.theta, into.momentum, reduced, found)
 
 
 def _elementwise(step: PlainStep, writer: DraftWriter, close: Callable[..., Reduced]) -> Reduced:
@@ -260,9 +256,9 @@ def _elementwise(step: PlainStep, writer: DraftWriter, close: Callable[..., Redu
 
 
 class FragmentState:
-    """Global values, outer state and the norms seen, at one version.
+    """Global values, momentum and the norms seen, at one version.
 
-    theta: flat float32 vector (elements,). outer_state: empty while all zero. before: theta of the version before, by
+    theta: flat float32 vector (elements,). momentum: as theta, or None: zeros. before: theta of the version before, by
     which stale deltas are rebased; None where that was made by another owner, or in an earlier life of this one.
     """
 
@@ -272,20 +268,20 @@ class FragmentState:
         sync: SyncSpec,
         version: int,
         digest: bytes,
-        theta: npt.NDArray[np.float32],
-        outer_state: OuterState,
+        theta: Float32,
+        momentum: Float32 | None,
     ) -> None:
         self.layout = layout
         self.sync = layout.sync(sync)
         self.version = version
         self.digest = digest
         self.theta = theta
-        self.outer_state = outer_state
+        self.momentum = momentum
         self.interval = 0
         """`Head.interval` of this version."""
         self._norms: deque[float] = deque(maxlen=MERGES_KEPT)
         """Median norm of each merge's contributions."""
-        self.before: npt.NDArray[np.float32] | None = None
+        self.before: Float32 | None = None
 
     def judge(self, offer: Offer, values: Vector, norms: Float64) -> Delta | tuple[RefusalReason, str]:
         """A downloaded delta with its `delta_norms`, taken here: a peer's word is not. Or why it is refused."""
@@ -349,7 +345,7 @@ class FragmentState:
             version=version,
             digest=draft.digest,
             theta=stepped.theta,
-            outer_state=stepped.outer_state,
+            momentum=stepped.momentum,
             contributions=tuple(
                 Contribution(
                     learner=h.learner,
@@ -372,21 +368,21 @@ class FragmentState:
             norm=stepped.reduced.norm,
             directions=stepped.reduced.directions,
             orthogonal=stepped.orthogonal,
-            finite=finite(stepped.theta, stepped.outer_state),
+            finite=finite(stepped.theta, stepped.momentum),
         )
 
     def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
         """Merge and take the outer step into `draft`; research puts another one in its place."""
         values, norms, factors = [d.values for d in deltas], [d.norms for d in deltas], self.factors(deltas)
-        at = self.layout, self.sync, self.outer(deltas), self.theta, self.outer_state
+        at = self.layout, self.sync, self.outer(deltas), self.theta, self.momentum
         return outer_step(*at, values, norms, shares, draft=draft, factors=factors)
 
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""
         self.version, self.digest, self.before = merged.version, merged.digest, self.theta
-        self.theta, self.outer_state = merged.theta, merged.outer_state
+        self.theta, self.momentum = merged.theta, merged.momentum
         self._norms.append(median(c.norm for c in merged.contributions))
 
 
-MakeFragment = Callable[[FragmentLayout, SyncSpec, int, bytes, npt.NDArray[np.float32], OuterState], FragmentState]
-"""`FragmentState`, or something in its place: layout, sync, version, digest, theta, outer state."""
+MakeFragment = Callable[[FragmentLayout, SyncSpec, int, bytes, Float32, Float32 | None], FragmentState]
+"""`FragmentState`, or something in its place: layout, sync, version, digest, theta, momentum."""

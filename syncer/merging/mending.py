@@ -80,7 +80,7 @@ class Mending:
         return await self._publish(head, fragment)
 
     async def put_back(self, head: Head, fragment: FragmentState, watch: RunWatch, attempt: int, syncer: str) -> bool:
-        """Commit a version once more whose head is gone: the same bits, outer state, merged bases and totals.
+        """Commit a version once more whose head is gone: the same bits, momentum, merged bases and totals.
 
         Returns whether the tape says that it was rewound (`say_rewound`): with its head the bus lost what was pending,
         and maybe later versions.
@@ -109,7 +109,7 @@ class Mending:
             digest=head.digest,
             payload=published.payload,
             rest=published.rest,
-            momentum=published.outer_state,
+            momentum=published.momentum,
             updates=published.updates,
             behind=published.behind,
             window=view,
@@ -130,7 +130,7 @@ class Mending:
     def _due(self, head: Head) -> dict[str, int]:
         """Chunks of all payloads that a head names."""
         of = self._named(head)
-        return {one.key: one.chunks for one in named(of.payload, of.rest, of.outer_state, of.updates)}
+        return {one.key: one.chunks for one in named(of.payload, of.rest, of.momentum, of.updates)}
 
     async def _lacking(self, head: Head) -> str:
         """What of a head's payloads is not there; "" if nothing."""
@@ -142,13 +142,13 @@ class Mending:
     async def _stage(self, head: Head, fragment: FragmentState) -> Published:
         """The version whole, under fresh keys."""
         at = self._layout.id, head.version, self._random_hex(8)
-        values, state = fragment.theta, fragment.outer_state
-        return await push_global(self._bus, *at, values, self._sync, STAGED_TTL_S, self._offload, state)
+        values, momentum = fragment.theta, fragment.momentum
+        return await push_global(self._bus, *at, values, self._sync, STAGED_TTL_S, self._offload, momentum)
 
     async def _publish(self, head: Head, fragment: FragmentState) -> Head:
         whole = await self._stage(head, fragment)
         at = head.version, head.digest
-        anew = Republication(self._nonce, at, whole.payload, whole.rest, whole.outer_state, REPLACED_TTL_S)
+        anew = Republication(self._nonce, at, whole.payload, whole.rest, whole.momentum, REPLACED_TTL_S)
         await self._bus.republish(head.fragment, anew)
         return head.model_copy(update=payload_names(anew))
 

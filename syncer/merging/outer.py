@@ -7,7 +7,6 @@ inner optimizer), by one of Halley's iterations. Pure numpy.
 
 import math
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +14,7 @@ import numpy.typing as npt
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.ramps import interval_in_force
+from diloco.pipeline.transfer.global_format import Momentum
 from diloco.syncer.algorithm import HALLEY
 from diloco.syncer.merging.merge import BLOCK, squares
 
@@ -26,16 +26,6 @@ _LONGEST = 1e38
 """A longer one is shortened first: its length may be more than float32 can hold."""
 _SOLVED_WHOLE = 64
 """Rows of a matrix that is inverted as a whole."""
-
-
-class Momentum(NamedTuple):
-    """A step's momentum, before it and after it."""
-
-    before: Float32 | None
-    """(elements,) b; None: zeros."""
-    after: Float32
-    """(elements,), overwritten with the new b; it may be `before`."""
-    mu: float
 
 
 def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) -> tuple[float, float]:
@@ -116,14 +106,9 @@ class NesterovStep(PlainStep):
 
     def direction(self, start: int, stop: int, step: Float32) -> None:
         """The new b of elements [start, stop), and into step (stop - start,): D + mu*b."""
-        before, after, mu = self._momentum
-        d, b = self._out[start:stop], after[start:stop]
-        if before is None:
-            b.fill(0)
-        else:
-            np.multiply(before[start:stop], mu, out=b)
-        np.add(b, d, out=b)
-        np.multiply(b, mu, out=step)
+        d, momentum = self._out[start:stop], self._momentum.part(slice(start, stop))
+        momentum.add(d)
+        np.multiply(momentum.after, momentum.mu, out=step)
         np.add(step, d, out=step)
 
 

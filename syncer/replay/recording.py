@@ -32,7 +32,6 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
 from diloco.pipeline.payload.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
-from diloco.pipeline.transfer.global_format import STATE_RULES, OuterState, joined, vectors
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
 from diloco.syncer.merging.merge import Float32, Float64
@@ -70,8 +69,8 @@ class MergeHeader(Message):
 
 
 class GlobalHeader(Message):
-    """Values at one version. Arrays that follow: theta (elements,), then the outer state's payload unless it is all
-    zeros (`pipeline.transfer.global_format`), its vectors one after another; all float32."""
+    """Values at one version. Arrays that follow: theta (elements,), then the momentum (elements,) unless it is all
+    zeros; both float32."""
 
     format: Literal[1] = 1
     fragment: FragmentId
@@ -79,7 +78,7 @@ class GlobalHeader(Message):
     digest: Digest
     """Of theta."""
     momentum: Digest | None
-    """Of the outer state's payload; None: all zeros."""
+    """Of the momentum; None: all zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +98,11 @@ class RecordedMerge:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGlobal:
-    """A `.global` file in memory; values and outer state have the digests that the header says."""
+    """A `.global` file in memory; values and momentum have the digests that the header says."""
 
     header: GlobalHeader
     theta: Float32
-    outer_state: OuterState
+    momentum: Float32 | None
 
 
 class Name(NamedTuple):
@@ -184,7 +183,7 @@ class Recorder:
         self._save(header, MERGE, [merged.directions, *(delta.norms for delta in deltas), *steps, *sent])
 
     def _loaded(self, state: FragmentState) -> None:
-        kept = [joined(state.outer_state, STATE_RULES[self._sync.outer].names)] if state.outer_state else []
+        kept = [] if state.momentum is None else [state.momentum]
         digest = self._digest(kept[0]) if kept else None
         header = GlobalHeader(fragment=state.layout.id, version=state.version, digest=state.digest, momentum=digest)
         self._save(header, GLOBAL, [state.theta, *kept])
@@ -287,16 +286,16 @@ def read_global(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedGloba
         BadMessage: the file is cut short, too long, damaged, or not of this format.
         OSError: it cannot be read.
     """
-    size, names = layout.elements * 4, STATE_RULES[spec.sync.outer].names
-    header, body = _read(path, GlobalHeader, lambda header: size * (1 + (len(names) if header.momentum else 0)))
+    size = layout.elements * 4
+    header, body = _read(path, GlobalHeader, lambda header: size * (2 if header.momentum else 1))
     theta, kept = body[:size].view(np.float32), body[size:].view(np.float32)
     digests = [("values", theta, header.digest)]
     if header.momentum is not None:
-        digests.append(("outer state", kept, header.momentum))
+        digests.append(("momentum", kept, header.momentum))
     for what, values, digest in digests:
         if payload_digest(as_bytes(values), spec.sync.chunk_bytes) != digest:
-            raise BadMessage(f"{path.name} is damaged: its {what} do not have the digest that its header says")
-    return RecordedGlobal(header, theta, {} if header.momentum is None else vectors(kept, names))
+            raise BadMessage(f"{path.name} is damaged: the digest in its header is not that of its {what}")
+    return RecordedGlobal(header, theta, None if header.momentum is None else kept)
 
 
 def _read(path: Path, kind: type[M], due: Callable[[M], int]) -> tuple[M, npt.NDArray[np.uint8]]:

@@ -9,7 +9,7 @@ What is compared, for each merge on the tape:
 - orthogonalised steps of matrices: computed again, within `ORTHOGONAL_TOLERANCE`, since products of matrices are
   reductions too;
 - elementwise work: merge and outer step from the *recorded* order, steps, tokens, lengths and orthogonalised steps give
-  the tape's digest, bit for bit, on any machine. The outer state takes part, since it goes into the next version. So do
+  the tape's digest, bit for bit, on any machine. The momentum takes part, since it goes into the next version. So do
   the values of the version before, where the tape says that a stale delta was rebased.
 
 Values go from one replayed version to the next, along base digest -> digest, so a history that a rewind replaced is
@@ -35,7 +35,6 @@ from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.payload.codec import Vector, as_bytes, payload_digest
-from diloco.pipeline.transfer.global_format import OuterState
 from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.fragment import orthogonalises, outer_step
 from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares, rebase
@@ -65,10 +64,11 @@ class Difference(NamedTuple):
 
 
 class Values(NamedTuple):
-    """Global values (elements,) float32 and outer state of one version."""
+    """Global values (elements,) float32 and momentum of one version."""
 
     theta: Float32
-    outer_state: OuterState
+    momentum: Float32 | None
+    """(elements,); None: zeros."""
     before: Float32 | None = None
     """(elements,) of the version before, where that was replayed too."""
 
@@ -196,7 +196,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
         sync,
         outer,
         base.theta,
-        base.outer_state,
+        base.momentum,
         deltas,
         recorded.norms,
         shares,
@@ -213,7 +213,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
     if digest != tape.digest:
         problems.append(f"values: the tape has digest {tape.digest.hex()}, computed again it is {digest.hex()}")
         return Checked(None, largest, problems)
-    return Checked(Values(stepped.theta, stepped.outer_state, base.theta), largest, problems)
+    return Checked(Values(stepped.theta, stepped.momentum, base.theta), largest, problems)
 
 
 def _other_steps(layout: FragmentLayout, found: Float32, recorded: Float32) -> list[str]:
@@ -398,7 +398,7 @@ class _FragmentReplay:
             if (header.fragment, header.version, header.digest.hex()) != (self._layout.id, *node):
                 self._differs(node[0], f"{path.name} holds fragment {header.fragment} version {header.version}")
                 continue
-            sound.append(Values(found.theta, found.outer_state))
+            sound.append(Values(found.theta, found.momentum))
         return sound
 
     def _meet(self, node: Node, values: Values) -> None:
@@ -408,10 +408,9 @@ class _FragmentReplay:
 
     def _compare(self, node: Node, values: Values, other: Values, how: str) -> None:
         """The digest says so of theta only."""
-        for name in sorted({*values.outer_state, *other.outer_state}):
-            mine, theirs = (v.outer_state.get(name, np.zeros_like(v.theta)) for v in (values, other))
-            if not np.array_equal(mine, theirs):
-                self._differs(node[0], f"{name}: {how}")
+        mine, theirs = (np.zeros_like(v.theta) if v.momentum is None else v.momentum for v in (values, other))
+        if not np.array_equal(mine, theirs):
+            self._differs(node[0], f"momentum: {how}")
 
     def _tell_gaps(self) -> None:
         """Merges that nothing led to: one line for each that a row of them begins with."""

@@ -54,11 +54,11 @@ def test_no_momentum_is_gathered_while_it_has_no_say():
     layout = layout_of(Spec(sync=told, tensors=table, trainer={}).tensors).fragments[0]
     delta = np.array([1, -2, 3, -4], np.float32)
     norms, weights = [delta_norms(layout, delta)], (1.0,)
-    first = outer_step(layout, told, (1.0, 0.0), np.zeros(4, np.float32), {}, [delta], norms, weights)
-    assert first.outer_state == {}
+    first = outer_step(layout, told, (1.0, 0.0), np.zeros(4, np.float32), None, [delta], norms, weights)
+    assert first.momentum is None
     assert np.array_equal(first.theta, -delta)
-    second = outer_step(layout, told, (0.7, 0.9), first.theta, first.outer_state, [delta], norms, weights)
-    assert np.array_equal(second.outer_state["momentum"], delta)
+    second = outer_step(layout, told, (0.7, 0.9), first.theta, first.momentum, [delta], norms, weights)
+    assert np.array_equal(second.momentum, delta)
     assert np.allclose(second.theta, -delta - 0.7 * (delta + 0.9 * delta))
 
 

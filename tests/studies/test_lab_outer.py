@@ -77,7 +77,7 @@ LAYOUT = layout_of([samples.tensor("t", (2, 2), rule="mean"), samples.tensor("e"
 
 def fragment(books: Stale | None = None, **told) -> LabFragment:
     sync = samples.sync_spec(fragments=1, outer_momentum=told.pop("mu", 0.0), outer_warmup=told.pop("warmup", 0))
-    state = LAYOUT, sync, 0, bytes(16), np.full(6, 10, np.float32), {}
+    state = LAYOUT, sync, 0, bytes(16), np.full(6, 10, np.float32), None
     return LabFragment(LabRun(**{"outer": "nesterov"} | told), books or Stale(), *state)
 
 
@@ -130,7 +130,7 @@ def test_a_rule_takes_over_a_sum_that_was_begun():
         draft.prepare(0.5)
         merged = state.merge(deltas, [], draft)
         found.append((merged.theta.tobytes(), merged.digest))
-        assert not draft.outer_state["momentum"].any()
+        assert not draft.momentum.any()
     assert found[0] == found[1]
 
 
@@ -145,13 +145,13 @@ def test_off_it_is_production_to_the_bit():
     """Two merges with momentum and RDA, values and momentum."""
     random = np.random.default_rng(1)
     ours = fragment(mu=0.9)
-    theirs = FragmentState(LAYOUT, ours.sync, 0, bytes(16), ours.theta.copy(), {})
+    theirs = FragmentState(LAYOUT, ours.sync, 0, bytes(16), ours.theta.copy(), None)
     for version in range(2):
         deltas = [delta(name, version, random.normal(size=6).astype(np.float32)) for name in "abc"]
         for state in (ours, theirs):
             state.advance(state.merge(deltas, []))
         assert ours.theta.tobytes() == theirs.theta.tobytes()
-        assert ours.outer_state["momentum"].tobytes() == theirs.outer_state["momentum"].tobytes()
+        assert ours.momentum.tobytes() == theirs.momentum.tobytes()
 
 
 @pytest.mark.parametrize("outer", RULES)

@@ -276,7 +276,7 @@ def test_the_outer_step_is_the_algorithms(
     theta, b, delta = deltas_of(layout, 3, "fp32", seed | 1)
     sync = samples.sync_spec(fragments=1, outer=outer)
     norms = [delta_norms(layout, delta)]
-    found = outer_step(layout, sync, (lr, mu), theta, {} if first else {"momentum": b}, [delta], norms, (1.0,))
+    found = outer_step(layout, sync, (lr, mu), theta, None if first else b, [delta], norms, (1.0,))
     given_b = np.zeros(layout.elements) if first else b.astype(np.float64)
     after, momentum = algorithm.outer_step(
         layout, *plain_values([theta]), given_b, *plain_values([delta]), lr, mu, outer
@@ -286,7 +286,7 @@ def test_the_outer_step_is_the_algorithms(
         matrix[slot.start : slot.stop] = slot.tensor.matrix and outer != "nesterov"
     np.testing.assert_allclose(found.theta[~matrix], after[~matrix], rtol=1e-5, atol=1e-5)
     assert np.abs(found.theta - after).max() <= CLOSE * (np.abs(delta).max() + np.abs(after).max())
-    np.testing.assert_allclose(found.outer_state.get("momentum", 0), momentum, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(0 if found.momentum is None else found.momentum, momentum, rtol=1e-5, atol=1e-5)
 
 
 @settings(deadline=None, max_examples=25)
@@ -310,7 +310,7 @@ def test_syncs_of_a_fragment_are_the_algorithms(
         fragments=1, weights=weights, outer=outer, outer_lr=0.7, outer_momentum=0.6, sync_interval=1
     )
     (start,) = deltas_of(layout, 1, "fp32", seed)
-    state = FragmentState(layout, sync, 0, bytes(16), start, {})
+    state = FragmentState(layout, sync, 0, bytes(16), start, None)
     theta, b = start.astype(np.float64), np.zeros(layout.elements)
     before = theta
     for version, counters in enumerate(merges):
@@ -332,7 +332,7 @@ def test_syncs_of_a_fragment_are_the_algorithms(
         allowed = (version + 1) * CLOSE * (np.abs(pseudogradient).max() + np.abs(theta).max())
         assert np.abs(merged.theta - theta).max() <= allowed
         if layout.averaged:
-            assert not merged.outer_state
+            assert merged.momentum is None
             assert all(merged.theta[s.start : s.stop].min(initial=0) >= 0 for s in layout.slots if is_variance(s))
         state.advance(merged)
 

@@ -20,7 +20,7 @@ from diloco.syncer.checkpoints.loading import load_checkpoint, runs_in
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
-from tests.syncer.test_checkpoint import MOMENTUM, THETA, globals_of, outer_of, restore, trained
+from tests.syncer.test_checkpoint import MOMENTUM, THETA, globals_of, momenta_of, restore, trained
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 CREDENTIALS = {
@@ -91,7 +91,7 @@ def test_what_was_saved_at_an_address_is_loaded_restored_and_exported(address: s
     for where in (folder, address):
         loaded = load_checkpoint(where)
         assert globals_of(loaded) == [values.tobytes() for values in THETA]
-        assert outer_of(loaded) == [{"momentum": MOMENTUM.tobytes()}, {}]
+        assert momenta_of(loaded) == [MOMENTUM.tobytes(), None]
     again = restore(loaded, samples.spec(tokens=20_000))
     assert [head.version for head in run_virtual(again.read_heads([0, 1]))] == [3, 5]
     export(address, tmp_path / "model.safetensors")

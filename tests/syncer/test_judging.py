@@ -16,7 +16,7 @@ SIZE = 1000
 def fragment() -> FragmentState:
     """Values of length 10, which hardly move."""
     layout = layout_of([samples.tensor("t", (SIZE,))]).fragments[0]
-    return FragmentState(layout, samples.sync_spec(fragments=1, outer_lr=1e-6), 0, bytes(16), along(10.0), {})
+    return FragmentState(layout, samples.sync_spec(fragments=1, outer_lr=1e-6), 0, bytes(16), along(10.0), None)
 
 
 def along(length: float) -> np.ndarray:
@@ -97,7 +97,7 @@ def test_who_does_not_know_the_version_before_merges_a_stale_delta_as_it_is() ->
         7,
         bytes(16),
         along(10.0),
-        {},
+        None,
     )
     stale = judge(state, Offer("0-0", samples.header("late", base_version=6)), along(1.0))
     assert isinstance(stale, Delta)

@@ -289,9 +289,9 @@ def test_a_tensor_in_parts_is_merged_and_stepped_as_the_whole_one(cut, rule, mom
             )
             norms = [delta_norms(fragment, delta) for delta in deltas]
             sync, outer = samples.sync_spec(outer_momentum=momentum), (0.9, momentum)
-            made = outer_step(fragment, sync, outer, at, {"momentum": state}, deltas, norms, list(weights))
+            made = outer_step(fragment, sync, outer, at, state, deltas, norms, list(weights))
             theta.append(made.theta)
-            kept.append(made.outer_state.get("momentum", np.zeros_like(made.theta)))
+            kept.append(np.zeros_like(made.theta) if made.momentum is None else made.momentum)
         return [layout.whole(theta), layout.whole(kept)]
 
     for one, other in zip(stepped([whole, beside]), stepped([*parts, beside]), strict=True):

@@ -31,7 +31,7 @@ class Overflowing(FragmentState):
 
     def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
         stepped = super().step(deltas, shares, draft)
-        array = stepped.theta if self.what == "theta" else stepped.outer_state.get(self.what)
+        array = stepped.theta if self.what == "theta" else stepped.momentum
         if self.layout.id == 0 and Overflowing.left and array is not None:  # the first merges only average
             Overflowing.left -= 1
             Overflowing.times += 1
@@ -60,9 +60,9 @@ def test_a_merge_that_is_not_finite_is_refused_with_the_reason_and_the_fragment_
         assert "version" in refused[0].detail
         for head in await world.heads():
             elements = len(learners[0].values[head.fragment])
-            theta, state = await pull_state(world.bus, head, elements, world.spec.sync, inline)
+            theta, momentum = await pull_state(world.bus, head, elements, world.spec.sync, inline)
             assert np.isfinite(theta).all()
-            assert np.isfinite(state["momentum"]).all()
+            assert np.isfinite(momentum).all()
         for learner in learners:
             assert np.isfinite(np.concatenate(learner.values)).all()
             await learner.kill()

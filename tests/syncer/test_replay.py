@@ -285,7 +285,7 @@ def test_a_take_over_records_values_that_must_be_met(tmp_path, global_codec: str
     layout = layout_of(spec.tensors).fragments[0]
     found = recording.read_global(path, layout, spec)
     state = replay_state(spec, found)
-    state.outer_state = {"momentum": found.outer_state["momentum"] + np.float32(1e-3)}
+    state.momentum = found.momentum + np.float32(1e-3)
     writer = name_writer(path)
     record_values(tmp_path, spec, writer, state)
     (line,) = told(check(tmp_path, commits))
@@ -390,7 +390,7 @@ def test_a_rebased_delta_whose_base_was_not_replayed_is_told(stragglers, tmp_pat
     layout = layout_of(spec.tensors).fragments[bad.fragment]
     recorded = read_merge(file_of(folder, bad), layout, spec)
     theta = np.ones(layout.elements, np.float32)
-    made = replay.repeat(layout, spec.sync, replay.Values(theta, {}), recorded, bad)
+    made = replay.repeat(layout, spec.sync, replay.Values(theta, None), recorded, bad)
     assert made.values is None
     assert any(problem.endswith("was rebased: the values of its own base are not known") for problem in made.problems)
 
@@ -425,7 +425,7 @@ def test_tapes_and_recordings_from_before_stale_deltas_were_rebased_are_replayed
 def replay_state(spec: Spec, found: recording.RecordedGlobal) -> FragmentState:
     layout = layout_of(spec.tensors).fragments[found.header.fragment]
     header = found.header
-    return FragmentState(layout, spec.sync, header.version, header.digest, found.theta, found.outer_state)
+    return FragmentState(layout, spec.sync, header.version, header.digest, found.theta, found.momentum)
 
 
 def name_writer(path: Path) -> str:
@@ -461,7 +461,7 @@ def test_a_resumed_run_is_replayed_from_its_checkpoint(tmp_path) -> None:
     assert outcome.repeated == outcome.merges >= 4
     (path, _), *_ = list_files(tmp_path / "kept", 0).items()
     spec = recording.read_spec(tmp_path / "kept")
-    assert recording.read_global(path, layout_of(spec.tensors).fragments[0], spec).outer_state.keys() == {"momentum"}
+    assert recording.read_global(path, layout_of(spec.tensors).fragments[0], spec).momentum is not None
 
 
 # --- tampering -------------------------------------------------------------------------------------------
@@ -658,7 +658,7 @@ def test_the_replay_goes_on_from_the_next_recorded_values(copy) -> None:
         patch.setattr(replay._FragmentReplay, "_make", seen)
         check(folder, commits)
     values, layout = states[1, bad.version], layout_of(spec.tensors).fragments[1]
-    state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.outer_state)
+    state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.momentum)
     record_values(folder, spec, "ab" * 8, state)
     file_of(folder, bad).unlink()
     outcome = check(folder, commits)
@@ -699,7 +699,7 @@ def test_of_several_recordings_of_the_same_values_each_is_looked_at(copy, writer
     other.unlink()
     spec = recording.read_spec(folder)
     state = replay_state(spec, recording.read_global(true_copy, layout_of(spec.tensors).fragments[0], spec))
-    state.outer_state = {"momentum": np.full_like(state.theta, 1e-3)}
+    state.momentum = np.full_like(state.theta, 1e-3)
     record_values(folder, spec, writer, state)
     lines = told(check(folder, commits))
     assert "fragment 0 version 0: momentum: one recording of it differs from another" in lines
@@ -821,7 +821,7 @@ def test_merges_missing_before_values_that_an_owner_read_are_found(copy) -> None
         patch.setattr(replay._FragmentReplay, "_make", seen)
         check(folder, commits)
     assert values is not None
-    state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.outer_state)
+    state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.momentum)
     record_values(folder, spec, "ab" * 8, state)
     assert told(check(folder, commits)) == []
     commits.remove(bad)

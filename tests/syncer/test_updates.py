@@ -19,15 +19,15 @@ from diloco.pipeline.payload.codec import as_bytes, as_vector, payload_digest
 from diloco.pipeline.payload.quantize import GROUP, Quantized, encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
-from diloco.pipeline.transfer.global_format import Held, MomentumState, Published
+from diloco.pipeline.transfer.global_format import Held, Momentum, Published
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, key_frame_due, updates_after
 from diloco.pipeline.transfer.payloads import pull_exact, pull_shown, pull_state, push
-from diloco.pipeline.transfer.updates import CodedStep, Following, advance, gather
+from diloco.pipeline.transfer.updates import CodedStep, advance, gather
 from diloco.syncer.committing import Staging
 from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.mending import LOOK_S, UNFOLLOWED_S
 from diloco.syncer.merging.merge import delta_norms
-from diloco.syncer.merging.outer import Momentum, NesterovStep
+from diloco.syncer.merging.outer import NesterovStep
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -55,23 +55,23 @@ def layout(elements: int, matrix: bool = False) -> FragmentLayout:
 def test_who_makes_an_update_and_who_follows_it_have_the_same_bits(elements: int) -> None:
     """Values and momentum, however the steps come in; learners' own arrays stay as they are."""
     theta, momentum, steps = some(elements), some(elements), some(elements, 0.01)
-    rule = MomentumState(0.7, 0.6)
-    for before in ({"momentum": momentum}, {}):
-        made, after = steps.copy(), {"momentum": np.empty(elements, np.float32)}
+    for before in (momentum, None):
+        made, after = steps.copy(), np.empty(elements, np.float32)
         coded = CodedStep(elements, 1024)
-        coder = coded.coder(theta, Following(rule, before, after))
+        coder = coded.coder(theta, 0.7, Momentum(before, after, 0.6))
         for stop in range(0, elements, 50_000):
             coder.written(made, stop)
         assert coder.written(made, elements) == elements
         update = as_vector(np.frombuffer(bytes(coded.payload._data), np.uint8), elements, "int8")
-        due, kept = (made.tobytes(), after["momentum"].tobytes()), (theta.copy(), momentum.copy())
-        found, followed = advance(theta, before, update, rule)
-        assert (found.tobytes(), followed["momentum"].tobytes()) == due
+        due, kept = (made.tobytes(), after.tobytes()), (theta.copy(), momentum.copy())
+        found, followed = advance(theta, before, update, (0.7, 0.6))
+        assert (found.tobytes(), followed.tobytes()) == due
         assert (theta.tobytes(), momentum.tobytes()) == (kept[0].tobytes(), kept[1].tobytes())
-        own = theta.copy(), {name: vector.copy() for name, vector in before.items()}
-        found, followed = advance(*own, update, rule, True)
-        assert (found.tobytes(), followed["momentum"].tobytes()) == due
+        own = theta.copy(), None if before is None else before.copy()
+        found, followed = advance(*own, update, (0.7, 0.6), True)
+        assert (found.tobytes(), followed.tobytes()) == due
         assert found is own[0]
+        assert before is None or followed is own[1]
         # A code is the nearest to its step.
         largest = np.abs(steps).max()
         assert np.abs((theta - made) - steps).max() <= largest / 127 * (0.5 + 2**-7) + 1e-6
@@ -80,17 +80,16 @@ def test_who_makes_an_update_and_who_follows_it_have_the_same_bits(elements: int
 def test_the_momentum_is_nesterovs_of_the_pseudogradient_that_the_taken_step_says() -> None:
     """Over many steps: the same as if learners had trained what was taken, so nothing adds up in it."""
     lr, mu, elements = 0.7, 0.6, 600
-    theta, state, rule = np.zeros(elements, np.float32), {}, MomentumState(lr, mu)
+    theta, b = np.zeros(elements, np.float32), None
     exact_theta, exact = np.zeros(elements, np.float64), np.zeros(elements, np.float64)
     for _ in range(50):
-        d, b = some(elements), state.get("momentum")
+        d = some(elements)
         before = np.zeros(elements) if b is None else b.astype(np.float64)
         step = np.copy(d)
         NesterovStep(None, Momentum(b, np.empty(elements, np.float32), mu), step, lr).block(0, elements)
         update = Quantized(encode(step, "int8"), elements, "int8")
         taken = update[0:elements].astype(np.float64)
-        theta, state = advance(theta, state, update, rule)
-        b = state["momentum"]
+        theta, b = advance(theta, b, update, (lr, mu))
         implied = (taken / lr - mu * mu * before) / (1 + mu)
         np.testing.assert_allclose(b, mu * before + implied, atol=1e-5)
         np.testing.assert_allclose(implied, d, atol=np.abs(taken).max() / 127 / lr)
@@ -106,8 +105,8 @@ def test_an_outer_step_is_the_quantized_one(outer: str, momentum: float) -> None
     """Of a fragment of several groups; with a recorded orthogonalised step the replay has the same bits."""
     of = layout(150_000, outer != "nesterov")
     sync = sync_spec(global_codec="int8", outer=outer, outer_momentum=momentum)
-    plain, rule = sync.model_copy(update={"global_codec": "fp32"}), MomentumState(0.7, momentum)
-    theta, before = some(of.elements), {"momentum": some(of.elements, 0.01)} if momentum else {}
+    plain = sync.model_copy(update={"global_codec": "fp32"})
+    theta, before = some(of.elements), some(of.elements, 0.01) if momentum else None
     deltas = [some(of.elements, 0.01) for _ in range(3)]
     norms = [delta_norms(of, delta) for delta in deltas]
     given = (of, sync, (0.7, momentum), theta, before, deltas, norms, (1.0, 0.5, 2.0))
@@ -124,17 +123,17 @@ def test_an_outer_step_is_the_quantized_one(outer: str, momentum: float) -> None
     assert np.linalg.norm(made.theta - exact.theta) < np.linalg.norm(exact.theta - theta) / 50
     if outer != "nesterov" and momentum:
         merged = as_vector(np.frombuffer(bytes(uploads["merged"]._data), np.uint8), of.elements, "int8")
-        assert made.outer_state["momentum"].tobytes() == gather(rule, before, merged)["momentum"].tobytes()
-        mine, due = made.outer_state["momentum"], exact.outer_state["momentum"]
+        assert made.momentum.tobytes() == gather(before, momentum, merged).tobytes()
+        mine, due = made.momentum, exact.momentum
         assert np.linalg.norm(mine - due) < 0.02 * np.linalg.norm(due)
         again = outer_step(*given, recorded=made.reduced.directions, recorded_step=made.orthogonal)
         assert again.theta.tobytes() == made.theta.tobytes()
     elif momentum:
-        assert made.outer_state["momentum"].tobytes() == advance(theta, before, update, rule)[1]["momentum"].tobytes()
-        mine, due = made.outer_state["momentum"], exact.outer_state["momentum"]
+        assert made.momentum.tobytes() == advance(theta, before, update, (0.7, momentum))[1].tobytes()
+        mine, due = made.momentum, exact.momentum
         assert np.linalg.norm(mine - due) < 0.02 * np.linalg.norm(due)
     else:
-        assert made.outer_state == {}
+        assert made.momentum is None
 
 
 # --- on the bus --------------------------------------------------------------------------------------
@@ -148,22 +147,21 @@ class Chain:
 
     def __init__(self) -> None:
         self.bus = MemoryBus("r", VirtualClock())
-        self.theta, self.state = [some(ELEMENTS)], [{"momentum": some(ELEMENTS, 0.1)}]
+        self.theta, self.momenta = [some(ELEMENTS)], [some(ELEMENTS, 0.1)]
         self.updates: list[Update] = []
 
     async def head(self) -> Head:
         frame = await push(self.bus, self.bus.keys.global_payload(0, 3, NONCE), self.theta[0], 1024, 60)
-        kept = self.state[0]["momentum"]
-        momentum = await push(self.bus, self.bus.keys.momentum_payload(0, 3, NONCE), kept, 1024, 60)
+        momentum = await push(self.bus, self.bus.keys.momentum_payload(0, 3, NONCE), self.momenta[0], 1024, 60)
         for i in range(4):
             wire, averaged = encode(some(ELEMENTS, 0.01), "int8"), i == 1
             staged = await push(self.bus, self.bus.keys.update_payload(0, 4 + i, NONCE), wire, 1024, 60)
             base = payload_digest(as_bytes(self.theta[-1]), 1024)
             self.updates.append(Update(payload=staged.key, chunks=staged.chunks, base=base, averaged=averaged))
-            rule = None if averaged else MomentumState(0.7, 0.5)
-            theta, state = advance(self.theta[-1], self.state[-1], Quantized(wire, ELEMENTS, "int8"), rule)
+            outer = None if averaged else (0.7, 0.5)
+            theta, after = advance(self.theta[-1], self.momenta[-1], Quantized(wire, ELEMENTS, "int8"), outer)
             self.theta.append(theta)
-            self.state.append({} if averaged else state)
+            self.momenta.append(None if averaged else after)
         return samples.head(
             version=7,
             digest=payload_digest(as_bytes(self.theta[-1]), 1024),
@@ -221,15 +219,15 @@ def test_who_takes_over_has_values_and_momentum_bit_for_bit() -> None:
     async def main() -> None:
         chain = Chain()
         head = await chain.head()
-        theta, state = await pull_state(chain.bus, head, ELEMENTS, SYNC, inline)
+        theta, after = await pull_state(chain.bus, head, ELEMENTS, SYNC, inline)
         assert theta.tobytes() == chain.theta[-1].tobytes()
-        assert state["momentum"].tobytes() == chain.state[-1]["momentum"].tobytes()
+        assert after.tobytes() == chain.momenta[-1].tobytes()
         short = head.model_copy(
             update={"version": 5, "digest": head.updates[2].base, "updates": head.updates[:2], "behind": 2}
         )
-        theta, state = await pull_state(chain.bus, short, ELEMENTS, SYNC, inline)
+        theta, after = await pull_state(chain.bus, short, ELEMENTS, SYNC, inline)
         assert theta.tobytes() == chain.theta[2].tobytes()
-        assert state == {}
+        assert after is None
 
     run_virtual(main())
 
@@ -390,13 +388,15 @@ def test_versions_go_on_as_updates_with_a_key_frame_every_few(changes: dict[str,
             assert 0 <= head.behind < 4
             assert (head.version + head.fragment - head.behind) % 4 == 0
             assert head.behind <= len(head.updates) == KEPT_UPDATES
-            theta, state = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
+            theta, momentum = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
             assert payload_digest(as_bytes(theta), chunk) == head.digest
             owner = world.service.owners[head.fragment]
             assert owner.loaded.fragment.theta.tobytes() == theta.tobytes()
-            mine = owner.loaded.fragment.outer_state
-            assert mine.keys() == state.keys() == ({"momentum"} if world.spec.sync.outer_momentum else set())
-            assert all(mine[name].tobytes() == vector.tobytes() for name, vector in state.items())
+            mine = owner.loaded.fragment.momentum
+            if world.spec.sync.outer_momentum:
+                assert mine.tobytes() == momentum.tobytes()
+            else:
+                assert mine is momentum is None
             named = {head.payload, head.momentum, *(update.payload for update in head.updates)} - {""}
             assert named.isdisjoint(world.store.expiries)
         kept = [key for key in world.store.values if ":update:" in key or ":global:" in key]
@@ -412,7 +412,7 @@ def test_a_syncer_that_takes_over_goes_on_where_the_other_was() -> None:
         before = [owner.loaded.fragment for owner in world.service.owners]
         world.stop.set()
         await world.syncer
-        was = [(one.version, one.theta.copy(), one.outer_state["momentum"].copy()) for one in before]
+        was = [(one.version, one.theta.copy(), one.momentum.copy()) for one in before]
         service = world.start_syncer()
         async with asyncio.timeout(10):
             while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
@@ -420,7 +420,7 @@ def test_a_syncer_that_takes_over_goes_on_where_the_other_was() -> None:
         for (version, theta, momentum), owner in zip(was, service.owners, strict=True):
             now = owner.loaded.fragment
             assert (now.version, now.theta.tobytes()) == (version, theta.tobytes())
-            assert now.outer_state["momentum"].tobytes() == momentum.tobytes()
+            assert now.momentum.tobytes() == momentum.tobytes()
         await world.until_version(12)
         await learner.kill()
 
@@ -496,11 +496,11 @@ def test_what_is_lost_is_published_anew_and_the_run_goes_on(lost: str) -> None:
         await asyncio.sleep(2 * LOOK_S)
         for head in await settled(world, learner):
             of = layout_of(world.spec.tensors).fragments[head.fragment]
-            theta, state = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
+            theta, momentum = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
             owner = world.service.owners[head.fragment]
-            assert (theta.tobytes(), state["momentum"].tobytes()) == (
+            assert (theta.tobytes(), momentum.tobytes()) == (
                 owner.loaded.fragment.theta.tobytes(),
-                owner.loaded.fragment.outer_state["momentum"].tobytes(),
+                owner.loaded.fragment.momentum.tobytes(),
             )
 
     in_a_run(story, key_frame_interval=64)

@@ -35,7 +35,7 @@ def downloads_on(bus: Bus, clock: VirtualClock, uploads: UploadEstimator | None 
 
 
 def state(sync: SyncSpec) -> FragmentState:
-    return FragmentState(FRAGMENT, sync, 0, b"", np.ones(FRAGMENT.elements, np.float32), {})
+    return FragmentState(FRAGMENT, sync, 0, b"", np.ones(FRAGMENT.elements, np.float32), None)
 
 
 def offer_of(n: int) -> Offer:

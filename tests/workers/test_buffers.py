@@ -145,7 +145,7 @@ def test_a_variance_never_falls_below_zero_and_a_mean_may(rule: str) -> None:
     """Of a stale delta that cannot be rebased, and where float32 rounds two large numbers that are nearly alike."""
     layout = layout_of([samples.tensor("kept", (2,), rule=rule)]).fragments[0]
     theta = np.array([1.0, 1000.0], np.float32)
-    state = FragmentState(layout, samples.sync_spec(fragments=1), 1, bytes(16), theta, {})
+    state = FragmentState(layout, samples.sync_spec(fragments=1), 1, bytes(16), theta, None)
     values = [np.array([3.0, 1000.00006], np.float32), np.array([1.5, 1000.00006], np.float32)]
     deltas = [
         Delta(Offer(f"{i}-0", samples.header(f"l{i}", base_version=1)), value, delta_norms(layout, value))
@@ -248,8 +248,8 @@ def test_two_learners_with_batch_norm_end_with_the_weighted_mean_of_its_buffers(
     final = on_bus(redis_server, run, lambda bus: exact(bus, spec))
     assert np.array_equal(final, last)
     folder = on_bus(redis_server, run, lambda bus: save_checkpoint(bus, spec, place_of(tmp_path / "saved")))
-    values, outer_state = load_checkpoint(str(folder)).fragment(1)
-    assert not outer_state
+    values, momentum = load_checkpoint(str(folder)).fragment(1)
+    assert momentum is None
     assert np.array_equal(values, last)
     export(str(folder), tmp_path / "model.safetensors")
     plain = normed()
@@ -273,7 +273,7 @@ def check_means(folder: Path, spec: Spec, commits: list[Committed], seen: dict[s
     """That each of one fragment's merges is the weighted mean of values that its learners had; the last values."""
     layout, files = layout_of(spec.tensors).fragments[1], recording.list_files(folder, 1)
     by_version = {(name.version, name.kind): path for path, name in files.items()}
-    values = replay.Values(recording.read_global(by_version[0, ".global"], layout, spec).theta, {}, None)
+    values = replay.Values(recording.read_global(by_version[0, ".global"], layout, spec).theta, None)
     for commit in sorted((one for one in commits if one.contributions), key=lambda one: one.version):
         merge = recording.read_merge(by_version[commit.version, ".merge"], layout, spec)
         weights, learners_had = [], []

@@ -25,7 +25,6 @@ from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.process.cores import one_blas_thread
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.transfer.global_format import OuterState
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.merge import delta_norms, merge_shares
@@ -93,7 +92,6 @@ class Work:
         self.deltas = [rng.standard_normal(sizes.elements, np.float32).astype(dtype) for _ in range(sizes.learners)]
         self.theta = rng.standard_normal(sizes.elements, np.float32)
         self.momentum = np.zeros_like(self.theta) if sizes.momentum else None
-        self.state: OuterState = {} if self.momentum is None else {"momentum": self.momentum}
         self.outer = self.sync.outer_lr, self.sync.outer_momentum
         counters = [(24, 1000 * (i + 1)) for i in range(sizes.learners)]
         self.weights, self.shares = merge_weights(counters), merge_shares(counters)
@@ -105,13 +103,13 @@ class Work:
 
     def step(self, layout: FragmentLayout | None = None) -> Any:
         """Merge and outer step, as the syncer makes them."""
-        given = self.theta, self.state, self.deltas, self.norms, self.shares
+        given = self.theta, self.momentum, self.deltas, self.norms, self.shares
         return outer_step(layout or self.layout, self.sync, self.outer, *given)
 
     def default_step(self) -> Any:
         """The same with the defaults of a run, where tensors are matrices."""
         outer = self.default.outer_lr, self.default.outer_momentum
-        given = self.theta, self.state, self.deltas, self.default_norms, self.shares
+        given = self.theta, self.momentum, self.deltas, self.default_norms, self.shares
         return outer_step(self.by_default, self.default, outer, *given)
 
     def draft(self, summed: int) -> Draft:
@@ -125,7 +123,7 @@ class Work:
     def close(self, draft: Draft) -> Any:
         """The rest of the merge, and the step."""
         given = self.deltas, self.norms, self.shares
-        return outer_step(self.layout, self.sync, self.outer, self.theta, self.state, *given, draft=draft)
+        return outer_step(self.layout, self.sync, self.outer, self.theta, self.momentum, *given, draft=draft)
 
     def judged(self) -> Any:
         """The norms of all deltas, which the syncer takes while uploads come in."""

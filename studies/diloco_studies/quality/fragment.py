@@ -69,11 +69,11 @@ class LabFragment(FragmentState):
         step, delay = self.version - self.sync.outer_warmup, self._run.outer_delay
         given = Merge(self.theta, draft.theta.copy(), step, lr, mu, delay, spread, self.layout)
         draft.theta[:], memory = RULES[self._run.outer](given, self._memory)
-        for vector in draft.outer_state.values():
-            vector.fill(0)  # a rule keeps its own
-        draft.step_writer(self.theta, self.outer_state, lr, mu).written(self.layout.elements)
+        if draft.momentum is not None:
+            draft.momentum.fill(0)  # a rule keeps its own
+        draft.step_writer(self.theta, self.momentum, lr, mu).written(self.layout.elements)
         self._next = (memory, 0, 0)
-        return Stepped(draft.theta, draft.outer_state, reduced)
+        return Stepped(draft.theta, draft.momentum, reduced)
 
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""
