@@ -7,7 +7,6 @@ run is finished. Each fragment is consistent in itself, and checked by its diges
 import asyncio
 import hashlib
 import re
-import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -62,21 +61,6 @@ T = TypeVar("T")
 _log = structlog.get_logger
 
 
-async def save_checkpoint(
-    bus: Bus, spec: Spec, place: Place, offload: Offload = asyncio.to_thread, random_hex: RandomHex = secrets.token_hex
-) -> Place:
-    """Write the run's present state as a new checkpoint in a place, without anybody's help; returns its folder.
-
-    Raises:
-        UsageError: the run has no state or no version 0 yet.
-        BadPayload: a payload on the bus is damaged, or not finite.
-        BusError, OSError: nothing was changed, `latest` names the one before.
-    """
-    name = checkpoint_name((await run_state(bus)).tokens, random_hex)
-    await begin_checkpoint(place, name, Leftovers(), offload)
-    return await finish_checkpoint(bus, spec, place, name, range(spec.sync.fragments), offload)
-
-
 def run_folder(name: str, run: RunState) -> str:
     """The run's folder in any place: other names, and runs that began at another time, have others.
 
@@ -122,10 +106,14 @@ def _begin(place: Place, name: str, leftovers: Leftovers) -> None:
 async def finish_checkpoint(
     bus: Bus, spec: Spec, place: Place, name: str, fragments: Iterable[int], offload: Offload
 ) -> Place:
-    """Save the fragments that nobody has saved in a checkpoint yet, in this order, and make it one.
+    """Save the fragments that nobody has saved in a checkpoint yet, in this order, and make it one; returns its folder.
 
-    Others may save theirs meanwhile: what they have saved when its turn comes is taken. Returns and raises as
-    `save_checkpoint`.
+    Others may save theirs meanwhile: what they have saved when its turn comes is taken.
+
+    Raises:
+        UsageError: the run has no state or no version 0 yet.
+        BadPayload: a payload on the bus is damaged, or not finite.
+        BusError, OSError: nothing was changed, `latest` names the one before.
     """
     folder = place.below(name)
 
@@ -178,7 +166,13 @@ async def _to_its_end(offload: Offload, write: Callable[..., T], *args: object) 
 
 
 async def save_fragment(bus: Bus, spec: Spec, folder: Place, fragment: int, offload: Offload) -> None:
-    """Write a fragment's present version into a checkpoint; as `save_checkpoint`."""
+    """Write a fragment's present version into a checkpoint.
+
+    Raises:
+        UsageError: it has no version yet.
+        BadPayload: its payload on the bus is damaged, or not finite.
+        BusError, OSError: it is not saved.
+    """
     layout = layout_of(spec.tensors).fragments[fragment]
     head, values, momentum = await _answered(partial(_read_fragment, bus, layout, spec.sync, offload))
     await _to_its_end(offload, _write_fragment, folder, head, values, momentum)

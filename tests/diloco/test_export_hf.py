@@ -22,8 +22,8 @@ from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.syncer.checkpoints import loading
 from diloco.syncer.checkpoints.places import place_of
-from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
+from tests.saving import save_checkpoint
 
 Arrays = Mapping[str, np.ndarray]
 RNG = np.random.default_rng(0)

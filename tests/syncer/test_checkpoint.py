@@ -25,8 +25,8 @@ from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.checkpoints.loading import Checkpoint, load_checkpoint
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint
-from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
+from tests.saving import save_checkpoint
 
 NONCE = "ab" * 8
 RNG = np.random.default_rng(0)

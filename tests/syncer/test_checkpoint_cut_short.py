@@ -20,8 +20,9 @@ from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE
 from diloco.syncer.checkpoints.places import Folder, place_of
-from diloco.syncer.checkpoints.saving import finish_checkpoint, run_folder, save_checkpoint
+from diloco.syncer.checkpoints.saving import finish_checkpoint, run_folder
 from tests import samples
+from tests.saving import save_checkpoint
 from tests.syncer.test_checkpoint import THETA, folder_of, save, trained
 
 NAME, OTHER = "checkpoint-7-0123abcd", "checkpoint-8-0123abcd"

@@ -14,8 +14,8 @@ from diloco.pipeline.payload.codec import encode
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint
-from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
+from tests.saving import save_checkpoint
 
 NONCE = "ab" * 8
 FRAGMENTS, ELEMENTS = 32, 2**20

@@ -18,8 +18,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.syncer.checkpoints.loading import load_checkpoint, runs_in
 from diloco.syncer.checkpoints.places import place_of
-from diloco.syncer.checkpoints.saving import save_checkpoint
 from tests import samples
+from tests.saving import save_checkpoint
 from tests.syncer.test_checkpoint import MOMENTUM, THETA, globals_of, momenta_of, restore, trained
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

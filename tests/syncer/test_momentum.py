@@ -14,9 +14,9 @@ from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint
-from diloco.syncer.checkpoints.saving import save_checkpoint
 from diloco.syncer.merging.mending import LOOK_S
 from diloco.syncer.replay.replay import replay
+from tests.saving import save_checkpoint
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 NONCE = "ab" * 8

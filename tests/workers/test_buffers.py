@@ -26,7 +26,6 @@ from diloco.pipeline.transfer.payloads import pull_exact
 from diloco.syncer.admission import Offer
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of
-from diloco.syncer.checkpoints.saving import save_checkpoint
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.replay import recording, replay
@@ -34,6 +33,7 @@ from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.learner import Learner
 from diloco.workers.parameters import FragmentParameters, tensor_table
 from tests import samples
+from tests.saving import save_checkpoint
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus
 from tests.workers.test_parameters import Net
