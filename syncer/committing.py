@@ -17,7 +17,7 @@ from statistics import median_high
 
 import structlog
 
-from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Staged
+from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Published, Staged
 from diloco.pipeline.bus.ports import Bus, Clock, PayloadStore
 from diloco.pipeline.bus.stored_values import head_after
 from diloco.pipeline.fragments import FragmentLayout
@@ -26,7 +26,7 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.payload.codec import Payload
-from diloco.pipeline.transfer.global_format import Kind, Published, key_of
+from diloco.pipeline.transfer.global_format import Kind, key_of
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
@@ -406,11 +406,7 @@ class Committing:
             expected=loaded.at,
             version=merged.version,
             digest=merged.digest,
-            payload=published.payload,
-            rest=published.rest,
-            momentum=published.momentum,
-            updates=published.updates,
-            behind=published.behind,
+            published=published,
             window=IDLE_VIEW.model_copy(update={"merge_s": self._merges.merge_s, "outer_s": self._merges.outer_s}),
             merged=merged.merged,
             record=record,
@@ -418,6 +414,5 @@ class Committing:
             entries=tuple(o.entry_id for o in offers),
             delta_payloads=tuple(payload_key(self._context.bus, o) for o in offers),
             merged_tokens=sum(o.header.tokens for o in offers),
-            replaced_ttl_s=REPLACED_TTL_S,
             retired=self._staging.retire(loaded.head, published),
         )

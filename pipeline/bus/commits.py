@@ -1,9 +1,7 @@
 """What a fragment's owner writes: staged payloads, and what each atomic step changes. Pure."""
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.payload import Update
@@ -31,13 +29,30 @@ class Rest(Staged):
     """Digest of the global payload beside it."""
 
 
-def named(
-    payload: Staged, rest: Rest | None, momentum: Staged | None, updates: Sequence[Update] = ()
-) -> tuple[Staged, ...]:
-    """All payloads that a head names."""
-    there = tuple(one for one in (payload, rest, momentum) if one is not None)
-    led = ((key, update.chunks) for update in updates for key in update.payloads)
-    return (*there, *(Staged(*one) for one in led))
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The payloads of a version, which its head names."""
+
+    payload: Staged
+    rest: Rest | None = None
+    """None: the payload has the exact values."""
+    momentum: Staged | None = None
+    """None: all zeros."""
+    updates: tuple[Update, ...] = ()
+    behind: int = 0
+    """As `Head`."""
+
+    @property
+    def payloads(self) -> tuple[Staged, ...]:
+        """All of them."""
+        there = tuple(one for one in (self.payload, self.rest, self.momentum) if one is not None)
+        led = ((key, update.chunks) for update in self.updates for key in update.payloads)
+        return (*there, *(Staged(*one) for one in led))
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Of all of them."""
+        return frozenset(one.key for one in self.payloads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +70,8 @@ class Commit:
     """expected version + 1; for a first commit 0, or a checkpoint's version."""
     digest: bytes
     """Of the exact values."""
-    payload: Staged
-    momentum: Staged | None
-    """None: all zeros."""
+    published: Published
+    """What the head before named may be named again: it stays."""
     window: WindowView
     merged: tuple[MergedBase, ...]
     record: Committed
@@ -67,11 +81,6 @@ class Commit:
     """Payload keys that go with it."""
     merged_tokens: int = 0
     """Added to the head's total, as `merged_deltas` grows by the number of contributions."""
-    rest: Rest | None = None
-    """None: the payload has the exact values."""
-    updates: tuple[Update, ...] = ()
-    behind: int = 0
-    """As `Head`. What the head named before may be named again: it stays."""
     replaced_ttl_s: float = REPLACED_TTL_S
     """How long the global payload, rest and updates live on that the head names no more."""
     retired: tuple[str, ...] = ()
@@ -92,13 +101,8 @@ class Republication:
     nonce: str
     expected: tuple[int, bytes]
     """(version, digest) the head must have, and keeps."""
-    payload: Staged
-    rest: Rest | None
-    momentum: Staged | None
+    published: Published
     replaced_ttl_s: float = REPLACED_TTL_S
-    updates: ClassVar[tuple[Update, ...]] = ()
-    behind: ClassVar[int] = 0
-    """It is a key frame."""
 
 
 @dataclass(frozen=True, slots=True)

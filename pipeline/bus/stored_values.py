@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
-from diloco.pipeline.bus.commits import Commit, Republication, Staged, named
+from diloco.pipeline.bus.commits import Commit, Published
 from diloco.pipeline.bus.ports import START, MomentsBoard, Offered
 from diloco.pipeline.errors import BadMessage, BadPayload, BusError
 from diloco.pipeline.messages.delta import DeltaHeader
@@ -232,7 +232,7 @@ def head_fields(commit: Commit) -> dict[str, bytes]:
         "version": b"%d" % commit.version,
         "digest": commit.digest,
         "interval": b"%d" % commit.interval,
-        **payload_fields(commit),
+        **payload_fields(commit.published),
         "previous_digest": previous or b"",
         "window": encode(commit.window),
         "merged": encode(MergedBases(merged=commit.merged)),
@@ -249,12 +249,7 @@ def lost_totals(commit: Commit) -> dict[str, bytes]:
     return {name: b"%d" % total for name, total in totals.items()}
 
 
-def staged_by(of: Commit | Republication) -> tuple[Staged, ...]:
-    """All payloads that it makes stay: those that the head will name."""
-    return named(of.payload, of.rest, of.momentum, of.updates)
-
-
-def payload_names(of: Commit | Republication) -> dict[str, Any]:
+def payload_names(of: Published) -> dict[str, Any]:
     """What a head says of its payloads, by the names of its fields."""
     return {
         "payload": of.payload.key,
@@ -267,7 +262,7 @@ def payload_names(of: Commit | Republication) -> dict[str, Any]:
     }
 
 
-def payload_fields(of: Commit | Republication) -> dict[str, bytes]:
+def payload_fields(of: Published) -> dict[str, bytes]:
     """The same, as its hash has it."""
     said = payload_names(of)
     return {
@@ -282,7 +277,7 @@ NAMED = ("payload", "rest", "momentum", "updates")
 """Fields of the head's hash that name payloads."""
 
 
-def replaced_by(of: Commit | Republication, named: Sequence[bytes]) -> tuple[list[str], str]:
+def replaced_by(of: Published, named: Sequence[bytes]) -> tuple[list[str], str]:
     """Payloads that a head names no more: global, rest and updates, which live on for a while; and a momentum or "".
 
     named: what the head says in the fields `NAMED`.
@@ -290,7 +285,7 @@ def replaced_by(of: Commit | Republication, named: Sequence[bytes]) -> tuple[lis
     Raises:
         BadMessage: its updates do not decode.
     """
-    kept = {one.key for one in staged_by(of)}
+    kept = of.keys
     payload, rest, momentum = (value.decode() for value in named[:3])
     keys = [payload, rest, *(key for one in decode_updates(named[3]) for key in one.payloads)]
     return [key for key in keys if key and key not in kept], momentum if momentum not in kept else ""
@@ -319,7 +314,7 @@ def head_after(head: Head, commit: Commit) -> Head:
         fragment=head.fragment,
         version=commit.version,
         digest=commit.digest,
-        **payload_names(commit),
+        **payload_names(commit.published),
         previous_digest=head.digest,
         interval=commit.interval,
         window=commit.window,
@@ -388,7 +383,7 @@ def fragment_of(commit: Commit) -> int:
         raise ValueError(f"commit of version {commit.version} in the place of a lost {commit.lost.version}")
     if commit.record.version != commit.version or commit.record.digest != commit.digest:
         raise ValueError("the commit and its tape record disagree")
-    if both := {one.key for one in staged_by(commit)} & {*commit.delta_payloads, *commit.retired}:
+    if both := commit.published.keys & {*commit.delta_payloads, *commit.retired}:
         raise ValueError(f"the commit names what it deletes: {sorted(both)}")
     return commit.record.fragment
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from diloco.pipeline.bus import cluster_slots, stored_values
-from diloco.pipeline.bus.commits import Commit, Refusal, Republication, Staged
+from diloco.pipeline.bus.commits import Commit, Published, Refusal, Republication, Staged
 from diloco.pipeline.bus.ports import OwnerWrites
 from diloco.pipeline.errors import BadMessage, HeadMoved, LeaseLost, PayloadIncomplete
 from diloco.pipeline.messages.head import WindowView
@@ -71,14 +71,14 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
     async def commit(self, commit: Commit) -> None:
         p = stored_values.fragment_of(commit)
         keys = self.keys
-        staged = stored_values.staged_by(commit)
+        staged = commit.published.payloads
         headers = self._headers(p, commit.entries)
         gone = (*commit.delta_payloads, *commit.retired)
         cluster_slots.one_slot((keys.head(p), *(s.key for s in staged), *gone))
         await self._turn()
         head = self._owner_checks(p, commit.nonce, *headers, *(s.key for s in staged))
         self._expect(p, head, commit.expected)
-        replaced, old_momentum = self._replaced(head, commit)
+        replaced, old_momentum = self._replaced(head, commit.published)
         lost = {name.encode(): total for name, total in stored_values.lost_totals(commit).items()}
         had = {**head, **lost}
         merged_tokens = self._room(had, "merged_tokens", commit.merged_tokens)
@@ -91,7 +91,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
             self._expire(old, commit.replaced_ttl_s)
         self._delete(self._pending(headers), (*gone, old_momentum))
 
-    def _replaced(self, head: Hash, of: Commit | Republication) -> tuple[list[str], str]:
+    def _replaced(self, head: Hash, of: Published) -> tuple[list[str], str]:
         return stored_values.replaced_by(of, [head.get(name.encode(), b"") for name in stored_values.NAMED])
 
     def _keep(self, staged: Iterable[Staged]) -> None:
@@ -103,14 +103,14 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
             self.store.expiries.pop(s.key, None)
 
     async def republish(self, fragment: int, anew: Republication) -> None:
-        key, staged = self.keys.head(fragment), stored_values.staged_by(anew)
+        key, staged = self.keys.head(fragment), anew.published.payloads
         cluster_slots.one_slot((key, *(s.key for s in staged)))
         await self._turn()
         head = self._owner_checks(fragment, anew.nonce, *(s.key for s in staged))
         self._expect(fragment, head, anew.expected)
-        replaced, old_momentum = self._replaced(head, anew)
+        replaced, old_momentum = self._replaced(head, anew.published)
         self._keep(staged)
-        self.store.hset(key, stored_values.payload_fields(anew))
+        self.store.hset(key, stored_values.payload_fields(anew.published))
         for old in replaced:
             self._expire(old, anew.replaced_ttl_s)
         self._delete((), (old_momentum,))

@@ -14,17 +14,15 @@ A published version has payloads of these kinds, which are also the names of the
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.bus.commits import Rest, Staged, named
+from diloco.pipeline.bus.commits import Published, Rest, Staged
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.buffers import pooled
@@ -40,22 +38,6 @@ class Held(NamedTuple):
     version: int
     digest: bytes
     values: Float32
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What a head names once a version is committed; as `Commit`."""
-
-    payload: Staged
-    rest: Rest | None = None
-    momentum: Staged | None = None
-    updates: tuple[Update, ...] = ()
-    behind: int = 0
-
-    @property
-    def keys(self) -> frozenset[str]:
-        """All payloads."""
-        return frozenset(one.key for one in named(self.payload, self.rest, self.momentum, self.updates))
 
 
 def alone(staged: Mapping[Kind, Staged], payloads: Mapping[Kind, Payload]) -> Published:

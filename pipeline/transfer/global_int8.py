@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy.typing as npt
 
-from diloco.pipeline.bus.commits import Staged
+from diloco.pipeline.bus.commits import Published, Staged
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.payload import Update
@@ -21,7 +21,6 @@ from diloco.pipeline.transfer.global_format import (
     GlobalWriter,
     Held,
     Kind,
-    Published,
     Source,
     Step,
     StepWriter,

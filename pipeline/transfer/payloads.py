@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from diloco.pipeline.bus.commits import Staged
+from diloco.pipeline.bus.commits import Published, Staged
 from diloco.pipeline.bus.ports import Bus, PayloadStore
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.head import Head
@@ -21,7 +21,6 @@ from diloco.pipeline.transfer.global_format import (
     Float32,
     Held,
     Kind,
-    Published,
     alone,
     key_of,
 )

@@ -15,14 +15,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.bus.commits import Staged
+from diloco.pipeline.bus.commits import Published, Staged
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
-from diloco.pipeline.transfer.global_format import Kind, Momentum, Published, Step, StepWriter
+from diloco.pipeline.transfer.global_format import Kind, Momentum, Step, StepWriter
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import clip_factors, merge_weights

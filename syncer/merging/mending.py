@@ -1,4 +1,4 @@
-"""A head and what it payload_names are there, or are put back by the owner that has the values. asyncio.
+"""A head and what it names are there, or are put back by the owner that has the values. asyncio.
 
 A payload that has gone (evicted, deleted) or is damaged would stop whoever needs it: learners that lack the version,
 joiners, and the syncer that takes over. Without its head (deleted, or the bus came back empty) a fragment stands still.
@@ -9,7 +9,7 @@ import asyncio
 
 import structlog
 
-from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Republication, named
+from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit, Published, Republication
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.bus.stored_values import payload_names
 from diloco.pipeline.errors import HeadMoved
@@ -17,14 +17,14 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed, Rewound
-from diloco.pipeline.transfer.global_format import Published, published_by
+from diloco.pipeline.transfer.global_format import published_by
 from diloco.pipeline.transfer.payloads import Offload, push_global
 from diloco.syncer.context import RandomHex
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.watch import RunWatch
 
 LOOK_S = 10.0
-"""Time between two looks at what a head payload_names."""
+"""Time between two looks at what a head names."""
 UNFOLLOWED_S = 60.0
 """A version that live learners wanted for so long, and none of them has, is published whole: updates that are there but
 damaged are found by nobody else."""
@@ -50,7 +50,7 @@ class Mending:
         """When to look next."""
 
     async def look(self, head: Head, fragment: FragmentState, watch: RunWatch) -> Head:
-        """See that what a head payload_names is there; returns the head as it is then.
+        """See that what a head names is there; returns the head as it is then.
 
         Args:
             head: as this owner knows it.
@@ -107,11 +107,7 @@ class Mending:
             expected=None,
             version=head.version,
             digest=head.digest,
-            payload=published.payload,
-            rest=published.rest,
-            momentum=published.momentum,
-            updates=published.updates,
-            behind=published.behind,
+            published=published,
             window=view,
             merged=head.merged,
             record=record,
@@ -129,8 +125,7 @@ class Mending:
 
     def _due(self, head: Head) -> dict[str, int]:
         """Chunks of all payloads that a head names."""
-        of = self._named(head)
-        return {one.key: one.chunks for one in named(of.payload, of.rest, of.momentum, of.updates)}
+        return {one.key: one.chunks for one in self._named(head).payloads}
 
     async def _lacking(self, head: Head) -> str:
         """What of a head's payloads is not there; "" if nothing."""
@@ -147,10 +142,8 @@ class Mending:
 
     async def _publish(self, head: Head, fragment: FragmentState) -> Head:
         whole = await self._stage(head, fragment)
-        at = head.version, head.digest
-        anew = Republication(self._nonce, at, whole.payload, whole.rest, whole.momentum, REPLACED_TTL_S)
-        await self._bus.republish(head.fragment, anew)
-        return head.model_copy(update=payload_names(anew))
+        await self._bus.republish(head.fragment, Republication(self._nonce, (head.version, head.digest), whole))
+        return head.model_copy(update=payload_names(whole))
 
 
 def adopted(watch: RunWatch, fragment: int) -> int:

@@ -4,12 +4,11 @@ import asyncio
 
 import structlog
 
-from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit
+from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit, Published
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.transfer.global_format import Published
 from diloco.pipeline.transfer.payloads import pull, push_global
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.merging.mending import adopted, say_rewound
@@ -72,9 +71,7 @@ class InitialVersions:
             expected=None,
             version=0,
             digest=digest,
-            payload=whole.payload,
-            rest=whole.rest,
-            momentum=None,
+            published=whole,
             window=IDLE_VIEW,
             merged=(),
             record=Committed.installed(fragment, 0, digest, reason=reason, syncer=self._context.name, unix_s=unix_s),

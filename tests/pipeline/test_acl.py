@@ -15,7 +15,7 @@ import redis.exceptions as rx
 import structlog
 
 from diloco.pipeline.bus import acl, stored_reports, stored_values
-from diloco.pipeline.bus.commits import Refusal, Republication
+from diloco.pipeline.bus.commits import Published, Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis.connecting import connect_calls
@@ -186,7 +186,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     for party in (learner, evaluator):
         assert await party.read_chunks(update.payload, 0, 10, 2**20, extend_s=60) == [b"chunk"] * 3
     payload = await stage(syncer, keys.global_payload(0, 1, "ee" * 4))
-    await syncer.republish(0, Republication(NONCE, (1, bytes([2]) * 16), payload, rest, None))
+    await syncer.republish(0, Republication(NONCE, (1, bytes([2]) * 16), Published(payload, rest)))
     # A slow pull of a global that was replaced: a learner cannot let it live on, and reads it all the same.
     assert await learner.read_chunks(head.payload, 0, 10, 2**20, extend_s=600) == [b"chunk"] * 2
     # Evaluating, looking.
@@ -364,9 +364,7 @@ Step = Callable[[Bus, RunKeys, tuple[int, bytes]], Awaitable[object]]
 
 SCRIPTED: dict[str, Step] = {
     "commit": lambda bus, keys, at: bus.commit(COMMITS[keys.run]),
-    "republish": lambda bus, keys, at: bus.republish(
-        0, Republication(NONCE, at, COMMITS[keys.run].payload, None, COMMITS[keys.run].momentum)
-    ),
+    "republish": lambda bus, keys, at: bus.republish(0, Republication(NONCE, at, COMMITS[keys.run].published)),
     "refuse": lambda bus, keys, at: bus.refuse(0, Refusal(NONCE, at, (), (), (rejected("l1"),))),
     "write_window": lambda bus, keys, at: bus.write_window(0, NONCE, at, samples.IDLE, None),
     "acquire_lease": lambda bus, keys, at: bus.acquire_lease(0, NONCE, 60),

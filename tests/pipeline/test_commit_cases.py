@@ -6,12 +6,12 @@ A refused step is compared by a full dump of the server before and after.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
 
-from diloco.pipeline.bus.commits import Commit, Refusal, Republication, Rest, Staged
+from diloco.pipeline.bus.commits import Commit, Published, Refusal, Republication, Rest, Staged
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
@@ -54,14 +54,22 @@ async def commit_on(bus: Bus, expected: tuple[int, bytes] | None, fragment: int 
         expected=expected,
         version=version,
         digest=digest,
-        payload=await stage(bus, bus.keys.global_payload(fragment, version, f"{version:08x}")),
-        momentum=await stage(bus, bus.keys.momentum_payload(fragment, version, f"{version:08x}"), 3),
+        published=Published(
+            payload=await stage(bus, bus.keys.global_payload(fragment, version, f"{version:08x}")),
+            momentum=await stage(bus, bus.keys.momentum_payload(fragment, version, f"{version:08x}"), 3),
+        ),
         window=IDLE,
         merged=(MergedBase(learner="l0", incarnation="0" * 8, base_version=0, tokens=400),) if expected else (),
         record=record,
         merged_tokens=800 if expected else 0,
     )
-    return replace(commit, **given)
+    return changed(commit, **given)
+
+
+def changed(commit: Commit, **given: Any) -> Commit:
+    """A commit with other fields, of its payloads too."""
+    payloads = {one.name: given.pop(one.name) for one in fields(Published) if one.name in given}
+    return replace(commit, published=replace(commit.published, **payloads), **given)
 
 
 async def rest_of(bus: Bus, version: int, fragment: int = 0) -> Rest:
@@ -162,9 +170,9 @@ async def test_a_commit_moves_the_head_and_takes_its_deltas_along(bus: Bus, back
     (head,) = await bus.read_heads([0])
     assert head is not None
     assert (head.version, head.digest, head.previous_digest) == (1, commit.digest, expected[1])
-    assert (head.payload, head.chunks) == (commit.payload.key, 2)
-    assert commit.momentum is not None
-    assert head.momentum == commit.momentum.key
+    assert (head.payload, head.chunks) == (commit.published.payload.key, 2)
+    assert commit.published.momentum is not None
+    assert head.momentum == commit.published.momentum.key
     assert head.merged == commit.merged
     assert (head.merged_deltas, head.merged_tokens, head.rejected_tokens) == (2, 800, 0)
     # What was staged stays, what it replaced lives on for a while, the rest is gone.
@@ -184,7 +192,7 @@ async def test_the_rest_of_a_global_comes_stays_and_goes_with_it(bus: Bus, backd
     for version in range(3):
         commit = await commit_on(bus, expected, rest=await rest_of(bus, version), replaced_ttl_s=30.0)
         if version == 2:
-            commit = replace(commit, rest=None, retired=(heads[0].payload, heads[0].rest))
+            commit = changed(commit, rest=None, retired=(heads[0].payload, heads[0].rest))
         await bus.commit(commit)
         heads += await bus.read_heads([0])
         expected = version, commit.digest
@@ -225,7 +233,7 @@ async def test_updates_and_the_key_frame_stay_while_a_head_names_them(bus: Bus, 
     for version in (1, 2, 3):
         updates = (*updates, await update_to(bus, version))[-2:]
         of = {"payload": key_frame, "momentum": momentum, "updates": updates, "behind": min(version, 2)}
-        await bus.commit(replace(await commit_on(bus, (version - 1, bytes([version]) * 16)), **of, replaced_ttl_s=30.0))
+        await bus.commit(await commit_on(bus, (version - 1, bytes([version]) * 16), **of, replaced_ttl_s=30.0))
     (head,) = await bus.read_heads([0])
     assert head is not None
     assert (head.version, head.payload, head.momentum) == (3, frame.payload, frame.momentum)
@@ -236,7 +244,7 @@ async def test_updates_and_the_key_frame_stay_while_a_head_names_them(bus: Bus, 
     assert 20 < (backdoor.ttl_s(bus.keys.update_payload(0, 1, "00000001")) or 0) <= 30
     # The next key frame, with the update that leads there.
     await bus.commit(
-        replace(await commit_on(bus, (3, bytes([4]) * 16)), updates=(updates[1], await update_to(bus, 4)), behind=0)
+        await commit_on(bus, (3, bytes([4]) * 16), updates=(updates[1], await update_to(bus, 4)), behind=0)
     )
     (after,) = await bus.read_heads([0])
     assert after is not None
@@ -259,13 +267,13 @@ async def test_a_global_is_published_anew_at_its_version(bus: Bus, backdoor: Bac
     assert first is not None
     update, at = await update_to(bus, 1), (1, bytes([2]) * 16)
     of = {"payload": Staged(first.payload, 2), "momentum": Staged(first.momentum, 3), "updates": (update,), "behind": 1}
-    await bus.commit(replace(await commit_on(bus, (0, bytes([1]) * 16)), **of))
+    await bus.commit(await commit_on(bus, (0, bytes([1]) * 16), **of))
     (before,) = await bus.read_heads([0])
     assert before is not None
     tape = await bus.read_tape({0: START})
     backdoor.delete(update.payload)
     payload = await stage(bus, bus.keys.global_payload(0, 1, "dd" * 4), 4)
-    await bus.republish(0, Republication(NONCE, at, payload, await rest_of(bus, 1), None, 30.0))
+    await bus.republish(0, Republication(NONCE, at, Published(payload, await rest_of(bus, 1)), 30.0))
     (head,) = await bus.read_heads([0])
     assert head is not None
     named = {"payload": payload.key, "chunks": 4, "momentum": "", "updates": (), "behind": 0}
@@ -306,7 +314,7 @@ async def test_replaced_payloads_over_the_byte_cap_go_with_the_commit(bus: Bus) 
     assert zero is not None
     await bus.commit(await commit_on(bus, (1, one.digest), retired=(zero.payload,)))
     assert await bus.count_chunks(zero.payload) == 0
-    assert await bus.count_chunks(one.payload.key) == 2
+    assert await bus.count_chunks(one.published.payload.key) == 2
 
 
 async def test_a_commit_of_very_many_entries_is_one_step(bus: Bus) -> None:
@@ -431,8 +439,7 @@ async def refusing(bus: Bus, commit: Commit) -> None:
 
 async def republishing(bus: Bus, commit: Commit) -> None:
     assert commit.expected is not None
-    anew = Republication(commit.nonce, commit.expected, commit.payload, commit.rest, commit.momentum)
-    await bus.republish(0, anew)
+    await bus.republish(0, Republication(commit.nonce, commit.expected, commit.published))
 
 
 async def publishing(bus: Bus, commit: Commit) -> None:
@@ -471,13 +478,13 @@ REMOVING_STEP = [
 ]
 STAGED_STEP = [
     Case("payload missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.global_payload(0, 1, "00000001"))),
-    Case("payload short", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 3))),
-    Case("payload long", PayloadIncomplete, change=lambda c: replace(c, payload=Staged(c.payload.key, 1))),
+    Case("payload short", PayloadIncomplete, change=lambda c: changed(c, payload=Staged(c.published.payload.key, 3))),
+    Case("payload long", PayloadIncomplete, change=lambda c: changed(c, payload=Staged(c.published.payload.key, 1))),
     Case("rest missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.rest_payload(0, 1, "00000001"))),
     Case(
         "rest short",
         PayloadIncomplete,
-        change=lambda c: replace(c, rest=replace(c.rest, chunks=3) if c.rest else None),
+        change=lambda c: changed(c, rest=Rest(c.published.rest.key, 3, FIRST) if c.published.rest else None),
     ),
     Case("rest of another type", BadMessage, lambda b, bus: b.plant(bus.keys.rest_payload(0, 1, "00000001"), "hash")),
     Case("momentum missing", PayloadIncomplete, lambda b, bus: b.delete(bus.keys.momentum_payload(0, 1, "00000001"))),
@@ -514,9 +521,9 @@ COMMIT_STEP = [
 
 
 def with_update(commit: Commit, nonce: str, chunks: int) -> Commit:
-    key = commit.payload.key.replace("global:0:1:00000001", f"update:0:1:{nonce}")
+    key = commit.published.payload.key.replace("global:0:1:00000001", f"update:0:1:{nonce}")
     update = Update(payload=key, chunks=chunks, base=FIRST, averaged=False)
-    return replace(commit, updates=(update,))
+    return changed(commit, updates=(update,))
 
 
 def later(commit: Commit, expected: tuple[int, bytes]) -> Commit:
@@ -600,7 +607,7 @@ async def test_a_commit_that_contradicts_itself_never_reaches_the_server(
 async def test_a_commit_that_deletes_what_it_names_never_reaches_the_server(bus: Bus, backdoor: Backdoor) -> None:
     commit = await commit_on(bus, await first_head(bus), updates=(await update_to(bus, 1),))
     before = backdoor.dump()
-    for key in (commit.payload.key, commit.updates[0].payload):
+    for key in (commit.published.payload.key, commit.published.updates[0].payload):
         with pytest.raises(ValueError, match="names what it deletes"):
             await bus.commit(replace(commit, retired=(key,)))
     assert backdoor.dump() == before

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.pipeline.bus.commits import Staged
+from diloco.pipeline.bus.commits import Published, Staged
 from diloco.pipeline.bus.key_usage import kind_of
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import FragmentLayout, layout_of
@@ -19,7 +19,7 @@ from diloco.pipeline.payload.codec import as_bytes, as_vector, payload_digest
 from diloco.pipeline.payload.quantize import GROUP, Quantized, encode
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
-from diloco.pipeline.transfer.global_format import Held, Momentum, Published
+from diloco.pipeline.transfer.global_format import Held, Momentum
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, key_frame_due, updates_after
 from diloco.pipeline.transfer.payloads import pull_exact, pull_shown, pull_state, push
 from diloco.pipeline.transfer.updates import CodedStep, advance, gather

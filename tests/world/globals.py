@@ -99,20 +99,21 @@ class Globals:
         """
         p = commit.record.fragment
         sync = self._syncs[p]
-        if commit.behind > len(commit.updates):
+        of = commit.published
+        if of.behind > len(of.updates):
             self._broken("updates lead to the values", f"fragment {p} version {commit.version}: too few of them")
             return None
-        digest = commit.digest if not commit.behind else commit.updates[-commit.behind].base
-        found = self.whole(commit.payload, commit.rest, p, digest)
-        momentum = self.values(commit.momentum.key, p, None) if commit.momentum else None
+        digest = commit.digest if not of.behind else of.updates[-of.behind].base
+        found = self.whole(of.payload, of.rest, p, digest)
+        momentum = self.values(of.momentum.key, p, None) if of.momentum else None
         if found is None:
             return None
         momentum = np.zeros_like(found[0]) if momentum is None else momentum  # as its owner takes it
         if sync.global_codec != "int8" or commit.expected is None:
             return *found, momentum
-        behind = commit.updates[len(commit.updates) - commit.behind :]
+        behind = of.updates[len(of.updates) - of.behind :]
         whole = follow(found[0].astype(np.float32), momentum, behind, self.bytes_of, sync)
-        one = follow(state.theta.astype(np.float32), state.momentum, commit.updates[-1:], self.bytes_of, sync)
+        one = follow(state.theta.astype(np.float32), state.momentum, of.updates[-1:], self.bytes_of, sync)
         for led in (whole, one):
             theta = None if isinstance(led, str) else led.theta
             if theta is None or payload_digest(memoryview(theta.tobytes()), sync.chunk_bytes) != commit.digest:

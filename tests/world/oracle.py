@@ -448,7 +448,7 @@ class Oracle:
         self._windows.moved(link, p)
         self._windows.changed(p, state)
         self._check_pending(p)
-        if any(one.key in self._store.expiries for one in stored_values.staged_by(commit)):
+        if any(one.key in self._store.expiries for one in commit.published.payloads):
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
 
     def _check_interval(self, p: int, commit: Commit, state: Surviving) -> None:
@@ -484,8 +484,9 @@ class Oracle:
             return
         self._owner_write(link, p, anew.nonce, "republication")
         state = self.fragments[p]
-        found = self._globals.whole(anew.payload, anew.rest, p, state.digests[state.version])
-        momentum = self._globals.values(anew.momentum.key, p, None) if anew.momentum else np.zeros_like(state.momentum)
+        found = self._globals.whole(anew.published.payload, anew.published.rest, p, state.digests[state.version])
+        at = anew.published.momentum
+        momentum = self._globals.values(at.key, p, None) if at else np.zeros_like(state.momentum)
         if found is None or momentum is None or np.abs(momentum - state.momentum).max() > CLOSE:
             self.broken("what is published anew is the same", f"fragment {p} version {state.version}: {momentum}")
 
@@ -536,7 +537,7 @@ class Oracle:
         matrices = any(slot.tensor.matrix for slot in self._layout.fragments[p].slots)
         coded = sync.global_codec == "int8" and bool(sync.outer_momentum) and matrices and not averaged
         if coded:  # small singular values tell apart what its code does not
-            wire = self._globals.bytes_of(commit.updates[-1].merged)
+            wire = self._globals.bytes_of(commit.published.updates[-1].merged)
             if not wire or (wrong := badly_coded(wire, gradient, CLOSE * float(np.abs(gradient).max()) + 1e-9)):
                 self.broken("a pseudogradient's code is the nearest", f"{where}: {wrong if wire else 'there is none'}")
                 return
@@ -547,7 +548,7 @@ class Oracle:
         )
         scale = CLOSE * (float(np.abs(gradient).max()) + float(np.abs(expected).max()))
         if sync.global_codec == "int8":
-            wire, due = self._globals.bytes_of(commit.updates[-1].payload), state.theta - expected
+            wire, due = self._globals.bytes_of(commit.published.updates[-1].payload), state.theta - expected
             if (wrong := badly_coded(wire, due, scale + 1e-9)) is not None:
                 self.broken("an update is the nearest to its step", f"{where}: {wrong}")
             if not coded:

@@ -314,11 +314,11 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         """
         found = await self._redis.command("HMGET", self.keys.head(p), *stored_values.NAMED)
         named = [value or b"" for value in found]
-        replaced, old_momentum = stored_values.replaced_by(of, named)
+        replaced, old_momentum = stored_values.replaced_by(of.published, named)
         version, digest = of.expected or ("", b"")
         step.fields |= {
             "was": {"version": str(version), "digest": digest, **dict(zip(stored_values.NAMED, named, strict=True))},
-            "staged": [{"key": step.place(one.key), "chunks": one.chunks} for one in stored_values.staged_by(of)],
+            "staged": [{"key": step.place(one.key), "chunks": one.chunks} for one in of.published.payloads],
             "replaced": step.places(replaced),
             "replaced_ttl_ms": to_ms(of.replaced_ttl_s),
             "gone": step.places([*retired, *([old_momentum] if old_momentum else [])]),
@@ -340,7 +340,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
     async def republish(self, fragment: int, anew: Republication) -> None:
         step = _Step(self._owned(fragment), anew.nonce)
         await self._name_payloads(step, fragment, anew, ())
-        step.fields["set"] = [part for pair in stored_values.payload_fields(anew).items() for part in pair]
+        step.fields["set"] = [part for pair in stored_values.payload_fields(anew.published).items() for part in pair]
         await self._redis.script("republish", *step.call())
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
