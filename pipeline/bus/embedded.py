@@ -180,11 +180,6 @@ class EmbeddedRedis:
         return f"unix://{self.socket_path}"
 
     @property
-    def tcp_url(self) -> str | None:
-        """How others reach it, if it listens on a port (without the password)."""
-        return None if self.port is None else f"redis://{self._host}:{self.port}"
-
-    @property
     def pid(self) -> int | None:
         """Process id while it runs."""
         return self._process.pid if self._process and self._process.poll() is None else None
