@@ -43,10 +43,10 @@ class RunRow(TypedDict):
 
     run: str
     phase: str
-    """Of `Phase`; "waiting": see the reason; "unreadable": damaged, or of another release; "not permitted": to this
+    """Of `Phase`; "waiting": see the reason; "unreadable": damaged, or of another wire format; "not permitted": to this
     user."""
     reason: str
-    """Of the phase."""
+    """Of the phase; of an unreadable run what is wrong, and what to do."""
     tokens: int
     budget_tokens: int
     age_s: float | None
@@ -98,6 +98,9 @@ def list_runs(
         typer.echo("no runs on this Redis")
     else:
         Console().print(_table(rows))
+        for row in rows:
+            if row["phase"] == UNREADABLE:
+                typer.echo(f"run {row['run']!r} is {UNREADABLE}: {row['reason']}")
 
 
 async def _rows(url: str) -> list[RunRow]:
@@ -126,8 +129,8 @@ async def _row(url: str, run: str, taken: Taken) -> RunRow:
     async with open_bus(url, run) as bus:
         try:
             status, state = await read_status(bus, clock), await bus.read_state()
-        except BadMessage:
-            row["syncers"] = await _syncers_at_work(bus)
+        except BadMessage as error:
+            row["reason"], row["syncers"] = str(error), await _syncers_at_work(bus)
             return row
     row["phase"], row["reason"] = status["phase"], status["reason"]
     row["tokens"], row["budget_tokens"] = status["tokens"], status["budget_tokens"]
@@ -213,9 +216,10 @@ async def _idle(url: str, name: str, taken: Taken) -> RunRow:
         raise UsageError(f"run {name!r} has keys that this user may not look at: take the operator of that run")
     here = {"learner": row["learners"], "syncer": row["syncers"]}
     if at_work := [counted(number, kind) for kind, number in here.items() if number]:
+        by = f"`diloco finish --run {name}`{' of a build that reads it' if row['phase'] == UNREADABLE else ''}"
         raise UsageError(
-            f"run {name!r} is {row['phase']}, {' and '.join(at_work)} at work on it: end it first, by "
-            f"`diloco finish --run {name}`, or stop them"
+            f"run {name!r} is {row['phase']}, {' and '.join(at_work)} at work on it: end it first, by {by}, or "
+            "stop its parties"
         )
     return row
 
@@ -251,13 +255,14 @@ def _count(tokens: str) -> int:
 
 async def _extend(url: str, name: str, tokens: int) -> None:
     async with open_bus(url, name) as bus:
-        encoded, state = await bus.read_spec(), await bus.read_state()
-        if encoded is None or state is None:
+        if (encoded := await bus.read_spec()) is None:
+            raise DilocoError(_no_run(name))
+        spec = decode(Spec, encoded)
+        bus.use_spec(spec)
+        if (state := await bus.read_state()) is None:
             raise DilocoError(_no_run(name))
         if state.phase is not Phase.FINISHED:
             raise UsageError(f"run {name!r} is {state.phase.value}: only a finished run can be extended")
-        spec = decode(Spec, encoded)
-        bus.use_spec(spec)
         if tokens <= state.tokens:
             raise UsageError(f"--tokens {tokens}: run {name!r} has trained {state.tokens} already; give more")
         if await bus.read_syncers() or any(await bus.read_leases(range(spec.sync.fragments))):

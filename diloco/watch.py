@@ -14,6 +14,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.process import lifecycle
 from diloco.tracking.follow import follow
+from diloco.workers.exchange.reaching import read_run
 
 LOOK_S = 1.0
 """Time between two looks whether the run is over."""
@@ -27,6 +28,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
 
     Raises:
         UsageError: the run has ended otherwise; as `locate` says it.
+        BadMessage: it is not a run of this build.
         DilocoError: neither its folder nor its Redis is there any more.
     """
     stop, said, lost, url = lifecycle.stop_event(), False, False, place.redis_url
@@ -34,7 +36,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
     assert url is not None  # noqa: S101  # there is something to watch
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(open_bus(url, place.run))
-        await bus.read_spec()  # who may not is told so, and not by a page that stays empty
+        await read_run(bus)  # who may not, or cannot, is told so here, and not by a page that stays empty
         collector, _ = await stack.enter_async_context(served(bus, settings, typer.echo, way_to(url)))
         typer.echo(f"watching run {place.run!r} until Ctrl-C; the run does not notice")
         while not stop.is_set():

@@ -52,6 +52,10 @@ class BadMessage(PeerError):
     """A wire message that does not decode, is out of bounds, or is of another format version."""
 
 
+class OtherFormat(BadMessage):
+    """A run whose parties speak another wire format than this build."""
+
+
 class Oversized(BadMessage):
     """More than any party of the run writes there; it was not read to its end."""
 

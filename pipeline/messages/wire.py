@@ -12,6 +12,7 @@ from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo
 
+from diloco.pipeline.errors import OtherFormat
 from diloco.pipeline.view.shares import MOST_SAMPLES
 
 FORMAT = 1
@@ -23,12 +24,13 @@ def spoken(said: object) -> object:
     """The wire format of this build.
 
     Raises:
-        ValueError: it is another one; says both and how the run goes on.
+        OtherFormat: it is another one; says both and how the run goes on.
     """
     if type(said) is not int or said != FORMAT:
-        raise ValueError(
-            f"wire format {said!r:.20}, this build speaks {FORMAT} (`diloco --version`): take a build that speaks "
-            f"{said!r:.20}, or stop all parties, update them, and go on from the run's checkpoint"
+        raise OtherFormat(
+            f"wire format {said!r:.20}, this build speaks {FORMAT} (`diloco --version`)",
+            f"take a build that speaks {said!r:.20}, or stop all parties, update them, and go on from the run's "
+            "checkpoint",
         )
     return said
 

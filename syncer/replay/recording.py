@@ -26,7 +26,7 @@ import numpy.typing as npt
 import structlog
 from pydantic import Field
 
-from diloco.pipeline.errors import BadMessage, BadPayload, UsageError
+from diloco.pipeline.errors import BadMessage, BadPayload, OtherFormat, UsageError
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Contribution
@@ -221,10 +221,12 @@ def read_spec(directory: Path) -> Spec:
 
     Raises:
         UsageError: the folder is no recording.
-        BadMessage: the spec is damaged.
+        BadMessage: the spec is damaged, or of another wire format.
     """
     try:
         return decode(Spec, (directory / SPEC_FILE).read_bytes())
+    except OtherFormat as error:
+        raise OtherFormat(f"{directory}: {error.found}", "replay it with the build that recorded it") from error
     except FileNotFoundError as error:
         raise UsageError(f"{directory} is no folder of --record-deltas: it has no {SPEC_FILE}") from error
 

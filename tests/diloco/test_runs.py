@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -16,6 +17,7 @@ from diloco.pipeline.bus.redis_streams import RedisBus, open_bus
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.payload.codec import decode, encode
 from tests import samples
 from tests.backdoor import RedisBackdoor
@@ -99,6 +101,27 @@ def test_a_run_that_cannot_be_read_is_not_deleted_while_a_syncer_serves_it(
     assert rows(held, capsys)[held.name]["syncers"] == 1
     assert held.diloco("runs", "delete", held.name, "--yes") == 2
     assert "1 syncer at work on it" in capsys.readouterr().err
+
+
+def test_a_run_of_another_wire_format_is_told_of_with_both_numbers_and_what_works(
+    held: Held, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is sent to a command that refuses that run."""
+    theirs = msgpack.packb({**samples.spec().model_dump(), "format": FORMAT + 1, "of_that_build": 1})
+    held.on(lambda bus: bus.propose_spec(theirs))
+    both = f"wire format {FORMAT + 1}, this build speaks {FORMAT} (`diloco --version`)"
+    does = f"; take a build that speaks {FORMAT + 1}, or stop all parties, update them, and go on from the run's checkp"
+    assert rows(held, capsys)[held.name]["reason"].startswith(both + does)
+    assert held.diloco("runs") == 0
+    assert f"run {held.name!r} is unreadable: {both}{does}" in capsys.readouterr().out
+    held.on(lambda bus: bus.acquire_lease(0, "a", 60.0))
+    assert held.diloco("runs", "delete", held.name, "--yes") == 2
+    said = capsys.readouterr().err
+    assert f"end it first, by `diloco finish --run {held.name}` of a build that reads it, or stop its parties" in said
+    watching = ("watch", "--web", "--run", held.name, "--http-port", "0")
+    for command in (("finish", "--run", held.name), ("runs", "extend", held.name, "--tokens", "5M"), watching):
+        assert held.diloco(*command) == 1
+        assert capsys.readouterr().err.startswith(f"error: {both}{does}")
 
 
 def test_deleting_a_run_leaves_no_key_of_it_and_all_of_others(

@@ -73,6 +73,9 @@ def test_a_redis_that_answers_what_nobody_can_read() -> None:
     said = verdict(status(TWO), Beside(away_s=1.0, away="BadMessage: spec: ...", spoilt=True))
     assert said["level"] == "bad"
     assert said["text"].startswith("What is on Redis of the run cannot be read (BadMessage: spec")
+    assert said["do"].startswith("See which party writes that")
+    told = verdict(None, Beside(away_s=1.0, away="OtherFormat: ...", spoilt=True, remedy="take a build that reads it"))
+    assert told["do"] == "Take a build that reads it."
 
 
 def test_nothing_was_read_yet() -> None:

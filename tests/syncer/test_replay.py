@@ -15,7 +15,7 @@ from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
-from diloco.pipeline.messages.wire import Message
+from diloco.pipeline.messages.wire import FORMAT, Message
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
 from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.testing.virtual_time import inline, run_virtual
@@ -24,6 +24,7 @@ from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.replay import recording, replay
 from diloco.syncer.replay.recording import _PREFIX, MergeHeader, Recorder, list_files, list_recording, read_merge
 from diloco.syncer.replay.replay import TOLERANCE, Replayed, relative
+from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 
 Change = Callable[[MergeHeader, np.ndarray], MergeHeader]
@@ -462,6 +463,15 @@ def test_a_resumed_run_is_replayed_from_its_checkpoint(tmp_path) -> None:
     (path, _), *_ = list_files(tmp_path / "kept", 0).items()
     spec = recording.read_spec(tmp_path / "kept")
     assert recording.read_global(path, layout_of(spec.tensors).fragments[0], spec).momentum is not None
+
+
+def test_a_recording_of_another_wire_format_says_which_build_replays_it(tmp_path: Path) -> None:
+    theirs = {**samples.spec().model_dump(), "format": FORMAT + 1}
+    (tmp_path / recording.SPEC_FILE).write_bytes(msgpack.packb(theirs))
+    with pytest.raises(BadMessage, match=f"wire format {FORMAT + 1}, this build speaks {FORMAT} ") as refused:
+        recording.read_spec(tmp_path)
+    assert str(refused.value).startswith(f"{tmp_path}: ")
+    assert refused.value.remedy == "replay it with the build that recorded it"
 
 
 # --- tampering -------------------------------------------------------------------------------------------

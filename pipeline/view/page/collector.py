@@ -112,8 +112,9 @@ class Collector:
         except (BusError, PeerError) as error:
             now_s = self._clock.unix()
             self._away_since = self._away_since or began_s
-            text = f"{type(error).__name__}: {error}"[:300]
-            self.model.away(now_s, self._away_since, text, isinstance(error, PeerError))
+            spoilt = isinstance(error, PeerError)
+            text = f"{type(error).__name__}: {error.told if spoilt else error}"[:300]
+            self.model.away(now_s, self._away_since, text, spoilt, error.remedy)
         self._publish(self.model.patch())
 
     def _begin_anew(self) -> None:

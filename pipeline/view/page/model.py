@@ -155,11 +155,11 @@ class PageModel:
             ],
         }
 
-    def away(self, now_s: float, since_s: float, error: str, spoilt: bool = False) -> None:
-        """The bus could not be read; of a run that is over that is no news. spoilt: it answered garbage."""
+    def away(self, now_s: float, since_s: float, error: str, spoilt: bool = False, remedy: str = "") -> None:
+        """The bus could not be read; of a run that is over that is no news. Arguments as in `Beside`."""
         if self.over:
             return
-        beside = Beside(away_s=max(0.0, now_s - since_s), away=error, spoilt=spoilt)
+        beside = Beside(away_s=max(0.0, now_s - since_s), away=error, spoilt=spoilt, remedy=remedy)
         self._next = self._next | self._head(verdict(self._status, beside), now_s)
 
     def _begin(self, look: Look) -> None:

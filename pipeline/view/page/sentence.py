@@ -57,6 +57,8 @@ class Beside:
     """What came instead of an answer."""
     spoilt: bool = False
     """It is an answer, which cannot be read."""
+    remedy: str = ""
+    """What to do about that, where it is known."""
     unmerged_s: float = 0.0
     """Since the last merge, or the first step before there was any."""
     refused: Mapping[str, int] = field(default_factory=dict)
@@ -82,9 +84,10 @@ def verdict(status: Status | None, beside: Beside) -> Verdict:
         beside: what else is known.
     """
     if beside.spoilt and beside.away:
+        do = beside.remedy or "see which party writes that: one of another build, or somebody who is not of the run"
         return _bad(
             f"What is on Redis of the run cannot be read ({beside.away}): nothing is known of how it is.",
-            "See which party writes that: one of another build, or somebody who is not of the run.",
+            f"{do[0].upper()}{do[1:]}.",
         )
     if beside.away_s > AWAY_S or (status is None and beside.away):
         return _bad(
