@@ -152,6 +152,15 @@ async def bus(backdoor: Backdoor) -> AsyncIterator[Bus]:
     await bus.close()
 
 
+@pytest.fixture
+def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In an empty folder, without a setting of whoever runs the tests."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name.upper().startswith("DILOCO_"):
+            monkeypatch.delenv(name)
+
+
 @pytest.fixture(autouse=True)
 def _log_as_before() -> Iterator[None]:
     """A command that runs in this process sends the log to its own stderr, which is closed when its test is over."""

@@ -329,7 +329,7 @@ class EmbeddedRedis:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def free_port(host: str) -> int:
+def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that nobody listens on at the moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:

@@ -120,7 +120,7 @@ def started(redis_binary: Path | None, tmp_path: Path) -> Iterator[tuple[int, di
     ).stdout
     if int(said.partition("v=")[2].split(".")[0]) < 7:
         pytest.skip(f"ACL selectors need Redis 7, this is {said}")
-    secrets_file, users, port = tmp_path / "secrets.env", tmp_path / "users.acl", free_port("127.0.0.1")
+    secrets_file, users, port = tmp_path / "secrets.env", tmp_path / "users.acl", free_port()
     users.write_text(make("r", ["l0"], secrets_file))
     command = [str(binary), "--port", str(port), "--bind", "127.0.0.1", "--aclfile", str(users), "--save", ""]
     with (tmp_path / "log").open("wb") as log:

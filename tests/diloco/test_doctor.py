@@ -58,11 +58,8 @@ PASSWORD = "letters-and-digits"  # noqa: S105  # of a server that lives for a te
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name.upper().startswith("DILOCO_") or name == "OMP_NUM_THREADS":
-            monkeypatch.delenv(name)
+def _own_environment(monkeypatch: pytest.MonkeyPatch, own_environment: None) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +338,7 @@ def test_an_old_server_is_named_and_one_without_users_is_said() -> None:
 @pytest.mark.redis
 def test_a_replica_is_named(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
     """One whose primary cannot be reached refuses writes all the same."""
-    client.replicaof("127.0.0.1", free_port("127.0.0.1"))
+    client.replicaof("127.0.0.1", free_port())
     try:
         status, findings = look("--redis-url", healthy.url)
     finally:

@@ -44,13 +44,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _own_environment(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def _own_environment(monkeypatch, own_environment):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(commands.logs, "configure", lambda level: None)  # it would outlive the test, and its stderr
-    for name in list(os.environ):
-        if name.startswith("DILOCO_"):
-            monkeypatch.delenv(name)
 
 
 def prepare(settings: RunProcess) -> Folder:

@@ -106,7 +106,7 @@ def operator(tmp_path: Path) -> Operator:
 
 @pytest.fixture
 def server(operator: Operator) -> Iterator[Node]:
-    folder, address = operator.folder / "redis", ("127.0.0.1", free_port("127.0.0.1"))
+    folder, address = operator.folder / "redis", ("127.0.0.1", free_port())
     node = Node("redis", folder, [str(find_server()), str(folder / "redis.conf")], address)
     node.configure(f"aclfile {operator.folder}/users.acl", 'save ""', "appendonly yes")
     node.start()

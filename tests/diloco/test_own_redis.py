@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGKILL, -signal.SIGKILL)])
 def test_it_says_how_it_is_reached_and_serves_until_it_is_ended(number: int, status: int) -> None:
     """However it is ended, no server is left behind (SIGKILL: on Linux)."""
-    port, password = free_port("127.0.0.1"), "letters-and-digits"
+    port, password = free_port(), "letters-and-digits"
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
     command = [sys.executable, "-u", "-m", "diloco", "redis", "--redis-port", str(port)]
     environment = kept | {"PYTHONPATH": str(ROOT), "DILOCO_REDIS_PASSWORD": password}
@@ -124,7 +124,7 @@ def test_a_rule_that_the_server_does_not_know_is_named_by_its_line(
     """In one line, without the server's log."""
     users = tmp_path / "users.acl"
     users.write_text(f"{NOBODY}\n{lines}\n")
-    assert cli.main(["redis", "--redis-port", str(free_port("127.0.0.1")), "--redis-users", str(users)]) == 2
+    assert cli.main(["redis", "--redis-port", str(free_port()), "--redis-users", str(users)]) == 2
     said = capsys.readouterr().err
     assert said.startswith((f"error: {users}, {wrong}", f"error: {users}: {wrong}"))
     assert said.count("\n") == 1

@@ -268,7 +268,7 @@ class Containers:
     """The three servers of sentinel.yaml, without an engine."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._ports = folder, [free_port("127.0.0.1") for _ in range(3)]
+        self._folder, self._ports = folder, [free_port() for _ in range(3)]
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._users = folder / "given.acl"
         shipped = (ROOT / "deploy" / "users.acl").read_text()

@@ -42,7 +42,7 @@ def free_ports(count: int) -> list[int]:
     """Ports whose bus port (+ 10000) exists too."""
     ports: set[int] = set()
     while len(ports) < count:
-        if (port := free_port("127.0.0.1")) < 55_000:
+        if (port := free_port()) < 55_000:
             ports.add(port)
         else:
             ports.add(20_000 + port % 10_000)

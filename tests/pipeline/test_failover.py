@@ -384,7 +384,7 @@ async def test_a_primary_that_died_before_sentinels_missed_it_is_not_given_up_at
     redis_binary: Path | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever comes then waits for the next one; not for ever."""
-    dead, looks = free_port("127.0.0.1"), list[Any]()
+    dead, looks = free_port(), list[Any]()
 
     async def ask(_: SentinelNodes) -> list[Any]:
         return [looks.pop(0) if looks else told(dead)]
@@ -428,7 +428,7 @@ class Moving:
     """A name that leads to one of two servers: the second one is the first one's replica."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.port, self.at = free_port("127.0.0.1"), "127.0.0.1"
+        self.port, self.at = free_port(), "127.0.0.1"
         self.nodes = []
         for number, host in enumerate(("127.0.0.1", "127.0.0.2")):
             node = Node(host, folder / host, [str(find_server()), str(folder / host / "redis.conf")], (host, self.port))

@@ -34,14 +34,7 @@ from diloco.pipeline.sources import check_variables
 from diloco.pipeline.wrong_values import allowed, told
 from diloco_studies.strikes.settings import ChaosProcess
 
-
-@pytest.fixture(autouse=True)
-def _clean_environment(monkeypatch):
-    import os
-
-    for name in list(os.environ):
-        if name.startswith("DILOCO_"):
-            monkeypatch.delenv(name)
+pytestmark = pytest.mark.usefixtures("own_environment")
 
 
 def toml(folder: Path, text: str) -> Path:

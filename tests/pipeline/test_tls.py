@@ -39,7 +39,7 @@ def binary(redis_binary: Path | None) -> Path:
 @contextlib.contextmanager
 def tls_server(binary: Path, authority: Authority, folder: Path, clients: str) -> Iterator[tuple[int, int]]:
     """Ports of a server, with TLS and without. `clients`: yes, no or optional: whether it wants their certificates."""
-    port, plain = free_port("127.0.0.1"), free_port("127.0.0.1")
+    port, plain = free_port(), free_port()
     config = folder / "redis.conf"
     lines = [f"tls-port {port}", f"port {plain}", "bind 127.0.0.1", 'save ""', f"requirepass {PASSWORD}"]
     config.write_text("\n".join([*lines, *authority.lines(clients), f"dir {folder}"]) + "\n")

@@ -16,7 +16,7 @@ import redis
 import yaml
 from prometheus_client import generate_latest
 
-from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 from diloco.pipeline.view.reading import Reading
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import RunMetrics
@@ -24,7 +24,6 @@ from diloco.syncer.serving.http import start_http
 from tests import samples
 from tests.deploy.test_monitoring import BOARD, FOLDER, RULES, expressions
 from tests.prometheus.local import LocalPrometheus, config_for, promtool, why_not
-from tests.ranks.party import free_port
 from tests.serving import no_events
 from tests.syncer.test_run_metrics import At, look
 

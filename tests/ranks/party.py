@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,20 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.messages.run import Event
 from tests import HANGING_S
 
 ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("rank.py")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def children_of(process: subprocess.Popen[bytes]) -> list[int]:

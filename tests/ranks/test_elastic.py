@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.party import RANK, Party, children_of, free_port
+from diloco.pipeline.bus.embedded import free_port
+from tests.ranks.party import RANK, Party, children_of
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.party import Party, free_port
+from diloco.pipeline.bus.embedded import free_port
+from tests.ranks.party import Party
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 

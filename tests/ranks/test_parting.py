@@ -7,8 +7,9 @@ import textwrap
 
 import pytest
 
+from diloco.pipeline.bus.embedded import free_port
 from tests import HANGING_S
-from tests.ranks.party import ROOT, free_port
+from tests.ranks.party import ROOT
 
 PROGRAM = textwrap.dedent(
     """

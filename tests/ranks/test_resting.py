@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from diloco.pipeline.bus.embedded import free_port
 from diloco.workers.ranks import resting
 from tests import HANGING_S
-from tests.ranks.party import ROOT, free_port
+from tests.ranks.party import ROOT
 
 PROGRAM = textwrap.dedent(
     """

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.party import free_port
+from diloco.pipeline.bus.embedded import free_port
 from tests.slurm.local import LocalSlurm, why_not
 
 pytestmark = [

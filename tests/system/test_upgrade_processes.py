@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +32,8 @@ from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import LedgerInputs, read_ledger_inputs
 from diloco.pipeline.view.status_reader import read_status
+from tests import HANGING_S
+from tests.system.test_processes import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -41,20 +42,8 @@ OLD, NEW = "this", "patched"
 RUN = "run"
 SMALL = ("--model", "nano", "--seq-len", "16", "--batch", "1", "--fragments", "2", "--sync-interval", "4")
 LEARNER = ("learner", "--device", "cpu", "--threads", "1", "--pace", "50ms")
-
-
-LIMIT_S = 300.0
-"""For what follows a start, on a machine that does much else: with fifteen busy processes a core one took 137 s."""
 STOP_S = 60.0
 """For a stop in order."""
-
-
-def wait_for(condition: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
-    until = time.monotonic() + limit_s
-    while not (found := condition()):
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.2)
-    return found
 
 
 def merges(tape: list[Any]) -> Iterator[Committed]:
@@ -87,7 +76,7 @@ class Place:
     def done(self, release: str, user: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         """A command, run to its end."""
         given = self.command(release, user, *arguments)
-        return subprocess.run(**given, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        return subprocess.run(**given, capture_output=True, text=True, timeout=HANGING_S, check=False)
 
     def start(self, name: str, release: str) -> None:
         """A syncer `s..`, a learner `l..`, or the evaluator."""
@@ -181,7 +170,7 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def place(tmp_path: Path, trees: dict[str, Path], redis_binary: Path | None) -> Iterator[Place]:
     with ExitStack() as stack:
-        port = free_port("127.0.0.1")
+        port = free_port()
         passwords = {variable(user.name): f"pw-{user.name}-1234" for user in acl.users(RUN)}
         admin = "user admin on >pw-admin-1234 ~* &* +@all\n"
         (tmp_path / "users.acl").write_text(acl_file(acl.users(RUN), passwords) + admin)

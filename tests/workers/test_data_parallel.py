@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 
 from diloco.export import read_globals
+from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import RankProcess, load
 from diloco.workers.trainer import data_parallel
@@ -31,15 +31,9 @@ sys.exit(run_rank(load(RankProcess, told), Path(sys.argv[1]), int(sys.argv[2]), 
 """
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def start(out: Path, learners: int, **told: Any) -> list[subprocess.Popen[bytes]]:
     out.mkdir()
-    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}
+    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     pairs = [f"{name}={value}" for name, value in told.items()]
     return [
         subprocess.Popen([sys.executable, "-c", RANK, str(out), str(learners), str(rank), *pairs], env=environ)
@@ -89,7 +83,7 @@ def test_two_ranks_are_one_with_twice_the_batch(
 ) -> None:
     """The gradient mean over ranks is that of the whole batch: nearly the same held-out loss after 40 steps."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", free_port())
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setattr(data_parallel, "StopFlag", lambda: SimpleNamespace(asked=False))
     assert run_rank(load(RankProcess, told | {"batch": 8}), tmp_path, 1, 0) == 0
     losses = [json.loads((out / "result.json").read_text())["global_val_loss"] for out in (tmp_path, pair)]
@@ -101,7 +95,7 @@ def test_evaluations_are_as_many_and_as_long_as_asked_for(
 ) -> None:
     """One at every step with no time in between, and one at the end, each over two blocks."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", free_port())
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setattr(data_parallel, "StopFlag", lambda: SimpleNamespace(asked=False))
     measure, sizes = data_parallel.shared_held_out_loss, []
 

@@ -5,7 +5,6 @@ import itertools
 import math
 import random
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 
 from diloco import Evaluator, Learner
-from diloco.pipeline.bus.embedded import EmbeddedRedis
+from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.settings import SyncSettings
@@ -191,12 +190,6 @@ def test_in_a_loop_it_follows_what_is_merged(redis_server: str, run: str) -> Non
     assert kept == [loss for i, loss in enumerate(measured_once) if i == 0 or loss != measured_once[i - 1]]
     assert len(kept) > 3
     assert kept[-1] < kept[0]
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def test_it_outlives_redis(run: str, monkeypatch: pytest.MonkeyPatch) -> None:

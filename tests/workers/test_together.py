@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, load
@@ -24,7 +25,7 @@ from diloco.workers.trainer.agent import may_start_again
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.together import Ranks, blocks_of, mark, rank_device, ranks_here
 from tests import HANGING_S
-from tests.ranks.party import ROOT, free_port
+from tests.ranks.party import ROOT
 
 PROGRAM = Path(__file__).with_name("together_rank.py")
 WAYS = [f"{s}-{p}-{a}" for s, p, a in itertools.product(("ddp", "fsdp"), ("fp32", "bf16"), (False, True))]
