@@ -326,7 +326,7 @@ MUTATIONS = [
         "an owner's momentum is of the step before it was quantized",
         global_int8._Writer,
         "step_writer",
-        (("if step.rule is not None and self._gradient is None:", "if False:"),),
+        (("step.momentum if self._gradient is None else None", "None"),),
     ),
     Mutation(
         "a pseudogradient is merged as it was before its code",
@@ -338,7 +338,7 @@ MUTATIONS = [
         "who takes over leaves the momentum where the key frame was",
         global_int8,
         "_follow",
-        (("following = rule", "following = None"),),
+        (("following = lr, mu", "following = None"),),
     ),
     Mutation(
         "a head names too few updates for its key frame",
