@@ -31,6 +31,8 @@ _WORDS = {
 """By pydantic's name of the error: what is wrong, and what is allowed instead, with the error's context."""
 
 OTHERS = "another build may"
+LONGEST = 40
+"""Characters of a number that are shown."""
 
 
 def allowed(field: FieldInfo) -> str:
@@ -76,8 +78,9 @@ def complaint(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     where, what = ".".join(str(part)[:80] for part in first["loc"]), first["msg"][:400].removeprefix("Value error, ")
     if first["type"] == "literal_error" and where.endswith("format"):
-        reads = first.get("ctx", {}).get("expected")
-        return f"{where} {first['input']!r:.20} is not {reads}, which this build reads: {OTHERS} have written it"
+        number, reads = repr(first["input"]), first.get("ctx", {}).get("expected")
+        number = number if len(number) <= LONGEST else f"{number[:LONGEST]}..."
+        return f"{where} {number} is not {reads}, which this build reads: {OTHERS} have written it"
     if first["type"] in ("literal_error", "enum", "union_tag_invalid"):
         value = first.get("ctx", {}).get("tag", first["input"])
         return f"{where or 'message'} {value!r:.40} is unknown to this build: {OTHERS} have written it"

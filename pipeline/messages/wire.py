@@ -11,6 +11,7 @@ import re
 from typing import Annotated, ClassVar, Final, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, SerializationInfo
+from pydantic_core import PydanticCustomError
 
 from diloco.pipeline.errors import OtherFormat
 from diloco.pipeline.view.shares import MOST_SAMPLES
@@ -118,6 +119,16 @@ Shown = Annotated[Text, AfterValidator(printable)]
 
 Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
 """(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`shares`)."""
+
+
+def _first(said: object) -> object:
+    if type(said) is not int or said != 1:
+        raise PydanticCustomError("literal_error", "Input should be 1", {"expected": "1"})
+    return said
+
+
+FirstFormat = Annotated[Literal[1], BeforeValidator(_first)]
+"""The number of a file's format, of which there has been one so far: exactly this number, not `true` or 1.0."""
 
 MergeRule = Literal["rda", "rda-row", "mean", "average", "variance"]
 """How a tensor is merged: `syncer.algorithm.MERGE_RULES`."""

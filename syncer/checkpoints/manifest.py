@@ -16,7 +16,7 @@ and the manifest picks one of each fragment.
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.messages.wire import Count, Digest, Message, TokenElements, Version
+from diloco.pipeline.messages.wire import Count, Digest, FirstFormat, Message, TokenElements, Version
 
 KEPT = 3
 """Checkpoints of a run that are kept."""
@@ -61,7 +61,7 @@ class SavedFragment(Message):
 class SavedState(Message):
     """state.json (bytes as hex)."""
 
-    format: Literal[1] = 1
+    format: FirstFormat
     spec: Spec
     run: RunState
     overwritten: TokenElements

@@ -251,6 +251,7 @@ async def _saved_state(bus: Bus, spec: Spec, folder: Place, offload: Offload) ->
     """The manifest of what lies in a folder; read after the fragments, so that no tokens of theirs are missing."""
     shards, data_order = await _data_queue(bus)
     return SavedState(
+        format=1,
         spec=spec,
         run=await run_state(bus),
         overwritten=min(MOST_ELEMENTS, sum(seen.report.overwritten for seen in await bus.read_reports())),

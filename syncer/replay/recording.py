@@ -19,7 +19,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeVar
+from typing import Annotated, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from diloco.pipeline.errors import BadMessage, BadPayload, OtherFormat, UsageErr
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Contribution
-from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FragmentId, Message, Seconds, Version
+from diloco.pipeline.messages.wire import MAX_LEARNERS, Digest, FirstFormat, FragmentId, Message, Seconds, Version
 from diloco.pipeline.payload.codec import Vector, as_bytes, as_vector, decode, encode, payload_bytes, payload_digest
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
@@ -53,7 +53,7 @@ class MergeHeader(Message):
     orthogonalised step (matrix elements,) float32, if there is one; the deltas.
     """
 
-    format: Literal[1] = 1
+    format: FirstFormat = 1
     fragment: FragmentId
     version: Version
     digest: Digest
@@ -72,7 +72,7 @@ class GlobalHeader(Message):
     """Values at one version. Arrays that follow: theta (elements,), then the momentum (elements,) unless it is all
     zeros; both float32."""
 
-    format: Literal[1] = 1
+    format: FirstFormat = 1
     fragment: FragmentId
     version: Version
     digest: Digest

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -443,6 +444,23 @@ def test_what_is_wrong_with_a_manifest_is_named(tmp_path, change, complaint):
     (path,) = save(tmp_path)
     rewrite(path / "state.json", change)
     with pytest.raises(UsageError, match=rf"state\.json: {complaint}"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("said", [0, 2, True, 1.0, "1", None, 10**30])
+def test_a_manifest_of_another_format_is_refused_with_both_numbers(tmp_path, said):
+    """Whatever Python takes for 1."""
+    (path,) = save(tmp_path)
+    rewrite(path / "state.json", lambda s: s.update(format=said))
+    told = f"state.json: format {said!r} is not 1, which this build reads: another build may have written it"
+    with pytest.raises(UsageError, match=re.escape(told)):
+        load_checkpoint(tmp_path)
+
+
+def test_a_manifest_without_a_format_is_refused(tmp_path):
+    (path,) = save(tmp_path)
+    rewrite(path / "state.json", lambda s: s.pop("format"))
+    with pytest.raises(UsageError, match=r"state\.json: format: Field required"):
         load_checkpoint(tmp_path)
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import file_sha256
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import OptimizerKind
-from diloco.pipeline.messages.wire import Count, Digest, Message, PartyId, Text
+from diloco.pipeline.messages.wire import Count, Digest, FirstFormat, Message, PartyId, Text
 from diloco.pipeline.wrong_values import complaint
 from diloco.workers.background import BackgroundThread
 from diloco.workers.moments.moments import Float32, Moments, check, of_moment, slots
@@ -61,7 +61,7 @@ class RunIdentity(Message):
 class SavedState(Message):
     """state.json (bytes as hex)."""
 
-    format: Literal[1] = 1
+    format: FirstFormat = 1
     identity: RunIdentity
     learner: PartyId
     layout: Digest
