@@ -8,6 +8,7 @@ a page beside a run has them too.
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import structlog
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -247,8 +248,12 @@ class RunMetrics(Collector):
             return
         for one in FIGURES:
             family = one.family()
-            for labels, value in one.values(self._reading, look, now_s):
-                if value is not None:
-                    family.add_metric(labels, value)
+            try:
+                for labels, value in one.values(self._reading, look, now_s):
+                    if value is not None:
+                        family.add_metric(labels, value)
+            except Exception as error:  # a mistake of ours costs one figure
+                structlog.get_logger().error("figure_failed", figure=one.name, exc_info=error)
+                continue
             if family.samples:
                 yield family

@@ -8,7 +8,7 @@ import typer
 
 from diloco.export import Globals, find_checkpoint, read_globals
 from diloco.launcher.folder import PICTURE_FILE, SAMPLE_FILE, Folder
-from diloco.launcher.page import MODEL_FILE, PAGE_FILE, write_page
+from diloco.launcher.page import MODEL_FILE, PAGE_FILE, spared, write_page
 from diloco.launcher.report import Outcome, build, ledger_line, summary
 from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError, UsageError
@@ -66,8 +66,9 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     _write(build(outcome), folder.report)  # whatever becomes of the rest, which takes some seconds
     try:
         checkpoint = find_checkpoint(folder.path)
-        text = sample_text(read_globals(str(checkpoint)), settings.prompt, settings.seed)
-        (folder.path / SAMPLE_FILE).write_text(text + "\n")
+        with spared("the text", outcome.warnings.append):
+            text = sample_text(read_globals(str(checkpoint)), settings.prompt, settings.seed)
+            (folder.path / SAMPLE_FILE).write_text(text + "\n")
     except UsageError as error:
         outcome.warnings.append(str(error))
     outcome.checkpoint = None if checkpoint is None else str(checkpoint)
@@ -80,13 +81,15 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     kept = [event for event in report["events"] if event["name"] in shown]
     loss = report["global_val_loss"]
     title = f"{outcome.method}, {counted(len(report['learners']), 'learner')}: global validation loss"
-    draw(report["evaluations"], kept, title if loss is None else f"{title} {loss:.3f}", ledger_line(report), picture)
-    whole = report | {"sample": text, "plot": str(picture)}
+    title = title if loss is None else f"{title} {loss:.3f}"
+    with spared("the picture", report["warnings"].append):
+        draw(report["evaluations"], kept, title, ledger_line(report), picture)
+    whole = report | {"sample": text, "plot": str(picture) if picture.is_file() else None}
     _write(whole, folder.report)
     if text is not None:
         typer.echo("\n--- text from the global parameters " + "-" * 44 + f"\n{printable(text, LINES)}\n" + "-" * 80)
     typer.echo(summary(report))
-    typer.echo(f"picture    {picture}\nreport     {folder.report}")
+    typer.echo(f"picture    {whole['plot'] or 'none'}\nreport     {folder.report}")
     tell_page(folder.path)
     if settings.json_report is not None:
         _write(whole, settings.json_report)

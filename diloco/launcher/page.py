@@ -4,19 +4,21 @@ import asyncio
 import secrets
 import shutil
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 
+import structlog
+
 from diloco.launcher.locate import is_output
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import HttpSettings
-from diloco.pipeline.view.page.collector import Collector, collect
+from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.files import one_file
 from diloco.pipeline.view.page.joining import Started, Way
 from diloco.pipeline.view.page.model import Model
@@ -66,7 +68,7 @@ async def served(
     asks = " (it asks for DILOCO_HTTP_TOKEN)" if token else ""
     address = f"http://{_reached(host, http.addresses[0][1])}/"
     tell(f"page {address}{asks}")
-    collecting = asyncio.create_task(collect(collector))
+    collecting = asyncio.create_task(collector.run())
     try:
         yield collector, address
     finally:
@@ -102,15 +104,27 @@ async def left_in(
 ) -> AsyncIterator[str]:
     """As `served`, on a free port; what it showed last is left in a folder. Yields the page's address."""
     apart = settings.model_copy(update={"http_port": 0})  # the other one is the syncer's
-    model = None
+    watched = None
     try:
         async with served(bus, apart, tell, way) as (collector, address):
-            model = collector.model
+            watched = collector
             yield address
     finally:
-        if model is not None:
-            with suppress(FileNotFoundError):  # somebody has moved or deleted the folder
-                (folder / MODEL_FILE).write_text(dumps(model.snapshot()) + "\n")
+        if watched is not None:
+            with suppress(FileNotFoundError), spared("the page", tell):  # somebody has moved or deleted the folder
+                (folder / MODEL_FILE).write_text(dumps(watched.model.snapshot()) + "\n")
+
+
+@contextmanager
+def spared(what: str, tell: Callable[[str], None]) -> Iterator[None]:
+    """What only shows a run costs nothing else where a mistake of ours keeps it from being made: that is said."""
+    try:
+        yield
+    except (DilocoError, OSError):
+        raise
+    except Exception as error:
+        structlog.get_logger().error("not_shown", what=what, exc_info=error)
+        tell(f"{what} could not be made: {type(error).__name__}: {error}")
 
 
 def folder_of_page(file: Path) -> Path | None:

@@ -28,7 +28,7 @@ from diloco.launcher.folder import Folder, choose, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
 from diloco.launcher.locate import is_output
 from diloco.launcher.option_checks import check, is_everywhere
-from diloco.launcher.page import left_in, way_to
+from diloco.launcher.page import left_in, spared, way_to
 from diloco.launcher.report import Origin, Outcome
 from diloco.options import (
     CHOSEN_BY_LAUNCHER,
@@ -64,6 +64,8 @@ SILENT_BUS_S = 60.0
 """Redis, or the last syncer on another machine, may be away this long before the launcher gives up."""
 EVALUATE_S = 120.0
 """Time for the last evaluation."""
+NOT_SHOWN_S = 60.0
+"""Until the display is tried again that could not be made."""
 MARGIN_S = 15.0
 """On top of a party's own time limit for its end, before it gets SIGTERM, and again before SIGKILL."""
 
@@ -105,6 +107,7 @@ class Launcher:
         self._unserved_since: float | None = None
         """Since when there has been no syncer, neither ours nor elsewhere."""
         self._warnings: list[str] = []
+        self._show_from_s = 0.0
         self._told: set[str] = set()  # incarnations whose moments the user has been told of
         self.stopped = False
         self._made = folder.identity()
@@ -231,7 +234,11 @@ class Launcher:
                     child.under_way = True
         if status["evaluation"]:
             self._children["evaluator"].under_way = True
-        self._screen.show(status)
+        if now >= self._show_from_s:
+            self._show_from_s = now + NOT_SHOWN_S
+            with spared("the display", self._warn):
+                self._screen.show(status)
+                self._show_from_s = now
 
     def _tell_moments(self, learner: LearnerStatus) -> None:
         """Once for each incarnation that did not begin with the run."""

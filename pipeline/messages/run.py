@@ -8,6 +8,8 @@ from pydantic import Field
 from diloco.pipeline.messages.wire import (
     MAX_FRAGMENTS,
     Count,
+    Loss,
+    Measure,
     Message,
     Nonce,
     PartyId,
@@ -19,6 +21,8 @@ from diloco.pipeline.messages.wire import (
     TokenElements,
     UnixSeconds,
 )
+
+Adopted = Annotated[int, Field(ge=-1, le=2**48)]
 
 
 class InitialUpload(Message):
@@ -45,12 +49,10 @@ class LearnerReport(Message):
     """Token-elements (tokens x elements of the fragment, summed) trained past a snapshot and replaced."""
     published: TokenElements
     """Token-elements in deltas of this incarnation; of several on one base, the most."""
-    versions: Annotated[
-        tuple[Annotated[int, Field(ge=-1, le=2**48)], ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)
-    ]
+    versions: Annotated[tuple[Adopted, ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Adopted version of each fragment; -1 before the first."""
-    loss: float | None
-    tokens_per_s: Seconds
+    loss: Loss | None
+    tokens_per_s: Measure
     step_s: StepSeconds
     """Smoothed compute step time."""
     step_s_median: StepSeconds
@@ -90,11 +92,11 @@ class SeenReport(Message):
 class Evaluation(Message):
     """Held-out loss of the global parameters (not of one learner's)."""
 
-    loss: float
+    loss: Loss
     """Nats per token."""
     tokens: Count
     """Trained tokens of the run when the heads were read."""
-    versions: Annotated[tuple[int, ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
+    versions: Annotated[tuple[Adopted, ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     unix_s: UnixSeconds
     elapsed_s: Seconds
     """Since the run's first step."""

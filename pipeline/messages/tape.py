@@ -12,6 +12,7 @@ from diloco.pipeline.messages.wire import (
     Count,
     Digest,
     FragmentId,
+    Measure,
     Message,
     Nonce,
     PartyId,
@@ -50,7 +51,7 @@ class Contribution(Message):
     steps: Count
     tokens: Count
     weight: Annotated[float, Field(ge=0, le=1)]
-    norm: Seconds
+    norm: Measure
     """L2 norm of the whole delta, as it was sent."""
     rebased: bool = False
     """It was stale, and merged as measured from the version that it was merged into."""
@@ -70,7 +71,7 @@ class Committed(Message):
     base_digest: Digest | None
     contributions: Annotated[tuple[Contribution, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
     reason: Text
-    norm: Seconds
+    norm: Measure
     """L2 norm of the merged pseudogradient."""
     quorum_s: Seconds
     grace_s: Seconds

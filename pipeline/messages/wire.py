@@ -7,6 +7,7 @@ bytes must keep stands there, as a field constraint. A message is msgpack of its
 defence against forgery.
 """
 
+import math
 import re
 from typing import Annotated, ClassVar, Final, Literal
 
@@ -102,10 +103,23 @@ TokenElements = Annotated[
 ]
 """Tokens times the elements of a fragment, summed: a large model soon has more of them than msgpack's integers hold.
 Those beyond `MOST_TOKENS` are 16 bytes on the wire, big-endian."""
-Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+MOST_SECONDS = 1e11
+"""More than three thousand years, and far from where a float ends: a time plus or minus it is one."""
+Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
 StepSeconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 """Of a step or a pull. What windows are timed by has an end, whatever a learner says."""
-UnixSeconds = Annotated[float, Field(ge=0, le=1e11)]
+UnixSeconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+Measure = Annotated[float, Field(ge=0, le=1e60, allow_inf_nan=False)]
+"""A norm or a rate. The square of one, and the sum of many, is a float too."""
+MOST_LOSS = 1e9
+
+
+def _loss(value: float) -> float:
+    return math.copysign(math.inf, value) if abs(value) > MOST_LOSS else value
+
+
+Loss = Annotated[float, AfterValidator(_loss)]
+"""Of a model that diverges it is NaN, infinite, or beyond `MOST_LOSS`, which counts as infinite."""
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 
 

@@ -22,10 +22,11 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
-from diloco.pipeline.view.page.collector import Collector, collect
+from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import StatusReader
+from diloco.pipeline.waiting import meanwhile
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
 from diloco.syncer.intake import Offload
 from diloco.syncer.merging.fragment import FragmentState, MakeFragment
@@ -186,12 +187,11 @@ async def serve(settings: SyncerProcess) -> int:
     host, port = settings.http_host, settings.http_port
     token = None if settings.http_token is None else settings.http_token.get_secret_value()
     http = await start_http(service.status, service.ready, metrics.registry, collector.follow, host, port, token)
-    beside = [asyncio.create_task(work) for work in (collect(collector), _keep_scripts(bus.ensure_scripts, metrics))]
     try:
-        await service.run(stop)
+        async with meanwhile(collector.run(), _keep_scripts(bus.ensure_scripts, metrics)):
+            await service.run(stop)
         return service.status_at_exit
     finally:
-        await cancel(beside)
         await http.cleanup()
         await bus.close()
 

@@ -172,7 +172,7 @@ def test_a_user_of_another_run_is_told_who_it_is_in_which_run_and_what_makes_its
     for part in (f"user '{user}'", f"run '{run}'", f"diloco:{{{run}}}:", made):
         assert part in done.stdout
     assert "Traceback" not in done.stdout
-    assert "page_stopped" not in done.stdout
+    assert "page_failed" not in done.stdout
     assert "http_listening" not in done.stdout
     assert "pw-" not in done.stdout
     assert len(done.stdout.strip().splitlines()) == 1, done.stdout

@@ -13,6 +13,7 @@ from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.messages.wire import MOST_SECONDS
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.page import collector as page_collector
@@ -448,7 +449,7 @@ def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:
         samples.header("l0"), (0, 1), lost_tokens=1, reason=RefusalReason.FLOOD, detail="", unix_s=9e10
     )
     event = Event(name="learner_joined", who="l0", detail="", unix_s=9e10)
-    seen = samples.seen("l0", wall_s=1e12, age_s=0.1)
+    seen = samples.seen("l0", wall_s=MOST_SECONDS, age_s=0.1)
     model.see(look(now_s, [seen], records=[merge, refused], events=[event], began_s=1.0))
     model.patch()
     told = model.snapshot()

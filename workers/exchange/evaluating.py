@@ -16,7 +16,7 @@ from torch import nn
 from diloco.pipeline.agreement import MOST_TOLD
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.errors import BadPayload, BusError, SpecMismatch, outage_event
+from diloco.pipeline.errors import BadPayload, BusError, PeerError, SpecMismatch, outage_event
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState
@@ -159,7 +159,8 @@ def check_tensors(model: nn.Module, spec: Spec) -> None:
 
 
 async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: asyncio.Event) -> bool:
-    """Evaluate until the run is finished and measured (True), or `stop` is set; outlives an unavailable bus.
+    """Evaluate until the run is finished and measured (True), or `stop` is set; outlives an unavailable bus, and what
+    cannot be read there.
 
     begin: called with the spec, once there is one; what it raises ends this.
     """
@@ -177,7 +178,9 @@ async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: 
                 if evaluating is not None and await evaluating.look(bus):
                     return True
                 waits = BACKOFF.waits()
-            except BusError as error:
+            except SpecMismatch:
+                raise
+            except (BusError, PeerError) as error:
                 pause_s = next(waits)
                 log.warning(outage_event(error), error=str(error), retry_s=pause_s)
             await first_of(stop, timeout_s=pause_s)

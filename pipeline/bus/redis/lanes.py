@@ -203,7 +203,7 @@ class Lanes:
             before = set(self.nodes.all())
             try:
                 await self.nodes.look()
-            except (DilocoError, LookupError, ValueError, TypeError, AttributeError) as error:
+            except Exception as error:
                 # What was known stays if nobody answers, or who does talks nonsense.
                 said = str(error) or type(error).__name__
                 if said != failing:

@@ -33,6 +33,8 @@ Entry = TypeVar("Entry", tuple[str, Event], tuple[str, Evaluation])
 
 WATCHED_S, UNWATCHED_S = 0.5, 2.0
 """Time between two looks, while somebody follows and while nobody does."""
+AGAIN_S = 10.0
+"""Until the next look after one that a mistake of ours has kept from its end."""
 INFO_S = 2.0
 """The server is asked about itself no more often."""
 MOST_READ = 50_000
@@ -74,7 +76,8 @@ class Collector:
             way: to the run's Redis: the page says how others can join.
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
-        self._reader = RunReader(bus, clock, live_s)
+        self._new_reader = partial(RunReader, bus, clock, live_s)
+        self._reader = self._new_reader()
         self._new_model = partial(PageModel, bus.keys.run, way or Way())
         self.model, self.reading = self._new_model(), Reading()
         self._updates: deque[Update] = deque()
@@ -88,7 +91,9 @@ class Collector:
     async def run(self) -> None:
         """Look again and again, until cancelled."""
         while True:
-            await self.look()
+            if not await self.look():
+                await asyncio.sleep(AGAIN_S)
+                continue
             try:
                 async with asyncio.timeout(WATCHED_S if self._followers else self._idle_s):
                     await self._wanted.wait()
@@ -96,8 +101,23 @@ class Collector:
                 continue
             self._wanted.clear()
 
-    async def look(self) -> None:
-        """Take one look, and tell those who follow."""
+    async def look(self) -> bool:
+        """Take one look, and tell those who follow. False: a mistake of ours kept it from that, which is said instead,
+        and the next look reads all anew."""
+        try:
+            await self._look()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            trace = None if isinstance(error, DilocoError) else error  # which is refused, and says all
+            structlog.get_logger().error("page_failed", error=text, retry_s=AGAIN_S, exc_info=trace)
+            self._reader = self._new_reader()
+            self._begin_anew()
+            self.model.failed(self._clock.unix(), text[:300])
+            self._publish(self.model.patch())
+            return False
+        return True
+
+    async def _look(self) -> None:
         began_s = self._clock.unix()
         try:
             look = await self._reader.look()
@@ -293,13 +313,3 @@ class RunReader:
             at = more[-1][0]
             found += more
         return found, at
-
-
-async def collect(collector: Collector) -> None:
-    """Run it until cancelled; should it fail by a mistake of ours, the page stands still, and nothing else is hurt."""
-    try:
-        await collector.run()
-    except DilocoError as error:  # refused: its words say all
-        structlog.get_logger().error("page_stopped", error=str(error))
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        structlog.get_logger().error("page_stopped", error=f"{type(error).__name__}: {error}", exc_info=error)

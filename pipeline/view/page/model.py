@@ -162,6 +162,10 @@ class PageModel:
         beside = Beside(away_s=max(0.0, now_s - since_s), away=error, spoilt=spoilt, remedy=remedy)
         self._next = self._next | self._head(verdict(self._status, beside), now_s)
 
+    def failed(self, now_s: float, error: str) -> None:
+        """A mistake of ours kept a look from being shown."""
+        self._next = self._next | self._head(verdict(None, Beside(failed=error)), now_s)
+
     def _begin(self, look: Look) -> None:
         """Draw what was before the first look."""
         now_s, status = look.now_s, look.status

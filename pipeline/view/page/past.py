@@ -65,6 +65,7 @@ def put_trained(times: Sequence[Timeline], status: Status, now_s: float) -> None
     for one in times:
         total, slope, before_s = status["tokens"] - end, 0.0, min(slopes, default=now_s)
         bends = sorted(slopes.items())
+        one.reach(now_s)  # else all is put that slides out again: a second for each week that a learner says it ran
         at_s = max(before_s, one.begins_s)
         while at_s < now_s:
             while bends and bends[0][0] <= at_s:

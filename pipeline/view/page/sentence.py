@@ -59,6 +59,8 @@ class Beside:
     """It is an answer, which cannot be read."""
     remedy: str = ""
     """What to do about that, where it is known."""
+    failed: str = ""
+    """What kept the page from being made."""
     unmerged_s: float = 0.0
     """Since the last merge, or the first step before there was any."""
     refused: Mapping[str, int] = field(default_factory=dict)
@@ -83,6 +85,11 @@ def verdict(status: Status | None, beside: Beside) -> Verdict:
         status: the last that could be read; None: none yet.
         beside: what else is known.
     """
+    if beside.failed:
+        return _bad(
+            f"This page could not be made ({beside.failed}): nothing is known here of how the run is.",
+            "It is made anew from time to time. The log of whoever serves it has more, for a report of the mistake.",
+        )
     if beside.spoilt and beside.away:
         do = beside.remedy or "see which party writes that: one of another build, or somebody who is not of the run"
         return _bad(

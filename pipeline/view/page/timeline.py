@@ -59,6 +59,10 @@ class Timeline:
         values[number - self.first] = value
         self._touch(("series", name), number, number)
 
+    def reach(self, unix_s: float) -> None:
+        """Have room up to a time, before what is earlier is written."""
+        self._number(unix_s)
+
     def forget(self, lanes: Iterable[str]) -> None:
         """Lanes that are not shown any more."""
         for lane in lanes:
