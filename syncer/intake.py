@@ -6,10 +6,13 @@ decides about a window.
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import structlog
+
+from diloco.pipeline.bus.commits import MOST_HEADERS
 from diloco.pipeline.bus.ports import Clock, Offered, Offers, PayloadStore
 from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.ema import Ema
@@ -54,6 +57,7 @@ class Arrivals:
     def __init__(self, bus: Offers, fragment: int, wake: asyncio.Event) -> None:
         self._bus, self._p, self._wake = bus, fragment, wake
         self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MOST_ARRIVED)
+        self._flooding = dict[str, None]()
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -65,6 +69,11 @@ class Arrivals:
         """The oldest of those that are here, not too many at once."""
         for _ in range(min(self._arrived.qsize(), MOST_AT_ONCE)):
             yield self._arrived.get_nowait()
+
+    def flooding(self) -> list[str]:
+        """Learners that had more headers waiting than there may be, since this was asked last."""
+        found, self._flooding = list(self._flooding), {}
+        return found
 
     def check(self) -> None:
         """Go on only while reading does.
@@ -87,9 +96,13 @@ class Arrivals:
     async def _read(self) -> None:
         after: dict[str, str] = {}
         while True:
-            for entry in await self._bus.read_offers(self._p, after, BLOCK_S):
+            found = Counter[str]()
+            for entry in await self._bus.read_offers(self._p, after, BLOCK_S, MOST_HEADERS):
                 learner, after_id = parse_offer_id(entry.entry_id)
                 after = {**after, learner: after_id}
+                found[learner] += 1
+                if found[learner] == MOST_HEADERS:  # there may be more
+                    self._flooding[learner] = None
                 self._wake.set()
                 await self._arrived.put(entry)
                 self._wake.set()
@@ -291,6 +304,10 @@ class Downloads:
             except BusError:
                 self._heard[offer.entry_id] = self._clock.now()
                 await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
+            except Exception as error:  # a mistake of ours must not hold up the window: this delta is lost
+                outcome = RefusalReason.BAD_PAYLOAD, f"{type(error).__name__}: {error}"
+                structlog.get_logger().error("delta_not_judged", learner=h.learner, fragment=h.fragment, exc_info=error)
+                break
         self.outcomes.append((offer, outcome))
         self._wake.set()
 

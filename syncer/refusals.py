@@ -4,10 +4,10 @@ from collections import Counter
 
 import structlog
 
-from diloco.pipeline.bus.commits import Refusal
+from diloco.pipeline.bus.commits import MOST_HEADERS, Refusal
 from diloco.pipeline.bus.ports import Clock, OwnerWrites
 from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.tape import Rejected
+from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.syncer.admission import Refused
 from diloco.syncer.metrics import Metrics
 
@@ -50,9 +50,30 @@ class Refusals:
             BusError: as `Bus.refuse`.
         """
         learner = header.learner if header else ""
+        records = self._told_of(at, learner, header, refused, tell)
+        untold = () if records else (refused.reason,)
+        refusal = Refusal(self._nonce, at, (entry_id,), payloads, records, refused.lost_tokens, untold)
+        await self._bus.refuse(self._p, refusal)
+
+    async def cut(self, at: tuple[int, bytes], learner: str) -> None:
+        """Refuse all but the last headers of a learner that floods its stream, unread and in one step.
+
+        Raises:
+            BusError: as `Bus.refuse`.
+        """
+        detail = f"more than {MOST_HEADERS} headers waited: all but the last of them are refused unread"
+        refused = Refused(RefusalReason.FLOOD, detail, 0)
+        told = self._told_of(at, learner, None, refused, tell=True)
+        records = tuple(one.model_copy(update={"last_told": True}) for one in told)
+        untold = () if records else (RefusalReason.FLOOD,)
+        await self._bus.refuse(self._p, Refusal(self._nonce, at, (), (), records, untold=untold, cut=learner))
+
+    def _told_of(
+        self, at: tuple[int, bytes], learner: str, header: DeltaHeader | None, refused: Refused, tell: bool
+    ) -> tuple[Rejected, ...]:
+        """Count a refusal; its record, if the tape is to tell of it."""
         reason, detail, lost_tokens = refused.reason, refused.detail, refused.lost_tokens
         self._metrics.refusals.labels(reason=reason.value).inc()
-        records: tuple[Rejected, ...] = ()
         if at != self._at:  # another window: all is told again
             self._told, self._at = Counter(), at
         self._told[learner] += tell
@@ -60,10 +81,7 @@ class Refusals:
             self._log.warning("delta_rejected", learner=learner, reason=reason.value, detail=detail)
             unix_s, where = self._clock.unix(), (self._p, at[0])
             record = Rejected.of(header, where, lost_tokens=lost_tokens, reason=reason, detail=detail, unix_s=unix_s)
-            records = (record.model_copy(update={"last_told": told == TOLD_A_WINDOW}),)
-        elif tell and told == TOLD_A_WINDOW + 1:
+            return (record.model_copy(update={"learner": learner, "last_told": told == TOLD_A_WINDOW}),)
+        if tell and told == TOLD_A_WINDOW + 1:
             self._log.warning("refusals_untold", learner=learner, after=TOLD_A_WINDOW, until="the next window")
-        untold = () if records else (reason,)
-        await self._bus.refuse(
-            self._p, Refusal(self._nonce, at, (entry_id,), payloads, records, lost_tokens, untold=untold)
-        )
+        return ()

@@ -99,6 +99,9 @@ class Session:
             while self._goes_on():
                 self._wake.clear()
                 await self._mend()
+                for learner in arrivals.flooding():
+                    self._state.doubts.refused(learner, RefusalReason.FLOOD)
+                    await self._state.refusals.cut(self._loaded.at, learner)
                 for entry in arrivals.some():
                     await self._offered(entry)
                 self._downloaded()

@@ -11,6 +11,8 @@ STAGED_TTL_S = 120.0
 """A payload staged for a commit that never came is gone after this."""
 REPLACED_TTL_S = 120.0
 """What a head names no more lives on for so long, for those who are reading it."""
+MOST_HEADERS = 64
+"""Headers of one learner that may wait on a fragment: an honest one has a few, also while there is no syncer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,9 @@ class Refusal:
     lost_tokens: int = 0
     untold: tuple[RefusalReason, ...] = ()
     """Reasons of refused entries that the tape does not tell of."""
+    cut: str = ""
+    """A learner of whose headers all but the last `MOST_HEADERS` are refused, whatever they are: by the one reason that
+    is given, for each of them. Where there are no more, nothing is done."""
 
     def counts(self) -> dict[str, int]:
         """How many were refused for which reason."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 
 from diloco.pipeline.bus import cluster_slots, stored_values
-from diloco.pipeline.bus.commits import Commit, Published, Refusal, Republication, Staged
+from diloco.pipeline.bus.commits import MOST_HEADERS, Commit, Published, Refusal, Republication, Staged
 from diloco.pipeline.bus.ports import OwnerWrites
 from diloco.pipeline.errors import BadMessage, HeadMoved, LeaseLost, PayloadIncomplete
 from diloco.pipeline.messages.head import WindowView
@@ -118,16 +118,20 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
         keys = self.keys
         headers = self._headers(fragment, refusal.entries)
+        flooded = [keys.deltas(fragment, refusal.cut)] if refusal.cut else []
         cluster_slots.one_slot((keys.head(fragment), *refusal.delta_payloads))
         await self._turn()
-        head = self._owner_checks(fragment, refusal.nonce, *headers)
+        head = self._owner_checks(fragment, refusal.nonce, *headers, *flooded)
         self._expect(fragment, head, refusal.expected)
-        counts = {stored_values.refused_field(reason): n for reason, n in refusal.counts().items()}
+        surplus = [(key, at) for key in flooded for at in self._stream(key).ids[:-MOST_HEADERS]]
+        if flooded and not surplus:
+            return
+        counts = {stored_values.refused_field(r): len(surplus) or n for r, n in refusal.counts().items()}
         sums = self._add(head, {"rejected_tokens": self._room(head, "rejected_tokens", refusal.lost_tokens), **counts})
         pending = self._pending(headers)
         if headers and not pending:
             return  # refused before; counted and recorded then
-        self._delete(pending, refusal.delta_payloads)
+        self._delete([*pending, *surplus], refusal.delta_payloads)
         self.store.hset(keys.head(fragment), sums)
         for record in refusal.records:
             self._xadd(keys.tape(keys.group(fragment)), encode(record))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.bus.commits import Commit, Published, Refusal, Republication, Rest, Staged
+from diloco.pipeline.bus.commits import MOST_HEADERS, Commit, Published, Refusal, Republication, Rest, Staged
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
@@ -86,7 +86,7 @@ async def first_head(bus: Bus, fragment: int = 0) -> tuple[int, bytes]:
     return 0, commit.digest
 
 
-def rejected(learner: str, lost: int = 0) -> Rejected:
+def rejected(learner: str, lost: int = 0, reason: RefusalReason = RefusalReason.NON_FINITE) -> Rejected:
     return Rejected(
         fragment=0,
         version=0,
@@ -97,7 +97,7 @@ def rejected(learner: str, lost: int = 0) -> Rejected:
         steps=4,
         tokens=400,
         lost_tokens=lost,
-        reason=RefusalReason.NON_FINITE,
+        reason=reason,
         detail="NaN",
         unix_s=1.0,
     )
@@ -381,6 +381,34 @@ async def test_refusals_are_counted_by_reason_whether_the_tape_tells_of_them_or_
     (head,) = await bus.read_heads([0])
     assert head is not None
     assert head.refused == {"flood": 2, "non_finite": 2}, "a commit keeps them"
+
+
+async def test_all_but_the_last_headers_of_a_flood_are_refused_in_one_step(bus: Bus, backdoor: Backdoor) -> None:
+    """Each is counted, though nobody has read it; others' stay. Where there are no more, nothing is done."""
+    expected, key = await first_head(bus), bus.keys.deltas(0, "l0")
+    kept = await bus.offer(samples.header("l1"))
+    for n in range(MOST_HEADERS):
+        backdoor.append(key, b"%d" % n)
+    cut = Refusal(NONCE, expected, (), (), (rejected("l0", 0, RefusalReason.FLOOD),), cut="l0")
+    before = backdoor.dump()
+    await bus.refuse(0, cut)
+    await bus.refuse(0, replace(cut, cut="nobody"))
+    assert backdoor.dump() == before
+    for n in range(300):
+        backdoor.append(key, b"later %d" % n)
+    for refusal in (cut, replace(cut, records=(), untold=(RefusalReason.FLOOD,))):
+        await bus.refuse(0, refusal)
+        for _ in range(10):
+            backdoor.append(key, b"more")
+    (head,) = await bus.read_heads([0])
+    assert head is not None
+    assert head.refused == {"flood": 300 + 10}
+    assert len(await bus.read_tape({0: START})) == 2
+    left = [one.entry_id for one in await bus.read_offers(0, {"l0": START})]
+    assert len(left) == MOST_HEADERS + 10 + 1
+    assert kept in left
+    with pytest.raises(LeaseLost):
+        await bus.refuse(0, replace(cut, nonce=OTHER))
 
 
 async def test_what_a_peer_says_that_it_lost_never_stops_a_refusal(bus: Bus) -> None:

@@ -295,6 +295,43 @@ async def test_every_kind_of_bad_delta_is_refused_with_its_reason_and_changes_no
         assert {part.learner for r in new for part in r.contributions} == {"l0", "l1"}
 
 
+@pytest.mark.slow
+async def test_merges_are_as_ever_5_s_after_a_flood_of_200_000_headers(redis_binary: Path | None) -> None:
+    """Added past us, to a stream of its own, as whoever has a learner's password may: half that nobody can read, half
+    such as learners send. All are refused and counted; nobody reads more than some of them."""
+    flooded = 200_000
+    async with real_run(redis_binary, 2) as run:
+        forger = Forger(run, await run.connect())
+        key, client = forger.bus.keys.deltas(0, "forger"), RedisBackdoor(RUN, run.server.url).client
+
+        async def took() -> float:
+            began = time.monotonic()
+            await run.until_risen(5)
+            return time.monotonic() - began
+
+        def flood(sound: bytes) -> None:
+            for _ in range(0, flooded, 1000):
+                pipeline = client.pipeline(transaction=False)
+                for n in range(1000):
+                    pipeline.xadd(key, {"h": sound if n % 2 else b"x"})
+                pipeline.execute()
+
+        before_s = await took()
+        await forger.raw(b"x")
+        began = time.monotonic()
+        await asyncio.to_thread(flood, encode(await forger.header()))
+        lasted_s = time.monotonic() - began
+        await asyncio.sleep(5)
+        after_s = await took()
+        print(f"five merges: {before_s:.2f} s before, {after_s:.2f} s after {lasted_s:.1f} s of {flooded} headers")
+        assert after_s < 3 * before_s
+        assert client.xlen(key) == 0
+        assert sum((await run.heads())[0].refused.values()) > 0.99 * flooded
+        told = [r for r in await run.tape() if isinstance(r, Rejected) and r.learner == "forger"]
+        assert any(r.reason is RefusalReason.FLOOD and r.last_told for r in told)
+        assert {r.learner for r in await run.tape() if isinstance(r, Rejected)} <= {"forger", "l0", "l1", ""}
+
+
 async def test_megabytes_where_learners_may_write_stop_no_merge_and_are_gone_soon(
     redis_binary: Path | None,
 ) -> None:

@@ -12,7 +12,7 @@ import msgpack
 import redis.exceptions as rx
 
 from diloco.pipeline.bus import stored_values
-from diloco.pipeline.bus.commits import Commit, Refusal, Republication
+from diloco.pipeline.bus.commits import MOST_HEADERS, Commit, Refusal, Republication
 from diloco.pipeline.bus.ports import (
     START,
     FragmentLeases,
@@ -356,6 +356,10 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
             "gone": step.places(refusal.delta_payloads),
             "records": [encode(record) for record in refusal.records],
         }
+        if refusal.cut:
+            (field,) = map(stored_values.refused_field, refusal.counts())
+            key = step.place(self.keys.deltas(fragment, refusal.cut))
+            step.fields["cut"] = {"key": key, "keep": MOST_HEADERS, "field": field}
         await self._redis.script("refuse", *step.call())
 
     async def write_window(
