@@ -21,6 +21,7 @@ from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
     MAX_UPDATES,
+    MOST_LEASE_S,
     MOST_STEPS,
     Codec,
     GlobalCodec,
@@ -323,7 +324,9 @@ class SyncerSettings(HttpSettings):
     section = "Syncer"
 
     syncer_id: PartyName | None = Field(None, description="Name of this syncer (default: made up)")
-    lease_s: Duration = Field(LEASE_S, gt=0.1, le=3600, description="How long a lease lasts without being renewed")
+    lease_s: Duration = Field(
+        LEASE_S, gt=0.1, le=MOST_LEASE_S, description="How long a lease lasts without being renewed"
+    )
     liveness_s: Duration = expert(
         default_factory=_following(1, LEASE_S),
         gt=0,

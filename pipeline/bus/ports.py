@@ -348,7 +348,10 @@ class FragmentLeases(Keyed, Protocol):
     """Who owns which fragment, for how long."""
 
     async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
-        """Take a fragment's lease if nobody holds it, or prolong one held under the same nonce."""
+        """Take a fragment's lease if nobody holds it, or prolong one held under the same nonce.
+
+        Another's that would last for longer than `MOST_LEASE_S`, or for ever, ends after `ttl_s`.
+        """
         ...
 
     async def release_lease(self, fragment: int, nonce: str) -> None:

@@ -47,6 +47,8 @@ MAX_CHUNKS = 10**6
 MOST_STEPS = 10**6
 """Inner steps between two syncs, or that one may hide behind."""
 MAX_UPDATES = 64
+MOST_LEASE_S = 3600
+"""What a syncer holds ends by then, unless it is prolonged."""
 MAX_CHUNK_BYTES = 16 * 2**20
 CHUNK_EXTRA_BYTES = 256
 """What an encoded chunk has besides its data, at most."""

@@ -94,16 +94,15 @@ class MemoryCalls(Connection):
             self._set(key, value)
         return value if holds is None else holds
 
-    def _bound(self, key: str, most_s: float) -> None:
+    def _bound(self, key: str, most_s: float, ttl_s: float | None = None) -> None:
         until_s = self._clock.now() + most_s
         if self.store.expiries.get(key, inf) > until_s:
-            self._expire(key, most_s)
+            self._expire(key, ttl_s or most_s)
 
-    async def _claim(self, key: str, nonce: str, ttl_s: float, shared: bool = False) -> bool:
+    async def _claim(self, key: str, nonce: str, ttl_s: float, most_s: float | None = None) -> bool:
         await self._turn()
         if self._bytes(key) not in (None, nonce.encode()):
-            if shared:
-                self._bound(key, ttl_s)
+            self._bound(key, most_s or ttl_s, ttl_s)
             return False
         self._set(key, nonce.encode(), ttl_s)
         return True

@@ -18,7 +18,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES
+from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, MOST_LEASE_S
 from diloco.pipeline.payload.codec import Encoded, decode_tape, encode, whole_chunk
 from diloco.pipeline.testing.memory_calls import MemoryCalls
 
@@ -102,7 +102,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
             tape.delete(at)
 
     async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.lease(fragment), nonce, ttl_s)
+        return await self._claim(self.keys.lease(fragment), nonce, ttl_s, MOST_LEASE_S)
 
     async def release_lease(self, fragment: int, nonce: str) -> None:
         await self._turn()

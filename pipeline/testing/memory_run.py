@@ -16,7 +16,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
-from diloco.pipeline.messages.wire import Message
+from diloco.pipeline.messages.wire import MOST_LEASE_S, Message
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.testing.memory_calls import MemoryCalls
 
@@ -34,7 +34,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         return self._bytes(self.keys.spec)
 
     async def offer_budget(self, tokens: int, ttl_s: float) -> int:
-        if await self._claim(self.keys.budget, str(tokens), ttl_s):
+        if await self._claim(self.keys.budget, str(tokens), ttl_s, MOST_LEASE_S):
             return tokens
         return await self.read_budget() or tokens
 
@@ -151,7 +151,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         return True
 
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.init_claim, nonce, ttl_s, shared=True)
+        return await self._claim(self.keys.init_claim, nonce, ttl_s)
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
         return await self._announce(self.keys.init_claim, self.keys.initial, upload.nonce, upload, ttl_s)
@@ -176,7 +176,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         return stored_values.moments_board(*stored)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.moments_claim, nonce, ttl_s, shared=True)
+        return await self._claim(self.keys.moments_claim, nonce, ttl_s)
 
     async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
         keys = self.keys

@@ -338,6 +338,8 @@ def build_status(
     goes_on = state is None or state.phase is not Phase.FINISHED
     if goes_on and takes_writes and syncers is not None and not syncers and present:
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
+    strayed = trouble.strays(syncers, holders) if goes_on else ""
+    warnings += [strayed] if strayed else []
     warnings += [state.problem] if state is not None and state.problem else []
     warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
     doubted = sorted({learner for head in present for learner in head.window.doubted})

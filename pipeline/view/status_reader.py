@@ -123,8 +123,10 @@ async def read_status_of(
     unreadable = list[BadMessage]()
     there = await by_group(bus.keys, fragments, bus.read_heads, unreadable.append)  # who is away is among the warnings
     heads = [there.get(p) for p in fragments]
-    syncers = await bus.read_syncers()
     held = await by_group(bus.keys, fragments, bus.read_leases)
+    syncers = await bus.read_syncers()
+    if strays := [p for p, holder in held.items() if holder not in (None, *syncers)]:  # or one has parted in between
+        held |= await by_group(bus.keys, strays, bus.read_leases)
     holders = [held.get(p) for p in fragments]
     reports = await bus.read_reports()
     state = await bus.read_state()

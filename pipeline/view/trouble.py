@@ -103,6 +103,18 @@ def awaited(
     return f"{AWAITED} a syncer and learners" if abandoned else ""
 
 
+def strays(syncers: Mapping[str, str] | None, holders: Sequence[str | None]) -> str:
+    """Leases that are held by none of the syncers that are here; "" if there are none, or no syncers."""
+    found = {p: holder for p, holder in enumerate(holders) if holder not in (None, *(syncers or ()))} if syncers else {}
+    if not found:
+        return ""
+    named = ", ".join(map(str, found))
+    return (
+        f"the lease of fragments {named} is held under {next(iter(found.values()))!r:.40}, by no syncer that is here: "
+        "nothing is merged there until a syncer takes it over, which it does within two leases"
+    )
+
+
 def unreachable(away: Iterable[int]) -> str:
     """What is not known of a run whose bus has several servers; "" if all is. away: fragments whose server is."""
     named = ", ".join(map(str, sorted(away)))

@@ -25,6 +25,7 @@ from diloco.pipeline.errors import (
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.tape import WindowChanged
+from diloco.pipeline.messages.wire import MOST_LEASE_S
 from diloco.pipeline.payload.codec import Encoded, Payload, encode, whole_chunk
 from diloco.pipeline.testing.memory import MemoryBus
 from tests import HANGING_S, samples
@@ -350,6 +351,21 @@ async def test_a_claim_to_version_0_that_would_last_lapses_as_any_other(bus: Bus
     assert await bus.claim_initial(B, 10**6)
     assert not await bus.claim_initial(A, 10)
     assert (backdoor.ttl_s(bus.keys.init_claim) or 99) <= 10
+
+
+async def test_a_lease_that_would_last_lapses_as_any_other(bus: Bus, backdoor: Backdoor) -> None:
+    """Without an end, or with one that no syncer asks for; one that a syncer may have is left as it is."""
+    key = bus.keys.lease(0)
+    backdoor.plant(key, "string")
+    assert not await bus.acquire_lease(0, A, 0.15)
+    await asyncio.sleep(0.2)
+    assert await bus.acquire_lease(0, A, 30)
+    assert not await bus.acquire_lease(0, B, 0.1)
+    assert (backdoor.ttl_s(key) or 0) > 20
+    assert await bus.acquire_lease(0, A, 2 * MOST_LEASE_S)
+    assert not await bus.acquire_lease(0, B, 0.1)
+    await asyncio.sleep(0.15)
+    assert await bus.acquire_lease(0, B, 10)
 
 
 async def test_an_upload_of_version_0_that_cannot_be_read_is_none(bus: Bus, backdoor: Backdoor) -> None:

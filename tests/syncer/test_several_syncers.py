@@ -255,6 +255,38 @@ def test_a_dead_syncers_fragments_are_taken_over_within_two_lease_times(after_s:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("lasts_s", [None, 1e9, 2 * LEASE_S])
+def test_a_lease_that_no_syncer_has_is_taken_over_and_the_status_names_it(lasts_s: float | None) -> None:
+    """Without an end it would stop its fragment for ever, and nobody would say so. A syncer that comes finds it too."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(fragments=2, tokens=ENDLESS))
+        key, learners = world.bus.keys.lease(1), learners_of(world)
+        syncers = [Syncer(world, "a")]
+        await until(lambda: len(syncers[-1].held) == 2, 2 * LEASE_S)
+        for comes in (False, True):
+            if comes:
+                await syncers[-1].end()
+            world.store.values[key] = b"garbage"
+            world.store.expiries.pop(key, None)
+            if lasts_s is not None:
+                world.store.expiries[key] = world.clock.now() + lasts_s
+            if comes:
+                syncers.append(Syncer(world, "b"))
+            else:
+                await until(lambda: syncers[-1].held == {0}, LEASE_S)
+            await asyncio.sleep(LEASE_S / 4)
+            (said,) = [one for one in (await read_status(world.bus, world.clock))["warnings"] if "garbage" in one]
+            assert said.startswith("the lease of fragments 1 is held under 'garbage', by no syncer that is here")
+            await until(lambda: syncers[-1].held == {0, 1}, (3 if lasts_s == 2 * LEASE_S else 2) * LEASE_S)
+            assert "garbage" not in str((await read_status(world.bus, world.clock))["warnings"])
+        for learner in learners:
+            await learner.kill()
+        await syncers[-1].kill()
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("takes_effect", [False, True], ids=["lost", "its answer lost"])
 @pytest.mark.parametrize("method", ["acquire_lease", "announce_syncer", "read_state"])
 def test_a_healthy_syncer_loses_no_lease_by_a_call_that_is_not_answered(method: str, takes_effect: bool) -> None:

@@ -59,6 +59,6 @@ class RedisConnection(Connection):
             raise BusUnavailable(f"{key} vanished as it was set")
         return bytes(holds)
 
-    async def _claim(self, key: str, nonce: str, ttl_s: float, shared: bool = False) -> bool:
-        """shared: any learner may write there, so that nobody else's lasts for longer than ours would."""
-        return await self._redis.script("claim", [key], nonce, to_ms(ttl_s), int(shared)) == [1]
+    async def _claim(self, key: str, nonce: str, ttl_s: float, most_s: float | None = None) -> bool:
+        """most_s: another's that would last for longer, or for ever, ends after `ttl_s`; None: that is the most."""
+        return await self._redis.script("claim", [key], nonce, to_ms(ttl_s), to_ms(most_s or ttl_s)) == [1]

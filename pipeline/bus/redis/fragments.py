@@ -32,7 +32,7 @@ from diloco.pipeline.errors import BadMessage, BusUnavailable, NotPermitted, Ove
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
-from diloco.pipeline.messages.wire import MAX_NAME_CHARS
+from diloco.pipeline.messages.wire import MAX_NAME_CHARS, MOST_LEASE_S
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 
 AT_ONCE = 2048
@@ -256,7 +256,7 @@ class RedisFragmentLeases(RedisConnection, FragmentLeases):
     """A lease is a string that expires: the owner's nonce."""
 
     async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.lease(fragment), nonce, ttl_s)
+        return await self._claim(self.keys.lease(fragment), nonce, ttl_s, MOST_LEASE_S)
 
     async def release_lease(self, fragment: int, nonce: str) -> None:
         await self._redis.script("release", [self.keys.lease(fragment)], nonce)

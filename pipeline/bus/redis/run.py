@@ -22,7 +22,7 @@ from diloco.pipeline.bus.redis.errors import unlink
 from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
-from diloco.pipeline.messages.wire import Message
+from diloco.pipeline.messages.wire import MOST_LEASE_S, Message
 from diloco.pipeline.payload.codec import decode, encode
 
 T = TypeVar("T", bound=Message)
@@ -47,7 +47,7 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
         return spec
 
     async def offer_budget(self, tokens: int, ttl_s: float) -> int:
-        if await self._claim(self.keys.budget, str(tokens), ttl_s):
+        if await self._claim(self.keys.budget, str(tokens), ttl_s, MOST_LEASE_S):
             return tokens
         return await self.read_budget() or tokens
 
@@ -204,7 +204,7 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
     """Claim and upload are strings that expire."""
 
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.init_claim, nonce, ttl_s, shared=True)
+        return await self._claim(self.keys.init_claim, nonce, ttl_s)
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
         keys = [self.keys.init_claim, self.keys.initial]
@@ -232,7 +232,7 @@ class RedisMomentsExchange(RedisConnection, MomentsExchange):
         return stored_values.moments_board(*found)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.moments_claim, nonce, ttl_s, shared=True)
+        return await self._claim(self.keys.moments_claim, nonce, ttl_s)
 
     async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
         keys = [self.keys.moments_claim, self.keys.moments_offer, self.keys.moments_wish, self.keys.moments_claim]

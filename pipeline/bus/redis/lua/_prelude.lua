@@ -16,10 +16,10 @@ local function mistyped(...)
   end
 end
 
--- Where any learner may write: what would live for longer than any of ours, or for ever, lives for so long from now.
-local function bound(key, most_ms)
+-- What would live for longer than any of ours, or for ever, lives from now for so long, or for `ttl_ms`.
+local function bound(key, most_ms, ttl_ms)
   local left = redis.call('PTTL', key)
-  if left == -1 or left > tonumber(most_ms) then redis.call('PEXPIRE', key, most_ms) end
+  if left == -1 or left > tonumber(most_ms) then redis.call('PEXPIRE', key, ttl_ms or most_ms) end
 end
 
 -- What any learner may have written: no more of it than shows that it is too large.
