@@ -73,6 +73,10 @@ class SpecMismatch(PeerError):
         self.tensors = tensors
 
 
+class RunReplaced(DilocoError):
+    """Another run stands where this party's was, under the same name: it does not go on in it by itself."""
+
+
 class IdTaken(DilocoError):
     """Another process has this learner's id; the message says which one, and what to do."""
 
@@ -128,7 +132,7 @@ REFUSED_STATUS = 2
 
 def exit_status(error: DilocoError) -> int:
     """Of a process that ends by it: to start it again helps only where nobody has to mend anything before."""
-    return REFUSED_STATUS if isinstance(error, (UsageError, SpecMismatch)) else 1
+    return REFUSED_STATUS if isinstance(error, (UsageError, SpecMismatch, RunReplaced)) else 1
 
 
 def outage_event(error: BaseException) -> str:

@@ -351,7 +351,10 @@ class SyncerSettings(HttpSettings):
         description="Folder in which all merged deltas are kept, for `diloco tape --replay`: large, for each merge as "
         "many bytes as its learners uploaded",
     )
-    resume: Address | None = Field(None, description="Checkpoint to go on from (on an empty run), or s3://bucket/path")
+    resume: Address | None = Field(None, description="Checkpoint of another run to begin with, or s3://bucket/path")
+    overwrite: bool = Field(
+        False, description="Begin anew where Redis has nothing of the run, whatever --checkpoint-dir has of it"
+    )
 
 
 class EvaluatorSettings(Settings):

@@ -73,10 +73,10 @@ class RunWatch:
         """Whether what it announced may still come: it is live. Of one that has left, all was on the bus by then."""
         return any((s.report.learner, s.report.incarnation) == (learner, incarnation) for s in self.live())
 
-    def tokens(self) -> int:
+    def tokens(self, state: RunState) -> int:
         """Trained tokens of all learners in this run, earlier parts of a resumed run included."""
-        base = 0 if self.state is None else self.state.base_tokens
-        return min(MOST_TOKENS, base + sum(s.report.tokens for s in self.reports))  # made up reports must not end a run
+        counted = sum(s.report.tokens for s in self.reports if s.counts_in(state))
+        return min(MOST_TOKENS, state.base_tokens + counted)  # made up reports must not end a run
 
     def refresh(self, reports: Sequence[SeenReport], state: RunState | None, latency_s: float, now: float) -> bool:
         """Take fresh readings; True if a fragment owner may want to decide anew."""

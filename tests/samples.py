@@ -103,6 +103,7 @@ def virtual_report(
         wall_s=0.0,
         left=left,
         host="",
+        part_unix_s=counts.part_unix_s,
         pull_s=0.0,
     )
 

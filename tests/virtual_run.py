@@ -111,6 +111,7 @@ class VirtualLearner:
                 await self.step()
                 if running.done():
                     running.result()
+                self.rounds.in_part(self.exchange.shared.state)
                 self.train()
                 self.adopt()
                 if self.exchange.shared.offer_again:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
@@ -92,7 +92,11 @@ class Life:
             self._opened = True
         try:
             self._stopping.install()
-            self._join(*prepare())
+            try:
+                self._join(*prepare())
+            except SpecMismatch:  # a syncer may have put its checkpoint's in the place of what this one proposed
+                self._stopping.install()
+                self._join(*prepare())
         except BaseException:  # KeyboardInterrupt above all
             self._stopping.restore()
             raise

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from diloco.pipeline import party_memory
 from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.ramps import interval_at, interval_in_force
 
@@ -83,6 +84,8 @@ class Counts(NamedTuple):
     """Token-elements trained past a snapshot and replaced."""
     published: int
     """Token-elements in deltas; of several on one base, the most."""
+    part_unix_s: float | None
+    """As `LearnerReport`."""
 
 
 @dataclass(slots=True)
@@ -130,7 +133,8 @@ class Rounds:
         self.tokens = 0
         self.overwritten = 0
         self.published = 0
-        self.counts = Counts(0, 0, 0, 0)
+        self.part_unix_s: float | None = None
+        self.counts = Counts(0, 0, 0, 0, None)
         """Replaced whole, so that another thread never sees half a change."""
 
     @property
@@ -148,6 +152,19 @@ class Rounds:
         counters.published_attempt = None
         counters.window_attempt = 0
         counters.again = False
+        self._count()
+
+    def in_part(self, state: RunState | None) -> None:
+        """Count for the part of the run that is under way. What was trained in an earlier one is in its state already:
+        only what was trained on the bases of now, and may still be merged, goes on to count."""
+        if state is None or state.started_unix_s == self.part_unix_s:
+            return
+        if self.part_unix_s is not None:
+            each = self._fragments
+            self.tokens = max(counters.tokens for counters in each)
+            self.published = sum(counters.published_tokens * counters.elements for counters in each)
+            self.overwritten = sum((self.tokens - counters.tokens) * counters.elements for counters in each)
+        self.part_unix_s = state.started_unix_s
         self._count()
 
     def offer_again(self) -> None:
@@ -263,7 +280,7 @@ class Rounds:
                 counters.base = replace(counters.base, values=None)
 
     def _count(self) -> None:
-        self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published)
+        self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published, self.part_unix_s)
 
     def _due_after(self, counters: _Counters) -> int:
         base = counters.base

@@ -61,6 +61,7 @@ class Training:
             tokens=counts.tokens,
             overwritten=counts.overwritten,
             published=counts.published,
+            part_unix_s=counts.part_unix_s,
             versions=self.rounds.versions,
             loss=self.losses.shown(),
             left=left,

@@ -63,7 +63,8 @@ SHARED: tuple[type[Settings], ...] = (
     EvaluatorSettings,
 )
 """Settings that the children read from the file."""
-GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | NO_FLAG | {"threads", "device", "resume", "record_deltas", "redis_url", *OPTIONS}
+_BY_CHILD = {"threads", "device", "resume", "overwrite", "record_deltas", "redis_url"}
+GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | NO_FLAG | {*_BY_CHILD, *OPTIONS}
 """Not in the file: they differ from child to child, or are a part of the URL in its environment."""
 
 

@@ -21,7 +21,7 @@ _CONNECT = "+ping +info +select +time +cluster|slots +command"
 """What a connection needs, and what scripts ask without a key."""
 _READ = "+get +hget +hmget +hgetall +hkeys +hscan +xread +xrange +xrevrange +xlen +type +exists +pttl"
 _SYNCER = (
-    f"{_READ} +getrange +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
+    f"{_READ} +scan +getrange +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
     "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +evalsha +script|exists +script|load"
 )
 _OPERATOR = "+scan +acl|setuser +acl|getuser +acl|deluser +acl|save"

@@ -164,6 +164,10 @@ class SpecAndState(Keyed, Protocol):
         """The run's state, or None before the syncer first wrote it."""
         ...
 
+    async def delete_run(self) -> None:
+        """Delete all that the bus has of the run."""
+        ...
+
 
 class Reports(Keyed, Protocol):
     """What learners last said about themselves."""
@@ -366,8 +370,11 @@ class FragmentLeases(Keyed, Protocol):
 class SyncerBoard(Keyed, Protocol):
     """Which syncers are here."""
 
-    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
-        """Say that a syncer is here for another `ttl_s`; returns the nonces of all that are, in order."""
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
+        """Say that a syncer is here for another `ttl_s`; returns the nonces of all that are, in order.
+
+        saved_tokens: of the checkpoint that it would put on a bus that has nothing of the run; 0: it has none.
+        """
         ...
 
     async def withdraw_syncer(self, nonce: str) -> None:
@@ -376,6 +383,10 @@ class SyncerBoard(Keyed, Protocol):
 
     async def read_syncers(self) -> dict[str, str]:
         """Nonce -> name of all syncers that are here, in order of the nonces."""
+        ...
+
+    async def read_savers(self) -> Sequence[tuple[int, str, str]]:
+        """(tokens of its checkpoint, nonce, name) of those that would put one on the bus, the most tokens last."""
         ...
 
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
@@ -181,14 +181,32 @@ def decode_count(what: str, blob: bytes | None) -> int:
     return int(blob or 0)
 
 
-def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> dict[str, str]:
-    """Nonce -> name of those whose time is not over; what cannot be read is as good as nothing."""
-    live = {}
+class HereSyncer(NamedTuple):
+    """What a syncer says of itself."""
+
+    saved_tokens: int
+    nonce: str
+    name: str
+
+
+def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> list[HereSyncer]:
+    """Those whose time is not over, in order of their nonces; what cannot be read is as good as nothing."""
+    live = []
     for nonce, value in sorted(found.items()):
-        until_ms, blank, name = value.partition(b" ")
-        if blank and _is_count(until_ms) and int(until_ms) > now_ms:
-            live[nonce.decode(errors="replace")] = name.decode(errors="replace")
+        until_ms, saved, name = [*value.split(b" ", 2), b"", b""][:3]
+        if _is_count(until_ms) and _is_count(saved) and int(until_ms) > now_ms:
+            live.append(HereSyncer(int(saved), nonce.decode(errors="replace"), name.decode(errors="replace")))
     return live
+
+
+def syncer_names(live: Iterable[HereSyncer]) -> dict[str, str]:
+    """Nonce -> name."""
+    return {one.nonce: one.name for one in live}
+
+
+def savers(live: Iterable[HereSyncer]) -> list[HereSyncer]:
+    """As `SyncerBoard.read_savers`."""
+    return sorted(one for one in live if one.saved_tokens)
 
 
 def shard_queue(epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes]) -> ShardQueue:

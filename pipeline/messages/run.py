@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
+from diloco.pipeline.errors import RunReplaced
 from diloco.pipeline.messages.wire import (
     MAX_FRAGMENTS,
     Count,
@@ -21,6 +22,7 @@ from diloco.pipeline.messages.wire import (
     TokenElements,
     UnixSeconds,
 )
+from diloco.pipeline.units import moment
 
 Adopted = Annotated[int, Field(ge=-1, le=2**48)]
 
@@ -32,6 +34,12 @@ class InitialUpload(Message):
 
     learner: PartyId
     nonce: Nonce
+    began_unix_s: UnixSeconds | None = None
+    """When the run began that these values are of; None: they are a fresh model's."""
+    tokens: Count = 0
+    """Trained in that run, as far as this learner knows."""
+    merged_tokens: Count = 0
+    """Of these, tokens merged into the values."""
 
 
 class LearnerReport(Message):
@@ -80,6 +88,9 @@ class LearnerReport(Message):
     """Processes that train as this learner."""
     moments: Annotated[str, Field(pattern=r"^[a-z]{0,16}$")] = ""
     """Where its optimizer's came from, as `Learner.recovered`; "": it has not said."""
+    part_unix_s: UnixSeconds | None = None
+    """`RunState.started_unix_s` of the part of the run that tokens, overwritten and published are of; None: it has
+    seen no state of the run yet."""
 
 
 class SeenReport(Message):
@@ -87,6 +98,10 @@ class SeenReport(Message):
 
     report: LearnerReport
     age_s: Seconds
+
+    def counts_in(self, state: "RunState | None") -> bool:
+        """Whether its tokens are of this part of the run: those of an earlier part are in the state's already."""
+        return state is None or self.report.part_unix_s in (None, state.started_unix_s)
 
 
 class Evaluation(Message):
@@ -163,6 +178,30 @@ class RunState(Message):
     """What the lead cannot write to a disk or a store, in words; "": it can."""
     origin_unix_s: UnixSeconds | None = None
     """Of a resumed run: when its first part began. What learners saved in any of its parts is their own."""
+
+    @property
+    def began_unix_s(self) -> float:
+        """When the run's first part began: other runs of the same name have another."""
+        return self.origin_unix_s or self.started_unix_s
+
+    def check_same_run(self, known: "RunState | None", name: str, has: str) -> None:
+        """See that this is the run that a party has known until now.
+
+        Args:
+            known: its state as that party last saw it; None: it has seen none.
+            name: of the run.
+            has: what that party has of it, in words.
+
+        Raises:
+            RunReplaced: it is another one.
+        """
+        if known is not None and self.began_unix_s != known.began_unix_s:
+            raise RunReplaced(
+                f"another run has begun under the name {name!r}, {moment(self.began_unix_s)}, from other parameters. "
+                f"{has} the run that began {moment(known.began_unix_s)}, and does not go on in the new one by itself. "
+                "To take part in the new one, start it again. To have the earlier one back: end everybody, `diloco "
+                "runs delete` the new one, and start a syncer with the --checkpoint-dir of the earlier one"
+            )
 
     def same_part(self, other: "RunState") -> bool:
         """Whether both are of one run that was neither extended nor begun anew in between."""

@@ -4,6 +4,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from diloco.pipeline.bus import stored_reports, stored_values
+from diloco.pipeline.bus.keys import run_of
 from diloco.pipeline.bus.ports import (
     START,
     InitialUploads,
@@ -49,6 +50,11 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         self.store.need_room()
         self._set(self.keys.spec, spec)
         return True
+
+    async def delete_run(self) -> None:
+        await self._turn()
+        for key in [key for key in self.store.values if run_of(key.encode()) == self.keys.run]:
+            self.store.delete(key)
 
     async def write_state(self, state: RunState) -> RunState:
         await self._turn()

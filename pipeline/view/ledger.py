@@ -153,11 +153,11 @@ def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout:
     """The account of every incarnation that reported, stands on the tape or has a header on a stream.
 
     Args:
-        records: the tape, lost history included.
+        records: the tape, lost history included; of earlier parts of the run too.
         ledger_inputs: the rest. In a finished run what is on the streams came too late, and is as good as rejected.
         layout: fragments of the model.
     """
-    records = list(records)
+    records = [record for record in records if record.unix_s >= ledger_inputs.since_unix_s]
     commits, lost = surviving(records, ledger_inputs.heads)
     books = _Books(layout)
     for commit in commits:
@@ -306,6 +306,6 @@ def in_whole_tokens(exact: Sequence[int], elements: int, most: int) -> list[int]
     return [b - a for a, b in pairwise((0, *sums))]
 
 
-def whole_tokens(by_fragment: Sequence[int], layout: Layout) -> int:
+def whole_tokens(by_fragment: Sequence[int] | Mapping[int, int], layout: Layout) -> int:
     """Tokens of the whole model that tokens of each fragment (by id) amount to."""
     return sum(by_fragment[fragment.id] * fragment.elements for fragment in layout.fragments) // layout.elements

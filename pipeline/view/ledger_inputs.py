@@ -17,7 +17,7 @@ class LedgerInputs:
     """What is known of a run besides its tape."""
 
     reports: tuple[LearnerReport, ...] = ()
-    """The last of each incarnation."""
+    """The last of each incarnation, of this part of the run."""
     heads: tuple[tuple[int, int, bytes], ...] = ()
     """(fragment, version, digest)"""
     offers: tuple[DeltaHeader, ...] = ()
@@ -28,6 +28,8 @@ class LedgerInputs:
     """Learners that were heard from lately and have not left: perhaps they are about to."""
     finished: bool = True
     """Nothing will be merged any more."""
+    since_unix_s: float = 0.0
+    """When this part of the run began. What was merged in earlier ones is in its state: it went on from there."""
 
 
 async def read_ledger_inputs(bus: Bus, fragments: int, live_s: float, gone: Collection[str] = ()) -> LedgerInputs:
@@ -56,10 +58,11 @@ async def read_ledger_inputs(bus: Bus, fragments: int, live_s: float, gone: Coll
     seen = await bus.read_reports()
     here = [one.report for one in seen if not (one.report.left or one.report.learner in gone) and one.age_s <= live_s]
     return LedgerInputs(
-        reports=tuple(one.report for one in seen),
+        reports=tuple(one.report for one in seen if one.counts_in(state)),
         heads=tuple((head.fragment, head.version, head.digest) for head in heads),
         offers=tuple(offers),
         live=frozenset() if finished else frozenset((one.learner, one.incarnation) for one in here),
         here=frozenset(one.learner for one in here),
         finished=finished,
+        since_unix_s=0.0 if state is None else state.started_unix_s,
     )

@@ -255,6 +255,7 @@ def _tokens(
 
     While some heads cannot be asked for, no less is merged than the lead has noted last.
     """
+    reports = [seen for seen in reports if seen.counts_in(state)]
     base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
     earlier = (0, 0) if state is None else (state.base_overwritten, state.base_rejected)
     tokens = min(MOST_TOKENS, max(written, base + sum(seen.report.tokens for seen in reports)))

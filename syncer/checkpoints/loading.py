@@ -33,7 +33,7 @@ from diloco.syncer.checkpoints.manifest import (
     pieces,
 )
 from diloco.syncer.checkpoints.places import Place, place_of
-from diloco.syncer.checkpoints.saving import is_run_folder, read_latest
+from diloco.syncer.checkpoints.saving import is_folder_of, is_run_folder, read_latest
 
 READS = 3
 """Newer checkpoints that are tried in the place of one that was dropped as it was read."""
@@ -210,6 +210,23 @@ def runs_in(place: Place) -> list[Place]:
     if LATEST in names:
         return [place]
     return [run for run in map(place.below, sorted(filter(is_run_folder, names))) if LATEST in run.names()]
+
+
+def newest_of_run(place: Place, run: str) -> Checkpoint | None:
+    """The newest checkpoint that a run of this name has saved in a place: of the part that began last; None: none.
+
+    Nothing is checked yet but its manifest.
+
+    Raises:
+        UsageError: it is damaged, or the place cannot be read.
+    """
+    try:
+        own = [folder for folder in runs_in(place) if is_folder_of(str(folder).rpartition("/")[2], run)]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"cannot look for a checkpoint: {error}") from error
+    return read_newest(partial(_newest, own[-1]), open_checkpoint) if own else None
 
 
 def _only(runs: list[Place], place: Place) -> Place:

@@ -3,6 +3,9 @@
 import asyncio
 import secrets
 
+import structlog
+
+from diloco.pipeline.agreement import differences
 from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import UsageError
@@ -41,8 +44,8 @@ async def restore_checkpoint(
         offload: reads files, and runs heavy work.
 
     Raises:
-        UsageError: the run has another spec or data order, or was started before, or the budget is used up; a file is
-            damaged.
+        UsageError: the run was started before, with another spec, data order or values, or the budget is used up; a
+            file is damaged.
         LeaseLost: another syncer took over.
     """
     if spec.tensors != checkpoint.spec.tensors:
@@ -52,10 +55,13 @@ async def restore_checkpoint(
             f"tokens={spec.sync.tokens}: {checkpoint.folder} has trained {checkpoint.state.tokens} already; "
             "give a larger budget"
         )
-    if decode(Spec, await bus.propose_spec(encode(spec))) != spec:
-        raise UsageError(f"the run already has another spec: {taken(bus)}")
     fragments = checkpoint.layout.fragments
     heads = await bus.read_heads([fragment.id for fragment in fragments])
+    proposed = await bus.propose_spec(encode(spec))
+    if (held := decode(Spec, proposed)) != spec:
+        if any(heads) or not await bus.replace_spec(encode(spec), proposed):
+            raise UsageError(f"the run already has another spec: {taken(bus)}")
+        structlog.get_logger().warning("proposal_replaced", by=str(checkpoint.folder), differs=differences(spec, held))
     for p, (head, mine) in enumerate(zip(heads, checkpoint.fragments, strict=True)):
         if head is None:
             continue
@@ -97,7 +103,7 @@ def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
         started_unix_s=clock.unix(),
         reason=f"resumed from {checkpoint.folder_name}",
         manifest=(),
-        origin_unix_s=checkpoint.state.origin_unix_s or checkpoint.state.started_unix_s,
+        origin_unix_s=checkpoint.state.began_unix_s,
     )
 
 

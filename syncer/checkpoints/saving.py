@@ -71,12 +71,17 @@ def run_folder(name: str, run: RunState) -> str:
 
 def began(run: RunState) -> str:
     """How the name of its folder ends, whatever the run is called."""
-    return f"-{datetime.fromtimestamp(run.origin_unix_s or run.started_unix_s, UTC):%Y%m%d-%H%M%S-%f}"
+    return f"-{datetime.fromtimestamp(run.began_unix_s, UTC):%Y%m%d-%H%M%S-%f}"
 
 
 def is_run_folder(name: str) -> bool:
     """Whether a folder has the name of a run's."""
     return _RUN.fullmatch(name) is not None
+
+
+def is_folder_of(name: str, run: str) -> bool:
+    """Whether a folder has the name of a run's that is called so."""
+    return is_run_folder(name) and name.rsplit("-", 3)[0] == run
 
 
 def checkpoint_name(tokens: int, random_hex: RandomHex) -> str:
@@ -243,18 +248,20 @@ async def run_state(bus: Bus) -> RunState:
     if run is None:
         raise UsageError("the run has no state yet: there is nothing to save")
     # The state is written a few times a second; the reports are newer.
-    reported = sum(seen.report.tokens for seen in await bus.read_reports())
+    reported = sum(seen.report.tokens for seen in await bus.read_reports() if seen.counts_in(run))
     return run.model_copy(update={"tokens": min(MOST_TOKENS, max(run.tokens, run.base_tokens + reported))})
 
 
 async def _saved_state(bus: Bus, spec: Spec, folder: Place, offload: Offload) -> SavedState:
     """The manifest of what lies in a folder; read after the fragments, so that no tokens of theirs are missing."""
     shards, data_order = await _data_queue(bus)
+    run = await run_state(bus)
+    overwritten = sum(seen.report.overwritten for seen in await bus.read_reports() if seen.counts_in(run))
     return SavedState(
         format=1,
         spec=spec,
-        run=await run_state(bus),
-        overwritten=min(MOST_ELEMENTS, sum(seen.report.overwritten for seen in await bus.read_reports())),
+        run=run,
+        overwritten=min(MOST_ELEMENTS, overwritten),
         fragments=await offload(_fragments, folder, spec.sync.fragments),
         shards=shards,
         data_order=data_order,

@@ -81,8 +81,8 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: Run
         # Written by a syncer that was paused on the way here, it might name older heads: so it is read again.
         if state.phase is Phase.FINISHED and state.manifest == manifest:
             break
-        tokens = state.base_tokens + sum(seen.report.tokens for seen in await bus.read_reports())
-        tokens = min(MOST_TOKENS, tokens)
+        counted = (seen.report.tokens for seen in await bus.read_reports() if seen.counts_in(state))
+        tokens = min(MOST_TOKENS, state.base_tokens + sum(counted))
         update = {"phase": Phase.FINISHED, "tokens": max(state.tokens, tokens), "manifest": manifest}
         await bus.write_state(state.model_copy(update=update))
     outer_steps = sum(head.version for head in heads)

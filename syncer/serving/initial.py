@@ -8,6 +8,7 @@ from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit, Published
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.transfer.payloads import pull, push_global
 from diloco.syncer.context import SyncerContext
@@ -15,6 +16,8 @@ from diloco.syncer.merging.mending import adopted, say_rewound
 from diloco.syncer.merging.merge import all_finite
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
+PATIENCE_S = 60.0
+"""A learner uploads what it has adopted within half of it. Nobody's word keeps a run from beginning for longer."""
 AT_ONCE = 2
 """Fragments that get their version 0 at a time: each is on the bus twice meanwhile."""
 
@@ -28,6 +31,8 @@ class InitialVersions:
         """To be held for `commit`."""
         self._unusable: set[tuple[int, str]] = set()
         """Fragments and nonces of uploads that cannot be used: told once."""
+        self._asked_since_s: float | None = None
+        self._waits = False
 
     async def commit(self, layout: FragmentLayout) -> bool:
         """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
@@ -38,7 +43,9 @@ class InitialVersions:
             BusError: as the bus; a commit that was refused changed nothing.
         """
         upload = await self._bus.read_initial()
-        if upload is None:
+        if self._context.watch.state is None:
+            return False  # the lead writes it first: whatever is merged is of the part of the run that it begins
+        if upload is None or (upload.began_unix_s is None and await self._others_have_more()):
             return False
         key = self._bus.keys.initial_payload(layout.id, upload.nonce)
         try:
@@ -56,16 +63,32 @@ class InitialVersions:
         # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
         sync = layout.sync(self._sync)
         whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, sync, STAGED_TTL_S, self._offload)
-        await self._bus.commit(self._first(layout.id, payload.digest, whole, upload.learner, key))
+        await self._bus.commit(self._first(layout.id, payload.digest, whole, upload, key))
         at = (layout.id, 0, payload.digest)
         was = adopted(self._context.watch, layout.id)
         if await say_rewound(self._bus, self._context.clock, self._context.nonce, at, IDLE_VIEW, was):
             self._context.metrics.rewinds.inc()
         return True
 
-    def _first(self, fragment: int, digest: bytes, whole: Published, learner: str, key: str) -> Commit:
+    async def _others_have_more(self) -> bool:
+        """Whether fresh parameters would take the place of trained ones: a live learner has some of this run, and
+        uploads them soon, or a syncer has its checkpoint, and puts that on the bus. Not for ever: see `PATIENCE_S`."""
+        now = self._context.clock.now()
+        self._asked_since_s = now if self._asked_since_s is None else self._asked_since_s
+        if now - self._asked_since_s > PATIENCE_S:
+            return False
+        live = (seen.report for seen in self._context.watch.live())
+        who = [f"learner {one.learner}" for one in live if max(one.versions, default=-1) > 0]
+        who += [f"syncer {name}" for _, _, name in await self._bus.read_savers()]
+        if who and not self._waits:
+            detail = f"{', '.join(who)} has trained parameters of this run: fresh ones wait {PATIENCE_S:g} s for them"
+            structlog.get_logger().warning("initial_upload_waits", detail=detail)
+        self._waits = bool(who)
+        return self._waits
+
+    def _first(self, fragment: int, digest: bytes, whole: Published, upload: InitialUpload, key: str) -> Commit:
         """key: of the learner's upload, which goes with the commit."""
-        reason, unix_s = f"initial parameters of {learner}", self._context.clock.unix()
+        reason, unix_s = f"initial parameters of {upload.learner}", self._context.clock.unix()
         return Commit(
             nonce=self._context.nonce,
             expected=None,
@@ -74,6 +97,7 @@ class InitialVersions:
             published=whole,
             window=IDLE_VIEW,
             merged=(),
+            merged_tokens=upload.merged_tokens if upload.began_unix_s is not None else 0,
             record=Committed.installed(fragment, 0, digest, reason=reason, syncer=self._context.name, unix_s=unix_s),
             delta_payloads=(key,),
         )

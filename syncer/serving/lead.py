@@ -25,15 +25,17 @@ class Lead:
         self._layout, self._budget_tokens = context.layout, context.sync.tokens
         self._sample_from_s = 0.0
 
-    async def move(self, state: RunState | None, checkpoint: str = "", problem: str = "") -> RunState:
-        """Write the state that follows from the present one (None: the run has none yet), and return it.
+    async def move(self, state: RunState | None, checkpoint: str = "", problem: str = "") -> RunState | None:
+        """Write the state that follows from the present one, and return it; None before the run has parameters.
 
         checkpoint: the one that this syncer has begun last, "" if it has begun none. problem: as `RunState`.
 
         Raises:
             BusError: ask again.
         """
-        counted = await self._counted(state or self._first())
+        if (begun := state or await self._first()) is None:
+            return None
+        counted = await self._counted(begun)
         counted = counted.model_copy(update={"problem": problem[:MAX_TEXT_CHARS]})
         if checkpoint:
             counted = counted.model_copy(update={"checkpoint": checkpoint})
@@ -46,23 +48,32 @@ class Lead:
         Raises:
             BusError: ask again.
         """
-        if await self._bus.read_state() is None:
-            await self._bus.write_state(self._first())
+        if await self._bus.read_state() is None and (first := await self._first()) is not None:
+            await self._bus.write_state(first)
 
-    def _first(self) -> RunState:
+    async def _first(self) -> RunState | None:
+        """Of a run with parameters, or with their upload. It goes on from the run that they are of, if they are."""
+        upload = await self._bus.read_initial()
+        if upload is None and await self._bus.read_heads([0]) == [None]:
+            return None
+        now = self._clock.unix()
+        began = None if upload is None else upload.began_unix_s
+        took = upload if upload is not None and began is not None and began <= now else None
         return RunState(
             phase=Phase.RUNNING,
-            tokens=0,
-            base_tokens=0,
+            tokens=took.tokens if took else 0,
+            base_tokens=took.tokens if took else 0,
+            base_merged=min(took.tokens, took.merged_tokens) if took else 0,
             budget_tokens=self._budget_tokens,
-            started_unix_s=self._clock.unix(),
-            reason="training",
+            started_unix_s=now,
+            reason=f"goes on from what {took.learner} had: the bus had lost it" if took else "training",
             manifest=(),
+            origin_unix_s=began if took else None,
         )
 
     async def _counted(self, state: RunState) -> RunState:
         """With the tokens of by now; it drains once they reach the budget."""
-        update: dict[str, Any] = {"tokens": max(state.tokens, self._watch.tokens())}
+        update: dict[str, Any] = {"tokens": max(state.tokens, self._watch.tokens(state))}
         update["liveness_s"] = self._watch.liveness_s  # what whoever shows the run goes by
         if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self._clock.unix()):
             merged = await self._merged_tokens()

@@ -203,6 +203,10 @@ class Leases:
         self.syncers = syncers
         if forgotten:  # the bus has lost who is here, and may have lost leases: who held them takes them again first
             return
+        savers = await self._in_time(self._bus.read_savers()) if state is None else ()
+        if savers:
+            self._stop(self._held.keys() - self._stopping)  # who puts its checkpoint on the bus needs all leases
+            return
         sharing = syncers.index(self._nonce), len(syncers), len(self._owners)
         self._stop(excess(self._held.keys() - self._stopping, *sharing))
         await self._take(sharing)

@@ -65,9 +65,11 @@ class Lost:
 
         Raises:
             BusError, SpecMismatch: as `spec`.
+            RunReplaced: another run has begun under this name.
         """
         if found is not None:
             self._emptied = False
+            found.check_same_run(known, self._bus.keys.run, "This syncer has served")
             if known is not None and known.phase.rank > found.phase.rank and known.same_part(found):
                 found = await self._bus.write_state(known)
                 self._log.warning("state_put_back", phase=found.phase.value, reason=found.reason)

@@ -61,6 +61,8 @@ class SyncerService:
         self.id = settings.syncer_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.nonce[:6]}"
         self.serving: Serving | None = None
         """None before the spec is agreed."""
+        self.finished = False
+        """The run has come to its end."""
         self.in_order = True
         """False once a shutdown took longer than its budget, or what it leaves on disk is not whole."""
         self._offload, self._random_hex, self._make_fragment = offload, random_hex, make_fragment
@@ -70,7 +72,7 @@ class SyncerService:
         """Of the process, once `run` has returned: 1 if it did not end in order, 75 if its run goes on."""
         if not self.in_order:
             return 1
-        return 0 if self.serving is not None and self.serving.finished else AGAIN_STATUS
+        return 0 if self.finished else AGAIN_STATUS
 
     @property
     def owners(self) -> list[FragmentOwner]:
@@ -108,12 +110,14 @@ class SyncerService:
         start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload, warnings)
         spec = await _until(stop, start.spec())
         if spec is None:
+            self.finished = start.finished
             return
         context = await self._context(spec)
         self.serving = Serving(context, self.settings, warnings)
         fragments, elements = len(context.layout.fragments), context.layout.elements
         structlog.get_logger().info("spec_agreed", fragments=fragments, elements=elements, quorum=spec.sync.quorum)
         self.in_order = await self.serving.run(stop)
+        self.finished = self.serving.finished
 
     async def _context(self, spec: Spec) -> SyncerContext:
         """What the run is served with, on a bus that has room for it."""

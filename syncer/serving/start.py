@@ -1,10 +1,11 @@
 """Before anything is merged: the spec that all agree on, a checkpoint to resume, whether the bus has room. asyncio."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import structlog
 
@@ -14,6 +15,7 @@ from diloco.pipeline.bus.server import room
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.outer_cost import Speed, operations_of
 from diloco.pipeline.pacing import least_step_s
@@ -21,7 +23,9 @@ from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, groups_on
-from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.pipeline.units import moment
+from diloco.syncer.checkpoints.loading import Checkpoint, load_checkpoint, newest_of_run
+from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint, taken
 from diloco.syncer.intake import Offload
 from diloco.syncer.serving.leases import holding, release_all
@@ -31,6 +35,8 @@ T = TypeVar("T")
 
 LOOK_S = 0.1
 """How often the bus is asked for what others put there: nothing tells when they do."""
+SETTLE_S = 3.0
+"""Syncers that are started together say within this which checkpoints they have."""
 WORTH_MEASURING = 1e10
 """Operations of an outer step of all fragments: a tenth of a second of one core."""
 
@@ -49,7 +55,67 @@ class BusWarnings:
         self._told = frozenset(told)
 
 
-@dataclass(frozen=True, slots=True)
+class Way(StrEnum):
+    """What a syncer that starts does."""
+
+    BEGIN = "begin"
+    """It waits for the first learner's spec and parameters."""
+    JOIN = "join"
+    RESUME = "resume"
+    """It puts its newest checkpoint of the run on the bus."""
+    FINISHED = "finished"
+    """There is nothing to do."""
+
+
+class OnBus(NamedTuple):
+    """What the bus has of a run that has begun."""
+
+    state: RunState
+    served: bool
+    """Another syncer is at work on it."""
+    whole: bool
+    """Each fragment has a version."""
+
+
+def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, overwrite: bool, run: str) -> Way:
+    """What one start command means, in all of a run's life.
+
+    | bus                    | no checkpoint | of this run      | finished         | of an earlier one, same name |
+    |------------------------|---------------|------------------|------------------|------------------------------|
+    | nothing of the run     | begin         | resume           | finished         | (it is this one then)        |
+    | the run, served        | join          | join             | join             | refused                      |
+    | the run, nobody there  | join          | join             | join             | refused                      |
+    | ... older than saved   | join          | resume           | finished         | refused                      |
+    | ... half of a resume   | join          | resume           | resume           | refused                      |
+    | the run, finished      | join: it ends at once, and has its last checkpoint                              |
+
+    Args:
+        on_bus: None: nothing, or no more than a learner's proposal.
+        saved: the state in the newest checkpoint of a run of this name; None: there is none, or it is not to count.
+        tokens: the budget, where one was given.
+        overwrite: a checkpoint does not count: the run begins anew, or is another one.
+        run: its name.
+
+    Raises:
+        UsageError: the bus has another run of that name.
+    """
+    if saved is None or overwrite or (on_bus is not None and on_bus.state.phase is Phase.FINISHED):
+        return Way.BEGIN if on_bus is None else Way.JOIN
+    if on_bus is not None and on_bus.state.began_unix_s != saved.began_unix_s:
+        raise UsageError(
+            f"the run {run!r} on this Redis began {moment(on_bus.state.began_unix_s)} and has {on_bus.state.tokens} "
+            f"tokens; the checkpoint here is of an earlier run of that name, which began {moment(saved.began_unix_s)}, "
+            f"with {saved.tokens}. To serve the one on Redis: --overwrite, or another --checkpoint-dir. To go on from "
+            f"the checkpoint: end everybody, `diloco runs delete {run}`, and the same command again"
+        )
+    if on_bus is not None and not on_bus.whole and on_bus.state.tokens == saved.tokens:
+        return Way.RESUME
+    if on_bus is not None and (on_bus.served or on_bus.state.tokens >= saved.tokens):
+        return Way.JOIN
+    return Way.FINISHED if saved.phase is Phase.FINISHED and (tokens or 0) <= saved.tokens else Way.RESUME
+
+
+@dataclass(slots=True)
 class Start:
     """How one syncer comes to the run's spec."""
 
@@ -61,16 +127,29 @@ class Start:
     """The syncer's, for the tape."""
     offload: Offload
     bus_warnings: BusWarnings
+    finished: bool = False
+    """The run came to its end before this start: there is nothing to do."""
 
-    async def spec(self) -> Spec:
-        """The run's spec: from a checkpoint onto an empty bus, or as the first learner proposed it; waits for it.
+    async def spec(self) -> Spec | None:
+        """The run's spec: from a checkpoint, as the bus has it, or as the first learner proposes it; waits for it.
 
         Raises:
             DilocoError: settings, spec or checkpoint cannot be used.
         """
-        place = self.settings.resume
-        while place is not None and not await _retry(partial(self._resume, place)):  # noqa: ASYNC110  # see LOOK_S
-            await asyncio.sleep(LOOK_S)
+        checkpoint = await self.offload(self._saved)
+        way: Callable[[], Awaitable[Way]] = partial(self._way, checkpoint)
+        if checkpoint is None and self.settings.resume is not None:
+            checkpoint = await self.offload(load_checkpoint, self.settings.resume)
+            way = partial(self._way_of_another, checkpoint)
+        found = await _retry(way)
+        if checkpoint is not None and found is Way.FINISHED:
+            detail = "to train on, give more --tokens; to begin anew, --overwrite"
+            done = {"tokens": checkpoint.state.tokens, "checkpoint": str(checkpoint.folder)}
+            structlog.get_logger().info("run_was_finished", run=self.bus.keys.run, **done, detail=detail)
+            self.finished = True
+            return None
+        if checkpoint is not None and found is Way.RESUME:
+            await self._resume(checkpoint, way)
         self.bus_warnings.tell(await _retry(self.bus.info))  # there may be hours to mend it before anybody trains
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
@@ -86,38 +165,96 @@ class Start:
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
         return spec
 
-    async def _resume(self, place: str) -> bool:
+    def _saved(self) -> Checkpoint | None:
+        """The newest checkpoint of this run, if it is to count."""
+        place = self.settings.checkpoint_dir
+        if place is None or self.settings.overwrite:
+            return None
+        return newest_of_run(place_of(place), self.bus.keys.run)
+
+    async def _way(self, saved: Checkpoint | None) -> Way:
+        told = self.settings.model_fields_set
+        tokens = self.settings.tokens if "tokens" in told else None
+        state = None if saved is None else saved.state
+        return way_of(await self._on_bus(), state, tokens, self.settings.overwrite, self.bus.keys.run)
+
+    async def _way_of_another(self, checkpoint: Checkpoint) -> Way:
+        """With a checkpoint that a run is to begin with.
+
+        Raises:
+            UsageError: it has begun, and not with one.
+        """
+        there = await self._on_bus()
+        if there is None or (not there.whole and there.state.tokens == checkpoint.state.tokens):
+            return Way.RESUME
+        if not there.state.base_tokens:
+            raise UsageError(f"the run was started before, without {checkpoint.folder}: {taken(self.bus)}")
+        structlog.get_logger().info("already_restored", base_tokens=there.state.base_tokens)
+        return Way.JOIN
+
+    async def _on_bus(self) -> OnBus | None:
+        """What the bus has of the run; None: nothing, or what its first learner has put there."""
+        state, data = await self.bus.read_state(), await self.bus.read_spec()
+        if state is None or data is None:
+            return None
+        spec = codec.decode(Spec, data)
+        self.bus.use_spec(spec)
+        whole = all(await self.bus.read_heads(range(spec.sync.fragments)))
+        (lead,) = await self.bus.read_leases([0])
+        return OnBus(state, lead not in (None, self.nonce), whole)
+
+    async def _resume(self, checkpoint: Checkpoint, way: Callable[[], Awaitable[Way]]) -> None:
+        """Put a checkpoint on the bus, or wait until another syncer has put its own there: the one of most tokens.
+
+        way: asked again for what the bus has meanwhile.
+        """
+        looked_s = self.clock.now()
+        while True:
+            say = partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s)
+            await _retry(partial(say, checkpoint.state.tokens))
+            _, first, name = (await _retry(self.bus.read_savers) or [(0, self.nonce, self.name)])[-1]
+            if self.clock.now() - looked_s >= min(SETTLE_S, self.settings.lease_s) and first == self.nonce:
+                if await _retry(partial(self._put, checkpoint, way)):
+                    break
+            elif first != self.nonce and await _retry(way) is Way.JOIN:
+                structlog.get_logger().info("resumed_by_another", syncer=name)
+                break
+            await asyncio.sleep(LOOK_S)
+        await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
+
+    async def _acquire(self, fragments: Sequence[int]) -> bool:
+        for p in fragments:
+            if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
+                return False
+        return True
+
+    async def _put(self, checkpoint: Checkpoint, way: Callable[[], Awaitable[Way]]) -> bool:
         """Put the checkpoint on the bus, or what is missing of it: an outage or a restart may have come between.
 
-        Of several syncers that resume the same checkpoint one does it; False: another one may be at it, ask again.
-
-        A learner may have proposed the spec already; what counts is that no fragment has a head of another run.
+        False: another syncer holds leases, ask again. A spec that a learner has proposed meanwhile is replaced.
         """
-        groups = self.settings.groups
-        if (data := await self.bus.read_spec()) is not None:
-            present = codec.decode(Spec, data)
-            groups = present.sync.groups
-            self.bus.use_spec(present)
-            if all(await self.bus.read_heads(range(present.sync.fragments))):
-                state = await self.bus.read_state()
-                if state is None or not state.base_tokens:
-                    raise UsageError(f"the run was started before: {taken(self.bus)}")
-                structlog.get_logger().info("already_restored", base_tokens=state.base_tokens)
-                return True
-        checkpoint = await self.offload(load_checkpoint, place)
+        if await way() is not Way.RESUME:
+            return True
         spec = checkpoint.spec
         # Where fragments lie is this bus's, and not the checkpoint's.
-        anew = {"groups": groups or groups_on((await self.bus.info()).cluster, spec.sync.fragments)}
+        anew = {"groups": self.settings.groups or groups_on((await self.bus.info()).cluster, spec.sync.fragments)}
         if "tokens" in self.settings.model_fields_set:
             anew["tokens"] = self.settings.tokens
         spec = spec.model_copy(update={"sync": spec.sync.model_copy(update=anew)})
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
+        there = await self._on_bus()
         self.bus.use_spec(spec)
         fragments = range(spec.sync.fragments)
-        for p in fragments:
-            if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
+        if not await self._acquire(fragments):
+            return False
+        if there is not None and there.state.tokens < checkpoint.state.tokens:  # and nobody is at work on it
+            by = {"by": str(checkpoint.folder), "tokens": checkpoint.state.tokens}
+            structlog.get_logger().warning("older_run_replaced", had=there.state.tokens, **by)
+            await self.bus.delete_run()
+            if not await self._acquire(fragments):
                 return False
         async with holding(self.bus, fragments, self.nonce, self.settings.lease_s):
+            await self.offload(checkpoint.check)
             await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.name, self.clock, self.offload)
         await release_all(self.bus, self.nonce, len(fragments))
         structlog.get_logger().info("checkpoint_restored", path=str(checkpoint.folder), tokens=checkpoint.state.tokens)

@@ -214,7 +214,10 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     await syncer.release_lease(0, NONCE)
     await syncer.withdraw_syncer(NONCE)
     assert await syncer.read_syncers() == {}
+    assert await syncer.read_savers() == []
     assert (await syncer.info()).version
+    await syncer.delete_run()
+    assert await syncer.read_spec() is None
     called = set().union(*(party.called for party in parties.values()))
     everything = {name for name, _ in inspect.getmembers(Bus, inspect.iscoroutinefunction)}
     assert everything - called == {"close"}

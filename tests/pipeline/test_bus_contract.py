@@ -700,6 +700,25 @@ async def test_a_syncer_is_here_until_its_time_is_over_or_it_withdraws(bus: Bus)
     assert await bus.read_syncers() == {A: "one"}
 
 
+async def test_syncers_with_a_checkpoint_are_told_with_the_most_tokens_last(bus: Bus) -> None:
+    await bus.announce_syncer(A, "one more", 10, saved_tokens=500)
+    await bus.announce_syncer(B, "two", 10, saved_tokens=70)
+    await bus.announce_syncer("cc" * 8, "three", 10)
+    assert [tuple(one) for one in await bus.read_savers()] == [(70, B, "two"), (500, A, "one more")]
+    assert (await bus.read_syncers())[A] == "one more"
+    await bus.announce_syncer(A, "one more", 10)
+    assert [name for _, _, name in await bus.read_savers()] == ["two"]
+
+
+async def test_a_run_that_is_deleted_leaves_nothing(bus: Bus, backdoor: Backdoor) -> None:
+    await bus.announce_syncer(A, "one", 10)
+    await bus.acquire_lease(1, A, 10)
+    await bus.propose_spec(b"spec")
+    assert backdoor.dump()
+    await bus.delete_run()
+    assert not backdoor.dump()
+
+
 async def test_announcing_a_syncer_again_prolongs_its_time(bus: Bus) -> None:
     await bus.announce_syncer(A, "one", 0.2)
     await bus.announce_syncer(A, "one", 10)

@@ -76,7 +76,7 @@ def test_the_shape_is_the_documented_one_and_json():
         },
     }
     learner = {**samples.report().model_dump(), "id": "l0", "live": True, "age_s": 0.5, "versions": [0, 0]}
-    for name in ("learner", "overwritten", "published", "number", "outages", "threads", "generation"):
+    for name in ("learner", "overwritten", "published", "number", "outages", "threads", "generation", "part_unix_s"):
         del learner[name]
     assert status["learners"] == [learner]
     empty = build(spec=None, state=None, reports=[], heads=[])

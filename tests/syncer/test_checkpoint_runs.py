@@ -52,7 +52,7 @@ def test_a_new_run_of_the_same_name_takes_nothing_from_the_one_before(place: str
     (first,) = kept(place)
     before = kept(place)[first]
     with capture_logs() as log:
-        run(place, versions=60, skew_s=60.0, checkpoint_every=2.0)
+        run(place, versions=60, skew_s=60.0, checkpoint_every=2.0, overwrite=True)
     assert kept(place).pop(first) == before
     assert sorted(map(len, kept(place).values())) == [3, 3]
     (told,) = [line for line in log if line["event"] == "other_runs_found"]
@@ -103,14 +103,14 @@ def refused(place: str) -> None:
 def test_several_runs_in_a_place_are_told_apart_by_who_names_one(place: str, tmp_path: Path) -> None:
     """Neither resume nor export takes one of them by itself: they name all, and take the one that is named."""
     run(place)
-    run(place, versions=40, skew_s=60.0)
+    run(place, versions=40, skew_s=60.0, overwrite=True)
     first, second = sorted(kept(place))
     for ask in (load_checkpoint, lambda where: export(where, tmp_path / "x.safetensors"), refused):
         with pytest.raises(UsageError, match=rf"checkpoints of 2 runs; name .*: {re.escape(first)} \(checkpoint-\d+"):
             ask(place)
     older, newer = load_checkpoint(first), load_checkpoint(second)
     assert older.state.tokens < newer.state.tokens
-    run(place, versions=60, skew_s=120.0, resume=first)
+    run(place, versions=60, skew_s=120.0, resume=first, overwrite=True)
     assert set(kept(place)) == {first, second}, "it goes on in its own folder"
     assert load_checkpoint(first).state.tokens > newer.state.tokens
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import BusUnavailable, SpecMismatch
+from diloco.pipeline.errors import BusUnavailable, RunReplaced, SpecMismatch
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, Rewound
@@ -305,12 +305,15 @@ def test_another_runs_redis_that_comes_in_the_place_of_ours_is_left_as_it_is() -
             if "lease" not in str(key) and "syncers" not in str(key):
                 ours.store.values[key] = copy.deepcopy(value)
         heads = [(head.version, head.digest) for head in await ours.heads()]
-        with pytest.raises(SpecMismatch, match="another run was begun"):
+        with pytest.raises(RunReplaced, match="another run has begun under the name"):
             async with asyncio.timeout(60):
                 await ours.syncer
         assert await ours.bus.read_spec() == encode(theirs.spec)
         assert [(head.version, head.digest) for head in await ours.heads()] == heads
-        await end(*mine)
+        for one in mine:
+            with pytest.raises(ExceptionGroup) as ended:
+                await one.task
+            assert ended.group_contains(RunReplaced, match=f"Learner {one.name} has version")
 
     run_virtual(main())
 

@@ -158,6 +158,9 @@ def test_a_syncer_that_is_overtaken_while_it_resumes_follows(tmp_path, call: str
 
         setattr(first.bus, call, cut_off)
         first.bus.acquire_lease = not_prolonged
+        async with asyncio.timeout(60):
+            while calls < 2:
+                await asyncio.sleep(0.1)
         second = world.start_syncer(resume=tmp_path, syncer_id="second")
         going_on = asyncio.create_task(go_on(world, tmp_path))
         async with asyncio.timeout(60):

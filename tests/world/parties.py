@@ -149,6 +149,7 @@ class WorldLearner(Party):
                     order = read_blocks(shared, first, exchange.claims.finish, random.Random(self.incarnation))
                 if order is not None and self.rounds.steps % STEPS_A_BLOCK == 0:
                     world.oracle.shards.read(*next(order))
+                self.rounds.in_part(shared.state)
                 self._train(drawn)
                 adopted = self._adopt(shared)
                 if shared.offer_again:

@@ -23,7 +23,7 @@ Saved = tuple[dict[str, Value], dict[str, float]]
 
 STAMPED = ("seen", "syncers")
 """Hashes (of `RunKeys`) whose values begin with a time of the server, in ms, past or to come."""
-TIMED = ("claim_shard", "announce_syncer", "read_syncers")
+TIMED = ("claim_shard", "announce_syncer", "read_syncers", "read_savers")
 """Methods whose outcome depends on such a time, or on how long a shard has been held."""
 
 

@@ -223,6 +223,7 @@ class JoinedLearner:
         tokens: trained in it.
         """
         training, shared = self.training, self.shared
+        training.rounds.in_part(shared.state)
         training.rounds.trained(tokens)
         adopted = self.adopt()
         if shared.offer_again:

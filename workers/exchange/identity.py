@@ -37,6 +37,7 @@ class Identity:
     def __init__(self, bus: Reports, clock: Clock, learner: str, incarnation: str, retry: Retry) -> None:
         """retry: calls something until the bus answers."""
         self._bus, self._clock, self._learner, self._incarnation = bus, clock, learner, incarnation
+        self.run = bus.keys.run
         self._retry = retry
         self._generation, self._taken = 0, False
 

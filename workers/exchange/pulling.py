@@ -166,6 +166,7 @@ class Pulling:
         if p in self.latest and head.version <= self.latest[p][0]:
             self._carrier.feedback.reset(p)
         self.latest[p] = (head.version, head.digest)
+        member.shared.merged_tokens[p] = head.merged_tokens
         member.shared.adoptions[p] = Base(p, head.version, head.digest, values, head.interval)
         member.log.debug("fragment_pulled", fragment=p, version=head.version)
         return True

@@ -49,6 +49,7 @@ class Reporting:
 
         Raises:
             LearnerReplaced: another process has the learner's id.
+            RunReplaced: another run has begun in the place of the one that it trains in.
             BusError: it may not be written.
         """
         self._wake.clear()
@@ -56,7 +57,11 @@ class Reporting:
         self.written += 1
         own = {"number": self.written, "outages": self._outages.count, "pull_s": self._shared.pull_s}
         report = self._make(self.left).model_copy(update=own)
-        self._shared.state = await self._identity.write(report)
+        state, known = await self._identity.write(report), self._shared.state
+        if state is not None:  # else the bus came back empty: what was known holds
+            if (version := max(report.versions, default=-1)) > 0:
+                state.check_same_run(known, self._identity.run, f"Learner {report.learner} has version {version} of")
+            self._shared.state = state
         self.taken_s = self._clock.now()
         return report
 
@@ -64,7 +69,7 @@ class Reporting:
         """Write one every now and then, and save the position in the shard in hand.
 
         Raises:
-            LearnerReplaced, BusError: as `write`.
+            LearnerReplaced, RunReplaced, BusError: as `write`.
         """
         saved: tuple[str, int] | None = None
         while True:

@@ -23,6 +23,9 @@ class Shared:
     released: dict[int, int] = field(default_factory=dict)
     """Fragment -> serial of the last delta whose snapshot is held no more: it is on the bus, or of no use."""
     state: RunState | None = None
+    """The last that the bus had; also while it has none, having come back empty."""
+    merged_tokens: dict[int, int] = field(default_factory=dict)
+    """Of each fragment, up to the global that was pulled last."""
     offer_again: bool = False
     """The bus was away: deltas on the present bases must be offered again. Reset by who counts steps."""
     pull_s: float = 0.0

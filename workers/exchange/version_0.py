@@ -10,6 +10,7 @@ from diloco.pipeline.agreement import PATIENCE_S
 from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable
 from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.payload.codec import chunk_count
+from diloco.pipeline.view.ledger import whole_tokens
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.exchange.agreement import Agreement
 from diloco.workers.exchange.carrier import INITIAL_TTL_S, Carrier
@@ -61,7 +62,7 @@ class Version0:
                     and (trained or not await retry(self._agreement.others_trained))
                     and await retry(bus.claim_initial, nonce, CLAIM_TTL_S)
                 ):
-                    await self._upload(nonce)
+                    await self._upload(nonce, trained)
                 await asyncio.sleep(POLL_S)
 
     async def _is_lost(self, upload: InitialUpload, p: int) -> bool:
@@ -75,7 +76,20 @@ class Version0:
             return False
         return None in await bus.read_heads([p])  # else it went with the commit that made it a head
 
-    async def _upload(self, nonce: str) -> None:
+    def _word(self, nonce: str, trained: bool) -> InitialUpload:
+        """What is said of an upload: of adopted values, also which run they are of, for its ledger to go on."""
+        member, state = self._member, self._member.shared.state
+        if not trained or state is None:
+            return InitialUpload(learner=member.learner, nonce=nonce)
+        return InitialUpload(
+            learner=member.learner,
+            nonce=nonce,
+            began_unix_s=state.began_unix_s,
+            tokens=state.tokens,
+            merged_tokens=min(state.tokens, whole_tokens(member.shared.merged_tokens, member.layout)),
+        )
+
+    async def _upload(self, nonce: str, trained: bool) -> None:
         """All that has no head, under a claim that is kept however long a fragment takes; then announce it."""
         member, self._chunks, self._announced = self._member, [], None
         member.log.info("initial_upload_started", fragments=len(self._fragments))
@@ -84,7 +98,7 @@ class Version0:
                 heads = await self._bus.read_heads(self._fragments)
                 for p, head in zip(self._fragments, heads, strict=True):  # what has a head is not wanted any more
                     self._chunks.append(await self._carrier.upload_initial(p, nonce) if head is None else 0)
-                upload = InitialUpload(learner=member.learner, nonce=nonce)
+                upload = self._word(nonce, trained)
                 if await self._bus.finish_initial(upload, INITIAL_TTL_S):
                     self._announced = upload
         except BusError:  # whatever went wrong, the claim lapses and somebody begins again

@@ -55,7 +55,7 @@ class OwnMoments:
         """Which run of that name; None: not known yet. A resumed one is that of its first part, under any name."""
         if state is None:
             return None
-        return RunIdentity(run=self.run, started_unix_s=state.origin_unix_s or state.started_unix_s)
+        return RunIdentity(run=self.run, started_unix_s=state.began_unix_s)
 
 
 def own_moments(

@@ -343,6 +343,7 @@ class JoinedRank(JoinedLearner):
 
     def _count_agreed(self, step: _Step, agreed: Agreed) -> None:
         self._counted = step.number
+        self.training.rounds.in_part(self.shared.state)
         self.training.rounds.trained(agreed.tokens)
         items = []
         for p in sorted(agreed.snapshots):

@@ -1,7 +1,7 @@
 """What concerns a run as a whole, on Redis: spec and state, reports, logs, syncers, version 0, moments."""
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -19,6 +19,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms, unix_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
 from diloco.pipeline.bus.redis.errors import unlink
+from diloco.pipeline.bus.redis.runs import RedisRuns
 from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
@@ -56,6 +57,9 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
 
     async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
         return await self._redis.script("replace_spec", [self.keys.spec], spec, instead_of) == [1]
+
+    async def delete_run(self) -> None:
+        await RedisRuns(self._redis).free(self.keys.run)
 
     async def write_state(self, state: RunState) -> RunState:
         (blob,) = await self._redis.script("write_state", [self.keys.state], state.phase.rank, encode(state))
@@ -186,16 +190,23 @@ class RedisRunLogs(RedisConnection, RunLogs):
 
 
 class RedisSyncerBoard(RedisConnection, SyncerBoard):
-    """A hash of nonces, with name and end."""
+    """A hash of nonces, with end, tokens of a checkpoint, and name."""
 
-    async def announce_syncer(self, nonce: str, name: str, ttl_s: float) -> tuple[str, ...]:
-        (live,) = await self._redis.script("announce_syncer", [self.keys.syncers], nonce, name, to_ms(ttl_s))
+    async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
+        told = nonce, f"{saved_tokens} {name}", to_ms(ttl_s)
+        (live,) = await self._redis.script("announce_syncer", [self.keys.syncers], *told)
         return tuple(sorted(one.decode(errors="replace") for one in live))
 
     async def withdraw_syncer(self, nonce: str) -> None:
         await self._redis.command("HDEL", self.keys.syncers, nonce)
 
     async def read_syncers(self) -> dict[str, str]:
+        return stored_values.syncer_names(await self._live())
+
+    async def read_savers(self) -> Sequence[tuple[int, str, str]]:
+        return stored_values.savers(await self._live())
+
+    async def _live(self) -> list[stored_values.HereSyncer]:
         now_ms, (found,) = await self._redis.timed_hashes(self.keys.syncers)
         return stored_values.live_syncers(now_ms, found)
 

@@ -270,7 +270,7 @@ class RunReader:
             shares=self._shares,
             heads=[(head.fragment, head.version, head.digest) for head in heads if head is not None],
             began_s=None if state is None else state.started_unix_s,
-            origin_s=None if state is None else state.origin_unix_s or state.started_unix_s,
+            origin_s=None if state is None else state.began_unix_s,
             records=records,
             events=[one for _, one in events],
             evaluations=[one for _, one in evaluations],

@@ -181,6 +181,7 @@ class LabLearner:
         self._steps += 1
         self._step_s = 0.9 * self._step_s + 0.1 * takes_s
         self._stepping = False
+        self._rounds.in_part(state)
         self._rounds.trained(self._step_tokens)
         world.stepped(self._step_tokens, takes_s, loss)
 
@@ -225,6 +226,7 @@ class LabLearner:
             blocked_s=0.0,
             wall_s=0.0,
             left=left,
+            part_unix_s=counts.part_unix_s,
             host="",
             device="cpu",
         )

@@ -1,0 +1,302 @@
+"""One start command of a syncer is right in all of a run's life: what it does, by what the bus and its disk have."""
+
+import asyncio
+import copy
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco.pipeline.errors import BusUnavailable, RunReplaced, UsageError
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
+from diloco.pipeline.view.status_reader import read_status
+from diloco.syncer.checkpoints.loading import newest_of_run
+from diloco.syncer.checkpoints.places import place_of
+from diloco.syncer.serving.start import OnBus, Way, way_of
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
+
+BUDGET = 12_000
+SETTLED_S = 4.0
+"""By then syncers that start have said which checkpoints they have, and one of them has put its own on the bus."""
+CALLS = ("write_report", "read_heads", "read_tape", "tape_end", "read_spec", "propose_spec", "offer")
+"""What a learner that is cut off cannot do."""
+
+
+def state(began: float, tokens: int, phase: Phase = Phase.RUNNING) -> RunState:
+    return RunState(
+        phase=phase,
+        tokens=tokens,
+        base_tokens=0,
+        budget_tokens=1000,
+        started_unix_s=began,
+        reason="",
+        manifest=(),
+    )
+
+
+SAVED = {
+    "none": None,
+    "this run": state(5.0, 100),
+    "finished": state(5.0, 100, Phase.FINISHED),
+    "another": state(3.0, 90),
+}
+ON_BUS = {
+    "nothing": None,
+    "served": OnBus(state(5.0, 150), served=True, whole=True),
+    "nobody there": OnBus(state(5.0, 150), served=False, whole=True),
+    "older, served": OnBus(state(5.0, 50), served=True, whole=True),
+    "older": OnBus(state(5.0, 50), served=False, whole=True),
+    "half": OnBus(state(5.0, 100), served=False, whole=False),
+    "finished": OnBus(state(5.0, 200, Phase.FINISHED), served=False, whole=True),
+}
+TABLE: dict[str, dict[str, Way | None]] = {
+    "nothing": {"none": Way.BEGIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": Way.RESUME},
+    "served": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
+    "nobody there": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
+    "older, served": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
+    "older": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": None},
+    "half": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.RESUME, "another": None},
+    "finished": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": Way.JOIN},
+}
+"""None: refused."""
+
+
+@pytest.mark.parametrize("bus", ON_BUS)
+def test_what_a_start_means(bus: str) -> None:
+    """Of a run that is on the bus under the same name, and began at another time, the checkpoint is not taken."""
+    for saved, way in TABLE[bus].items():
+        given = ON_BUS[bus], SAVED[saved]
+        if way is None:
+            with pytest.raises(UsageError, match="--overwrite"):
+                way_of(*given, None, False, RUN)
+            assert way_of(*given, None, True, RUN) is Way.JOIN
+        else:
+            assert way_of(*given, None, False, RUN) is way, (bus, saved)
+    assert way_of(None, SAVED["this run"], None, True, RUN) is Way.BEGIN
+    assert way_of(None, SAVED["finished"], 101, False, RUN) is Way.RESUME
+    assert way_of(None, SAVED["finished"], 100, False, RUN) is Way.FINISHED
+
+
+def empty(world: VirtualRun) -> None:
+    """As a Redis that was killed and has kept nothing."""
+    for key in list(world.store.values):
+        world.store.delete(key)
+
+
+async def cancelled(task: asyncio.Task[None] | None) -> None:
+    assert task is not None
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+def saved_tokens(folder: Path) -> int:
+    found = newest_of_run(place_of(folder), RUN)
+    assert found is not None
+    return found.state.tokens
+
+
+def learners(world: VirtualRun, count: int = 2, first: int = 0) -> list[VirtualLearner]:
+    return [VirtualLearner(f"l{i}", world, 0.1, f"{first + i:016x}").start() for i in range(count)]
+
+
+async def killed_all(world: VirtualRun, party: Sequence[VirtualLearner]) -> None:
+    """Syncer, learners and Redis, at once."""
+    await cancelled(world.syncer)
+    for one in party:
+        await one.kill()
+    empty(world)
+
+
+def test_the_same_command_is_right_from_the_first_start_to_the_end(tmp_path: Path) -> None:
+    """Everything is killed three times; the run goes on from its newest checkpoint, and ends with 0 twice."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=BUDGET), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+        began = set()
+        for life in range(3):
+            had = saved_tokens(tmp_path) if life else 0
+            service = world.start_syncer()
+            party = learners(world, first=10 * life)
+            await asyncio.sleep(9.0 + SETTLED_S)
+            now = await world.bus.read_state()
+            assert now is not None
+            began.add(now.began_unix_s)
+            assert now.tokens > had == now.base_tokens
+            await killed_all(world, party)
+        assert len(began) == 1
+        service = world.start_syncer()
+        await world.finish(*learners(world, first=50))
+        assert service.status_at_exit == 0
+        empty(world)
+        again = world.start_syncer()
+        await world.syncer
+        assert again.status_at_exit == 0
+        assert await world.bus.read_spec() is None
+
+    run_virtual(main())
+
+
+def test_a_bus_that_is_older_than_the_checkpoint_is_replaced_where_nobody_serves_it(tmp_path: Path) -> None:
+    """Redis came back from a dump that is minutes old, and everybody else had died with it."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+        world.start_syncer()
+        party = learners(world)
+        await world.until_version(2)
+        dump, expiries = copy.deepcopy(world.store.values), dict(world.store.expiries)
+        await asyncio.sleep(20.0)
+        await killed_all(world, party)
+        had = saved_tokens(tmp_path)
+        world.store.values.update({key: value for key, value in dump.items() if "lease" not in key})
+        world.store.expiries.update(expiries)
+        world.start_syncer()
+        party = learners(world, first=20)
+        await asyncio.sleep(9.0 + SETTLED_S)
+        now = await world.bus.read_state()
+        assert now is not None
+        assert now.base_tokens == had
+        await killed_all(world, party)
+
+    run_virtual(main())
+
+
+def test_the_newest_checkpoint_of_several_syncers_is_taken(tmp_path: Path) -> None:
+    """Each has a disk of its own; the others join what it puts there."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
+        for folder in ("old", "new"):
+            world.start_syncer(checkpoint_dir=tmp_path / "old")
+            party = learners(world, first=30 if folder == "new" else 0)
+            await asyncio.sleep(12.0 + SETTLED_S)
+            await killed_all(world, party)
+            if folder == "old":
+                shutil.copytree(tmp_path / "old", tmp_path / "copy")
+        newest = saved_tokens(tmp_path / "old")
+        assert newest > saved_tokens(tmp_path / "copy")
+        first = world.start_syncer(checkpoint_dir=tmp_path / "copy", syncer_id="a")
+        one = world.syncer
+        await asyncio.sleep(1.0)
+        second = world.start_syncer(checkpoint_dir=tmp_path / "old", syncer_id="b")
+        party = learners(world, first=40)
+        await asyncio.sleep(12.0)
+        now = await world.bus.read_state()
+        assert now is not None
+        assert now.base_tokens == newest
+        assert first.serving is not None
+        assert second.serving is not None
+        await cancelled(one)
+        await killed_all(world, party)
+
+    run_virtual(main())
+
+
+def test_fresh_parameters_wait_for_a_syncer_that_has_trained_ones(tmp_path: Path) -> None:
+    """One without a checkpoint starts first, with a fresh learner: the one with it resumes."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
+        world.start_syncer(checkpoint_dir=tmp_path)
+        party = learners(world)
+        await asyncio.sleep(9.0)
+        await killed_all(world, party)
+        had = saved_tokens(tmp_path)
+        world.start_syncer(checkpoint_dir=tmp_path, syncer_id="saver")
+        saver = world.syncer
+        await asyncio.sleep(0.2)
+        world.start_syncer(syncer_id="none")
+        party = learners(world, first=40)
+        await asyncio.sleep(9.0 + SETTLED_S)
+        now = await world.bus.read_state()
+        assert now is not None
+        assert now.base_tokens == had
+        await cancelled(saver)
+        await killed_all(world, party)
+
+    run_virtual(main())
+
+
+def test_who_trained_does_not_go_on_in_a_run_that_began_anew() -> None:
+    """Redis and syncer are lost; a fresh learner reaches the empty Redis first, while the trained one is cut off."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        trained = learners(world, 1)[0]
+        await world.until_version(5)
+        await cancelled(world.syncer)
+        empty(world)
+        calls = trained.bus
+
+        async def away(*args: Any) -> Any:
+            raise BusUnavailable("cut off")
+
+        for name in CALLS:
+            setattr(calls, name, away)
+        world.start_syncer()
+        fresh = VirtualLearner("fresh", world, 0.1, "f" * 16).start()
+        await world.until_version(2)
+        for name in CALLS:
+            delattr(calls, name)
+        assert trained.task is not None
+        with pytest.raises(ExceptionGroup) as ended:
+            async with asyncio.timeout(60):
+                await trained.task
+        assert ended.group_contains(RunReplaced, match="Learner l0 has version")
+        await killed_all(world, [fresh])
+
+    run_virtual(main())
+
+
+def test_the_ledger_of_a_run_that_goes_on_from_a_learner_says_what_it_took_over() -> None:
+    """Nobody has a checkpoint. What was merged stays merged, and the learner's earlier tokens count once."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        party = learners(world)
+        await world.until_version(100)
+        await cancelled(world.syncer)
+        before = await read_status(world.bus, world.clock)
+        empty(world)
+        world.start_syncer()
+        await asyncio.sleep(30.0)
+        await world.until_version(5)
+        after, now = await read_status(world.bus, world.clock), await world.bus.read_state()
+        assert now is not None
+        assert now.base_tokens == pytest.approx(before["tokens"], abs=100)
+        assert before["tokens"] >= now.base_merged >= before["merged_tokens"] - 100
+        assert after["merged_tokens"] > before["merged_tokens"]
+        lost = after["tokens_lost"]["rejected"] - before["tokens_lost"]["rejected"]
+        assert lost <= after["tokens"] - before["tokens"], "only what was trained while nobody merged"
+        assert before["merged_tokens"] > 2 * lost, "or this shows nothing"
+        for one in party:
+            one.stop = True
+        await asyncio.sleep(10.0)
+        inputs = await read_ledger_inputs(world.bus, world.spec.sync.fragments, 5.0)
+        end = await world.bus.read_state()
+        assert end is not None
+        assert end.tokens == end.base_tokens + sum(report.tokens for report in inputs.reports)
+        await cancelled(world.syncer)
+
+    run_virtual(main())
+
+
+def test_a_finished_runs_start_is_no_error_and_a_stopped_ones_is_tried_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path)
+        service = world.start_syncer()
+        party = learners(world)
+        await world.until_version(3)
+        world.stop.set()
+        await world.syncer
+        assert service.status_at_exit == AGAIN_STATUS
+        await killed_all(world, party)
+
+    run_virtual(main())
