@@ -4,12 +4,14 @@ import sys
 
 try:
     from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS, end_at_once, end_with
+    from diloco.pipeline.process.output import open_all
 except KeyboardInterrupt:
     sys.exit(130)  # INTERRUPTED_STATUS, which may not be there yet
 
 
 def main() -> int:
     """Run the command that the arguments name; the exit status."""
+    open_all()
     end_at_once()  # until the command is imported
     from diloco import cli
     from diloco.pipeline.process.lifecycle import die_with_launcher

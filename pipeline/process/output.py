@@ -1,4 +1,5 @@
-"""Standard output and error that outlive who reads them: a closed terminal or pipe, a full disk end no training.
+"""Standard streams that are there, whatever a process was started with, and output and error that outlive who reads
+them: a closed terminal or pipe, a full disk end no training.
 
 What can be written no more goes to a file instead (a refuge), else nowhere.
 """
@@ -45,8 +46,23 @@ def _redirect(descriptor: int, file: Path) -> None:
     os.close(there)
 
 
+def open_all() -> None:
+    """As a process begins: streams that are closed (`>&-`) lead nowhere, and what a stream has no character for is `?`.
+
+    Else the next file or socket would get the descriptor, which uvloop takes for the stream's, and ends the process.
+    """
+    while (there := os.open(_NOWHERE, os.O_RDWR)) <= 2:
+        os.set_inheritable(there, True)
+    os.close(there)
+    for descriptor, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+
+
 def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
-    if stream is None:  # it was closed before the process began
+    if stream is None:  # it was closed before a program of the user's own began
         return _NOWHERE.open("w")
     stream.flush()
     raw: io.RawIOBase = _Lasting(descriptor, "w", closefd=False)

@@ -389,7 +389,7 @@ SCRIPTED: dict[str, Step] = {
     "stage_momentum": lambda bus, keys, at: stage(bus, keys.momentum_payload(0, 1, "dd" * 4)),
     "chunk_of_another": lambda bus, keys, at: bus.write_chunks(keys.delta_payload(0, "l1", "0" * 8, 0), 2, [b"x"], 60),
     "offer_as_another": lambda bus, keys, at: bus.offer(samples.header("l1", serial=9)),
-    "claim_on_a_head": lambda bus, keys, at: bus._redis.script("claim", [keys.head(9)], "x", 1),  # type: ignore[attr-defined]
+    "claim_on_a_head": lambda bus, keys, at: bus._redis.script("claim", [keys.head(9)], "x", 1, 1),  # type: ignore[attr-defined]
     "write_report_elsewhere": lambda bus, keys, at: bus._redis.script(  # type: ignore[attr-defined]
         "write_report", [keys.state, keys.seen, keys.state, keys.holder("l0")], "blob", "9", 1, 1, "0" * 8
     ),

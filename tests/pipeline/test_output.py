@@ -128,3 +128,34 @@ def test_streams_that_were_closed_before_the_start_are_none_to_write_to():
     shell = [f'exec "{sys.executable}" -c "{code}" >&- 2>&-']
     done = subprocess.run(["/bin/sh", "-c", *shell], cwd=ROOT, check=False)
     assert done.returncode == 0
+
+
+CLOSED = ("<&-", ">&-", "2>&-", "<&- >&- 2>&-")
+
+
+@pytest.mark.parametrize("closed", CLOSED)
+def test_a_command_whose_streams_are_closed_opens_them_on_nowhere_and_so_do_its_children(tmp_path, closed):
+    """Else its first socket is a standard stream, which uvloop never closes: it ends by SIGABRT instead."""
+    code = """
+import os, socket, subprocess, sys
+from pathlib import Path
+from diloco.pipeline.process.output import open_all
+open_all()
+print("heard", file=sys.stderr)
+print("heard", sys.stdin.read())
+there = subprocess.run([sys.executable, "-c", "import os; [os.fstat(fd) for fd in range(3)]"]).returncode == 0
+Path(sys.argv[1]).write_text(f"{socket.socket().fileno() > 2} {there}")
+"""
+    shell = f'exec "$0" -c "$1" "$2" </dev/null {closed}'
+    command = ["/bin/sh", "-c", shell, sys.executable, code, str(tmp_path / "end")]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "end").read_text() == "True True"
+
+
+def test_help_is_shown_on_a_stream_without_its_characters():
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "diloco", "run", "--help"]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--learners" in done.stdout

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from redis import Redis
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
@@ -96,3 +97,24 @@ def test_a_stop_is_not_a_success_and_a_finished_run_is(tmp_path: Path) -> None:
                 assert parties.ends() == dict.fromkeys(PARTIES, status), parties.told()
             finally:
                 parties.kill()
+
+
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_a_syncer_whose_streams_are_closed_ends_as_any_other(closed: str) -> None:
+    """`diloco syncer >&-`: uvloop closes none of the first three descriptors, and ended by SIGABRT as it had to."""
+    with EmbeddedRedis() as redis:
+        shell = f'exec "$0" -m diloco syncer --http-port 0 {closed}'
+        command = ["/bin/sh", "-c", shell, sys.executable]
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+        process = subprocess.Popen(command, env=kept | {"DILOCO_REDIS_URL": redis.url}, stdin=subprocess.DEVNULL)
+        try:
+            client, until = Redis.from_url(redis.url), time.monotonic() + HANGING_S
+            while not any(one["cmd"] == "get" for one in client.client_list()):  # it waits for a spec, and for signals
+                assert process.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.1)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(HANGING_S) == AGAIN_STATUS
+        finally:
+            process.kill()
+            process.wait()
