@@ -10,7 +10,8 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.payload.codec import decode, encode
-from diloco.syncer.intake import Coming, Offload
+from diloco.pipeline.transfer.payloads import Offload
+from diloco.syncer.intake import Coming
 from diloco.syncer.merging.fragment import MakeFragment
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder

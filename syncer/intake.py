@@ -7,8 +7,7 @@ decides about a window.
 import asyncio
 import math
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import structlog
 
@@ -20,7 +19,7 @@ from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader
-from diloco.pipeline.transfer.payloads import arriving
+from diloco.pipeline.transfer.payloads import Offload, arriving
 from diloco.pipeline.waiting import woken_or_done
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import DECAY
@@ -28,7 +27,6 @@ from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
 from diloco.syncer.watch import LEAST_UPLOAD_S
 
-Offload = Callable[..., Awaitable[Any]]
 Outcome = Delta | tuple[RefusalReason, str]
 """A sound delta, or why it is refused."""
 

@@ -6,7 +6,7 @@ feedback, whose vectors lie there too.
 """
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.codec import DTYPES
+from diloco.pipeline.transfer.payloads import Offload
 
 Float32 = npt.NDArray[np.float32]
 
@@ -121,10 +122,6 @@ class OnHost:
         return values
 
     read = keep
-
-
-Offload = Callable[..., Awaitable[Any]]
-"""Runs heavy work in another thread."""
 
 
 async def apart(encoder: Encoder, offload: Offload, elements: int, work: Callable[..., Any], *args: Any) -> Any:

@@ -110,6 +110,7 @@ async def _write(bus: PayloadStore, key: str, payload: Payload, first: int, ttl_
 
 
 Offload = Callable[..., Awaitable[Any]]
+"""Runs heavy work in another thread."""
 
 
 # --- globals, published ------------------------------------------------------------------------------

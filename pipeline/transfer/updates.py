@@ -11,14 +11,11 @@ quantized first, and lies on the bus beside the update, for whoever follows the 
 """
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
 from diloco.pipeline.payload.quantize import GROUP, Encoding, wire_bytes
-from diloco.pipeline.transfer.global_format import Momentum
-
-Float32 = npt.NDArray[np.float32]
+from diloco.pipeline.transfer.global_format import Float32, Momentum
 
 
 def gather(before: Float32 | None, mu: float, merged: Vector) -> Float32:

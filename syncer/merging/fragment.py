@@ -27,7 +27,7 @@ from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.cosine import cosines
-from diloco.syncer.merging.merge import Float64, Reduced, Sum, all_finite, merge_shares, rebase
+from diloco.syncer.merging.merge import Float32, Float64, Reduced, Sum, all_finite, merge_shares, rebase
 from diloco.syncer.merging.outer import (
     AveragingStep,
     NesterovStep,
@@ -36,8 +36,6 @@ from diloco.syncer.merging.outer import (
     matrix_elements,
     outer_at,
 )
-
-Float32 = npt.NDArray[np.float32]
 
 ABSURD_NORM_FACTOR = 100.0
 """A delta this many times longer than the running median of its fragment is refused."""

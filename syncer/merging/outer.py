@@ -9,16 +9,13 @@ import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.transfer.global_format import Momentum
 from diloco.syncer.algorithm import HALLEY
-from diloco.syncer.merging.merge import BLOCK, squares
-
-Float32 = npt.NDArray[np.float32]
+from diloco.syncer.merging.merge import BLOCK, Float32, squares
 
 _NO_DIRECTION = 1e-30
 """A matrix shorter than this is left as it is: it is rounding noise."""

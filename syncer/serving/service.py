@@ -22,13 +22,13 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
+from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.joining import Way
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import StatusReader
 from diloco.pipeline.waiting import meanwhile
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
-from diloco.syncer.intake import Offload
 from diloco.syncer.merging.fragment import FragmentState, MakeFragment
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.owner import FragmentOwner

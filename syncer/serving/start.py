@@ -23,11 +23,11 @@ from diloco.pipeline.payload import codec
 from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, groups_on
+from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.units import moment
 from diloco.syncer.checkpoints.loading import Checkpoint, load_checkpoint, newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint, taken
-from diloco.syncer.intake import Offload
 from diloco.syncer.serving.leases import holding, release_all
 from diloco.syncer.serving.retrying import EVERY_SECOND, warn
 

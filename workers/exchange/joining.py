@@ -19,9 +19,10 @@ from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
+from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import offload
-from diloco.workers.encoding import Encoder, Offload, OnHost
+from diloco.workers.encoding import Encoder, OnHost
 from diloco.workers.exchange.agreement import Agreement, compare
 from diloco.workers.exchange.carrier import Carrier, OwnCarrier
 from diloco.workers.exchange.exchange import Exchange

@@ -7,7 +7,8 @@ from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.retry import Outages
-from diloco.workers.encoding import Encoder, Offload
+from diloco.pipeline.transfer.payloads import Offload
+from diloco.workers.encoding import Encoder
 from diloco.workers.exchange.shared import Shared
 
 

@@ -19,7 +19,8 @@ from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import DTYPES
-from diloco.workers.encoding import Offload, encode_delta
+from diloco.pipeline.transfer.payloads import Offload
+from diloco.workers.encoding import encode_delta
 from diloco.workers.exchange.carrier import OwnCarrier, push_initial
 from diloco.workers.exchange.member import Member
 from diloco.workers.ranks.shares import SLICE, Piece, Shares, elements, in_slices

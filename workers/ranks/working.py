@@ -24,9 +24,10 @@ from diloco.pipeline.errors import BusError, IdTaken, RankGone
 from diloco.pipeline.messages.run import Event, RunState
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
+from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import offload
-from diloco.workers.encoding import AT_ONCE, Offload, OnHost
+from diloco.workers.encoding import AT_ONCE, OnHost
 from diloco.workers.exchange.carrier import Carrier
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import LOOK_S, say_joined
