@@ -148,7 +148,7 @@ async def everything(bus: Bus, groups: int = 3) -> None:
         await bus.commit(commit)
         with pytest.raises(HeadMoved):
             await bus.commit(commit)
-        assert await bus.read_chunks(commit.payload.key, 0, 10, 2**20, extend_s=5) == [b"chunk"] * 2
+        assert await bus.read_chunks(commit.published.payload.key, 0, 10, 2**20, extend_s=5) == [b"chunk"] * 2
         assert await bus.count_chunks(delta) == 0
     heads = await bus.read_heads(range(6))
     assert [(h.fragment, h.version, h.rejected_tokens) for h in heads if h] == [(p, 1, 5) for p in range(6)]
