@@ -101,8 +101,10 @@ class RunSettings(Settings):
         "decoupled",
         description="What other settings are where they are not given (docs/reference/settings.md#methods)",
     )
-    out: Path | None = Field(None, description="Output folder (default: runs/<time>)")
-    overwrite: bool = Field(False, description="Empty an output folder that is in use")
+    out: Path | None = Field(
+        None, description="Output folder; a run that was stopped or killed goes on in its own (default: runs/<time>)"
+    )
+    overwrite: bool = Field(False, description="Begin anew: empty an output folder that is in use")
     json_report: Path | None = Field(None, description="Also write the report to this file")
     prompt: str = expert("def ", description="Start of the text that the trained model writes at the end")
 

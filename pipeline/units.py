@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from decimal import Decimal, InvalidOperation
 from typing import Annotated, Any
 
@@ -150,8 +149,3 @@ def count(number: float) -> str:
 def counted(number: int, what: str) -> str:
     """'1 learner', '2 learners', '0 learners'."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def moment(unix_s: float) -> str:
-    """'2026-01-31 12:00:00 UTC'."""
-    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%d %H:%M:%S} UTC"

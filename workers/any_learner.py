@@ -154,9 +154,9 @@ class AnyLearner:
 
     def _read(self, fragments: Iterable[int]) -> list[Float32]:
         """Their newest globals (elements,)."""
-        training, left = self._life.once_joined.training, not self._life.in_run
-        given = self._url, self._given.run, training.spec, training.layout
-        return in_own_loop(read_newest(*given, fragments, left=left))
+        joined, left = self._life.once_joined, not self._life.in_run
+        given = self._url, self._given.run, joined.training.spec, joined.training.layout
+        return in_own_loop(read_newest(*given, fragments, joined.shared.state, left=left))
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
         """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.

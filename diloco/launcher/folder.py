@@ -24,7 +24,7 @@ import tomli_w
 from pydantic import SecretStr
 
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, RUNS, RunFile, is_running, without_secrets
-from diloco.launcher.page import MODEL_FILE
+from diloco.launcher.page import MODEL_FILE, PAGE_FILE
 from diloco.launcher.report import Origin
 from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, RunSettings
 from diloco.pipeline.agreement import agree
@@ -46,8 +46,15 @@ from diloco.pipeline.settings import (
 )
 from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.pipeline.view.page.joining import Started
-from diloco.syncer.checkpoints.loading import Checkpoint, find_checkpoint, known_elements, load_checkpoint
+from diloco.syncer.checkpoints.loading import (
+    Checkpoint,
+    find_checkpoint,
+    known_elements,
+    load_checkpoint,
+    newest_of_run,
+)
 from diloco.syncer.checkpoints.places import Folder as OnDisk
+from diloco.syncer.checkpoints.places import place_of
 from diloco.workers.trainer.models.hf_config import lies_elsewhere
 
 SETTINGS_FILE = "settings.toml"
@@ -124,20 +131,34 @@ class Folder:
     def make(self, settings: RunProcess, url: str | None = None) -> None:
         """Make it, empty but for settings and where the run is; what is in it, which `choose` let pass, is deleted.
 
+        A run that goes on in its own folder finds its checkpoints, tape, logs and moments there; the results of its
+        part before are kept under other names.
+
         Raises:
             UsageError: it cannot be made, or another run has taken it meanwhile.
         """
         _check_ended(self.path)
         try:
-            if (settings.overwrite and self.path.exists()) or _came_to_nothing(self.path):
+            if goes_on(settings, self.path):
+                self._keep_results()
+            elif (settings.overwrite and self.path.exists()) or _came_to_nothing(self.path):
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
             self.write_settings(settings)
             self.write_run(url, settings, {})
-            if settings.resume is not None and not is_address(settings.resume):
+            elsewhere = settings.resume is not None and not goes_on(settings, self.path)
+            if elsewhere and settings.resume is not None and not is_address(settings.resume):
                 self._take_moments(output_of(Path(settings.resume)).learners)
         except OSError as error:
             raise UsageError(f"cannot make the output folder {self.path}: {error}") from error
+
+    def _keep_results(self) -> None:
+        """report.json becomes report-1.json, and so on."""
+        there = [self.path / name for name in (REPORT_FILE, PICTURE_FILE, SAMPLE_FILE, PAGE_FILE, MODEL_FILE)]
+        part = 1 + len(list(self.path.glob("report-*.json")))
+        for file in there:
+            if file.is_file():
+                file.replace(file.with_stem(f"{file.stem}-{part}"))
 
     def _take_moments(self, earlier: Path) -> None:
         """Let learners go on from what those of the resumed run have saved, if it lies beside its checkpoints."""
@@ -217,13 +238,14 @@ def choose(settings: RunProcess) -> Folder:
     """
     path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
     if path.is_dir() and any(path.iterdir()):
-        if not settings.overwrite and not _came_to_nothing(path):
+        if not (settings.overwrite or _came_to_nothing(path) or goes_on(settings, path)):
             raise UsageError(
-                f"output folder {path} is not empty: choose another --out, or give --overwrite to empty it"
+                f"output folder {path} is not empty, and has no checkpoint of a run to go on with: choose another "
+                "--out, or give --overwrite to empty it"
             )
         if not (path / SETTINGS_FILE).is_file():
             raise UsageError(f"output folder {path} holds something else than a run: --overwrite will not empty it")
-        if settings.resume is not None and _lies_in(settings.resume, path):
+        if settings.overwrite and settings.resume is not None and _lies_in(settings.resume, path):
             raise UsageError(
                 f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
             )
@@ -245,6 +267,32 @@ def _came_to_nothing(path: Path) -> bool:
         return False
     left = {SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", MODEL_FILE}
     return all(one.is_dir() or one.name in left or one.is_relative_to(Folder(path).logs) for one in path.rglob("*"))
+
+
+def goes_on(settings: RunProcess, path: Path) -> bool:
+    """Whether the run that is resumed is the one of this folder, and goes on there."""
+    return not settings.overwrite and settings.resume is not None and path.is_dir() and _lies_in(settings.resume, path)
+
+
+def with_own_checkpoint(settings: RunProcess) -> RunProcess:
+    """Settings that resume the newest checkpoint in --out, if there is one: the same command again goes on.
+
+    Raises:
+        UsageError: that run is alive; or its checkpoint is damaged.
+    """
+    if settings.out is None or settings.overwrite or settings.resume is not None:
+        return settings
+    saved = newest_of_run(place_of(Folder(settings.out).checkpoints), settings.run)
+    if saved is None or not (settings.out / SETTINGS_FILE).is_file():
+        return settings
+    _check_ended(settings.out)
+    return settings.model_copy(update={"resume": str(saved.folder)})
+
+
+def is_done(settings: RunProcess, origin: Origin | None) -> bool:
+    """Whether the run in --out has trained its budget, and no larger one was given."""
+    out = settings.out
+    return origin is not None and out is not None and goes_on(settings, out) and settings.tokens <= origin.tokens
 
 
 def _lies_in(resumed: str, path: Path) -> bool:
@@ -301,7 +349,7 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     kept = ({"data", "model"} if moved else {"data"}) & told
     trainer = {name: value for name, value in checkpoint.spec.trainer.items() if name not in kept}
     settings = agree(agree(settings, sync, SyncSettings), trainer, TrainerSettings)
-    if settings.tokens <= trained:
+    if settings.tokens <= trained and not (settings.out is not None and goes_on(settings, settings.out)):
         raise UsageError(
             f"{checkpoint.folder} has trained {trained} tokens, and the budget is {settings.tokens}: "
             "give a larger one with --tokens (trained tokens, the earlier part included)"

@@ -182,7 +182,7 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         how = f"was {live.ended}" if live.ended else "ended without a report"
         ended = f"the run in {folder} {how}; its logs are in {folder / 'logs'}"
         if any((folder / "checkpoints").glob("**/latest")):
-            ended += f". To go on from its last checkpoint: diloco run --resume {folder}"
+            ended += f". To go on from its last checkpoint: the same command again, with --out {folder}"
         raise UsageError(ended)
     if live.closing:
         return Place(live.run, None, folder, closing=True)

@@ -24,7 +24,7 @@ from diloco.extras import need_extras
 from diloco.launcher.devices import told
 from diloco.launcher.display import Screen
 from diloco.launcher.finish import conclude
-from diloco.launcher.folder import Folder, choose, plain, resume
+from diloco.launcher.folder import Folder, choose, goes_on, is_done, plain, resume, with_own_checkpoint
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
 from diloco.launcher.locate import is_output
 from diloco.launcher.option_checks import check, is_everywhere
@@ -437,7 +437,8 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             if password:
                 url += f"?password={quote(password, safe='')}"
         async with open_bus(url, settings.run) as bus:
-            if await bus.read_spec() is not None:
+            own = goes_on(settings, folder.path) and not await bus.read_syncers()
+            if await bus.read_spec() is not None and not own:
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
             info = await bus.info()
             folder.make(settings, url)  # nothing is refused any more
@@ -472,7 +473,11 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     """
     need_extras()
     logs.configure("warning")
-    settings, origin = resume(settings)
+    settings, origin = resume(with_own_checkpoint(settings) if kind is Launcher else settings)
+    if origin is not None and is_done(settings, origin):
+        done = f"the run in {settings.out} has trained its {count(origin.tokens)} tokens"
+        print(f"{done}. To train on, give more --tokens; to begin anew, --overwrite")
+        return 0
     settings = with_preset(settings)
     check(settings)
     places_of(settings)

@@ -3,6 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from diloco.pipeline.errors import RunReplaced
@@ -22,7 +23,6 @@ from diloco.pipeline.messages.wire import (
     TokenElements,
     UnixSeconds,
 )
-from diloco.pipeline.units import moment
 
 Adopted = Annotated[int, Field(ge=-1, le=2**48)]
 
@@ -149,6 +149,11 @@ class Phase(StrEnum):
     def rank(self) -> int:
         """Order: a state of lower rank never replaces one of higher rank."""
         return list(Phase).index(self)
+
+
+def moment(unix_s: float) -> str:
+    """'2026-01-31 12:00:00 UTC'."""
+    return f"{np.datetime64(int(unix_s), 's')} UTC".replace("T", " ", 1)
 
 
 class RunState(Message):

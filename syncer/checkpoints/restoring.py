@@ -28,6 +28,8 @@ async def restore_checkpoint(
     syncer: str,
     clock: Clock,
     offload: Offload = asyncio.to_thread,
+    *,
+    finished: bool = False,
 ) -> None:
     """Put a checkpoint on an empty run: spec, run state, data, then every fragment at its saved version.
 
@@ -42,6 +44,7 @@ async def restore_checkpoint(
         syncer: its name, for the tape.
         clock: for the tape.
         offload: reads files, and runs heavy work.
+        finished: the run stays finished, as it was saved.
 
     Raises:
         UsageError: the run was started before, with another spec, data order or values, or the budget is used up; a
@@ -50,7 +53,7 @@ async def restore_checkpoint(
     """
     if spec.tensors != checkpoint.spec.tensors:
         raise UsageError(f"{checkpoint.folder} holds another model than the one to be trained")
-    if spec.sync.tokens <= checkpoint.state.tokens:
+    if spec.sync.tokens <= checkpoint.state.tokens and not finished:
         raise UsageError(
             f"tokens={spec.sync.tokens}: {checkpoint.folder} has trained {checkpoint.state.tokens} already; "
             "give a larger budget"
@@ -68,7 +71,7 @@ async def restore_checkpoint(
         if head.version != mine.version or head.digest != await offload(_digest, checkpoint, p, spec):
             raise UsageError(f"the run was started before: {taken(bus)}")
     if not any(heads):
-        await bus.write_state(_restored_run(checkpoint, spec, clock))
+        await bus.write_state(checkpoint.state if finished else _restored_run(checkpoint, spec, clock))
         order = checkpoint.data_order
         if order is not None and await bus.propose_data_order(order) != order:
             raise UsageError(f"the run already has another data order: {taken(bus)}")

@@ -15,7 +15,7 @@ from diloco.pipeline.bus.server import room
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.run import Phase, RunState, moment
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.outer_cost import Speed, operations_of
 from diloco.pipeline.pacing import least_step_s
@@ -24,7 +24,6 @@ from diloco.pipeline.process.cores import product_speed
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, groups_on
 from diloco.pipeline.transfer.payloads import Offload
-from diloco.pipeline.units import moment
 from diloco.syncer.checkpoints.loading import Checkpoint, load_checkpoint, newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint, taken
@@ -64,7 +63,7 @@ class Way(StrEnum):
     RESUME = "resume"
     """It puts its newest checkpoint of the run on the bus."""
     FINISHED = "finished"
-    """There is nothing to do."""
+    """It puts the finished run on the bus, for whoever else is started again, and ends."""
 
 
 class OnBus(NamedTuple):
@@ -142,14 +141,14 @@ class Start:
             checkpoint = await self.offload(load_checkpoint, self.settings.resume)
             way = partial(self._way_of_another, checkpoint)
         found = await _retry(way)
+        if checkpoint is not None and found in (Way.RESUME, Way.FINISHED):
+            await self._resume(checkpoint, way)
         if checkpoint is not None and found is Way.FINISHED:
             detail = "to train on, give more --tokens; to begin anew, --overwrite"
             done = {"tokens": checkpoint.state.tokens, "checkpoint": str(checkpoint.folder)}
             structlog.get_logger().info("run_was_finished", run=self.bus.keys.run, **done, detail=detail)
             self.finished = True
             return None
-        if checkpoint is not None and found is Way.RESUME:
-            await self._resume(checkpoint, way)
         self.bus_warnings.tell(await _retry(self.bus.info))  # there may be hours to mend it before anybody trains
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
@@ -233,12 +232,12 @@ class Start:
 
         False: another syncer holds leases, ask again. A spec that a learner has proposed meanwhile is replaced.
         """
-        if await way() is not Way.RESUME:
+        if (found := await way()) is Way.JOIN:
             return True
         spec = checkpoint.spec
         # Where fragments lie is this bus's, and not the checkpoint's.
         anew = {"groups": self.settings.groups or groups_on((await self.bus.info()).cluster, spec.sync.fragments)}
-        if "tokens" in self.settings.model_fields_set:
+        if "tokens" in self.settings.model_fields_set and found is not Way.FINISHED:
             anew["tokens"] = self.settings.tokens
         spec = spec.model_copy(update={"sync": spec.sync.model_copy(update=anew)})
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
@@ -255,7 +254,8 @@ class Start:
                 return False
         async with holding(self.bus, fragments, self.nonce, self.settings.lease_s):
             await self.offload(checkpoint.check)
-            await restore_checkpoint(self.bus, checkpoint, spec, self.nonce, self.name, self.clock, self.offload)
+            given = self.bus, checkpoint, spec, self.nonce, self.name, self.clock, self.offload
+            await restore_checkpoint(*given, finished=found is Way.FINISHED)
         await release_all(self.bus, self.nonce, len(fragments))
         structlog.get_logger().info("checkpoint_restored", path=str(checkpoint.folder), tokens=checkpoint.state.tokens)
         return True

@@ -17,7 +17,7 @@ from diloco import cli, commands
 from diloco.export import export
 from diloco.launcher import finish, launch, option_checks
 from diloco.launcher.display import render
-from diloco.launcher.folder import Folder, choose, plain, to_toml
+from diloco.launcher.folder import Folder, choose, is_done, plain, resume, to_toml, with_own_checkpoint
 from diloco.launcher.launch import Children, environment, threads_for
 from diloco.launcher.locate import Place, locate, without_secrets
 from diloco.launcher.option_checks import check, check_demo
@@ -33,11 +33,13 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.methods import METHODS, PAPER
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
+from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.page.joining import Started
 from diloco.pipeline.view.status import build_status
 from diloco.status import _Found
 from diloco_studies.quality.settings import PRESETS as LAB_PRESETS
 from tests import HANGING_S, samples
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 from tests.workers.test_device_encoding import a_syncer
 
 ROOT = Path(__file__).parents[2]
@@ -104,6 +106,58 @@ def test_a_folder_with_anything_else_in_it_is_not(tmp_path, kept):
     with pytest.raises(UsageError, match=r"not empty.*--overwrite"):
         prepare(RunProcess(out=folder.path))
     assert (folder.path / kept).exists()
+
+
+def saved_run(folder: Folder) -> None:
+    """With a checkpoint, as a run that was killed has left it."""
+
+    async def train() -> None:
+        world = VirtualRun(sync_spec(tokens=10**6), checkpoint_dir=folder.checkpoints)
+        world.start_syncer()
+        learner = VirtualLearner("l0", world).start()
+        await world.until_version(3)
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+        await learner.kill()
+
+    run_virtual(train())
+    (folder.tape).mkdir()
+    (folder.tape / "0-aa.msgpack").write_bytes(b"")
+    folder.report.write_text("{}")
+
+
+def test_the_same_command_again_goes_on_in_the_folder_of_a_run_that_was_stopped_or_killed(tmp_path):
+    """With its tape and moments; what its part before has reported is kept beside it."""
+    folder = left_early(tmp_path / "out")
+    saved_run(folder)
+    given = RunProcess(out=folder.path, run=RUN)
+    settings, origin = resume(with_own_checkpoint(given))
+    assert origin is not None
+    assert origin.tokens > 0
+    assert settings.tokens == 10**6
+    assert not is_done(settings, origin)
+    assert choose(settings).path == folder.path
+    folder.make(settings)
+    names = {path.name for path in folder.path.iterdir()}
+    assert {"report-1.json", "page-1.json", "tape", "checkpoints", "logs", "settings.toml"} <= names
+    assert "report.json" not in names
+    assert is_done(settings.model_copy(update={"tokens": origin.tokens}), origin)
+    assert with_own_checkpoint(given.model_copy(update={"run": "another"})).resume is None
+    anew = with_own_checkpoint(RunProcess(out=folder.path, run=RUN, overwrite=True))
+    assert anew.resume is None
+    ended(folder)
+    folder.make(anew)
+    assert {path.name for path in folder.path.iterdir()} == {"settings.toml", "run.json"}
+
+
+def test_a_run_that_is_alive_does_not_go_on_twice(tmp_path):
+    folder = left_early(tmp_path / "out")
+    saved_run(folder)
+    folder.report.unlink()
+    folder.write_run(None, RunProcess(), {"launcher": os.getpid()})
+    with pytest.raises(UsageError, match="is alive"):
+        with_own_checkpoint(RunProcess(out=folder.path, run=RUN))
 
 
 def test_a_run_that_has_just_begun_keeps_its_folder(tmp_path):

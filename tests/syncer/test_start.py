@@ -136,7 +136,10 @@ def test_the_same_command_is_right_from_the_first_start_to_the_end(tmp_path: Pat
         again = world.start_syncer()
         await world.syncer
         assert again.status_at_exit == 0
-        assert await world.bus.read_spec() is None
+        late = learners(world, first=60)
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(one.task for one in late if one.task))
+        assert [one.left for one in late] == [True, True], "who is started again ends with it"
 
     run_virtual(main())
 

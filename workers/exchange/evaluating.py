@@ -68,12 +68,19 @@ class Evaluating:
         self._next_s = 0.0
         self.last: float | None = None
         """What was last measured."""
+        self._state: RunState | None = None
 
     async def look(self, bus: Bus) -> bool:
-        """Evaluate if it is time and something changed; True once the finished run has its last evaluation."""
+        """Evaluate if it is time and something changed; True once the finished run has its last evaluation.
+
+        Raises:
+            RunReplaced: another run has begun under this name.
+        """
         state = await bus.read_state()
         if state is None:
             return False
+        state.check_same_run(self._state, bus.keys.run, "This evaluator has measured")
+        self._state = state
         finished = state.phase is Phase.FINISHED
         if not finished and time.monotonic() < self._next_s:
             return False

@@ -117,6 +117,8 @@ class Joining:
                     if head is not None and not await retry(pulling.pull, head):
                         await retry(self._reporting.write)  # its owner sees that there is somebody who cannot
                         await asyncio.sleep(POLL_S)
+        if self._shared.state is None:  # the heads came right behind it: whose moments these are goes by it
+            await retry(self._reporting.write)
         unix_s = self._clock.unix()
         joined = Event(name="learner_joined", who=self._learner, detail=self._incarnation, unix_s=unix_s)
         await retry(self._tell, joined)

@@ -12,7 +12,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.fragments import Layout
-from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.transfer.payloads import pull_shown
 from diloco.workers.exchange.agreement import compare
@@ -26,24 +26,25 @@ LOOK_S = 0.1
 
 
 async def read_newest(
-    url: str, run: str, spec: Spec, layout: Layout, fragments: Iterable[int], *, left: bool
+    url: str, run: str, spec: Spec, layout: Layout, fragments: Iterable[int], known: RunState | None, *, left: bool
 ) -> list[Float32]:
     """The newest globals (elements,) of these fragments, as learners pull them.
 
     Args:
         url, run: where.
         spec, layout: the run's, as the learner has joined it: payloads of other sizes are refused.
+        known: the run's state, as the learner has last seen it.
         left: the learner has left. So a run that ends does not wait for it, and its last merges are waited for.
 
     Raises:
-        SpecMismatch: another run has the name by now.
+        SpecMismatch, RunReplaced: another run has the name by now.
         BusError, BadPayload: a minute has brought no answer.
     """
     until, waits = LoopClock().now() + PATIENCE_S, BACKOFF.waits()
     while True:
         try:
             async with open_bus(url, run) as bus:
-                return await _read(bus, spec, layout, fragments, left)
+                return await _read(bus, spec, layout, fragments, known, left)
         except (BusError, BadPayload):  # the latter: replaced while it was read
             wait_s = next(waits)
             if LoopClock().now() + wait_s > until:
@@ -51,10 +52,14 @@ async def read_newest(
             await asyncio.sleep(wait_s)
 
 
-async def _read(bus: Bus, spec: Spec, layout: Layout, fragments: Iterable[int], left: bool) -> list[Float32]:
+async def _read(
+    bus: Bus, spec: Spec, layout: Layout, fragments: Iterable[int], known: RunState | None, left: bool
+) -> list[Float32]:
     if (held := await read_run(bus)) is None:
         raise BadPayload("the run has no spec: the bus has lost it, and its learners put it back")
     compare(spec, held)
+    if (state := await bus.read_state()) is not None:
+        state.check_same_run(known, bus.keys.run, "This learner was in")
     if left:
         await _last_merge(bus)
     found = []
