@@ -17,7 +17,6 @@ from diloco.launcher.locate import REPORT_FILE, Place, is_live, locate
 from diloco.launcher.page import MODEL_FILE, folder_of_page, way_to, write_page
 from diloco.launcher.report import read_report, summary, summary_so_far
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.run import Evaluation, Event, Phase
@@ -78,7 +77,7 @@ async def _look(url: str, run: str, known: bool) -> tuple[Model, Status]:
         BusError: it cannot be read.
     """
     async with open_bus(url, run) as bus:
-        reader, model = RunReader(bus, LoopClock(), None), PageModel(run, way_to(url))
+        reader, model = RunReader(bus, bus.clock, None), PageModel(run, way_to(url))
         while True:
             look = await reader.look()
             model.see(look)

@@ -18,7 +18,6 @@ from diloco.options import takes
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.runs import RedisRuns, Taken, connect_runs
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BadMessage, BusFull, BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
@@ -125,16 +124,15 @@ async def _row(url: str, run: str, taken: Taken) -> RunRow:
     }
     if not taken.permitted:
         return row
-    clock = LoopClock()
     async with open_bus(url, run) as bus:
         try:
-            status, state = await read_status(bus, clock), await bus.read_state()
+            status, state = await read_status(bus, bus.clock), await bus.read_state()
         except BadMessage as error:
             row["reason"], row["syncers"] = str(error), await _syncers_at_work(bus)
             return row
     row["phase"], row["reason"] = status["phase"], status["reason"]
     row["tokens"], row["budget_tokens"] = status["tokens"], status["budget_tokens"]
-    row["age_s"] = None if state is None else max(0.0, clock.unix() - state.started_unix_s)
+    row["age_s"] = None if state is None else max(0.0, bus.clock.unix() - state.started_unix_s)
     row["quiet_s"] = min((one["age_s"] for one in status["learners"]), default=None)
     row["learners"] = sum(one["live"] for one in present(status["learners"]))
     row["syncers"] = len(status["syncers"])
@@ -324,7 +322,7 @@ async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str
 
     wait: else it ends once the run is asked.
     """
-    clock, told, first = LoopClock(), "", None
+    told, first = "", None
     later = "it finishes by itself; `diloco status` shows how far it is"
     while not stop.is_set():
         try:
@@ -342,7 +340,7 @@ async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str
             if not wait:
                 tell(later)
                 return
-            status = await read_status(bus, clock)
+            status = await read_status(bus, bus.clock)
         except (BusUnavailable, BusFull) as error:
             line = f"{error}; asking again every {LOOK_S:g} s"
         else:

@@ -97,7 +97,7 @@ async def _read(url: str, run: str, known: bool) -> Status:
     async with open_bus(url, run) as bus:
         there = known or await bus.read_spec() is not None
         away = clock.now() - began_s > SOON_S  # so until now nobody else could write either
-        status = await read_status(bus, clock, answers_s=0.0 if away else math.inf)
+        status = await read_status(bus, bus.clock, answers_s=0.0 if away else math.inf)
     check_there(status, there)
     return status
 

@@ -14,7 +14,6 @@ import structlog
 
 from diloco.launcher.locate import is_output
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import HttpSettings
@@ -51,7 +50,7 @@ async def served(
     from diloco.syncer.run_metrics import RunMetrics
     from diloco.syncer.serving.http import start_http
 
-    clock = LoopClock()
+    clock = bus.clock
     collector = Collector(bus, clock, secrets.token_hex(4), idle_s=EVERY_S, way=way)
     registry = registry_of(bus.keys.run)
     registry.register(RunMetrics(collector.reading, clock, lambda: True))

@@ -42,7 +42,6 @@ from diloco.options import (
 )
 from diloco.pipeline.bus.ports import START, Bus, BusInfo
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable, DilocoError, PeerError, UsageError
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import layout_of
@@ -100,7 +99,7 @@ class Launcher:
         self.own: dict[str, Started] = {}
         """By learner: how it was started, for whoever starts it again."""
         self.way = way_to(url, self.own)  # for them, to the run
-        self._clock = LoopClock()
+        self._clock = bus.clock
         self._status = StatusReader(bus, self._clock, settings.liveness_s)
         self._progress: list[tuple[float, int]] = []
         self._drained_from_s: float | None = None
@@ -226,7 +225,7 @@ class Launcher:
         elif self._drained_from_s is None and status["phase"] in (Phase.DRAINING, Phase.CLOSING):
             self._drained_from_s = now
         if status["tokens"]:
-            self._progress.append((time.time(), status["tokens"]))
+            self._progress.append((self._clock.unix(), status["tokens"]))
         for learner in status["learners"]:
             if learner["step"]:
                 self._tell_moments(learner)

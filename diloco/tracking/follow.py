@@ -14,7 +14,6 @@ from pathlib import Path
 import typer
 
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.replacing import replace
@@ -139,10 +138,10 @@ class Writer:
 
 
 async def _follow(url: str, run: str, writer: Writer) -> None:
-    stop, said, clock = lifecycle.stop_event(), False, LoopClock()
+    stop, said = lifecycle.stop_event(), False
     over_s: float | None = None
     async with open_bus(url, run) as bus:
-        reader = RunReader(bus, clock, None)
+        reader, clock = RunReader(bus, bus.clock, None), bus.clock
         while not stop.is_set():
             try:
                 look = await reader.look()

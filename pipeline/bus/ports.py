@@ -116,6 +116,9 @@ class Keyed(Protocol):
 class Connection(Keyed, Protocol):
     """The way to the server."""
 
+    clock: Clock
+    """Of the wall, it is the server's: times that one party writes are compared with what another one's clock says."""
+
     def use_spec(self, spec: Spec) -> None:
         """Take the run's fragment groups from its spec; called once that is known."""
         ...

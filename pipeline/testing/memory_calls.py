@@ -19,7 +19,7 @@ class MemoryCalls(Connection):
         self.keys = RunKeys(run)
         self._fragments = 0
         self.store = store or MemoryStore()
-        self._clock = clock
+        self.clock = clock
         self._closed = False
         self._breaks = 0
         self._waiters: dict[asyncio.Event, None] = {}
@@ -49,20 +49,20 @@ class MemoryCalls(Connection):
             raise BusUnavailable("the bus is closed")
 
     def _unix_ms(self) -> int:
-        return int(self._clock.unix() * 1000)
+        return int(self.clock.unix() * 1000)
 
     def _bytes(self, key: str) -> bytes | None:
-        value: bytes | None = self.store.get(key, bytes, self._clock.now())
+        value: bytes | None = self.store.get(key, bytes, self.clock.now())
         return value
 
     def _hash(self, key: str) -> Hash:
         """A hash to read; one that does not exist reads as empty."""
-        value: Hash | None = self.store.get(key, dict, self._clock.now())
+        value: Hash | None = self.store.get(key, dict, self.clock.now())
         return {} if value is None else value
 
     def _stream(self, key: str) -> Stream:
         """A stream to read; one that does not exist reads as empty."""
-        value: Stream | None = self.store.get(key, Stream, self._clock.now())
+        value: Stream | None = self.store.get(key, Stream, self.clock.now())
         return Stream() if value is None else value
 
     def _set(self, key: str, value: bytes, ttl_s: float | None = None) -> None:
@@ -73,7 +73,7 @@ class MemoryCalls(Connection):
 
     def _expire(self, key: str, ttl_s: float) -> None:
         if key in self.store.values:
-            self.store.expiries[key] = self._clock.now() + ttl_s
+            self.store.expiries[key] = self.clock.now() + ttl_s
 
     def _expires(self, key: str) -> bool:
         return key in self.store.expiries
@@ -95,7 +95,7 @@ class MemoryCalls(Connection):
         return value if holds is None else holds
 
     def _bound(self, key: str, most_s: float, ttl_s: float | None = None) -> None:
-        until_s = self._clock.now() + most_s
+        until_s = self.clock.now() + most_s
         if self.store.expiries.get(key, inf) > until_s:
             self._expire(key, ttl_s or most_s)
 

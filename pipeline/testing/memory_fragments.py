@@ -48,7 +48,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         self, key: str, first: int, limit: int, chunk_bytes: int, block_s: float = 0.0, extend_s: float = 0.0
     ) -> list[bytes | memoryview]:
         found = await self._read({key: f"{first}-0"}, limit, block_s)
-        left_s = self.store.expiries.get(key, float("inf")) - self._clock.now()
+        left_s = self.store.expiries.get(key, float("inf")) - self.clock.now()
         if left_s < extend_s:
             self._expire(key, extend_s)
         chunks: list[bytes | memoryview] = [data for _, entries in found for _, data in entries]
@@ -58,7 +58,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
 
     async def expire_soon(self, key: str, ttl_s: float) -> None:
         await self._turn()
-        if self.store.expiries.get(key, 0.0) - self._clock.now() > ttl_s:
+        if self.store.expiries.get(key, 0.0) - self.clock.now() > ttl_s:
             self._expire(key, ttl_s)
 
     async def offer(self, header: DeltaHeader, renews: str = "") -> str:

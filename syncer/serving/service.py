@@ -15,7 +15,7 @@ from typing import Any
 import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
-from diloco.pipeline.clock import LoopClock, fast_loop
+from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError, exit_status
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
@@ -185,7 +185,7 @@ async def serve(settings: SyncerProcess) -> int:
     bus = await _until(stop, retry(reach, EVERY_SECOND.waits(), BusUnavailable, warn))
     if bus is None:
         return AGAIN_STATUS
-    service = SyncerService(bus, LoopClock(), settings, metrics)
+    service = SyncerService(bus, bus.clock, settings, metrics)
     collector = Collector(bus, service.clock, service.nonce, settings.liveness_s, way=Way.of(url))
     metrics.registry.register(RunMetrics(collector.reading, service.clock, service.leads))
     host, port = settings.http_host, settings.http_port

@@ -4,6 +4,7 @@ The syncer is the production service, the learners are the production exchange w
 """
 
 import asyncio
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -514,3 +515,39 @@ async def test_a_learner_whose_run_has_no_syncer_says_so(
         assert any("no syncer is here" in warning for warning in status["warnings"])
         await run.start_syncer()
         await run.until_risen()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("behind_s", [7200, -7200])
+async def test_times_are_the_servers_whatever_the_clock_of_a_machine_says(
+    redis_binary: Path | None, behind_s: int, popen: Callable[..., Any]
+) -> None:
+    """Of a syncer's machine: a run of some seconds is no two hours old, and no delta is awaited until tomorrow."""
+    code = f"""
+import sys, time
+real = time.time
+time.time = lambda: real() - {behind_s}
+from diloco.__main__ import main
+sys.exit(main())
+"""
+    with EmbeddedRedis(binary=redis_binary) as server:
+        run = RealRun(server, spec_of(sync_spec(tokens=10**9, quorum=2, fragments=2, codec="fp32")))
+        run.bus = await run.connect()
+        named = ["--run", RUN, "--redis-url", server.url, "--http-port", "0"]
+        began = time.time()
+        popen([sys.executable, "-c", code, "syncer", *named])
+        await run.start_learners(2)
+        try:
+            await run.until_risen(4)
+            status, state = await read_status(run.bus, run.bus.clock), await run.bus.read_state()
+            events = [one for _, one in await run.bus.read_events()]
+            tape = [one.unix_s for one in await run.tape()]
+        finally:
+            for learner in run.learners:
+                await learner.kill()
+            for bus in run.buses:
+                await bus.close()
+        assert state is not None
+        assert 0 < status["elapsed_s"] < time.time() - began + 1
+        for unix_s in (state.started_unix_s, *tape, *(one.unix_s for one in events)):
+            assert began - 1 < unix_s < time.time() + 1

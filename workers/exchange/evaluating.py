@@ -125,7 +125,7 @@ class Evaluating:
     async def _evaluate(self, bus: Bus, state: RunState, final: bool) -> None:
         # in a thread: the loop goes on serving its connections
         self.last = loss = await asyncio.to_thread(self._number)
-        now = time.time()
+        now = bus.clock.unix()
         evaluation = Evaluation(
             loss=loss,
             tokens=state.tokens,

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import structlog
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.clock import LoopClock, fast_loop
+from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.view.status_reader import live_learners
@@ -148,7 +148,7 @@ class ExchangeThread:
         bus, scripts = await reaching.reach(self._url, self._run_name, training.learner)
         encoder = OnDevice(training.parameters.device) if training.encode_on_device else OnHost(AT_ONCE)
         who = training.learner, training.incarnation
-        joining = Joining(bus, LoopClock(), *who, training.report, encoder=encoder)
+        joining = Joining(bus, bus.clock, *who, training.report, encoder=encoder)
         try:
             initial = training.parameters.snapshot
             exchange = await joining.join(training.spec, training.layout, lambda p: initial(p).numpy())
@@ -163,7 +163,7 @@ class ExchangeThread:
         """The last part of joining, while the exchange follows the heads already; then the same for others."""
         training, shared = self._training, exchange.shared
         recovery, rounds = training.recovery, training.rounds
-        peers = recovery.peers(bus, LoopClock(), training.spec.sync.chunk_bytes)
+        peers = recovery.peers(bus, bus.clock, training.spec.sync.chunk_bytes)
         versions = tuple(base.version for base in shared.adoptions.values())
         found = await recovery.find(peers, versions, shared.state)
         await say_joined(bus, training.learner, training.incarnation, versions, shared.state)

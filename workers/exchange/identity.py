@@ -12,6 +12,7 @@ back a second earlier, or empty, learns the order again from whoever reports.
 """
 
 import asyncio
+import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -28,6 +29,10 @@ MOST_GENERATIONS = 10**9
 HEARD = 3
 """Reports that only a live one sends: one or two may be late calls of a dead one."""
 
+_HERE: dict[str, int] = {}
+"""Incarnations that were made here, as in the cells of a notebook, with the process that made them: a child has other
+ones."""
+
 Retry = Callable[..., Awaitable[Any]]
 
 
@@ -39,6 +44,7 @@ class Identity:
         self._bus, self._clock, self._learner, self._incarnation = bus, clock, learner, incarnation
         self.run = bus.keys.run
         self._retry = retry
+        _HERE[incarnation] = os.getpid()
         self._generation, self._taken = 0, False
 
     async def acquire(self, write: Callable[[], Awaitable[Any]]) -> None:
@@ -72,7 +78,7 @@ class Identity:
                 raise
             seen = await self._retry(self._newest)
             raise LearnerReplaced(
-                f"another process has taken the place of learner {self._learner!r}{_described(seen)}. This one was "
+                f"{_who(seen)} has taken the place of learner {self._learner!r}{_described(seen)}. This one was "
                 "silent for too long (paused, or cut off from Redis), and ends; what it trained since is lost",
                 error.generation,
             ) from None
@@ -88,8 +94,9 @@ class Identity:
                 heard, last, quiet_since = heard + (last is not None), told, self._clock.now()
             if heard >= HEARD:
                 raise IdTaken(
-                    f"another process is learner {self._learner!r} already{_described(seen)}. End that one, or give "
-                    "this one an id of its own (--learner-id, learner_id=), or none: then it makes one up"
+                    f"{_who(seen)} is learner {self._learner!r} already{_described(seen)}. End that one (a Learner by "
+                    "`close()`), or give this one an id of its own (--learner-id, learner_id=), or none: then it makes "
+                    "one up"
                 )
             if seen.report.left or seen.age_s > LIVE_S or self._clock.now() - quiet_since > SILENT_S:
                 return seen.report.generation + 1
@@ -101,6 +108,11 @@ class Identity:
         others = [seen for seen in others if seen.report.incarnation != self._incarnation]
         others = [seen for seen in others if seen.report.generation < MOST_GENERATIONS]  # more were made up
         return max(others, key=lambda seen: (seen.report.generation, -seen.age_s), default=None)
+
+
+def _who(seen: SeenReport | None) -> str:
+    here = seen is not None and _HERE.get(seen.report.incarnation) == os.getpid()
+    return "another Learner of this process" if here else "another process"
 
 
 def _described(seen: SeenReport | None) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 import structlog
 
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, ScriptsMissing
 from diloco.pipeline.messages.run import SCRIPTS_FOUND, SCRIPTS_MISSING, Event
 
@@ -23,7 +22,6 @@ class Scripts:
         self._bus, self._learner = bus, learner
         self._told_s: float | None = None
         """When it was last told that they are missing; None: they are not."""
-        self._clock = LoopClock()
         self._log: Any = structlog.get_logger().bind(learner=learner)
 
     async def look(self) -> None:
@@ -36,7 +34,7 @@ class Scripts:
         try:
             await self._bus.ensure_scripts()
         except ScriptsMissing:
-            now_s = self._clock.now()
+            now_s = self._bus.clock.now()
             if self._told_s is None or now_s - self._told_s >= TELL_AGAIN_S:
                 await self._tell(SCRIPTS_MISSING)
                 self._told_s = now_s
@@ -54,4 +52,4 @@ class Scripts:
                 await self.look()
 
     async def _tell(self, name: str) -> None:
-        await self._bus.add_event(Event(name=name, who=self._learner, detail="", unix_s=self._clock.unix()))
+        await self._bus.add_event(Event(name=name, who=self._learner, detail="", unix_s=self._bus.clock.unix()))

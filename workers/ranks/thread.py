@@ -7,7 +7,6 @@ from typing import Any
 
 import structlog
 
-from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import RankGone
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.waiting import meanwhile
@@ -92,7 +91,7 @@ class RankThread(ExchangeThread):
         try:
             most = max(fragment.elements for fragment in self._shares.layout.fragments)
             wires = Wires(TcpLines(meeting.rank, meeting.addresses, meeting.listener, meeting.token), most)
-            given = bus, LoopClock(), wires, training, self._shares, self._joined
+            given = bus, bus.clock, wires, training, self._shares, self._joined
             self._working = Working(*given, abandoned=lambda: self._abandoned)
             async with meanwhile(scripts.watch()):
                 await self._working.work()

@@ -92,6 +92,8 @@ class RedisCalls:
 
     def __init__(self, place: Place, nodes: Nodes) -> None:
         self.nodes = nodes
+        self.ahead_s = 0.0
+        """Of the server's clock, by that of this machine."""
         self._lanes = Lanes(place, nodes, self.ensure_scripts)
 
     async def info(self) -> BusInfo:

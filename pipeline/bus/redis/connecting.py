@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -12,7 +13,7 @@ from diloco.pipeline.bus import server
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.address import CONNECT_S, Place, is_tls, parse
 from diloco.pipeline.bus.redis.bulk import drop_all
-from diloco.pipeline.bus.redis.calls import RedisCalls
+from diloco.pipeline.bus.redis.calls import RedisCalls, unix_ms
 from diloco.pipeline.bus.redis.errors import ERRORS, IS_IT_THERE, NAME_REDIS, NO_TLS, translate
 from diloco.pipeline.bus.redis.lanes import LOOK_AGAIN_S, TAKEN_PLACE
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, NoSentinel, SentinelNodes
@@ -45,6 +46,7 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
     try:
         with suppress(ScriptsMissing):  # the spec, say, can be read without
             await calls.ensure_scripts()
+        calls.ahead_s = unix_ms(await calls.command("TIME")) / 1000 - time.time()
     except BaseException:
         await calls.close()
         raise

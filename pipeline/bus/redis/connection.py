@@ -8,6 +8,7 @@ import structlog
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Connection
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms
+from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
 
@@ -20,6 +21,7 @@ class RedisConnection(Connection):
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         self.keys = RunKeys(run)
+        self.clock = LoopClock(calls.ahead_s)
         self._fragments = 0
         self._redis = calls
         self._warned_s: dict[str, float] = {}
