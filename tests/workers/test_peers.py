@@ -341,6 +341,32 @@ def test_a_donor_trains_on_whatever_its_own_moments_are(fault: str, capsys: pyte
     scene(play)
 
 
+def test_a_learner_without_moments_to_give_claims_no_second_wish() -> None:
+    """Who asked waits for another peer, or begins fresh, a claim's expiry later; the next one does not wait for it."""
+
+    async def play(world: World) -> None:
+        none = world.party("l0")
+        await world.bus.write_report(samples.report("l0", step=500))
+
+        async def take() -> None:
+            return None
+
+        task = world.tasks["l0"] = asyncio.create_task(none.answer(lambda: 500, take))
+        asking = asyncio.create_task(world.party("l2").ask())
+        await asyncio.sleep(1.5)
+        assert task.done()
+        await world.trains("l1", 4.0)
+        assert value_of(await asking) == 4.0
+        await world.kill("l1")
+        await asyncio.sleep(module.OFFER_TTL_S)
+        await world.bus.write_report(samples.report("l0", step=500))
+        value, waited_s = await world.timed(world.party("l3").ask())
+        assert value is None
+        assert waited_s < module.UNCLAIMED_S + 1
+
+    scene(play)
+
+
 def test_a_donor_that_is_too_slow_says_so() -> None:
     """Else nobody would learn why joiners begin fresh; it looks for wishes again."""
 

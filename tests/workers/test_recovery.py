@@ -28,6 +28,7 @@ from diloco.workers.learner import Learner
 from diloco.workers.moments import keeper, recovery, state_folder
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.moments import Moments
+from diloco.workers.moments.optimizer_state import OptimizerState, StateCopy
 from diloco.workers.moments.own import RecoveryOptions, has_moments, own_moments
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRefused
@@ -498,6 +499,37 @@ def test_a_copy_with_moments_gone_wrong_is_given_to_nobody() -> None:
             await asking
 
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("fails", ["start_copy", "advance"])
+def test_no_copy_for_others_or_for_a_restart_ever_ends_a_step(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is said once, whoever has asked is answered with none, and training goes on; what was saved before stays."""
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("memoryview assignment")
+
+    left(tmp_path)
+    saved = (tmp_path / "state.json").read_bytes()
+    party = Party(tmp_path, state_every_s=1e-9, log_losses=True)
+    party.join()
+    monkeypatch.setattr(OptimizerState if fails == "start_copy" else StateCopy, fails, fail)
+
+    async def play() -> None:
+        asking = asyncio.ensure_future(party.recovery.copy())
+        await asyncio.sleep(0)
+        party.train(6)
+        assert await asyncio.wait_for(asking, HANGING_S) is None
+
+    with structlog.testing.capture_logs() as log:
+        asyncio.run(play())
+        party.train(6)
+    (said,) = [one for one in log if one["log_level"] == "warning"]
+    assert (said["event"], said["learner"], said["error"]) == ("moments_not_copied", "l0", "memoryview assignment")
+    party.own.folder.close(HANGING_S)  # type: ignore[union-attr]
+    assert (tmp_path / "state.json").read_bytes() == saved
+    assert party.rounds.steps == 12
 
 
 def test_a_state_of_other_fragments_or_another_optimizer_is_refused(tmp_path: Path) -> None:

@@ -226,11 +226,15 @@ def test_a_wrapped_optimizer_goes_on_from_its_moments(name: str) -> None:
 
 
 def test_a_trial_is_small_for_as_many_dimensions_as_there_are() -> None:
-    for dims in range(17):
-        shape = trial_shape(dims)
+    """And larger than 4,096 elements, from which on some optimizers quantize; in whole blocks of 256, as those ask."""
+    for dims in range(1, 17):
+        shape = trial_shape(dims, 2**30)
         assert len(shape) == dims
-        assert math.prod(shape) <= 2**19
+        assert 4096 < math.prod(shape) <= 2**19
+        assert math.prod(shape) % 256 == 0
         assert len(set(shape[-4:])) == len(shape[-4:])
+    assert trial_shape(1, 768) == (768,)
+    assert trial_shape(1, 1) == (2,)
 
 
 def test_joining_with_many_dimensions_takes_no_memory() -> None:

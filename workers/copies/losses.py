@@ -85,5 +85,5 @@ def _seen(loss: Loss, before: float | None) -> tuple[bool, float | None]:
     """Whether it is there, or lost; and what is to be shown."""
     try:
         return (True, loss.number()) if loss.ready() else (False, before)
-    except RuntimeError:  # with its device, as the loop hears itself; or with an array that was donated
+    except Exception:  # with its device, as the loop hears itself; or with an array that was donated
         return True, before

@@ -36,6 +36,8 @@ class Keeper:
         """Of the incarnations before this one."""
         self._copy: StateCopy | None = None
         """In the making."""
+        self._failed = False
+        """No copy could be made, which was said."""
         self._next_save_s = self._next_losses_s = 0.0
         self._losses: deque[tuple[int, float, float, Loss]] = deque(maxlen=LOSSES_KEPT)
 
@@ -53,8 +55,21 @@ class Keeper:
             random.setstate(saved.python_rng)
 
     def stepped(self, shared: Shared, progress: float, loss: Loss | None) -> None:
-        """A step is done: copy a fragment of the moments if a copy is wanted. Never waits."""
+        """A step is done: copy a fragment of the moments if a copy is wanted. Never waits, and never raises."""
         now = time.monotonic()
+        try:
+            self._stepped(now, shared, progress, loss)
+        except Exception as error:  # whatever it is: what others get, and a restart, must not end the training
+            self._copy, self._next_save_s = None, now + self._own.options.state_every_s
+            self._own.copies.answer(None)
+            if not self._failed:
+                self._failed = True
+                detail = "it trains on; peers get none, and a restart has what was saved before, or begins fresh"
+                structlog.get_logger().warning(
+                    "moments_not_copied", learner=self._own.learner, error=str(error)[:500], detail=detail
+                )
+
+    def _stepped(self, now: float, shared: Shared, progress: float, loss: Loss | None) -> None:
         self._copy_on(now, shared)
         if self._own.options.log_losses and self._own.folder is not None:
             if loss is not None:

@@ -1,10 +1,10 @@
 """Between the state of torch optimizers and `Moments`: told apart by shape, copied at step boundaries, put back.
 
 A state that is a floating tensor shaped like its parameter is a moment; one element is a number (Adam's `step`);
-other tensors go along in checkpoints. What an optimizer keeps is known before its first step from a trial step of
-a twin on parameters of its own, for each of its groups: Muon with AdamW, in one optimizer or two, keeps other things
-for matrices than for vectors. Some optimizers keep what is a whole group's in the state of its first parameter,
-stacked; that goes along in checkpoints.
+other tensors go along in checkpoints. What an optimizer keeps is known before its first step from a trial of a twin
+on parameters of its own, for each of its groups: Muon with AdamW, in one optimizer or two, keeps other things for
+matrices than for vectors. Some optimizers keep what is a whole group's in the state of its first parameter, stacked;
+that goes along in checkpoints. What it really keeps is compared at each copy: it may go by a tensor's size.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,8 +37,13 @@ def _is_number(value: Any) -> bool:
     return value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
 
 
+def _is_plain(value: Any) -> bool:
+    """A tensor whose values are its own: none of a class that holds codes and scales, say."""
+    return isinstance(value, torch.Tensor) and type(local_of(value)) in (torch.Tensor, nn.Parameter)
+
+
 def _is_moment(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shape
+    return _is_plain(value) and value.is_floating_point() and value.shape == shape
 
 
 def _name(optimizer: torch.optim.Optimizer) -> str:
@@ -73,7 +78,7 @@ def several(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
 
 
 class _Trial(NamedTuple):
-    """What an optimizer keeps for the tensors of one group that have as many dimensions."""
+    """What an optimizer keeps for the tensors of one group that have as many dimensions, and one precision."""
 
     group: tuple[int, int]
     """Of which optimizer, and which of its groups."""
@@ -84,8 +89,8 @@ class _Trial(NamedTuple):
     stacked: bool
 
 
-def _trials(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[int, tuple[str, int]]) -> list[_Trial]:
-    """tensors: id of each trained one -> its name and number of dimensions.
+def _trials(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[int, str]) -> list[_Trial]:
+    """tensors: id of each trained one -> its name.
 
     Raises:
         TypeError: what is kept cannot be known.
@@ -95,20 +100,22 @@ def _trials(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[int, t
     seen = set[str]()
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
-            by_dims: dict[int, list[str]] = {}
-            for name, dims in (tensors[id(one)] for one in group["params"] if id(one) in tensors):
-                if name in seen:
-                    raise TypeError(f"parameter {name} is in two optimizers")
-                seen.add(name)
-                by_dims.setdefault(dims or 1, []).append(name)
-            for dims, names in sorted(by_dims.items()):
-                first, *rest = trial_states(optimizer, group, dims, min(2, len(names)))
+            by_form: dict[tuple[int, str], list[torch.Tensor]] = {}
+            for one in group["params"]:
+                if (name := tensors.get(id(one))) is not None:
+                    if name in seen:
+                        raise TypeError(f"parameter {name} is in two optimizers")
+                    seen.add(name)
+                    by_form.setdefault((one.dim() or 1, str(one.dtype)), []).append(one)
+            for (dims, _), alike in sorted(by_form.items()):
+                names, shape = [tensors[id(one)] for one in alike], trial_shape(dims, max(one.numel() for one in alike))
+                first, *rest = trial_states(optimizer, group, alike[0], shape, min(2, len(names)))
                 if rest and rest[0].keys() != first.keys() and rest[0]:
                     raise TypeError(
                         f"it keeps {sorted(first)} for one tensor and {sorted(rest[0])} for another like it"
                     )
                 stacked = bool(rest and first and not rest[0])
-                found.append(_Trial((number, place), trial_shape(dims), first, tuple(names), stacked))
+                found.append(_Trial((number, place), shape, first, tuple(names), stacked))
     return found
 
 
@@ -124,9 +131,8 @@ class OptimizerState:
         """
         self._optimizers = several(optimizers)
         self._parameters = dict(named_parameters(model))
-        shapes = {slot.tensor.name: len(slot.tensor.shape) for _, slot in slots(layout)}
-        tensors = {id(self._parameters[name]): (name, dims) for name, dims in shapes.items()}
-        trials = _trials(self._optimizers, tensors)
+        names = {slot.tensor.name for _, slot in slots(layout)}
+        trials = _trials(self._optimizers, {id(self._parameters[name]): name for name in names})
         self._kept: dict[str, Mapping[str, Any]] = {}
         """Of each tensor that is in an optimizer: a value of each state that is kept for it, for its type."""
         for one in trials:
@@ -162,13 +168,31 @@ class OptimizerState:
         return self._kept.get(tensor, {}).keys() & set(self.others)
 
     def start_copy(self) -> "StateCopy":
-        """A copy with nothing in it yet."""
+        """A copy with nothing in it yet.
+
+        Raises:
+            TypeError: what the optimizers keep is not what they kept in their trials.
+        """
         state: dict[str, Mapping[str, Any]] = {name: {} for name in self._parameters}
         owners = {id(one): optimizer for optimizer in self._optimizers for one in _parameters(optimizer)}
         for name, parameter in self._parameters.items():
             if (owner := owners.get(id(parameter))) is not None:
                 state[name] = owner.state.get(parameter, {})
+        for name, kept in self._kept.items():
+            self._compare(name, kept, {key: value for key, value in state[name].items() if value is not None})
         return StateCopy(self.kind, self.layout, self._parameters, state, self.others)
+
+    def _compare(self, tensor: str, kept: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Refuse the state of a tensor that was stepped and is of another form than in the trial."""
+
+        def alike(name: str, value: Any) -> bool:
+            if name in self.kind.moments:
+                return _is_moment(value, self._parameters[tensor].shape)
+            return _is_number(value) if name in self.kind.numbers else _form(value) == _form(kept[name])
+
+        if state and (state.keys() != kept.keys() or not all(alike(*one) for one in state.items())):
+            here, there = ({name: _form(value) for name, value in sorted(one.items())} for one in (state, kept))
+            raise TypeError(f"for {tensor} the optimizer keeps {here}, and kept {there} in a trial of another size")
 
     def check(self, moments: Moments) -> None:
         """Refuse a checkpoint whose other tensors are not those that the optimizers would go on from.
@@ -220,7 +244,7 @@ class OptimizerState:
             for p, slot in slots(of_moment(self.layout, name)):
                 if (state := states.get(slot.tensor.name)) is not None:
                     # a copy each: tensors of their own, aligned as torch's are
-                    here = state.setdefault(name, torch.empty(slot.tensor.shape, dtype=torch.float32))
+                    here = state.setdefault(name, torch.empty(slot.tensor.shape, dtype=torch.float32, device="cpu"))
                     flat = torch.from_numpy(moments.flats[p][name][slot.start : slot.stop])
                     here.view(-1)[slot.within] = flat
             for tensor, state in states.items():
@@ -233,6 +257,10 @@ class OptimizerState:
             if (state := states.get(tensor)) is not None:
                 state[name] = torch.from_numpy(np.array(array)).to(self._kept[tensor][name].dtype)
         return states
+
+
+def _form(value: Any) -> str:
+    return f"{type(value).__name__} {getattr(value, 'dtype', '')}".strip()
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
@@ -252,8 +280,8 @@ def _told_apart(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
         whole = all(name in one.kept for one in trials if one.group in groups)
         values = [(one.kept[name], one.shape) for one in having]
         for value, _ in values:
-            if not isinstance(value, (torch.Tensor, int, float)):
-                raise TypeError(f"its state {name!r} is a {type(value).__name__}, neither a tensor nor a number")
+            if not _is_plain(value) and not isinstance(value, (int, float)):
+                raise TypeError(f"its state {name!r} is a {type(value).__name__}, neither a plain tensor nor a number")
         if whole and all(_is_moment(value, shape) for value, shape in values):
             moments.append(name)
         elif whole and all(_is_number(value) for value, _ in values):
@@ -271,7 +299,7 @@ def _kept_layout(layout: Layout, moments: Iterable[str], kept: Mapping[str, Mapp
 
 
 def _number(like: Any, value: float) -> Any:
-    return torch.tensor(value, dtype=like.dtype) if isinstance(like, torch.Tensor) else type(like)(value)
+    return torch.tensor(value, dtype=like.dtype, device="cpu") if isinstance(like, torch.Tensor) else type(like)(value)
 
 
 class _Numbers:
@@ -336,13 +364,9 @@ class StateCopy:
         for name in self._other_names:
             for tensor in tensors:
                 if name in self._state[tensor]:
-                    self._others[name, tensor] = self._other(self._state[tensor][name].detach().clone())
+                    self._others[name, tensor] = snapshot_of(self._state[tensor][name].detach().clone(), self._side)
         self._snapshots.append({name: moment.snapshot(p) for name, moment in self._tensors.items()})
         return len(self._snapshots) == len(self._layout.fragments)
-
-    def _other(self, values: torch.Tensor) -> Snapshot:
-        """values: a copy; of a class that is not torch's own it is refused as it is read, in the other thread."""
-        return snapshot_of(values, self._side) if type(values) is torch.Tensor else Snapshot(values)
 
     def moments(self) -> Moments:
         """The whole copy; may wait for a device, so never call it in the training thread."""

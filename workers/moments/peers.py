@@ -127,19 +127,19 @@ class Peers:
 
     # --- answering ----------------------------------------------------------------------------------
 
-    async def answer(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments]]) -> None:
-        """Look for wishes and fulfil them, until cancelled.
+    async def answer(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments | None]]) -> None:
+        """Look for wishes and fulfil them, until cancelled, or until there are no moments to give.
 
         Args:
             steps: inner steps this learner has made.
-            copy: one of its moments, when the training thread next has made one.
+            copy: one of its moments, when the training thread next has made one; None: it cannot make any.
         """
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 board = await self._bus.read_moments()
-                if self._can_help(board) and steps() >= USEFUL_STEPS:
-                    await self._donate(steps, copy)
+                if self._can_help(board) and steps() >= USEFUL_STEPS and not await self._donate(steps, copy):
+                    return
             except BusError:
                 pass  # somebody else may, or the asker begins fresh
             except TimeoutError:
@@ -156,14 +156,16 @@ class Peers:
             return False
         return offer is None or offer.kind != self._kind
 
-    async def _donate(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments]]) -> None:
+    async def _donate(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments | None]]) -> bool:
+        """Fulfil a wish, if nobody else does; False: there are no moments to give."""
         nonce = secrets.token_hex(8)
         if not await self._bus.claim_moments(nonce, CLAIM_TTL_S):
-            return
+            return True
         holding = asyncio.create_task(self._hold(nonce))
         try:
             async with asyncio.timeout(UPLOAD_S):
-                moments = await copy()
+                if (moments := await copy()) is None:
+                    return False
                 for p, flats in enumerate(moments.flats):
                     for name, flat in flats.items():
                         if not flat.size:
@@ -180,6 +182,7 @@ class Peers:
                 )
                 announced = await self._bus.finish_moments(offer, OFFER_TTL_S)
                 log.info("moments_offered", learner=self._learner, announced=announced)
+                return True
         finally:
             holding.cancel()
             await asyncio.gather(holding, return_exceptions=True)

@@ -99,9 +99,10 @@ class Recovery:
             return None
         return Peers(bus, clock, own.learner, own.layout, own.state.kind, chunk_bytes)
 
-    async def copy(self) -> Moments:
-        """A copy of the moments, once the training thread has made it."""
-        return await asyncio.to_thread(self._checked, await self._own.copies.ask())
+    async def copy(self) -> Moments | None:
+        """A copy of the moments, once the training thread has made it; None: it cannot make one."""
+        copy = await self._own.copies.ask()
+        return None if copy is None else await asyncio.to_thread(self._checked, copy)
 
     def _checked(self, copy: StateCopy) -> Moments:
         moments = copy.moments()
@@ -111,7 +112,7 @@ class Recovery:
 
 def torch_rng(saved: SavedState) -> torch.Tensor:
     """State of torch's random numbers on the CPU."""
-    return torch.tensor(list(saved.torch_rng), dtype=torch.uint8)
+    return torch.tensor(list(saved.torch_rng), dtype=torch.uint8, device="cpu")
 
 
 def _load(folder: StateFolder, identity: RunIdentity | None, own: OptimizerState) -> tuple[SavedState, Moments] | None:
@@ -125,7 +126,7 @@ def _load(folder: StateFolder, identity: RunIdentity | None, own: OptimizerState
         saved, moments = found
         try:
             own.check(moments)
-            torch.Generator().set_state(torch_rng(saved))
+            torch.Generator(device="cpu").set_state(torch_rng(saved))
             random.Random().setstate(saved.python_rng)
         except BadPayload as error:
             raise StateRefused(f"{folder.path} does not fit this optimizer: {error}") from error
