@@ -121,6 +121,13 @@ def say_unkept(hooked: Iterable[torch.optim.Optimizer], kept: Iterable[torch.opt
         structlog.get_logger().warning("optimizers_unknown", optimizers=strange, detail=detail)
 
 
+def say_replaced(hooked: Iterable[torch.optim.Optimizer]) -> None:
+    """Say which have a `step` that somebody put in the place of their class's, whose hooks it may never call."""
+    if replaced := [type(one).__qualname__ for one in hooked if not getattr(one.step, "hooked", False)]:
+        detail = "its steps are counted if what took the place of `step` calls the one before; else call Learner.step"
+        structlog.get_logger().warning("step_replaced", optimizers=replaced, detail=detail)
+
+
 class Attached:
     """The hooks of one learner in its optimizers. The training thread's."""
 
@@ -145,12 +152,14 @@ class Attached:
         """Tokens and loss of this step."""
         self._counts = StepTokens()
         self._stepping = self._off = False
+        # a compiled `step` calls them, instead of compiling them anew with each number in them
+        before, after = map(torch.compiler.disable, (self._before, self._after))
         self._handles = [
             handle
             for place, optimizer in enumerate(optimizers)
             for handle in (
-                optimizer.register_step_pre_hook(partial(self._before, place)),
-                optimizer.register_step_post_hook(partial(self._after, place)),
+                optimizer.register_step_pre_hook(partial(before, place)),
+                optimizer.register_step_post_hook(partial(after, place)),
             )
         ]
 

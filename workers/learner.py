@@ -29,7 +29,7 @@ from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.settings import LEAVE_S, STATE_S, EncodeOn, SyncSettings
 from diloco.workers.any_learner import AnyLearner
-from diloco.workers.attached import Attached, alone, asking, asking_loss, say_unkept, unwrapped
+from diloco.workers.attached import Attached, alone, asking, asking_loss, say_replaced, say_unkept, unwrapped
 from diloco.workers.checks.arguments import check_arguments, one_loss, together, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen, frozen_digests
 from diloco.workers.checks.model_checks import check_model
@@ -209,6 +209,7 @@ class Learner(AnyLearner):
         hooked = unwrapped(self.model, given)
         self._attached = Attached(hooked, asking(tokens), asking_loss(loss), self._step)
         say_unkept(hooked, self._inner)
+        say_replaced(hooked)
 
     def progress_schedule(
         self,

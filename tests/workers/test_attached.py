@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers import attached
-from diloco.workers.attached import Attached, StepTokens
+from diloco.workers.attached import Attached, StepTokens, say_replaced
 from diloco.workers.learner import Learner
 from diloco.workers.stopping import Stopped
 from tests import HANGING_S
@@ -128,6 +129,45 @@ def test_a_skip_that_is_told_a_step_later_is_taken_off_what_follows() -> None:
     for flags, next_one in (([skipped, done], 5), ([skipped, None], 5), ([skipped, skipped], 0)):
         tokens = StepTokens()
         assert [tokens.counted(5, flags), tokens.counted(5, [None])] == [5, next_one]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's, as it imports its compiler
+def test_a_compiled_step_calls_the_hooks_and_compiles_none_of_them() -> None:
+    """Their numbers change with each step, and each would be compiled anew."""
+    model, compiling = nn.Linear(4, 4), list[bool]()
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def tokens() -> int:
+        compiling.append(torch.compiler.is_compiling())
+        return 7
+
+    counted = list[int]()
+    hooks_of([optimizer], tokens, counted)
+    optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+    for _ in range(10):
+        backward(model)
+        optimizer.step()
+    assert counted == [7] * 10
+    assert compiling == [False] * 10
+
+
+def test_a_step_that_took_the_place_of_the_optimizers_own_is_told_at_once(redis_server: str) -> None:
+    """Nobody calls hooks then. One that calls the one before, as schedulers and torch.compile make it, is none."""
+    with a_syncer(redis_server, "replaced"), learner_of(redis_server, "replaced") as learner:
+        optimizer: Any = learner.optimizer
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        with capture_logs() as log:
+            learner.attach(tokens=1)
+        assert log == []
+    optimizer.step = torch.compile(optimizer.step)
+    with capture_logs() as log:
+        say_replaced([optimizer])
+        assert log == []
+        optimizer.step = lambda closure=None: None
+        say_replaced([optimizer])
+    (said,) = log
+    assert (said["event"], said["optimizers"]) == ("step_replaced", ["AdamW"])
 
 
 def test_accumulation_and_a_closure_make_one_step_each() -> None:
