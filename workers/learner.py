@@ -32,13 +32,13 @@ from diloco.workers.any_learner import AnyLearner
 from diloco.workers.attached import Attached, alone, asking, asking_loss, say_replaced, say_unkept, unwrapped
 from diloco.workers.checks.arguments import check_arguments, one_loss, together, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen, frozen_digests
-from diloco.workers.checks.model_checks import check_model
+from diloco.workers.checks.model_checks import check_adoptions, check_model
 from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.moments.optimizer_state import Optimizers
 from diloco.workers.moments.own import Recover
 from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.names import state_with
-from diloco.workers.parameters import fitting_fragments, tensor_table, trained_tensors
+from diloco.workers.parameters import Adopted, fitting_fragments, tensor_table, trained_tensors
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
 from diloco.workers.proposal import fitting
 from diloco.workers.ranks.found import meet, ranks_of
@@ -97,6 +97,7 @@ class Learner(AnyLearner):
         encode_on: EncodeOn = "auto",
         same_frozen: bool = True,
         mesh: Any = None,
+        adopted: Adopted | None = None,
     ) -> None:
         """Nothing is connected before `with`, or `open`.
 
@@ -124,6 +125,9 @@ class Learner(AnyLearner):
                 settles it for the run. False: they may differ (quantized in different ways, say), unlooked at.
             mesh: a DeviceMesh or a process group whose ranks are this learner together, or "world": all there are.
                 Default: those of the model's DistributedDataParallel or `fully_shard`. Each makes a `Learner`, alike.
+            adopted: called with each parameter that the run's values were written into, on joining too, and with its
+                values before, in the training thread and without gradients. For copies of the weights that the loop or
+                its optimizer goes on from, such as fp32 masters: an optimizer that has some is refused without it.
 
         Raises:
             UsageError: no Redis URL; or an argument, a model or an optimizer that cannot be used, by name.
@@ -152,6 +156,10 @@ class Learner(AnyLearner):
         if given.sync is not None:
             tensor_table(model, fitting(given.sync, TorchModel(model)))
         self._inner = [] if optimizer is None else unwrapped(model, optimizer or [optimizer])
+        if not (adopted is None or callable(adopted)):
+            raise UsageError("adopted=...: pass what is called with a parameter and its values before")
+        self._adopted = adopted
+        self._check_adoptions(self._inner)
         if given.same_frozen:
             check_frozen(model)
         self._attached: Attached | None = None
@@ -207,6 +215,7 @@ class Learner(AnyLearner):
             raise UsageError(f"attach(): the learner is {how}; each step is counted once")
         given = self.optimizer if optimizers is None else optimizers
         hooked = unwrapped(self.model, given)
+        self._check_adoptions([one for one in hooked if all(one is not known for known in self._inner)])
         self._attached = Attached(hooked, asking(tokens), asking_loss(loss), self._step)
         say_unkept(hooked, self._inner)
         say_replaced(hooked)
@@ -302,11 +311,15 @@ class Learner(AnyLearner):
         if ranks_of(self.model, self._mesh) != self._ranks:
             raise UsageError("the model has other ranks than as its learner was made: set them up, and wrap it, before")
 
+    def _check_adoptions(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        if self._adopted is None:
+            check_adoptions(self.model, optimizers)
+
     def _training(
         self, spec: Spec, own: Layout | None = None, folder: Callable[[Path, Layout], StateFolder] = StateFolder
     ) -> Training:
         given = self.model, self._inner, self._given, self.device, self.times, own, folder, self._check_ranks
-        return make_training((self.id, self.incarnation), spec, *given)
+        return make_training((self.id, self.incarnation), spec, *given, self._adopted)
 
     def _proposed(self) -> TorchModel:
         return TorchModel(self.model)

@@ -28,6 +28,9 @@ from diloco.workers.names import named_buffers, named_parameters
 ITEM = 4
 """Bytes of a float32."""
 
+Adopted = Callable[[Any, torch.Tensor], object]
+"""Called with a parameter that was overwritten, and its values before."""
+
 _DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "float16", "float64"]] = {
     torch.float32: "float32",
     torch.bfloat16: "bfloat16",
@@ -312,7 +315,8 @@ class FragmentParameters(FragmentTensors):
     A buffer may be another tensor after each step, so it is looked up whenever it is copied.
     """
 
-    def __init__(self, model: nn.Module, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, layout: Layout, adopted: Adopted | None = None) -> None:
+        """adopted: called with each parameter that was overwritten, and its values before."""
         names = {slot.tensor.name for fragment in layout.fragments for slot in fragment.slots}
         held = {buffer.name: buffer for buffer in named_buffers(model) if buffer.name in names}
         tensors: dict[str, torch.Tensor] = dict(named_parameters(model))
@@ -321,7 +325,7 @@ class FragmentParameters(FragmentTensors):
         self._forms = [[(tensor.dtype, tensor.shape) for tensor in fragment] for fragment in self._tensors]
         self._held = [[held.get(slot.tensor.name) for slot in f.slots] for f in layout.fragments]
         self._averaged = [any(fragment) for fragment in self._held]
-        self._reshard = resharding(model)
+        self._reshard, self._adopted = resharding(model), adopted
 
     def some(self, layout: Layout) -> FragmentTensors:
         """Other parts of the same parameters, as they are now and later. layout: which; no buffers."""
@@ -332,7 +336,15 @@ class FragmentParameters(FragmentTensors):
     def overwrite(self, p: int, flat: npt.NDArray[np.float32] | torch.Tensor) -> None:
         """As `FragmentTensors`; the next forward pass takes it. Ranks of a learner adopt at the same step."""
         self._reshard()
-        super().overwrite(p, flat)
+        if self._adopted is None:
+            super().overwrite(p, flat)
+            return
+        parameters = [one for one, buffer in zip(self._tensors[p], self._held[p], strict=True) if buffer is None]
+        with torch.no_grad():
+            before = [one.clone() for one in parameters]
+            super().overwrite(p, flat)
+            for one, was in zip(parameters, before, strict=True):
+                self._adopted(one, was)
 
     def _look_up(self, p: int) -> None:
         for at, (buffer, was) in enumerate(zip(self._held[p], self._tensors[p], strict=True)):

@@ -20,7 +20,7 @@ from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.own import RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import StateFolder
-from diloco.workers.parameters import FragmentParameters
+from diloco.workers.parameters import Adopted, FragmentParameters
 from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
 
@@ -85,6 +85,7 @@ def make_training(
     own: Layout | None = None,
     make_folder: Callable[[Path, Layout], StateFolder] = StateFolder,
     check: Callable[[], object] = lambda: None,
+    adopted: Adopted | None = None,
 ) -> Training:
     """That of a learner that is about to join.
 
@@ -98,10 +99,11 @@ def make_training(
         own: of what this process holds, if it is a rank among several; None: all of it.
         make_folder: as `own_moments`.
         check: as `ModelWatch`.
+        adopted: as `FragmentParameters`.
     """
     layout = layout_of(spec.tensors)
     own = layout if own is None else own
-    rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(model, own)
+    rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(model, own, adopted)
     folder = None if given.state_dir is None else Path(given.state_dir)
     moments = own_moments(
         model,

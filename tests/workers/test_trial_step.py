@@ -195,11 +195,13 @@ def test_the_trial_leaves_the_optimizer_as_it_was(name: str, gradients: bool) ->
     if gradients:
         model(torch.arange(7)).square().sum().backward()
     before = copy.deepcopy(inside(optimizer)), [p.detach().clone() for p in model.parameters()]
+    numbers = torch.get_rng_state()
     inner = check_optimizer(model, optimizer)
     assert inner is not None
     state = recoverable_state(model, inner, layout(model))
     assert inside(optimizer) == before[0]
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before[1], strict=True))
+    assert torch.equal(torch.get_rng_state(), numbers)
     assert (state is not None) is known
     if state is not None:
         assert state.kind.moments == ("exp_avg", "exp_avg_sq")

@@ -5,19 +5,26 @@ learner is `ranks.found`'s. Frozen parameters may be anything (quantized, elsewh
 a model is made of would go wrong later, most of it without a word, so it is refused here with what to do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
+import structlog
 import torch
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
+from diloco.workers.moments.trial import share_kept
 from diloco.workers.names import named_parameters
 from diloco.workers.parameters import local_of, resharding, trained_tensors
 
 WRAPS_AS = ("optimizer", "optim", "_optimizer")
 """Attributes in which wrappers of optimizers keep what they wrap."""
+
+LEAST_KEPT = 0.9
+"""Of what is written into a parameter; an optimizer with no copy of the weights keeps all of it."""
+WITH_COPIES = ("lookahead", "schedulefree")
+"""In the names of wrappers that have one, and cannot be tried."""
 
 
 def check_model(model: Any) -> torch.device:
@@ -107,6 +114,33 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer |
             "`model.parameters()` of the model that is passed here, after the last `.to()`, copy or wrapping"
         )
     return inner
+
+
+def check_adoptions(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Refuse an optimizer that would undo what is adopted into the parameters; of one that cannot be tried, say so.
+
+    Raises:
+        UsageError: naming it.
+    """
+    trained, tried = {id(tensor) for tensor in trained_tensors(model).values()}, set[str]()
+    for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
+        like = next((one for one in group["params"] if id(one) in trained), None)
+        name, words = type(optimizer).__qualname__, [one for one in group.items() if isinstance(one[1], str | bool)]
+        if like is None or (form := repr((id(optimizer), like.dim(), like.dtype, words))) in tried:
+            continue  # groups that differ in numbers alone, as in their rates, are alike
+        tried.add(form)
+        kept = 0.0 if any(known in name.lower() for known in WITH_COPIES) else 1.0
+        try:
+            kept = min(kept, share_kept(optimizer, group, like))
+        except Exception as error:  # an optimizer of the user's own may do anything in its step
+            if kept:
+                detail = "one that keeps its own copy of the weights undoes what is adopted: see Learner(adopted=...)"
+                structlog.get_logger().info("adoption_not_tried", optimizer=name, error=str(error)[:200], detail=detail)
+        if kept < LEAST_KEPT:
+            raise UsageError(
+                f"optimizer ({name}) goes on from its own copy of the weights, so it would undo what is adopted from "
+                "the run: say Learner(..., adopted=fn), where fn(parameter, before) brings its copy up to date"
+            )
 
 
 def _unwrap(optimizer: Any) -> Any:
