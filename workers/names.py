@@ -83,7 +83,7 @@ def state_with(model: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) 
     named: dict[str, torch.Tensor | None] = dict(named_parameters(model))
     named |= {buffer.name: buffer.tensor for buffer in named_buffers(model)}
     others = {
-        id(tensor): torch.tensor(values[name], dtype=tensor.dtype).reshape(tensor.shape)
+        id(tensor): torch.tensor(values[name], dtype=tensor.dtype, device="cpu").reshape(tensor.shape)
         for name, tensor in named.items()
         if tensor is not None and name in values
     }

@@ -181,7 +181,7 @@ class GlooSum:
     """An `agreed.Sum`, begun by its making."""
 
     def __init__(self, group: Any, numbers: Sequence[int]) -> None:
-        self._vector = torch.tensor(numbers, dtype=torch.int64)
+        self._vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._work = distributed.all_reduce(self._vector, group=group, async_op=True)
 
     @property
@@ -251,7 +251,8 @@ class Meeting:
                 whole = make()
             except Exception as error:  # the others are told first
                 failure = error
-        made, first = torch.tensor([failure is None]), distributed.get_global_rank(self.group, source)
+        made = torch.tensor([failure is None], device="cpu")
+        first = distributed.get_global_rank(self.group, source)
         _wait(distributed.broadcast(made, first, self.group, async_op=True), TOGETHER)
         if failure is not None:
             raise failure

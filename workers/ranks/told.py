@@ -98,12 +98,12 @@ def said_by(group: Any, rank: int, own: M) -> M:
     """
     source, kind = distributed.get_global_rank(group, rank), type(own)
     data = torch.frombuffer(bytearray(codec.encode(own)), dtype=torch.uint8)
-    size = torch.tensor([len(data)])
+    size = torch.tensor([len(data)], device="cpu")
     distributed.broadcast(size, source, group)
     if not 0 < (nbytes := int(size)) <= kind.max_bytes:
         raise UsageError(f"rank {rank} of this learner says {nbytes} bytes, where {kind.max_bytes} is the limit")
     if distributed.get_rank(group) != rank:
-        data = torch.empty(nbytes, dtype=torch.uint8)
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     distributed.broadcast(data, source, group)
     try:
         return codec.decode(kind, np.asarray(data).tobytes())

@@ -64,7 +64,7 @@ class GradientMean:
         self._tensors = [p for p in model.parameters() if p.requires_grad]
         self._learners = learners
         size = sum(p.numel() for p in self._tensors)
-        self._flat = torch.zeros(size + extra)
+        self._flat = torch.zeros(size + extra, device="cpu")
         self._views = []
         start = 0
         for tensor in self._tensors:
@@ -77,7 +77,7 @@ class GradientMean:
         """Replace `.grad` by its mean over the ranks; returns the sums of the extra numbers."""
         for view, tensor in zip(self._views, self._tensors, strict=True):
             view.copy_(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor))
-        self._extra.copy_(torch.tensor(extra))
+        self._extra.copy_(torch.tensor(extra, device="cpu"))
         began = time.perf_counter()
         dist.all_reduce(self._flat)
         self.blocked_s += time.perf_counter() - began
@@ -99,7 +99,7 @@ def block_order(count: int, rank: int, learners: int) -> Iterator[tuple[int, int
 
 def gather(row: list[float]) -> list[list[float]]:
     """Every rank's row of numbers, on every rank, in rank order."""
-    mine = torch.tensor(row, dtype=torch.float64)
+    mine = torch.tensor(row, dtype=torch.float64, device="cpu")
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
     return [list(found.tolist()) for found in rows]

@@ -56,7 +56,7 @@ def forward_of(model: nn.Module, device: torch.device, compiled: bool, backend: 
     if not compiled:
         return model
     try:
-        trial = nn.Linear(8, 8).to(device)
+        trial = nn.Linear(8, 8, device=device)
         torch.autograd.backward(torch.compile(trial, backend=backend)(torch.ones(8, 8, device=device)).sum())
     except Exception as error:  # each backend has its own
         needs = "Triton (pip install triton)" if device.type == "cuda" else "a C++ compiler (g++; or set CXX to yours)"
@@ -142,7 +142,7 @@ def add_gradients(
 
     begin: called before each of them: whether it is the last.
     """
-    total = torch.zeros(())
+    total = torch.zeros((), device="cpu")
     for number, batch in enumerate(batches):
         begin(number == count - 1)
         loss = loss_of(model, batch) / count
@@ -167,7 +167,7 @@ def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) ->
     training = model.training
     model.eval()
     rows = max(1, EVAL_BATCH_TOKENS // (validation.shape[1] - 1))
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device="cpu")
     for start in range(0, len(validation), rows):
         batch = to_device(validation[start : start + rows], device)
         total += loss_of(model, batch).cpu() * len(batch)

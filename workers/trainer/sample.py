@@ -179,7 +179,7 @@ def generate(
 
     temperature 0 takes the likeliest token; top_k 0 samples from all.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device="cpu").manual_seed(seed)
     out = prompt
     for _ in range(tokens):
         logits = logits_of(model, out[None, -context:])[0, -1, :vocab].float().cpu()  # the model may have more

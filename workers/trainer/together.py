@@ -101,7 +101,7 @@ def agree_on_spec(ranks: Ranks, read: Callable[[], Spec | None]) -> Spec | None:
     encoded = b""
     if ranks.number == 0 and (spec := read()) is not None:
         encoded = codec.encode(spec)
-    size = torch.tensor([len(encoded)])
+    size = torch.tensor([len(encoded)], device="cpu")
     distributed.broadcast(size, 0)
     if not int(size):
         return None
@@ -218,6 +218,6 @@ class Rows:
         if self._ranks.number == 0:
             told = torch.from_numpy(np.array(list(islice(self._own_order, size)), np.int64))
         else:
-            told = torch.empty(size, 2, dtype=torch.int64)
+            told = torch.empty(size, 2, dtype=torch.int64, device="cpu")
         distributed.broadcast(told, 0)
         return told

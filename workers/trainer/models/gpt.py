@@ -19,7 +19,8 @@ def build(name: str, seed: int, vocab_size: int = 256) -> "GPT":
         UsageError: unknown name.
     """
     check_size(name)
-    return GPT(SIZES[name], vocab_size, seed)
+    with torch.device("cpu"):
+        return GPT(SIZES[name], vocab_size, seed)
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +83,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _init(self, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(device="cpu").manual_seed(seed)
         depth = (2 * self.size.layers) ** -0.5
         for name, tensor in self.named_parameters():
             std = 0.02 if name.startswith("embedding") else tensor.size(1) ** -0.5
