@@ -4,7 +4,7 @@ An offer is a delta's header with its stream entry. `window` asks here before it
 which learners nobody waits for one, because of what they sent.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -168,7 +168,12 @@ class NextWindow:
 # --- doubted learners ---------------------------------------------------------------------------------
 
 DOUBTED_AFTER = 3
-"""Refusals in a row."""
+"""Refusals in a row, or windows that waited in vain."""
+ASKED_AGAIN = 16
+"""Windows after which one waits for a silent learner again: its steps may have become longer than any that the syncer
+knows of, and none that does not wait for it would ever have it."""
+STRANGERS = ""
+"""Stands for all learners of whom nothing was merged lately."""
 BAD = frozenset(
     {
         RefusalReason.WRONG_LAYOUT,
@@ -191,11 +196,17 @@ class Doubts:
     delta is here and sound, and nobody waits for it. One sound delta that took no longer than uploads have ends the
     doubt. It is no punishment: whoever forges another learner's name only makes the others not wait for that one.
 
+    Nor is one waited for that sent no header in several windows that could have had it. A header ends that. Whoever
+    writes reports may make up any number of learners, under other names each time: so those of whom nothing was merged
+    lately count as one, until something of one is merged.
+
     At most as many learners as a run may have are remembered, the longest silent one goes.
     """
 
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
+        self._silent: dict[str, int] = {}
+        """Learner, or `STRANGERS` -> windows that waited in vain; and once none waits, all windows since."""
 
     def refused(self, learner: str, reason: RefusalReason) -> None:
         """A delta of this learner was refused."""
@@ -204,6 +215,27 @@ class Doubts:
             if len(self._in_a_row) > MAX_LEARNERS:
                 del self._in_a_row[next(iter(self._in_a_row))]
 
+    def heard(self, learner: str) -> None:
+        """A header of it came; of `STRANGERS`: one of them was merged."""
+        self._silent.pop(learner, None)
+
+    def closed(self, silent: Iterable[str], known: Collection[str]) -> None:
+        """A window was merged.
+
+        Args:
+            silent: waited for, for as long as a step takes, and sent no header.
+            known: learners of whom something was merged lately.
+        """
+        for learner in self._given_up():
+            self._silent[learner] += 1
+        for learner in {learner if learner in known else STRANGERS for learner in silent}:
+            self._silent[learner] = self._silent.pop(learner, 0) + 1
+        while len(self._silent) > MAX_LEARNERS:
+            del self._silent[next(iter(self._silent))]
+
+    def _given_up(self) -> frozenset[str]:
+        return frozenset(who for who, times in self._silent.items() if times >= DOUBTED_AFTER and times % ASKED_AGAIN)
+
     def sound(self, learner: str) -> None:
         """A delta of it came in time, and can be merged."""
         self._in_a_row.pop(learner, None)
@@ -211,4 +243,14 @@ class Doubts:
     @property
     def learners(self) -> frozenset[str]:
         """Those that nobody waits for."""
-        return frozenset(learner for learner, times in self._in_a_row.items() if times >= DOUBTED_AFTER)
+        bad = frozenset(learner for learner, times in self._in_a_row.items() if times >= DOUBTED_AFTER)
+        return (bad | self._given_up()) - {STRANGERS}
+
+    @property
+    def strangers(self) -> bool:
+        """Whether nobody waits for learners of whom nothing was merged lately."""
+        return STRANGERS in self._given_up()
+
+    def among(self, learners: Collection[str], known: Collection[str]) -> frozenset[str]:
+        """The same with those of these learners that are strangers, while nobody waits for any. known: as `closed`."""
+        return self.learners | (frozenset(learners).difference(known) if self.strangers else frozenset())

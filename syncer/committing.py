@@ -267,8 +267,8 @@ class RoundTrips:
         The shorter one of the last two counts, so that one hold-up is no sign.
 
         Args:
-            step_times: of the learners that are expected, s; too short is not known yet. The higher median counts, so
-                that one of two who says little cannot stretch what the other trains.
+            step_times: of the learners that were merged lately, s; too short is not known yet. The higher median
+                counts, so that one of two who says little cannot stretch what the other trains.
             latency_s: from a learner's decision to publish to its header at the syncer.
         """
         known, round_trip_s = known_steps(step_times), min(self._took)

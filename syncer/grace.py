@@ -4,17 +4,67 @@
 wait: too long a grace only makes learners train more steps on their old base.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from statistics import median_low
 
 from diloco.pipeline.ema import Ema
+from diloco.pipeline.messages.delta import DeltaHeader
+from diloco.pipeline.pacing import known_steps
 from diloco.syncer import algorithm
 
 DECAY = 0.8
 """Share of the old estimate that each observation leaves; the paper smooths, the decay is not published."""
 
 SLOWEST_FACTOR = 10.0
-"""A step time counts up to so many times the median: no learner's word alone stretches a window."""
+"""A step time counts up to so many times the usual one: nobody's word stretches a window further."""
+MOST_GRACE_S = 60.0
+"""No window waits longer, whatever is said of steps. It is as long as a step of the slowest machines that train in
+earnest; whose steps take longer is in a window now and then, and in each that it opens itself."""
+LATELY = 32
+"""Merges, of which K = 1 may take one for each learner: so many without its delta, and its times are forgotten."""
+
+
+class MergedTimes:
+    """Step and pull times of the learners of whom a delta was merged lately, as its header says them.
+
+    Whoever may report may do so under any name, also of learners that are not there. A header counts under the name of
+    its stream, and one that was merged is of somebody who trains: each learner has one voice. So these are what is
+    usual in a run, and what reports say counts within bounds of it.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, DeltaHeader]] = {}
+        """Learner -> version that its last merged delta went into, and its header."""
+
+    def merged(self, version: int, headers: Iterable[DeltaHeader]) -> None:
+        """One more merge; version: that it made."""
+        self._last |= {header.learner: (version, header) for header in headers}
+        self._last = {learner: last for learner, last in self._last.items() if version - last[0] < LATELY}
+
+    @property
+    def learners(self) -> Collection[str]:
+        """Whose they are."""
+        return self._last.keys()
+
+    @property
+    def steps(self) -> list[float]:
+        """Step time of each, s, as far as known."""
+        return known_steps(header.step_s for _, header in self._last.values())
+
+    @property
+    def pull_s(self) -> float:
+        """The lower median of pulls, of a fragment of mean size; 0.0: not known. One word alone moves it no further
+        than the others' go."""
+        return median_low([header.pull_s for _, header in self._last.values()] or [0.0])
+
+    def slowest_s(self, reported: Iterable[float]) -> float | None:
+        """The step time by which a window waits, s; None before the first merge.
+
+        reported: step times of those that it waits for; 0.0 is not known yet and is ignored.
+        """
+        if not (usual := self.steps):
+            return None
+        return min(max(known_steps(reported), default=max(usual)), SLOWEST_FACTOR * median_low(usual))
 
 
 class GraceEstimator:
@@ -26,7 +76,7 @@ class GraceEstimator:
         self._hidden_s = 0.0
         """Tau steps, as last known; nothing counts for longer."""
 
-    def observe(self, quorum_s: float, sync_s: float, step_times: Sequence[float], overlap_steps: int) -> None:
+    def observe(self, quorum_s: float, sync_s: float, slowest_s: float | None, overlap_steps: int) -> None:
         """The times of one window.
 
         Each counts for tau steps at most: those leave no slack, and how much longer it took says nothing of the windows
@@ -35,18 +85,18 @@ class GraceEstimator:
         Args:
             quorum_s: from its opening to the K-th header.
             sync_s: the syncer's part of a sync time: uploads, merge, outer step and commit.
-            step_times: as of `grace_s`; if none is known, it is as it was.
+            slowest_s: as of `grace_s`; if none is known, it is as it was.
             overlap_steps: the same.
         """
-        if (slowest := _slowest(step_times)) is not None:
-            self._hidden_s = overlap_steps * slowest
+        if slowest_s is not None:
+            self._hidden_s = overlap_steps * slowest_s
         self._quorum.observe(min(quorum_s, self._hidden_s))
         self._sync.observe(min(sync_s, self._hidden_s))
 
     def grace_s(
         self,
-        step_times: Sequence[float],
-        pull_times: Sequence[float],
+        slowest_s: float | None,
+        pull_s: float,
         overlap_steps: int,
         gamma: float,
         control_latency_s: float,
@@ -57,18 +107,17 @@ class GraceEstimator:
         The step time in the slack is the slowest expected learner's: grace is there for stragglers, and one
         measured in the steps of the fastest would close on mixed hardware before a straggler's next step
         boundary, where alone it can follow. For the same reason nothing is gained by waiting longer than one
-        such step, as long as it may be, and the latency of a header: that is the cap.
+        such step, as long as it may be, and the latency of a header: that is the cap, within `MOST_GRACE_S`.
 
-        The sync time ends when learners have the global, as the paper's does. How long a pull takes only they know,
-        and the lower median of what they say counts: one word alone shortens a grace no more than it stretches it.
+        The sync time ends when learners have the global, as the paper's does. How long a pull takes only they know.
 
         A stretched interval has the round trip in it, the grace too, by the shorter of the last two. Smoothed times are
         now above it and now below. Were they taken off once more, every other window would close without a grace, and
         whoever missed it would lose a long interval's work. So only the cap is left there.
 
         Args:
-            step_times: compute step time of each expected learner, s; 0.0 is not known yet and is ignored.
-            pull_times: from a head to the fragment's global pulled, of each expected learner, s; 0.0 before its first.
+            slowest_s: as `MergedTimes.slowest_s`.
+            pull_s: from a head to the fragment's global pulled, s; 0.0 before the first.
             overlap_steps: tau in force (`ramps.overlap_in_force`).
             gamma: share of the slack, below 1.
             control_latency_s: from a learner's decision to follow to its header at the syncer.
@@ -77,16 +126,7 @@ class GraceEstimator:
         Returns:
             Seconds, 0 or more; None if no step time, quorum time or sync time is known.
         """
-        slowest = _slowest(step_times)
-        if slowest is None or self._quorum.value is None or self._sync.value is None:
+        if slowest_s is None or self._quorum.value is None or self._sync.value is None:
             return None
-        if stretched:
-            return algorithm.grace(slowest, 0.0, 0.0, overlap_steps, gamma, control_latency_s)
-        sync = self._sync.value + (median_low(pull_times) if pull_times else 0.0)
-        return algorithm.grace(slowest, self._quorum.value, sync, overlap_steps, gamma, control_latency_s)
-
-
-def _slowest(step_times: Sequence[float]) -> float | None:
-    """The step time by which a window waits, s; None if none is known."""
-    known = [s for s in step_times if s > 0]
-    return min(max(known), SLOWEST_FACTOR * median_low(known)) if known else None
+        quorum_s, sync_s = (0.0, 0.0) if stretched else (self._quorum.value, self._sync.value + pull_s)
+        return min(MOST_GRACE_S, algorithm.grace(slowest_s, quorum_s, sync_s, overlap_steps, gamma, control_latency_s))

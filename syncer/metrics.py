@@ -46,7 +46,9 @@ class Metrics:
         )
         self.open_windows = Gauge("diloco_open_windows", "Windows that are not idle", registry=registry)
         self.doubted_learners = Gauge(
-            "diloco_doubted_learners", "Learners not waited for: last deltas refused or too slow", registry=registry
+            "diloco_doubted_learners",
+            "Learners not waited for: last deltas refused, too slow or missing",
+            registry=registry,
         )
         self.leads = Gauge(
             "diloco_leads",

@@ -7,7 +7,6 @@ who is given up and when to merge is decided elsewhere (`window`, `watch`); this
 
 import asyncio
 from collections.abc import Callable
-from statistics import median_low
 
 import structlog
 
@@ -19,7 +18,7 @@ from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.waiting import TICK_S, pause
-from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Late, Offer, Refused
+from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Doubts, Late, Offer, Refused
 from diloco.syncer.committing import (
     Committing,
     LastMerges,
@@ -29,7 +28,7 @@ from diloco.syncer.committing import (
     payload_key,
 )
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.grace import GraceEstimator
+from diloco.syncer.grace import GraceEstimator, MergedTimes
 from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
@@ -46,6 +45,7 @@ class OwnerState:
     def __init__(self, context: SyncerContext, layout: FragmentLayout) -> None:
         bus, clock, sync = context.bus, context.clock, layout.sync(context.sync)
         self.doubts, self.grace, self.uploads = Doubts(), GraceEstimator(), UploadEstimator()
+        self.times = MergedTimes()
         operations = operations_of((slot.tensor for slot in layout.slots), sync.outer)
         self.merges, self.round_trips = LastMerges(operations / context.speed.flops), RoundTrips()
         self.not_finite_times = 0
@@ -145,6 +145,7 @@ class Session:
             await self._state.refusals.refuse(self._loaded.at, entry.entry_id, None, bad)
             return
         offer = Offer(entry.entry_id, entry.header)
+        self._state.doubts.heard(offer.header.learner)
         answer = self.window.offer(offer, self._clock.now())
         match answer:
             case Accepted(replaced):
@@ -186,7 +187,7 @@ class Session:
 
         One that is whole on the bus has not stopped: it is on its way from there, and slow.
         """
-        doubted, arriving = self._state.doubts.learners, self._downloads.arriving(self.window.awaited())
+        doubted, arriving = self._doubted(), self._downloads.arriving(self.window.awaited())
         stopped, look_again = self._context.watch.given_up(
             self.window, self._downloads.heard_at, self._clock.now(), doubted, arriving
         )
@@ -201,19 +202,29 @@ class Session:
 
     def _conditions(self) -> Conditions:
         watch, sync, state, version = self._context.watch, self._context.sync, self._state, self.window.version
-        steps, pulls = self._reported()
         overlap = overlap_in_force(sync, version, self._loaded.head.interval)
         longer = is_stretched(sync, version, self._loaded.head.interval)
-        grace = state.grace.grace_s(steps, pulls, overlap, sync.grace_gamma, 2 * watch.latency_s, longer)
+        times = self._slowest_s(), self._pull_s(), overlap
+        grace = state.grace.grace_s(*times, sync.grace_gamma, 2 * watch.latency_s, longer)
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         arriving = self._downloads.arriving(self.window.awaited())
-        return watch.conditions(self._p, version, grace, state.uploads.upload_s, state.doubts.learners, arriving)
+        return watch.conditions(self._p, version, grace, state.uploads.upload_s, self._doubted(), arriving)
 
-    def _reported(self) -> tuple[list[float], list[float]]:
-        """Step times and pull times, s, of those that the window goes by."""
-        trusted = self._context.watch.trusted(self._p, self.window.version, self._state.doubts.learners)
-        return [r.step_s for r in trusted], [r.pull_s * self._size for r in trusted]
+    def _slowest_s(self) -> float | None:
+        """As `MergedTimes`, of those that the window waits for."""
+        trusted = self._context.watch.trusted(self._p, self.window.version, self._doubted())
+        return self._state.times.slowest_s(report.step_s for report in trusted)
+
+    def _doubted(self) -> frozenset[str]:
+        """Learners that nobody waits for."""
+        state = self._state
+        expected = self._context.watch.expected(self._p, self.window.version) if state.doubts.strangers else ()
+        return state.doubts.among([seen.report.learner for seen in expected], state.times.learners)
+
+    def _pull_s(self) -> float:
+        """As `MergedTimes`, of this fragment."""
+        return self._state.times.pull_s * self._size
 
     async def _show_window(self, decision: Decision, conditions: Conditions) -> None:
         """Write the window's state to the head when it changed; wake followers when it opened."""
@@ -293,11 +304,18 @@ class Session:
         if record is None:
             await self._not_finite(merge)
             return
-        sync_s, (steps, pulls) = self._clock.now() - merge.fixed_at, self._reported()
+        merged = [offer.header for offer in merge.contributions]
+        if any(header.learner not in state.times.learners for header in merged):
+            state.doubts.heard(STRANGERS)
+        state.times.merged(record.version, merged)
+        sync_s, slowest_s = self._clock.now() - merge.fixed_at, self._slowest_s()
         overlap = overlap_in_force(self._context.sync, self.window.version, record.interval)
-        state.grace.observe(record.quorum_s, sync_s, steps, overlap)
+        state.grace.observe(record.quorum_s, sync_s, slowest_s, overlap)
+        # In a grace without a whole step, cut by the slack, a learner may have had no step boundary.
+        waited = slowest_s is not None and record.grace_s >= slowest_s
+        state.doubts.closed(merge.silent if waited else (), state.times.learners)
         if not merge.in_vain:  # an upload that does not come says nothing of those that do
-            state.round_trips.observe(record.grace_s + sync_s + median_low(pulls or [0.0]))
+            state.round_trips.observe(record.grace_s + sync_s + self._pull_s())
         state.not_finite_times = 0
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
         late, self.window = self.window.late.offers, self._new_window()
@@ -306,7 +324,7 @@ class Session:
 
     def _next_interval(self) -> int:
         """Of the version that a merge makes, by what those took that led here."""
-        round_trip = self._state.round_trips.steps(self._reported()[0], 2 * self._context.watch.latency_s)
+        round_trip = self._state.round_trips.steps(self._state.times.steps, 2 * self._context.watch.latency_s)
         return stretched(self._context.sync, self.window.version + 1, round_trip)
 
     async def _not_finite(self, merge: Merge) -> None:

@@ -57,7 +57,7 @@ arguments gives the same answer, but for `Reopened`, which is said once.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar
 
@@ -139,6 +139,8 @@ class Merge:
     in_vain: tuple[str, ...] = ()
     """Learners that were waited for until the upload deadline: the overdue, those with an attempt since, and those
     whose uploads come too slowly."""
+    silent: frozenset[str] = frozenset()
+    """Learners that were waited for from the quorum to M_t, and sent no header."""
 
     @property
     def quorum_s(self) -> float:
@@ -191,6 +193,8 @@ class Grace:
     opened_at: float
     quorum_at: float
     deadline: float
+    awaited: frozenset[str]
+    """Who was missing as it began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +206,8 @@ class Uploading:
     quorum_at: float
     fixed_at: float
     deadline: float
+    silent: frozenset[str]
+    """As of a `Merge`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +353,7 @@ class Window:
             case Collecting():
                 if count >= given.quorum:
                     grace_s = SETTLE_S if given.grace_s is None else given.grace_s
-                    return Grace(phase.opened_at, now, now + grace_s)
+                    return Grace(phase.opened_at, now, now + grace_s, missing)
                 if self._refused - given.doubted - self._members.keys() or self._others_wait():
                     return Reopened((), f"{left} left after a refusal", phase.opened_at)
                 return Wait(None, f"{left} in, {given.live} live")
@@ -356,7 +362,8 @@ class Window:
                     return Reopened((), f"{left} left", phase.opened_at)
                 if missing and now < phase.deadline:
                     return Wait(phase.deadline, f"grace: {count} in, waiting for {', '.join(sorted(missing))}")
-                return Uploading(phase.opened_at, phase.quorum_at, now, now + given.upload_s)
+                silent = phase.awaited & missing
+                return Uploading(phase.opened_at, phase.quorum_at, now, now + given.upload_s, silent)
             case Uploading():
                 if count < given.quorum:
                     return Reopened((), f"{left} left", phase.opened_at)
@@ -385,13 +392,13 @@ class Window:
             all_come = all(m.offer.entry_id in given.arriving for m in waiting.values())
             if waiting and all_come and not self._others_wait():
                 until = now + max(given.upload_s, LEAST_MORE_S)
-                return Uploading(phase.opened_at, phase.quorum_at, phase.fixed_at, until)
+                return replace(phase, deadline=until)
             reason = f"{len(done)} of quorum {given.quorum} uploaded in time"
             return Reopened(overdue, reason, phase.opened_at, in_vain)
         absent = sorted({*missing, *waiting})
         reason = f"{len(done)} in, without {', '.join(absent)}" if absent else f"all {len(done)} expected in"
         times = phase.opened_at, phase.quorum_at, phase.fixed_at
-        return Merging(Merge(done, overdue, reason, *times, in_vain))
+        return Merging(Merge(done, overdue, reason, *times, in_vain, phase.silent))
 
     # --- transitions -----------------------------------------------------------------------------------
 

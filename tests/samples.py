@@ -158,6 +158,7 @@ def header(learner: str = "l0", **given: Any) -> DeltaHeader:
         "chunks": 3,
         "layout": bytes(16),
         "step_s": 0.1,
+        "pull_s": 0.02,
     }
     values |= given
     values.setdefault("serial", 1000 * values["base_version"] + values["attempt"])  # one delta a base and attempt

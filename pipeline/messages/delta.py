@@ -13,8 +13,8 @@ from diloco.pipeline.messages.wire import (
     Message,
     Nonce,
     PartyId,
-    Seconds,
     SignedCount,
+    StepSeconds,
     Version,
 )
 
@@ -44,5 +44,7 @@ class DeltaHeader(Message):
     codec: Codec
     chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
     layout: Digest
-    step_s: Seconds
+    step_s: StepSeconds
     """The learner's smoothed compute step time, for the grace window."""
+    pull_s: StepSeconds
+    """Its smoothed time of a pull, as in its report, for the grace window too."""

@@ -34,7 +34,7 @@ class WindowView(Message):
     reason: Text
     deadline_unix_s: UnixSeconds | None
     doubted: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
-    """Learners that are not waited for: their last deltas were refused for what was in them, or came too late."""
+    """Learners that are not waited for: their last deltas were refused for what was in them, late, or missing."""
     merge_s: Seconds = 0.0
     """The shorter of the owner's last two merges of the fragment, so that one hold-up is no sign; 0: it made no two."""
     outer_s: Seconds = 0.0

@@ -82,8 +82,8 @@ class LearnerReport(Message):
     generation: Count = 0
     """How many have had this learner's id, this incarnation included, at least: the greatest one holds it."""
     pull_s: StepSeconds = 0.0
-    """Smoothed time from its first sight of a head to that global pulled, of a fragment of mean size, for the grace
-    window; 0: it has pulled none since it joined."""
+    """Smoothed time from its first sight of a head to that global pulled, of a fragment of mean size; 0: it has pulled
+    none since it joined."""
     ranks: Annotated[int, Field(ge=1, le=2**20)] = 1
     """Processes that train as this learner."""
     moments: Annotated[str, Field(pattern=r"^[a-z]{0,16}$")] = ""

@@ -345,7 +345,8 @@ def build_status(
     warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
     doubted = sorted({learner for head in present for learner in head.window.doubted})
     if doubted and goes_on:
-        warnings.append(f"not waited for, since their last deltas were refused or too slow: {', '.join(doubted)}")
+        why = "their last deltas were refused, came too slowly, or did not come"
+        warnings.append(f"not waited for, since {why}: {', '.join(doubted)}")
     room = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):
         here = [seen for seen in reports if is_live(seen, live_s)]

@@ -124,7 +124,9 @@ def test_refused_deltas_are_counted_by_reason_and_doubted_learners_named():
     status = build(heads=heads)
     assert status["refused"] == {"absurd_norm": 1, "non_finite": 7}
     assert status["fragments"][0]["refused"] == {"non_finite": 2, "absurd_norm": 1}
-    assert status["warnings"] == ["not waited for, since their last deltas were refused or too slow: l3"]
+    assert status["warnings"] == [
+        "not waited for, since their last deltas were refused, came too slowly, or did not come: l3"
+    ]
     assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
 
 

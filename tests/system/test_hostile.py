@@ -19,7 +19,7 @@ from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.payload.quantize import BLOCK
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.admission import DOUBTED_AFTER, DeltaFormat, Doubts, Offer
-from diloco.syncer.grace import GraceEstimator
+from diloco.syncer.grace import MergedTimes
 from diloco.syncer.intake import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.window import Conditions, Merge, Wait, Window
@@ -379,15 +379,11 @@ def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> No
 
 def test_one_learners_word_on_its_step_time_stretches_no_window() -> None:
     """It may claim to be a million times slower than the rest: it is waited for as one ten times slower."""
-    grace = GraceEstimator()
-    honest, liar = [0.1] * 7, [0.1] * 7 + [1e5]
-    grace.observe(0.01, 0.01, honest, 2)
-    usual = grace.grace_s(honest, [], 2, 0.5, 0.01)
-    stretched = grace.grace_s(liar, [], 2, 0.5, 0.01)
-    assert usual is not None
-    assert stretched is not None
-    assert stretched <= 1.01
-    assert grace.grace_s([0.1] * 7 + [0.5], [], 2, 0.5, 0.01) > usual
+    times = MergedTimes()
+    times.merged(1, [samples.header(f"l{n}", step_s=0.1 if n else 1e5) for n in range(8)])
+    assert times.slowest_s([0.1] * 7) == pytest.approx(0.1)
+    assert times.slowest_s([0.1] * 7 + [0.5]) == pytest.approx(0.5)
+    assert times.slowest_s([0.1] * 7 + [1e5]) == pytest.approx(1.0)
 
 
 def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> None:

@@ -123,6 +123,7 @@ class Publishing:
             chunks=codec.chunk_count(elements, sync.codec, sync.chunk_bytes),
             layout=member.layout.digest,
             step_s=report.step_s,
+            pull_s=report.pull_s,
         )
         last, entry = self._offered.get(base.fragment, (0, ""))
         renews = entry if last == publication.renews else ""

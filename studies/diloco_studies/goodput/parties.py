@@ -146,4 +146,5 @@ class Party:
             chunks=1,
             layout=LAYOUT,
             step_s=self.clock.mean_step_s,
+            pull_s=self.pull_s,
         )

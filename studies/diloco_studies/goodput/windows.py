@@ -24,9 +24,9 @@ from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.outer_cost import CORE_FLOPS
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.site import outer_operations
-from diloco.syncer.admission import Accepted, DeltaFormat, Doubts, Offer, Refused
+from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Doubts, Offer, Refused
 from diloco.syncer.committing import RoundTrips
-from diloco.syncer.grace import GraceEstimator
+from diloco.syncer.grace import GraceEstimator, MergedTimes
 from diloco.syncer.intake import UploadEstimator
 from diloco.syncer.watch import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
@@ -121,6 +121,7 @@ class Follower:
             Party(m, StepClock(one.timeline, one.step_s, constants.step_jitter, rng)) for m, one in enumerate(learners)
         ]
         self._of = {party.name: party for party in self._parties}
+        self._times = MergedTimes()
         self._watch = RunWatch(sync, constants.liveness, drain_s=0.0, latency_s=2 * constants.latency)
         self._grace, self._uploads, self._doubts = GraceEstimator(), UploadEstimator(), Doubts()
         self._queue: list[_Event] = []
@@ -258,6 +259,7 @@ class Follower:
             self._decide(now)
 
     def _offer(self, offer: Offer, now: float) -> None:
+        self._doubts.heard(offer.header.learner)
         answer = self._window.offer(offer, now)
         if isinstance(answer, Refused):
             self._doubts.refused(offer.header.learner, answer.reason)
@@ -335,19 +337,23 @@ class Follower:
                     self._at(self._link.arrives_s(now), "again", party, party.version)
 
     def _conditions(self, now: float) -> Conditions:
-        watch, doubted = self._watch, self._doubts.learners
-        steps, pulls = self._reported(now)
+        watch = self._watch
         told = self._intervals[self._version]
         overlap = overlap_in_force(self._sync, self._version, told)
         longer = is_stretched(self._sync, self._version, told)
-        grace_s = self._grace.grace_s(steps, pulls, overlap, self._gamma, 2 * watch.latency_s, longer)
-        return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, doubted)
+        times = self._slowest_s(now), self._times.pull_s, overlap
+        grace_s = self._grace.grace_s(*times, self._gamma, 2 * watch.latency_s, longer)
+        return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, self._doubted())
 
-    def _reported(self, now: float) -> tuple[list[float], list[float]]:
-        """Step times and pull times, s, of those that the window goes by."""
+    def _slowest_s(self, now: float) -> float | None:
+        """As `MergedTimes`, of those that the window waits for."""
         self._watch.reports = [party.seen(now) for party in self._parties]
-        trusted = self._watch.trusted(0, self._version, self._doubts.learners)
-        return [r.step_s for r in trusted], [r.pull_s for r in trusted]
+        trusted = self._watch.trusted(0, self._version, self._doubted())
+        return self._times.slowest_s(report.step_s for report in trusted)
+
+    def _doubted(self) -> frozenset[str]:
+        expected = self._watch.expected(0, self._version)
+        return self._doubts.among([seen.report.learner for seen in expected], self._times.learners)
 
     def _overdue(self, decision: Merge | Reopened, now: float) -> None:
         self._uploads.timed_out([now - self._sent_s[offer.entry_id] for offer in decision.overdue])
@@ -362,7 +368,14 @@ class Follower:
         decision, self._merging = self._merging, None
         late = self._window.late.offers
         overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
-        self._grace.observe(decision.quorum_s, now - decision.fixed_at, self._reported(now)[0], overlap)
+        headers = [offer.header for offer in decision.contributions]
+        if any(header.learner not in self._times.learners for header in headers):
+            self._doubts.heard(STRANGERS)
+        self._times.merged(self._version + 1, headers)
+        slowest_s = self._slowest_s(now)
+        self._grace.observe(decision.quorum_s, now - decision.fixed_at, slowest_s, overlap)
+        waited = slowest_s is not None and decision.grace_s >= slowest_s
+        self._doubts.closed(decision.silent if waited else (), self._times.learners)
         pulled_s = self._link.ends_s(self._link.arrives_s(now), self._pull_bits)
         if self._counting:
             self._count(decision, now, decision.grace_s, pulled_s - decision.fixed_at)
@@ -390,7 +403,7 @@ class Follower:
         """Of the version that is made, by the round trips before: its owner knows no more when it commits."""
         if self._waits:
             return self._sync.sync_interval
-        trip = self._round_trips.steps(self._reported(now)[0], 2 * self._watch.latency_s)
+        trip = self._round_trips.steps(self._times.steps, 2 * self._watch.latency_s)
         if not merge.in_vain:
             self._round_trips.observe(merge.grace_s + pulled_s - merge.fixed_at)
         return stretched(self._sync, self._version + 1, trip)
@@ -429,7 +442,7 @@ class Follower:
         """The successor rebuilds the window from the stream; what it measured before is gone."""
         self._owned = True
         self._grace, self._uploads, self._doubts = GraceEstimator(), UploadEstimator(), Doubts()
-        self._round_trips = RoundTrips()
+        self._round_trips, self._times = RoundTrips(), MergedTimes()
         opened = self._window.state is not State.IDLE
         self._window = self._new_window(now, "collecting" if opened else "idle")
         for offer in list(self._stream.values()):
