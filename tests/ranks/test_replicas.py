@@ -5,12 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch import nn
 
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.settings import SyncSettings
-from diloco.workers.parameters import FragmentParameters, tensor_table
+from diloco.workers.parameters import FragmentParameters, FragmentTensors, tensor_table
 from diloco.workers.ranks.replicas import ELEMENTS, EVERY, Samples, apart, sampled
 from diloco.workers.ranks.shares import Shares
 from tests.ranks.party import Party
@@ -68,6 +69,24 @@ def test_it_is_looked_at_first_and_then_seldom() -> None:
             assert now.numpy()[0] == step
             looks.append(step)
     assert looks == [2**n for n in range(11)] + [2 * EVERY, 3 * EVERY, 4 * EVERY]
+
+
+def test_what_cannot_be_looked_at_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said once, and not looked at again."""
+    model, asked = nn.Linear(64, 64), list[int]()
+    layout = sampled(two(model))
+    assert layout is not None
+
+    def fails(_: object, p: int) -> None:
+        asked.append(p)
+        raise torch.OutOfMemoryError("no memory")
+
+    samples = Samples(FragmentParameters(model, two(model).layout), layout)
+    monkeypatch.setattr(FragmentTensors, "snapshot", fails)
+    with capture_logs() as log:
+        assert [samples.stepped(step) for step in range(9)] == [None] * 9
+    assert asked == [0]
+    assert [(line["event"], line["error"]) for line in log] == [("replicas_not_compared", "no memory")]
 
 
 def test_what_rounding_does_is_no_difference() -> None:

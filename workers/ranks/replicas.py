@@ -64,12 +64,17 @@ class Samples:
         """layout: what is compared, as `sampled`."""
         self._some = parameters.some(layout)
         self._before: Snapshot | None = None
+        self._failed = False
 
     def stepped(self, steps: int) -> tuple[Snapshot, Snapshot] | None:
-        """So many are over; what is to be compared now, of the step before and of this one."""
+        """So many are over; what is to be compared now, of the step before and of this one. Never raises."""
         before, self._before = self._before, None
-        if _due(steps) or _due(steps + 1):
-            self._before = self._some.snapshot(0)
+        if (_due(steps) or _due(steps + 1)) and not self._failed:
+            try:
+                self._before = self._some.snapshot(0)
+            except Exception as error:  # what is looked at for the log alone must not end the training
+                self._failed = True
+                structlog.get_logger().warning("replicas_not_compared", error=str(error)[:200])
         return (before, self._before) if _due(steps) and before is not None and self._before is not None else None
 
 
