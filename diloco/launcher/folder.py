@@ -61,6 +61,8 @@ SETTINGS_FILE = "settings.toml"
 PICTURE_FILE = "loss.png"
 SAMPLE_FILE = "sample.txt"
 
+ORPHANS_S = 20.0
+"""What a launcher that was killed had started ends by itself within this."""
 SHARED: tuple[type[Settings], ...] = (
     BusSettings,
     SyncSettings,
@@ -318,8 +320,12 @@ def _check_ended(path: Path) -> None:
     if (path / REPORT_FILE).is_file() or not (path / RUN_FILE).is_file():
         return
     pids = RunFile.read(path).pids
-    if alive := next((f"{name} is process {pid}" for name, pid in pids.items() if is_running(pid)), None):
-        raise UsageError(f"the run in {path} is alive ({alive}): stop it first, or choose another --out")
+    until = time.monotonic() + ORPHANS_S
+    while alive := [name for name, pid in pids.items() if is_running(pid)]:
+        if "launcher" in alive or time.monotonic() > until:
+            told = ", ".join(f"{name} is process {pids[name]}" for name in alive)
+            raise UsageError(f"the run in {path} is alive ({told}): stop it first, or choose another --out")
+        time.sleep(0.1)
 
 
 def _check_writable(path: Path, flag: str) -> None:
