@@ -39,22 +39,45 @@ HALLEY = (86.2, 1814.76, 1899.96)
 # --- merge weights ----------------------------------------------------------------------------------------
 
 
-def token_weight(steps: int, tokens: int) -> float:
+def token_weight(steps: int, tokens: float) -> float:
     """w = c_tokens * (c_tokens / c_steps): quantity times quality (paper, token weights). Both are positive."""
     return tokens * (tokens / steps)
 
 
-def equal_weight(steps: int, tokens: int) -> float:
+def equal_weight(steps: int, tokens: float) -> float:
     """w = 1: each learner alike."""
     return 1.0
 
 
-WEIGHTS: dict[WeightsName, Callable[[int, int], float]] = {"tokens": token_weight, "equal": equal_weight}
+WEIGHTS: dict[WeightsName, Callable[[int, float], float]] = {"tokens": token_weight, "equal": equal_weight}
+MOST_RATE = 8
+"""Tokens a step count up to so many times the median: a node of eight GPUs trains so many times what one does."""
+MOST_STEPS = 2
+"""Steps count up to so many times the most of the others, or the interval. Whoever has trained far more than they, as
+alone in a night without a quorum, has nearly all of the weight all the same."""
 
 
-def merge_weights(counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens") -> Float64:
-    """w / sum w (M,), from (c_steps, c_tokens) of each contribution since its base."""
-    w = np.array([WEIGHTS[rule](steps, tokens) for steps, tokens in counters])
+def counted(counters: Sequence[tuple[int, int]], interval: int) -> list[tuple[int, float]]:
+    """(c_steps, c_tokens) as they count for weights: of learners that are alike, as they are; ours.
+
+    They are each learner's own words, and nobody else can know them. So they count within bounds of the others'.
+
+    Args:
+        counters: of each contribution.
+        interval: inner steps between two syncs, on the base that is merged into.
+    """
+    usual = median_low([tokens / steps for steps, tokens in counters])
+    second, most = sorted((0, *(steps for steps, _ in counters)))[-2:]
+    found: list[tuple[int, float]] = []
+    for steps, tokens in counters:
+        kept = min(steps, MOST_STEPS * max(interval, second if steps == most else most))
+        found.append((kept, min(tokens if kept == steps else tokens / steps * kept, MOST_RATE * usual * kept)))
+    return found
+
+
+def merge_weights(counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens", *, interval: int) -> Float64:
+    """w / sum w (M,), from (c_steps, c_tokens) of each contribution since its base; interval: as `counted`."""
+    w = np.array([WEIGHTS[rule](steps, tokens) for steps, tokens in counted(counters, interval)])
     normalised: Float64 = w / w.sum()
     return normalised
 

@@ -30,10 +30,8 @@ from diloco.pipeline.transfer.global_format import Kind, key_of
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
-from diloco.syncer.algorithm import clip_factors
 from diloco.syncer.context import RandomHex, SyncerContext
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, orthogonalises
-from diloco.syncer.merging.merge import merge_shares
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.initial import IDLE_VIEW
 from diloco.syncer.window import Merge
@@ -154,11 +152,11 @@ class RunningSum:
     """
 
     def __init__(
-        self, fragment: int, sync: SyncSpec, new_draft: Callable[[], Draft], offload: Offload, metrics: Metrics
+        self, fragment: FragmentState, new_draft: Callable[[], Draft], offload: Offload, metrics: Metrics
     ) -> None:
         """new_draft: makes memory for a merge (`Staging.draft`)."""
-        self._sync, self._new_draft, self._offload, self._metrics = sync, new_draft, offload, metrics
-        self._log = structlog.get_logger().bind(fragment=fragment)
+        self._fragment, self._new_draft, self._offload, self._metrics = fragment, new_draft, offload, metrics
+        self._log = structlog.get_logger().bind(fragment=fragment.layout.id)
         self._begun: _Begun | None = None
         self._wanted: Sequence[Delta] = ()
         self._task: asyncio.Task[None] | None = None
@@ -212,9 +210,7 @@ class RunningSum:
         return same and begun.weights == weights[:count]
 
     def _weights_of(self, deltas: Sequence[Delta]) -> tuple[tuple[float, float], ...]:
-        headers = [delta.offer.header for delta in deltas]
-        shares = merge_shares([(h.steps, h.tokens) for h in headers], self._sync.weights)
-        return tuple(zip(shares, clip_factors([d.norm for d in deltas], self._sync.delta_clip), strict=True))
+        return tuple(zip(self._fragment.shares(deltas), self._fragment.factors(deltas), strict=True))
 
     async def _add_wanted(self) -> None:
         while self._behind():
@@ -315,10 +311,10 @@ def payload_key(bus: Bus, offer: Offer) -> str:
 class Committing:
     """Makes the next versions of one loaded fragment."""
 
-    def __init__(self, context: SyncerContext, layout: FragmentLayout, staging: Staging, merges: LastMerges) -> None:
-        self._context, self._layout, self._staging, self._merges = context, layout, staging, merges
-        self.sum = RunningSum(layout.id, context.sync, staging.draft, context.offload, context.metrics)
-        self._log = structlog.get_logger().bind(fragment=layout.id)
+    def __init__(self, context: SyncerContext, fragment: FragmentState, staging: Staging, merges: LastMerges) -> None:
+        self._context, self._layout, self._staging, self._merges = context, fragment.layout, staging, merges
+        self.sum = RunningSum(fragment, staging.draft, context.offload, context.metrics)
+        self._log = structlog.get_logger().bind(fragment=fragment.layout.id)
 
     async def commit(
         self, loaded: Loaded, merge: Merge, deltas: Sequence[Delta], began: float, interval: int
@@ -411,6 +407,7 @@ class Committing:
             merged=merged.merged,
             record=record,
             interval=interval,
+            norms=merged.norms,
             entries=tuple(o.entry_id for o in offers),
             delta_payloads=tuple(payload_key(self._context.bus, o) for o in offers),
             merged_tokens=sum(o.header.tokens for o in offers),

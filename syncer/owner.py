@@ -147,7 +147,7 @@ class FragmentOwner:
         if cached is None or cached.at != (head.version, head.digest):
             cached = Loaded(head, await self._pull(head))
         cached.head = head
-        cached.fragment.interval = head.interval
+        cached.fragment.interval, cached.fragment.norms = head.interval, head.norms
         self.loaded = cached
         self.state.mending.due_s = self._clock.now()  # a commit may have been refused because something has gone
         return cached

@@ -79,7 +79,7 @@ class Session:
         self.window = self._new_window()
         of_all = context.offload, state.uploads, context.coming
         self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, *of_all)
-        self._committing = Committing(context, layout, state.staging, state.merges)
+        self._committing = Committing(context, loaded.fragment, state.staging, state.merges)
         self._left: list[tuple[Offer, Refused]] = []
         """Deltas that have left the window, and are to be refused."""
         self._rest_s = 0.0

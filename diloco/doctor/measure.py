@@ -43,7 +43,7 @@ from diloco.syncer.checkpoints.places import Folder as FolderPlace
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.saving import run_folder
 from diloco.syncer.merging.fragment import outer_step
-from diloco.syncer.merging.merge import delta_norms, merge_shares
+from diloco.syncer.merging.merge import delta_norms
 
 PACKAGES = ("diloco", "numpy", "redis", "torch")
 """Those whose versions are told."""
@@ -117,13 +117,11 @@ def _merge_rate() -> float:
     layout, sync = layout_of([spec]).fragments[0], SyncSettings(outer="nesterov", outer_warmup=0).sync_spec()
     values = np.linspace(-1, 1, MERGED_ELEMENTS, dtype=np.float32)
     deltas = [values.astype(ml_dtypes.bfloat16)] * MERGED_DELTAS
-    norms, counters = [delta_norms(layout, deltas[0])] * MERGED_DELTAS, [(24, 1000)] * MERGED_DELTAS
+    norms, shares = [delta_norms(layout, deltas[0])] * MERGED_DELTAS, [1.0] * MERGED_DELTAS
     took_s = []
     for _ in range(3):
         began = time.perf_counter()
-        outer_step(
-            layout, sync, (sync.outer_lr, sync.outer_momentum), values, None, deltas, norms, merge_shares(counters)
-        )
+        outer_step(layout, sync, (sync.outer_lr, sync.outer_momentum), values, None, deltas, norms, shares)
         took_s.append(time.perf_counter() - began)
     return sum(delta.nbytes for delta in deltas) / min(took_s)
 

@@ -88,7 +88,8 @@ class Commit:
     retired: tuple[str, ...] = ()
     """Older replaced payloads that must go now (byte cap)."""
     interval: int = 0
-    """As `Head`."""
+    norms: tuple[float, ...] = ()
+    """Both as `Head`."""
     lost: Head | None = None
     """The head of this version that the bus has lost (`expected` is None): what it counted goes on."""
 

@@ -17,7 +17,7 @@ from diloco.pipeline.bus.commits import Commit, Published
 from diloco.pipeline.bus.ports import START, MomentsBoard, Offered
 from diloco.pipeline.errors import BadMessage, BadPayload, BusError
 from diloco.pipeline.messages.delta import DeltaHeader
-from diloco.pipeline.messages.head import Head, MergedBase, WindowView
+from diloco.pipeline.messages.head import Head, MergedBase, Norms, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.payload import Update, Updates
 from diloco.pipeline.messages.run import RunState
@@ -238,9 +238,10 @@ def chunks_too_large(key: str, chunk_bytes: int) -> BadPayload:
 
 
 class MergedBases(Message):
-    """The head's `merged` field as stored."""
+    """The head's `merged` field as stored, and its `norms`."""
 
     merged: Annotated[tuple[MergedBase, ...], Field(fail_fast=True)]
+    norms: Norms
 
 
 def head_fields(commit: Commit) -> dict[str, bytes]:
@@ -253,7 +254,7 @@ def head_fields(commit: Commit) -> dict[str, bytes]:
         **payload_fields(commit.published),
         "previous_digest": previous or b"",
         "window": encode(commit.window),
-        "merged": encode(MergedBases(merged=commit.merged)),
+        "merged": encode(MergedBases(merged=commit.merged, norms=commit.norms)),
         **lost_totals(commit),
     }
 
@@ -337,6 +338,7 @@ def head_after(head: Head, commit: Commit) -> Head:
         interval=commit.interval,
         window=commit.window,
         merged=commit.merged,
+        norms=commit.norms,
         merged_deltas=head.merged_deltas + len(commit.entries),
         merged_tokens=head.merged_tokens + room(head.merged_tokens, commit.merged_tokens),
         rejected_tokens=head.rejected_tokens,
@@ -373,7 +375,7 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
             "momentum": fields[b"momentum"].decode(),
             "previous_digest": fields[b"previous_digest"] or None,
             "window": decode(WindowView, fields[b"window"]),
-            "merged": decode(MergedBases, fields[b"merged"]).merged,
+            **dict(decode(MergedBases, fields[b"merged"])),
             "merged_deltas": int(fields[b"merged_deltas"]),
             "merged_tokens": int(fields[b"merged_tokens"]),
             "rejected_tokens": int(fields[b"rejected_tokens"]),

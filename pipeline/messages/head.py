@@ -41,6 +41,11 @@ class WindowView(Message):
     """The same of sum and outer step alone; before it made two, what its matrices should take (`outer_cost`)."""
 
 
+MERGES_KEPT = 32
+"""Merges by whose norms an owner judges how long a delta may be."""
+Norms = Annotated[tuple[Seconds, ...], Field(max_length=MERGES_KEPT, fail_fast=True)]
+
+
 class MergedBase(Message):
     """The last delta of one learner that went into a fragment."""
 
@@ -81,6 +86,9 @@ class Head(Message):
     """Inner steps between two syncs, for who trains on this version; 0: `ramps.interval_at` of it."""
     refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
     """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""
+    norms: Norms = ()
+    """Median norm of the contributions of each of the last merges, oldest first: whoever takes the fragment over, or
+    resumes it, judges deltas by what was merged before."""
 
     @model_validator(mode="after")
     def _key_frame_can_be_followed(self) -> Self:

@@ -25,6 +25,7 @@ from pydantic import Field
 from diloco.pipeline.files.replacing import TEMPORARY
 from diloco.pipeline.files.sums import SUMS_FILE
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
+from diloco.pipeline.messages.head import Norms
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec
@@ -56,6 +57,7 @@ class SavedFragment(Message):
     file: Annotated[str, Field(pattern=r"^fragment-[0-9]{4,}-[0-9]+-[0-9a-f]{16}\.safetensors$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     """Of that file."""
+    norms: Norms
 
 
 class SavedState(Message):

@@ -137,6 +137,7 @@ async def _restore_fragment(
             published=published,
             window=WindowView(state="idle", attempt=0, members=(), expected=0, reason=reason, deadline_unix_s=None),
             merged=(),
+            norms=saved.norms,
             merged_tokens=saved.merged_tokens,
             record=Committed.installed(p, saved.version, digest, reason=reason, syncer=syncer, unix_s=clock.unix()),
         )

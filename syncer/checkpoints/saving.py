@@ -222,6 +222,7 @@ def _write_fragment(folder: Place, head: Head, values: Float32, momentum: Float3
         rejected_tokens=head.rejected_tokens,
         file=f"{name}.safetensors",
         sha256=digest.hexdigest(),
+        norms=head.norms,
     )
     folder.write(f"{name}.json", [saved.model_dump_json(indent=1).encode()])
 

@@ -5,7 +5,6 @@ Nothing here changes before a commit has succeeded: `merge` returns what the fra
 makes it so. A refused commit therefore leaves the state as it was.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +16,12 @@ import numpy.typing as npt
 
 from diloco.pipeline.bus.commits import Published, Staged
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import Head, MergedBase
+from diloco.pipeline.messages.head import MERGES_KEPT, Head, MergedBase
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
+from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.transfer.global_format import Kind, Momentum, Step, StepWriter
 from diloco.pipeline.transfer.global_formats import FORMATS
 from diloco.syncer.admission import Offer
@@ -41,7 +41,6 @@ ABSURD_NORM_FACTOR = 100.0
 """A delta this many times longer than the running median of its fragment is refused."""
 LEAST_RMS = 0.01
 """Values smaller than this on the average are taken for this large when no median is known."""
-MERGES_KEPT = 32
 MERGES_NEEDED = 4
 """Fewer merges than this give no median to judge by, however many learners they are of: a run's first deltas are of one
 step at a rate that still warms up, thousands of times shorter than all others, which would be refused for ever."""
@@ -160,6 +159,8 @@ class Merged:
     momentum: Float32 | None
     contributions: tuple[Contribution, ...]
     merged: tuple[MergedBase, ...]
+    norms: tuple[float, ...]
+    """As `Head`."""
     norm: float
     directions: Float64
     """As `merge.Reduced`."""
@@ -277,8 +278,8 @@ class FragmentState:
         self.momentum = momentum
         self.interval = 0
         """`Head.interval` of this version."""
-        self._norms: deque[float] = deque(maxlen=MERGES_KEPT)
-        """Median norm of each merge's contributions."""
+        self.norms: tuple[float, ...] = ()
+        """As `Head`."""
         self.before: Float32 | None = None
 
     def judge(self, offer: Offer, values: Vector, norms: Float64) -> Delta | tuple[RefusalReason, str]:
@@ -286,7 +287,7 @@ class FragmentState:
         delta = Delta(offer, values, norms)
         if not np.isfinite(delta.norm):
             return RefusalReason.NON_FINITE, "the delta has elements that are not finite"
-        usual = median(self._norms) if len(self._norms) >= MERGES_NEEDED else None
+        usual = median(self.norms) if len(self.norms) >= MERGES_NEEDED else None
         if usual is not None and delta.norm <= ABSURD_NORM_FACTOR * usual:
             return delta
         # A rate that warms up makes the first merges' deltas thousands of times shorter than all later ones: what moves
@@ -315,6 +316,14 @@ class FragmentState:
         """Outer learning rate and momentum of the step that merges these."""
         return outer_at(self.sync, self.version, (delta.offer.header.steps for delta in deltas), self.interval)
 
+    def shares(self, deltas: Sequence[Delta]) -> tuple[float, ...]:
+        """`merge_shares` of a window's deltas."""
+        counters = [(d.offer.header.steps, d.offer.header.tokens) for d in deltas]
+        return merge_shares(counters, self.sync.weights, interval=self._interval_in_force())
+
+    def _interval_in_force(self) -> int:
+        return interval_in_force(self.sync, self.version, self.interval)
+
     def factors(self, deltas: Sequence[Delta]) -> tuple[float, ...]:
         """`algorithm.clip_factors` of a window's deltas, each as `rebased` has it."""
         return clip_factors([delta.norm for delta in deltas], self.sync.delta_clip)
@@ -328,10 +337,9 @@ class FragmentState:
             draft: memory for the outcome; the first of the deltas may be in its sum.
         """
         draft = draft or Draft(self.layout, self.sync)
-        headers = [d.offer.header for d in deltas]
-        counters = [(h.steps, h.tokens) for h in headers]
-        weights, shares = merge_weights(counters, self.sync.weights), merge_shares(counters, self.sync.weights)
-        stepped = self.step(deltas, shares, draft)
+        headers, interval = [d.offer.header for d in deltas], self._interval_in_force()
+        weights = merge_weights([(h.steps, h.tokens) for h in headers], self.sync.weights, interval=interval)
+        stepped = self.step(deltas, self.shares(deltas), draft)
         version, factors = self.version + 1, self.factors(deltas)
         # Older bases than the last one are refused as stale anyway: their record can go.
         merged = {(m.learner, m.incarnation): m for m in before if m.base_version >= version - 1}
@@ -363,6 +371,7 @@ class FragmentState:
                 )
             ),
             merged=tuple(merged.values()),
+            norms=(*self.norms, median(d.sent.norm for d in deltas))[-MERGES_KEPT:],
             norm=stepped.reduced.norm,
             directions=stepped.reduced.directions,
             orthogonal=stepped.orthogonal,
@@ -378,8 +387,7 @@ class FragmentState:
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""
         self.version, self.digest, self.before = merged.version, merged.digest, self.theta
-        self.theta, self.momentum = merged.theta, merged.momentum
-        self._norms.append(median(c.norm for c in merged.contributions))
+        self.theta, self.momentum, self.norms = merged.theta, merged.momentum, merged.norms
 
 
 MakeFragment = Callable[[FragmentLayout, SyncSpec, int, bytes, Float32, Float32 | None], FragmentState]

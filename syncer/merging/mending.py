@@ -112,6 +112,7 @@ class Mending:
             merged=head.merged,
             record=record,
             interval=head.interval,
+            norms=head.norms,
             retired=() if there else tuple(self._due(head)),
             lost=head,
         )

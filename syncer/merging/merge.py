@@ -28,7 +28,7 @@ from diloco.pipeline.fragments import FragmentLayout, Slot
 from diloco.pipeline.messages.wire import MergeRule, WeightsName
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Vector
-from diloco.syncer.algorithm import CANCELLED, WEIGHTS
+from diloco.syncer.algorithm import CANCELLED, WEIGHTS, counted
 
 BLOCK = 128 * 1024
 """Elements worked on at a time: they stay in the cache."""
@@ -149,13 +149,15 @@ def rebase(layout: FragmentLayout, delta: Vector, theta: Float32, before: Float3
 # --- merge weights --------------------------------------------------------------------------------------
 
 
-def merge_shares(counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens") -> tuple[float, ...]:
+def merge_shares(
+    counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens", *, interval: int
+) -> tuple[float, ...]:
     """`algorithm.merge_weights` but for their common factor, which is known once all are in.
 
     In shares of the first contribution, which has 1; or of the largest, if that has over `MOST_SHARE`. So those of the
     first few are known before the others are here. Single float64 operations: the same bits on every machine.
     """
-    raw = [WEIGHTS[rule](steps, tokens) for steps, tokens in counters]
+    raw = [WEIGHTS[rule](steps, tokens) for steps, tokens in counted(counters, interval)]
     of = raw[0] if max(raw) <= MOST_SHARE * raw[0] else max(raw)
     return tuple(one / of for one in raw)
 

@@ -35,6 +35,7 @@ from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.payload.codec import Vector, as_bytes, payload_digest
+from diloco.pipeline.ramps import interval_in_force
 from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.fragment import orthogonalises, outer_step
 from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares, rebase
@@ -163,8 +164,9 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
     shares = tuple(weights.tolist())
     if all(part.steps > 0 and part.tokens > 0 for part in parts):
         counters = [(part.steps, part.tokens) for part in parts]
-        compare("merge weights", merge_weights(counters, sync.weights), weights)
-        shares = merge_shares(counters, sync.weights)
+        interval = interval_in_force(sync, recorded.header.version - 1, tape.interval)
+        compare("merge weights", merge_weights(counters, sync.weights, interval=interval), weights)
+        shares = merge_shares(counters, sync.weights, interval=interval)
     else:
         problems.append("steps or tokens of a contribution are not positive")
     factors = [part.factor for part in parts]

@@ -42,8 +42,8 @@ def f64(*values: Any) -> npt.NDArray[np.float64]:
 def test_token_weights_are_quantity_times_quality() -> None:
     """100 * 100/10 = 1000; 300 * 300/10 = 9000; 200 * 200/40 = 1000. Equal weights look at nothing."""
     counters = [(10, 100), (10, 300), (40, 200)]
-    np.testing.assert_allclose(algorithm.merge_weights(counters), [1 / 11, 9 / 11, 1 / 11])
-    np.testing.assert_array_equal(algorithm.merge_weights(counters, "equal"), [1 / 3] * 3)
+    np.testing.assert_allclose(algorithm.merge_weights(counters, interval=24), [1 / 11, 9 / 11, 1 / 11])
+    np.testing.assert_array_equal(algorithm.merge_weights(counters, "equal", interval=24), [1 / 3] * 3)
 
 
 def test_rda_has_the_mean_length_and_the_mean_direction() -> None:
@@ -160,11 +160,35 @@ def plain_values(deltas: list[Any]) -> list[npt.NDArray[np.float64]]:
     return [np.asarray(delta[:], np.float64) for delta in deltas]
 
 
+LIES = st.tuples(st.integers(1, 2**53), st.integers(1, 2**53))
+
+
+@given(st.lists(st.integers(1, 48), min_size=1, max_size=20), LIES)
+def test_what_a_learner_claims_makes_its_weight_no_more_than_so_many_times_all_that_others_can_have(
+    steps: list[int], lie: tuple[int, int]
+) -> None:
+    """Beside learners of 10 tokens a step: eight times the rate, and twice the steps."""
+    honest = [(one, 10 * one) for one in steps]
+    weights = algorithm.merge_weights([*honest, lie], interval=24)
+    busiest = max(24, *steps) / steps[0]
+    assert weights[-1] <= 2 * 8**2 * busiest * weights[0] * (1 + 1e-9)
+    low = algorithm.merge_weights([(24, 240), (1, 1)], interval=24)
+    assert low[0] > 0.9, "who claims little takes no weight away"
+
+
+@given(st.lists(st.integers(1, 48), min_size=1, max_size=20), st.integers(1, 1000))
+def test_weights_of_learners_that_are_alike_are_the_papers(steps: list[int], rate: int) -> None:
+    """To the bit: no bound is near."""
+    counters = [(one, rate * one) for one in steps]
+    raw = np.array([algorithm.token_weight(*one) for one in counters])
+    np.testing.assert_array_equal(algorithm.merge_weights(counters, interval=24), raw / raw.sum())
+
+
 @given(st.lists(COUNTERS, min_size=1, max_size=20), st.sampled_from(sorted(algorithm.WEIGHTS)))
 def test_shares_are_the_weights_but_for_their_sum(counters: list[tuple[int, int]], rule: WeightsName) -> None:
     """Whatever learners claim to have trained."""
-    shares = np.array(merge.merge_shares(counters, rule))
-    np.testing.assert_allclose(shares / sum(shares), algorithm.merge_weights(counters, rule), rtol=1e-12)
+    shares = np.array(merge.merge_shares(counters, rule, interval=24))
+    np.testing.assert_allclose(shares / sum(shares), algorithm.merge_weights(counters, rule, interval=24), rtol=1e-12)
 
 
 @settings(deadline=None, max_examples=40)
@@ -188,14 +212,14 @@ def test_the_merge_is_the_algorithms_whatever_was_summed_before(
 ) -> None:
     """Each tensor by its rule, in any codec, on tensors below and above the size of a block; long ones clipped."""
     deltas = deltas_of(layout, len(counters), wire, seed)
-    norms, shares = [delta_norms(layout, delta) for delta in deltas], merge.merge_shares(counters, rule)
+    norms, shares = [delta_norms(layout, delta) for delta in deltas], merge.merge_shares(counters, rule, interval=24)
     out = np.full(layout.elements, np.nan, np.float32)
     running = merge.Sum(layout, out)
     factors = algorithm.clip_factors([float(np.linalg.norm(one)) for one in norms], clip)
     running.add(deltas[:before], norms[:before], shares[:before], factors[:before])
     found = running.close(deltas, norms, shares, factors=factors)
     clipped = [factor * delta for factor, delta in zip(factors, plain_values(deltas), strict=True)]
-    expected = algorithm.pseudogradient(layout, clipped, algorithm.merge_weights(counters, rule))
+    expected = algorithm.pseudogradient(layout, clipped, algorithm.merge_weights(counters, rule, interval=24))
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
     assert found.norm == pytest.approx(float(np.linalg.norm(expected)), rel=1e-5)
 
@@ -322,7 +346,7 @@ def test_syncs_of_a_fragment_are_the_algorithms(
         deltas = [Delta(o, v, delta_norms(layout, v)) for o, v in zip(offers, values, strict=True)]
         merged = state.merge([state.rebased(delta) for delta in deltas], [])
         assert [part.rebased for part in merged.contributions] == [version > 0] + [False] * (len(counters) - 1)
-        w = algorithm.merge_weights(counters, weights)
+        w = algorithm.merge_weights(counters, weights, interval=sync.sync_interval)
         plain = plain_values(values)
         if version:
             plain[0] = algorithm.rebased(plain[0], theta, before)

@@ -1,14 +1,18 @@
 """Which deltas are too long to be true: measured by what the fragment's merges were made of."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.admission import Offer
 from diloco.syncer.merging.fragment import MERGES_NEEDED, Delta, FragmentState
 from diloco.syncer.merging.merge import delta_norms
 from tests import samples
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 SIZE = 1000
 
@@ -110,3 +114,48 @@ def test_who_does_not_know_the_version_before_merges_a_stale_delta_as_it_is() ->
     assert isinstance(fresh, Delta)
     assert state.rebased(stale).norm < 1e-3
     assert state.rebased(fresh) is fresh
+
+
+def test_who_takes_a_fragment_over_or_resumes_it_judges_by_what_was_merged_before(tmp_path: Path) -> None:
+    """Its first merges take none that is a hundred times as long as the fragment, as little as the one before did."""
+
+    class Diverged(VirtualLearner):
+        def train(self) -> None:
+            for values in self.values:
+                values[:] = 60.0  # within a hundred times the fragment's own length
+            self.rounds.trained(10)
+
+    async def judged(world: VirtualRun, party: list[VirtualLearner]) -> None:
+        before = min(await world.versions())
+        bad = Diverged("bad", world, 0.1, "b" * 16).start()
+        await world.until_version(before + 6)
+        await bad.kill()
+        tape = await world.tape()
+        merged = {part.learner for one in tape if isinstance(one, Committed) for part in one.contributions}
+        assert merged == {"l0", "l1"}
+        assert {one.reason for one in tape if isinstance(one, Rejected)} >= {RefusalReason.ABSURD_NORM}
+        assert max(abs(values).max() for values in party[0].values) < 3
+        world.stop.set()
+        await world.syncer  # type: ignore[misc]
+
+    async def main() -> None:
+        sync = sync_spec(tokens=10**9)
+        world = VirtualRun(sync, checkpoint_dir=str(tmp_path))
+        world.start_syncer()
+        party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(MERGES_NEEDED + 2)
+        world.stop.set()
+        await world.syncer  # type: ignore[misc]
+        world.start_syncer()
+        await judged(world, party)
+        for learner in party:
+            await learner.kill()
+        resumed = VirtualRun(sync, resume=str(tmp_path))
+        resumed.start_syncer()
+        party = [VirtualLearner(f"l{i}", resumed, 0.1, f"{i + 2:016x}").start() for i in range(2)]
+        await resumed.until_version(MERGES_NEEDED)
+        await judged(resumed, party)
+        for learner in party:
+            await learner.kill()
+
+    run_virtual(main())

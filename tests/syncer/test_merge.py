@@ -48,18 +48,18 @@ def random_deltas(fragment: FragmentLayout, count: int, dtype: type, seed: int =
 def test_weights_are_tokens_times_tokens_per_step():
     """w = c_tokens * (c_tokens / c_steps), normalised: computed by hand."""
     # 100 * 100/10 = 1000; 300 * 300/10 = 9000; 200 * 200/40 = 1000
-    np.testing.assert_allclose(merge_weights([(10, 100), (10, 300), (40, 200)]), [1 / 11, 9 / 11, 1 / 11])
+    np.testing.assert_allclose(merge_weights([(10, 100), (10, 300), (40, 200)], interval=24), [1 / 11, 9 / 11, 1 / 11])
 
 
 def test_equal_weights_look_at_nothing():
     """Neither at tokens nor at steps."""
-    np.testing.assert_array_equal(merge_weights([(10, 100), (10, 300), (40, 200)], "equal"), [1 / 3] * 3)
+    np.testing.assert_array_equal(merge_weights([(10, 100), (10, 300), (40, 200)], "equal", interval=24), [1 / 3] * 3)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 2**62)), min_size=1, max_size=20))
 def test_weights_are_never_negative_and_sum_to_one(counters):
     """Whatever positive counters learners claim, the weights are a convex combination."""
-    weights = merge_weights(counters)
+    weights = merge_weights(counters, interval=24)
     assert (weights >= 0).all()
     assert weights.sum() == pytest.approx(1.0)
 
@@ -70,7 +70,7 @@ def test_merge_equals_the_plain_formula(dtype, count):
     """Blockwise float32 agrees with whole-array float64, on tensors below, at and above the block size."""
     fragment = layout((7, "rda"), (1, "mean"), (BLOCK, "rda"), (2 * BLOCK + 5, "mean"), (BLOCK + 1, "rda"))
     deltas = random_deltas(fragment, count, dtype)
-    weights = merge_weights([(4 + i, 1000 * (i + 1)) for i in range(count)])
+    weights = merge_weights([(4 + i, 1000 * (i + 1)) for i in range(count)], interval=24)
     out, norm = run(fragment, deltas, weights)
     expected = algorithm.pseudogradient(fragment, deltas, weights)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
@@ -119,7 +119,7 @@ def test_quantized_deltas_merge_as_their_decoded_values_do(kind):
     given = [quantize.encode(delta, kind) for delta in random_deltas(fragment, 3, np.float32)]
     vectors = [quantize.Quantized(wire, fragment.elements, kind) for wire in given]
     arrays = [vector[:] for vector in vectors]
-    weights = merge_weights([(4, 100), (5, 300), (6, 200)])
+    weights = merge_weights([(4, 100), (5, 300), (6, 200)], interval=24)
     for vector, array in zip(vectors, arrays, strict=True):
         assert delta_norms(fragment, vector).tobytes() == delta_norms(fragment, array).tobytes()
     assert run(fragment, vectors, weights)[0].tobytes() == run(fragment, arrays, weights)[0].tobytes()
@@ -168,7 +168,7 @@ def test_the_order_of_the_list_decides_the_bits_and_nothing_else():
     """Equal inputs in equal order give equal bits; another order the same up to rounding."""
     fragment = layout((3000, "rda"), (500, "mean"))
     deltas = random_deltas(fragment, 5, ml_dtypes.bfloat16)
-    weights = merge_weights([(3, 30), (4, 50), (5, 20), (6, 90), (7, 10)])
+    weights = merge_weights([(3, 30), (4, 50), (5, 20), (6, 90), (7, 10)], interval=24)
     first, _ = run(fragment, deltas, weights)
     again, _ = run(fragment, deltas, weights)
     turned, _ = run(fragment, deltas[::-1], weights[::-1])
@@ -277,7 +277,7 @@ def test_a_tensor_in_parts_is_merged_and_stepped_as_the_whole_one(cut, rule, mom
     whole = samples.tensor("e", (rows, 17), rule=rule)
     beside = samples.tensor("m", (5, 6), 1)
     parts = (whole.model_copy(update={"rows": (0, cut)}), whole.model_copy(update={"rows": (cut, rows), "fragment": 1}))
-    rng, weights = np.random.default_rng(0), merge_weights([(4, 1000), (5, 2000), (6, 500)])
+    rng, weights = np.random.default_rng(0), merge_weights([(4, 1000), (5, 2000), (6, 500)], interval=24)
     values = [{t.name: rng.standard_normal(t.shape).astype(np.float32) for t in (whole, beside)} for _ in range(5)]
 
     def stepped(table: Sequence[TensorSpec]) -> list[dict[str, np.ndarray]]:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
@@ -20,7 +21,7 @@ from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.committing import RunningSum
 from diloco.syncer.merging import fragment
-from diloco.syncer.merging.fragment import Delta, Draft
+from diloco.syncer.merging.fragment import Delta, Draft, FragmentState
 from diloco.syncer.merging.merge import BLOCK, MOST_SHARE, Sum, delta_norms, merge_shares
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.replay import replay
@@ -39,6 +40,7 @@ LAYOUT = layout_of(
         samples.tensor("wide", (2, BLOCK + 1), rule="rda-row"),
     )
 ).fragments[0]
+INTERVAL = 24
 COUNTERS = ((24, 1000), (3, 50), (24, 3000), (7, 900), (24, 1001))
 
 
@@ -60,7 +62,7 @@ def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: li
     """However many at a time, under each rule, one alone among them; measured lengths too."""
     rule = "equal" if equal else "tokens"
     deltas, norms = DELTAS[wire][:count], NORMS[wire][:count]
-    shares = merge_shares(COUNTERS[:count], rule)  # type: ignore[arg-type]
+    shares = merge_shares(COUNTERS[:count], rule, interval=INTERVAL)  # type: ignore[arg-type]
     once, summed = np.empty(LAYOUT.elements, np.float32), np.full(LAYOUT.elements, np.nan, np.float32)
     expected = Sum(LAYOUT, once).close(deltas, norms, shares)
     partial, at = Sum(LAYOUT, summed), 0
@@ -76,15 +78,17 @@ def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: li
 @given(st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 2**62)), min_size=1, max_size=9))
 def test_shares_are_weights_but_for_their_sum_and_never_large(counters: list[tuple[int, int]]) -> None:
     """Whatever learners claim to have trained, no sum leaves float32's range for it."""
-    shares = merge_shares(counters)
+    shares = merge_shares(counters, interval=INTERVAL)
     assert 0 <= min(shares) <= max(shares) <= MOST_SHARE
-    np.testing.assert_allclose(np.array(shares) / sum(shares), algorithm.merge_weights(counters), rtol=1e-12)
+    np.testing.assert_allclose(
+        np.array(shares) / sum(shares), algorithm.merge_weights(counters, interval=INTERVAL), rtol=1e-12
+    )
 
 
 def test_shares_of_the_first_do_not_depend_on_those_to_come() -> None:
-    """Else nothing could be summed before all are in; one of a million times the tokens is the exception."""
-    assert merge_shares(COUNTERS)[:2] == merge_shares(COUNTERS[:2])
-    assert merge_shares([*COUNTERS[:2], (1, 10**9)])[:2] != merge_shares(COUNTERS[:2])
+    """Else nothing could be summed before all are in; one that trained next to nothing is the exception."""
+    assert merge_shares(COUNTERS, interval=INTERVAL)[:2] == merge_shares(COUNTERS[:2], interval=INTERVAL)
+    assert merge_shares([(1, 1), (24, 10**9), (24, 10**9)], interval=INTERVAL)[0] != 1
 
 
 def test_a_sum_is_begun_anew_where_one_more_delta_changes_a_factor() -> None:
@@ -94,7 +98,7 @@ def test_a_sum_is_begun_anew_where_one_more_delta_changes_a_factor() -> None:
         metrics, sync = Metrics(), samples.sync_spec(delta_clip=1.0)
         offload = Held()
         offload.go.set()
-        sums = RunningSum(LAYOUT.id, sync, lambda: Draft(LAYOUT, sync), offload, metrics)
+        sums = RunningSum(state(sync), lambda: Draft(LAYOUT, sync), offload, metrics)
         deltas = [ALL[4], ALL[0], ALL[1], ALL[2]]
         for count in (2, 3):
             sums.follow(deltas[:count])
@@ -103,7 +107,7 @@ def test_a_sum_is_begun_anew_where_one_more_delta_changes_a_factor() -> None:
         draft = await sums.draft(deltas)
         factors = algorithm.clip_factors([one.norm for one in deltas], 1.0)
         assert factors[0] < 1
-        shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in deltas])
+        shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in deltas], interval=INTERVAL)
         given = [one.values for one in deltas], [one.norms for one in deltas], shares
         draft.sum.close(*given, factors=factors)
         expected = np.empty(LAYOUT.elements, np.float32)
@@ -131,9 +135,15 @@ class Held:
         return work(*args)
 
 
+def state(sync: SyncSpec) -> FragmentState:
+    made = FragmentState(LAYOUT, sync, 0, bytes(16), np.zeros(LAYOUT.elements, np.float32), {})
+    made.interval = INTERVAL
+    return made
+
+
 def running(offload: Callable[..., Awaitable[Any]]) -> tuple[RunningSum, Metrics]:
     metrics, sync = Metrics(), samples.sync_spec()
-    return RunningSum(LAYOUT.id, sync, lambda: Draft(LAYOUT, sync), offload, metrics), metrics
+    return RunningSum(state(sync), lambda: Draft(LAYOUT, sync), offload, metrics), metrics
 
 
 def anew(metrics: Metrics) -> float:
@@ -194,7 +204,7 @@ def test_a_merge_waits_for_what_is_being_added_and_for_nothing_more() -> None:
     [
         pytest.param([ALL[0], ALL[2], ALL[3]], id="one left"),
         pytest.param([ALL[1], ALL[0], ALL[2]], id="another order"),
-        pytest.param([*ALL[:2], delta(2, (1, 10**9))], id="shares of a far larger one"),
+        pytest.param([*ALL[:2], delta(2, (24, 1)), delta(3, (24, 1))], id="others bound what the first count"),
     ],
 )
 def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list[Delta], while_adding: bool) -> None:
@@ -212,7 +222,7 @@ def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list[Delta
         draft = await sums.draft(then)
         assert anew(metrics) == 1
         values, norms = [one.values for one in then], [one.norms for one in then]
-        shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in then])
+        shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in then], interval=INTERVAL)
         draft.sum.close(values, norms, shares)
         expected = np.empty(LAYOUT.elements, np.float32)
         Sum(LAYOUT, expected).close(values, norms, shares)
@@ -366,7 +376,9 @@ def test_a_learner_that_publishes_on_a_newer_base_has_the_sum_begun_anew() -> No
         fragment, sync = layout_of(world.spec.tensors).fragments[0], world.spec.sync
         before = (await pull(world.bus, head.payload, fragment.elements, "fp32", sync.chunk_bytes)).array()
         ramp = np.arange(1, fragment.elements + 1)
-        weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions], sync.weights)
+        weights = algorithm.merge_weights(
+            [(1, part.tokens) for part in record.contributions], sync.weights, interval=INTERVAL
+        )
         gradient = algorithm.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
         np.testing.assert_allclose(a.values[0], before - sync.outer_lr * gradient, rtol=1e-5)
         for learner in (a, b, c, d):
@@ -408,7 +420,7 @@ def test_a_stale_delta_is_rebased_before_it_is_summed(monkeypatch: pytest.Monkey
             ("l0", False),
             ("l1", False),
         ]
-        weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions])
+        weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions], interval=INTERVAL)
         ramp = np.arange(1, len(present) + 1)
         layout, lr = layout_of(world.spec.tensors).fragments[0], world.spec.sync.outer_lr
         gradient = algorithm.pseudogradient(layout, [present - (10 + 0.3 * ramp), -0.11 * ramp, -0.12 * ramp], weights)

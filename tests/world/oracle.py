@@ -497,7 +497,9 @@ class Oracle:
             self.broken("a learner counts once", f"{where}: {[part.learner for part in parts]}")
         if len(parts) < (1 if self._ever_drained else sync.quorum):
             self.broken("no merge below the quorum", f"{where}: {len(parts)} of {sync.quorum}")
-        weights = algorithm.merge_weights([(part.steps, part.tokens) for part in parts], sync.weights)
+        counters, interval = [(part.steps, part.tokens) for part in parts], commit.record.interval
+        interval = interval or reference.interval(sync, commit.version - 1)
+        weights = algorithm.merge_weights(counters, sync.weights, interval=interval)
         given = np.array([part.weight for part in parts])
         if (given < 0).any() or np.abs(given - weights).max() > 1e-12 or abs(given.sum() - 1) > 1e-12:
             self.broken("weights are the paper's", f"{where}: {given} instead of {weights}")

@@ -94,7 +94,9 @@ class Work:
         self.momentum = np.zeros_like(self.theta) if sizes.momentum else None
         self.outer = self.sync.outer_lr, self.sync.outer_momentum
         counters = [(24, 1000 * (i + 1)) for i in range(sizes.learners)]
-        self.weights, self.shares = merge_weights(counters), merge_shares(counters)
+        interval = max(steps for steps, _ in counters)
+        self.weights = merge_weights(counters, interval=interval)
+        self.shares = merge_shares(counters, interval=interval)
         self.norms = [delta_norms(self.layout, delta) for delta in self.deltas]
         self.default_norms = [delta_norms(self.by_default, delta) for delta in self.deltas]
         self.matrices = rng.standard_normal((max(1, count), *sizes.matrix), np.float32)
