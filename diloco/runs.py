@@ -261,8 +261,8 @@ async def _extend(url: str, name: str, tokens: int) -> None:
             raise DilocoError(_no_run(name))
         if state.phase is not Phase.FINISHED:
             raise UsageError(f"run {name!r} is {state.phase.value}: only a finished run can be extended")
-        if tokens <= state.tokens:
-            raise UsageError(f"--tokens {tokens}: run {name!r} has trained {state.tokens} already; give more")
+        if tokens <= (trained := state.counted_tokens):
+            raise UsageError(f"--tokens {tokens}: run {name!r} has trained {trained} already; give more")
         if await bus.read_syncers() or any(await bus.read_leases(range(spec.sync.fragments))):
             raise UsageError(f"syncers of run {name!r} are still ending: try again once they are gone")
         longer = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": tokens})})

@@ -94,6 +94,10 @@ class LearnerReplaced(IdTaken):
         return type(self), (self.found, self.generation), vars(self)
 
 
+class LearnerDiverged(DilocoError):
+    """What this learner trains is not finite, with fresh moments too: it ends, and is to be started again."""
+
+
 class RankGone(DilocoError):
     """A rank of this learner is gone, or does not keep step: the learner ends, and is started again as a whole."""
 

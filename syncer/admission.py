@@ -172,6 +172,8 @@ DOUBTED_AFTER = 3
 ASKED_AGAIN = 16
 """Windows after which one waits for a silent learner again: its steps may have become longer than any that the syncer
 knows of, and none that does not wait for it would ever have it."""
+NOT_FINITE_MOST = 3
+"""Deltas of one learner that are not finite, in a row: one or two are mended by what it adopts."""
 STRANGERS = ""
 """Stands for all learners of whom nothing was merged lately."""
 BAD = frozenset(
@@ -254,3 +256,30 @@ class Doubts:
     def among(self, learners: Collection[str], known: Collection[str]) -> frozenset[str]:
         """The same with those of these learners that are strangers, while nobody waits for any. known: as `closed`."""
         return self.learners | (frozenset(learners).difference(known) if self.strangers else frozenset())
+
+
+class Diverged:
+    """Learners whose deltas are not finite again and again, and of whom none was merged since; of all fragments.
+
+    What they train is lost. They bring the run no further: else they would use up its budget (`RunState.set_aside`).
+    """
+
+    def __init__(self) -> None:
+        self._times: dict[str, dict[int, int]] = {}
+        """Learner -> fragment -> deltas in a row."""
+
+    def refused(self, learner: str, fragment: int) -> None:
+        """A delta of it has elements that are not finite."""
+        times = self._times[learner] = self._times.pop(learner, {})
+        times[fragment] = times.get(fragment, 0) + 1
+        if len(self._times) > MAX_LEARNERS:
+            del self._times[next(iter(self._times))]
+
+    def merged(self, learner: str) -> None:
+        """One of it was merged."""
+        self._times.pop(learner, None)
+
+    @property
+    def learners(self) -> frozenset[str]:
+        """Their names."""
+        return frozenset(who for who, times in self._times.items() if max(times.values()) >= NOT_FINITE_MOST)

@@ -11,6 +11,7 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.transfer.payloads import Offload
+from diloco.syncer.admission import Diverged
 from diloco.syncer.intake import Coming
 from diloco.syncer.merging.fragment import MakeFragment
 from diloco.syncer.metrics import Metrics
@@ -68,6 +69,7 @@ class SyncerContext:
     """Of its products of matrices."""
     coming: Coming = field(default_factory=Coming)
     """Of learners' uploads, in all fragments."""
+    diverged: Diverged = field(default_factory=Diverged)
 
     @property
     def sync(self) -> SyncSpec:

@@ -175,6 +175,8 @@ class Session:
                     self._state.doubts.sound(offer.header.learner)
             else:
                 reason, detail = outcome
+                if reason is RefusalReason.NON_FINITE:
+                    self._context.diverged.refused(offer.header.learner, self._p)
                 self._state.doubts.refused(offer.header.learner, reason)
                 self._leaves(offer, Refused(reason, detail, offer.header.tokens))
 
@@ -308,6 +310,8 @@ class Session:
         if any(header.learner not in state.times.learners for header in merged):
             state.doubts.heard(STRANGERS)
         state.times.merged(record.version, merged)
+        for header in merged:
+            self._context.diverged.merged(header.learner)
         sync_s, slowest_s = self._clock.now() - merge.fixed_at, self._slowest_s()
         overlap = overlap_in_force(self._context.sync, self.window.version, record.interval)
         state.grace.observe(record.quorum_s, sync_s, slowest_s, overlap)
@@ -335,7 +339,7 @@ class Session:
         pause_s = min(2.0 ** min(state.not_finite_times, 5), NOT_FINITE_PAUSE_S)
         state.not_finite_times += 1
         self._log.error("merge_not_finite", learners=[o.header.learner for o in gone], detail=detail, pause_s=pause_s)
-        refused = [Refused(RefusalReason.NON_FINITE, detail, offer.header.tokens) for offer in gone]
+        refused = [Refused(RefusalReason.MERGE_NOT_FINITE, detail, offer.header.tokens) for offer in gone]
         self._left += zip(gone, refused, strict=True)
         self._rest_s = pause_s
 

@@ -142,6 +142,11 @@ class Rounds:
         """Adopted version of each fragment, -1 before the first."""
         return tuple(-1 if c.base is None else c.base.version for c in self._fragments)
 
+    @property
+    def bases(self) -> Iterator[Base]:
+        """Those that were adopted."""
+        return (counters.base for counters in self._fragments if counters.base is not None)
+
     def adopt(self, base: Base) -> None:
         """The fragment was overwritten with a global one, newer or (after a rewind) older."""
         counters = self._fragments[base.fragment]

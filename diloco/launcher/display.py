@@ -54,7 +54,7 @@ def merged_share(shares: MergedShare) -> str:
 def time_left(status: Status) -> float | None:
     """Seconds to the budget at the live learners' present speed; None if nobody trains."""
     at = speed(status["learners"])
-    left = max(0, status["budget_tokens"] - status["tokens"])
+    left = (1 - status["progress"]) * status["budget_tokens"]
     return left / at if at > 0 else None
 
 

@@ -184,6 +184,14 @@ class RunState(Message):
     origin_unix_s: UnixSeconds | None = None
     """Of a resumed run: when its first part began. What learners saved in any of its parts is their own."""
 
+    set_aside: Count = 0
+    """Of `tokens`, those of learners whose deltas are not finite, again and again: they bring the run no further."""
+
+    @property
+    def counted_tokens(self) -> int:
+        """Those that do: of the budget."""
+        return max(0, self.tokens - self.set_aside)
+
     @property
     def began_unix_s(self) -> float:
         """When the run's first part began: other runs of the same name have another."""

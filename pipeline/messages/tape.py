@@ -28,6 +28,7 @@ class RefusalReason(StrEnum):
 
     WRONG_LAYOUT = "wrong_layout"
     NON_FINITE = "non_finite"
+    MERGE_NOT_FINITE = "merge_not_finite"
     ABSURD_NORM = "absurd_norm"
     NOT_POSITIVE = "not_positive"
     UNKNOWN_BASE = "unknown_base"

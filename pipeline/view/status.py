@@ -341,6 +341,8 @@ def build_status(
         warnings.append("no syncer is here, so nothing is merged: start `diloco syncer` for this run")
     strayed = trouble.strays(syncers, holders) if goes_on else ""
     warnings += [strayed] if strayed else []
+    if state is not None and state.set_aside and goes_on:
+        warnings.append(f"{state.set_aside} tokens do not count for the budget: their learners' deltas are not finite")
     warnings += [state.problem] if state is not None and state.problem else []
     warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
     doubted = sorted({learner for head in present for learner in head.window.doubted})
@@ -370,7 +372,7 @@ def build_status(
         "reason": gone or awaited or ("" if state is None else state.reason),
         "tokens": tokens,
         "budget_tokens": budget,
-        "progress": min(1.0, tokens / budget) if budget else 0.0,
+        "progress": min(1.0, (tokens - (state.set_aside if state else 0)) / budget) if budget else 0.0,
         "merged_tokens": merged,
         "merged_share": merged_share,
         "outer_steps": sum(head.version for head in present),

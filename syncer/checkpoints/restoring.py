@@ -53,9 +53,9 @@ async def restore_checkpoint(
     """
     if spec.tensors != checkpoint.spec.tensors:
         raise UsageError(f"{checkpoint.folder} holds another model than the one to be trained")
-    if spec.sync.tokens <= checkpoint.state.tokens and not finished:
+    if spec.sync.tokens <= checkpoint.state.counted_tokens and not finished:
         raise UsageError(
-            f"tokens={spec.sync.tokens}: {checkpoint.folder} has trained {checkpoint.state.tokens} already; "
+            f"tokens={spec.sync.tokens}: {checkpoint.folder} has trained {checkpoint.state.counted_tokens} already; "
             "give a larger budget"
         )
     fragments = checkpoint.layout.fragments
@@ -99,6 +99,7 @@ def _restored_run(checkpoint: Checkpoint, spec: Spec, clock: Clock) -> RunState:
         phase=Phase.RUNNING,
         tokens=checkpoint.state.tokens,
         base_tokens=checkpoint.state.tokens,
+        set_aside=checkpoint.state.set_aside,
         base_merged=min(checkpoint.state.tokens, merged // checkpoint.layout.elements),
         base_overwritten=min(MOST_ELEMENTS, overwritten),
         base_rejected=min(MOST_ELEMENTS, rejected),

@@ -8,7 +8,7 @@ from typing import Any
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.messages.wire import MAX_TEXT_CHARS
+from diloco.pipeline.messages.wire import MAX_TEXT_CHARS, MOST_TOKENS
 from diloco.pipeline.view.shares import sample_due, with_sample
 from diloco.pipeline.view.status import merged_tokens
 from diloco.syncer.context import SyncerContext
@@ -23,7 +23,9 @@ class Lead:
     def __init__(self, context: SyncerContext) -> None:
         self._bus, self._clock, self._watch = context.bus, context.clock, context.watch
         self._layout, self._budget_tokens = context.layout, context.sync.tokens
-        self._sample_from_s = 0.0
+        self._sample_from_s, self._diverged = 0.0, context.diverged
+        self._aside: dict[tuple[str, str], int] = {}
+        """Incarnations of learners that have diverged -> their tokens as of the last look."""
 
     async def move(self, state: RunState | None, checkpoint: str = "", problem: str = "") -> RunState | None:
         """Write the state that follows from the present one, and return it; None before the run has parameters.
@@ -74,15 +76,23 @@ class Lead:
     async def _counted(self, state: RunState) -> RunState:
         """With the tokens of by now; it drains once they reach the budget."""
         update: dict[str, Any] = {"tokens": max(state.tokens, self._watch.tokens(state))}
+        update["set_aside"] = min(MOST_TOKENS, state.set_aside + self._trained_aside())
         update["liveness_s"] = self._watch.liveness_s  # what whoever shows the run goes by
         if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self._clock.unix()):
             merged = await self._merged_tokens()
             if merged is not None:
                 sample = unix_s, update["tokens"], min(merged, update["tokens"])
                 update["samples"] = with_sample(state.samples, sample)
-        if state.phase is Phase.RUNNING and update["tokens"] >= state.budget_tokens:
+        if state.phase is Phase.RUNNING and update["tokens"] - update["set_aside"] >= state.budget_tokens:
             update |= {"phase": Phase.DRAINING, "reason": "the token budget is reached"}
         return state.model_copy(update=update)
+
+    def _trained_aside(self) -> int:
+        """Tokens that learners have trained since the last look, and that nothing will come of."""
+        before, reports = self._aside, [seen.report for seen in self._watch.reports]
+        of = self._diverged.learners
+        self._aside = {(one.learner, one.incarnation): one.tokens for one in reports if one.learner in of}
+        return sum(max(0, tokens - before.get(who, tokens)) for who, tokens in self._aside.items())
 
     async def _closed(self, state: RunState) -> RunState:
         """Closing, once it is drained or that takes too long."""

@@ -55,7 +55,9 @@ def test_a_merge_that_is_not_finite_is_refused_with_the_reason_and_the_fragment_
         world, learners = await start(3, what, global_codec=codec)
         await world.until_version(4)
         assert Overflowing.times == 3
-        refused = [r for r in await world.tape() if isinstance(r, Rejected) and r.reason is RefusalReason.NON_FINITE]
+        refused = [
+            r for r in await world.tape() if isinstance(r, Rejected) and r.reason is RefusalReason.MERGE_NOT_FINITE
+        ]
         assert len(refused) == 6
         assert "version" in refused[0].detail
         for head in await world.heads():
@@ -92,7 +94,7 @@ def test_the_window_is_open_again_before_what_was_in_it_is_refused(monkeypatch: 
         await world.until_version(4)
         assert Overflowing.times == 1
         refused = [name for name, _ in calls].index("refuse")
-        assert calls[refused][1].records[0].reason is RefusalReason.NON_FINITE
+        assert calls[refused][1].records[0].reason is RefusalReason.MERGE_NOT_FINITE
         name, window = calls[refused - 1]
         assert (name, window.attempt, window.state) == ("write_window", 1, "collecting")
         for learner in learners:

@@ -1,6 +1,7 @@
 """Learners that send what cannot be used, or too much of it, among others that do not: in virtual time."""
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -23,6 +24,7 @@ from diloco.syncer.grace import MergedTimes
 from diloco.syncer.intake import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.window import Conditions, Merge, Wait, Window
+from diloco.workers.exchange import refused
 from diloco.workers.rounds import RENEWED_BY
 from tests import samples
 from tests.samples import encode_chunks
@@ -30,6 +32,12 @@ from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 BAD = "l7"
 Spoil = Callable[[VirtualLearner], None]
+
+
+@pytest.fixture(autouse=True)
+def nobody_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor ends because of what is refused of it, as learners of ours do."""
+    monkeypatch.setattr(refused, "HEALED_AFTER", math.inf)
 
 
 def poisoned(value: float) -> Spoil:

@@ -215,7 +215,7 @@ class JoinedLearner:
     def progress(self) -> float:
         """Trained tokens of the whole run / its budget, in 0..1."""
         state = self.shared.state
-        return 0.0 if state is None else min(1.0, state.tokens / state.budget_tokens)
+        return 0.0 if state is None else min(1.0, state.counted_tokens / state.budget_tokens)
 
     def stepped(self, tokens: int) -> int:
         """An inner step is done: count it, adopt what has arrived, publish what is due; the tokens to be reported.
@@ -226,11 +226,22 @@ class JoinedLearner:
         training.rounds.in_part(shared.state)
         training.rounds.trained(tokens)
         adopted = self.adopt()
+        if healed := shared.heal:
+            shared.heal = False
+            self._heal()
         if shared.offer_again:
             shared.offer_again = False
             training.rounds.offer_again()
-        self.hand_over(training.rounds.publications(shared.windows, shared.uploaded, shared.released), adopted)
+        due = training.rounds.publications(shared.windows, shared.uploaded, shared.released)
+        self.hand_over(() if healed else due, adopted)  # nothing is trained yet on what it was healed with
         return tokens
+
+    def _heal(self) -> None:
+        """Go on from the bases, and from fresh moments where those can be dropped. What is counted stays: an attempt
+        holds all that was trained on its base, and so will the next one, which can be merged."""
+        for base in self.training.rounds.bases:
+            self.training.parameters.overwrite(base.fragment, base.values)
+        self.training.keeper.drop()
 
     def ended(self, stopping: Stopping) -> bool:
         """The loop is to be left: the run is over, or the process was asked to end."""

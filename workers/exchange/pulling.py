@@ -207,7 +207,7 @@ class Following:
         self._member, self._shared = member, member.shared
         self._pulling, self._publishing = pulling, publishing
         self._version_0, self._feedback = version_0, feedback
-        self._refused = Refused(member.learner, member.incarnation, member.log)
+        self._refused = Refused(member, publishing.newest)
         self._look_at_all_s = 0.0
         self._outages = member.outages.count
         """Failed calls that were known when all heads were last looked at."""

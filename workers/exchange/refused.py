@@ -1,27 +1,43 @@
-"""A learner hears from the tape what the syncer refuses of it, and says so in its own log. asyncio."""
+"""A learner hears from the tape what the syncer refuses of it, says so in its own log, and is mended. asyncio."""
 
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping
 
+from diloco.pipeline.errors import LearnerDiverged
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.workers.exchange.member import Member
 
 REMEDIES = {
     RefusalReason.NON_FINITE: "the model has NaN or infinite values: lower the learning rate, look at the loss and the "
-    "data, or start this learner again; what is adopted replaces parameters, but not the optimizer's moments",
+    "data",
     RefusalReason.ABSURD_NORM: "it has moved far more than others' deltas do: look at the learning rate and the data",
 }
 """What to do, by reason; other reasons are those of late deltas and of the network, which come again by themselves."""
+HEALED_AFTER = 3
+"""Deltas of one fragment in a row that are not finite: as many as a syncer takes until their tokens count no more. One
+or two are mended by what is adopted, where moments are sound."""
 
 
 class Refused:
     """One incarnation's. The exchange thread's."""
 
-    def __init__(self, learner: str, incarnation: str, log: Any) -> None:
-        self._me, self._log = (learner, incarnation), log
+    def __init__(self, member: Member, newest: Mapping[int, tuple[int, int]]) -> None:
+        """newest: fragment -> (base version, attempt) of its last delta."""
+        self._me, self._log, self._shared = (member.learner, member.incarnation), member.log, member.shared
+        self._newest = newest
         self.fragments = set[int]()
         """Of which something was refused, and nothing merged since."""
+        self._not_finite = Counter[int]()
+        """Of each fragment, since one of its deltas was merged, or since it was healed."""
+        self._healed: dict[int, tuple[int, int]] | None = None
+        """`newest` when it was told to heal; None: not since one of its deltas was merged."""
 
     def refused(self, record: Rejected) -> None:
-        """Somebody's delta was: of this learner's, the first is said, and a later one after all were merged again."""
+        """Somebody's delta was: of this learner's, the first is said, and a later one after all were merged again.
+
+        Raises:
+            LearnerDiverged: what it trains is not finite, and it was healed of that.
+        """
         remedy = REMEDIES.get(record.reason)
         if remedy is None or (record.learner, record.incarnation) != self._me:
             return
@@ -29,8 +45,24 @@ class Refused:
             told = {"fragment": record.fragment, "reason": record.reason.value, "steps": record.steps}
             self._log.warning("delta_rejected", **told, lost_tokens=record.lost_tokens, detail=remedy)
         self.fragments.add(record.fragment)
+        before = (self._healed or {}).get(record.fragment, (-1, -1))
+        if record.reason is RefusalReason.NON_FINITE and (record.base_version, record.attempt) > before:
+            self._not_finite[record.fragment] += 1
+            if self._not_finite[record.fragment] == HEALED_AFTER:
+                self._heal(remedy)
+
+    def _heal(self, remedy: str) -> None:
+        found = f"{HEALED_AFTER} deltas in a row are not finite"
+        if self._healed is not None:
+            raise LearnerDiverged(f"{found}, after the moments were dropped too", remedy)
+        self._not_finite.clear()
+        self._healed, self._shared.heal = dict(self._newest), True
+        detail = f"{found}: it goes on from the globals, with fresh moments"
+        self._log.warning("learner_diverged", detail=detail)
 
     def merged(self, record: Committed) -> None:
         """Deltas were, perhaps this learner's."""
         if any((one.learner, one.incarnation) == self._me for one in record.contributions):
             self.fragments.discard(record.fragment)
+            self._not_finite.clear()
+            self._healed = None

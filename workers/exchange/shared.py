@@ -28,6 +28,8 @@ class Shared:
     """Of each fragment, up to the global that was pulled last."""
     offer_again: bool = False
     """The bus was away: deltas on the present bases must be offered again. Reset by who counts steps."""
+    heal: bool = False
+    """What it trains is not finite: drop moments, and adopt the bases once more. Reset by who counts steps."""
     pull_s: float = 0.0
     """As `LearnerReport.pull_s`."""
     shards: "queue.SimpleQueue[ClaimedShard]" = field(default_factory=queue.SimpleQueue)

@@ -54,6 +54,12 @@ class Keeper:
             torch.set_rng_state(torch_rng(saved))
             random.setstate(saved.python_rng)
 
+    def drop(self) -> None:
+        """Have the optimizers begin anew; one whose state cannot be emptied safely keeps it."""
+        self._copy = None
+        if self._own.state is not None:
+            self._own.state.clear()
+
     def stepped(self, shared: Shared, progress: float, loss: Loss | None) -> None:
         """A step is done: copy a fragment of the moments if a copy is wanted. Never waits, and never raises."""
         now = time.monotonic()

@@ -194,6 +194,11 @@ class OptimizerState:
             here, there = ({name: _form(value) for name, value in sorted(one.items())} for one in (state, kept))
             raise TypeError(f"for {tensor} the optimizer keeps {here}, and kept {there} in a trial of another size")
 
+    def clear(self) -> None:
+        """Begin anew."""
+        for one in self._optimizers:
+            one.state.clear()
+
     def check(self, moments: Moments) -> None:
         """Refuse a checkpoint whose other tensors are not those that the optimizers would go on from.
 

@@ -24,6 +24,7 @@ SLOW = "merges take longer"
 
 REMEDIES: Mapping[str, str] = {
     "non_finite": "their losses are NaN or infinite: lower the learning rate, or start these learners again",
+    "merge_not_finite": "merged, they would overflow: lower the outer learning rate",
     "absurd_norm": "what they have trained is far from all others: look at their data and learning rate",
     "too_stale": "they are slower than the rest by more than a round: give them less to do a step, or a larger H",
     "wrong_layout": "they have another model than the run: start them with the run's",
@@ -222,7 +223,7 @@ def _merging(
     merged = f", of which {share:.0%} are merged" if share is not None else ""
     rest = ""
     if status["budget_tokens"] and speed:
-        left_s = max(0, status["budget_tokens"] - status["tokens"]) / speed
+        left_s = (1 - status["progress"]) * status["budget_tokens"] / speed
         rest = f"; {status['progress']:.0%} of the budget is done, about {_time(left_s)} are left"
     if silent := _silent(learners):
         text = f"The run goes on without {silent}, and nobody waits: {at}{merged}{rest}."

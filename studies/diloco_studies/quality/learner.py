@@ -165,7 +165,7 @@ class LabLearner:
     def _train(self, order: Iterator[tuple[int, int]], takes_s: float) -> None:
         world, state = self.world, self._exchange.shared.state
         run, task = world.run, world.task
-        progress = 0.0 if state is None else min(1.0, state.tokens / state.budget_tokens)
+        progress = 0.0 if state is None else min(1.0, state.counted_tokens / state.budget_tokens)
         with world.recorder.computing():
             batch = task.batch(list(islice(order, run.batch)))
             loss = self._gradients(batch)

@@ -1,0 +1,115 @@
+"""A learner whose model has become NaN does not use up the budget: the production service in virtual time."""
+
+import asyncio
+import math
+
+import numpy as np
+import pytest
+
+from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.syncer.admission import Diverged
+from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.workers.exchange import refused
+from tests import samples
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+
+
+@pytest.fixture(autouse=True)
+def nobody_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As learners that are made otherwise."""
+    monkeypatch.setattr(refused, "HEALED_AFTER", math.inf)
+
+
+class Poisoned(VirtualLearner):
+    """Its values are NaN while this is so."""
+
+    nan = True
+
+    def train(self) -> None:
+        super().train()
+        if self.nan:
+            for values in self.values:
+                values[:] = np.nan
+
+
+async def state_of(world: VirtualRun) -> RunState:
+    state = await world.bus.read_state()
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_what_a_learner_that_is_nan_trains_is_counted_and_brings_the_run_no_further(restarted: bool) -> None:
+    """From its third refusal on; also after another syncer took over, which notices by its own refusals."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=4000))
+        world.start_syncer()
+        party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        bad = Poisoned("bad", world, 0.1, "b" * 16).start()
+        if restarted:
+            await world.until_version(8)
+            world.stop.set()
+            await world.syncer  # type: ignore[misc]
+            before = await state_of(world)
+            assert before.set_aside > 0
+            world.start_syncer()
+        await world.finish(*party, bad)
+        state = await state_of(world)
+        honest = sum(learner.rounds.tokens for learner in party)
+        assert state.tokens == honest + bad.rounds.tokens, "all of it is counted as trained"
+        assert bad.rounds.tokens - 400 * (1 + restarted) < state.set_aside < bad.rounds.tokens
+        assert state.counted_tokens >= 4000
+        assert honest > 3200 - 400 * restarted
+
+    run_virtual(main())
+
+
+def test_its_tokens_count_again_once_something_of_it_is_merged_and_nothing_is_taken_back(tmp_path) -> None:
+    """Progress never falls, and a checkpoint knows what was set aside."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**6), checkpoint_dir=str(tmp_path))
+        world.start_syncer()
+        honest = VirtualLearner("l0", world, 0.1, "0" * 16).start()
+        bad = Poisoned("bad", world, 0.1, "b" * 16).start()
+        await world.until_version(10)
+        bad.nan = False
+        seen, aside = [0], [0]
+        for _ in range(40):
+            await asyncio.sleep(0.5)
+            state = await state_of(world)
+            seen.append(state.counted_tokens)
+            aside.append(state.set_aside)
+        assert seen == sorted(seen)
+        assert 0 < aside[-1] == aside[20], "it counts again"
+        for learner in (honest, bad):
+            await learner.kill()
+        world.stop.set()
+        await world.syncer  # type: ignore[misc]
+        assert load_checkpoint(tmp_path).state.set_aside == aside[-1]
+        resumed = VirtualRun(sync_spec(tokens=10**6), resume=str(tmp_path))
+        resumed.start_syncer()
+        await resumed.until_version(0)
+        assert (await state_of(resumed)).counted_tokens == load_checkpoint(tmp_path).state.counted_tokens
+
+    run_virtual(main())
+
+
+def test_two_refusals_are_none_too_many_and_a_merge_ends_it() -> None:
+    """In one fragment: of many each may be refused once in a round. Names are not remembered without end."""
+    diverged = Diverged()
+    for fragment in range(8):
+        for _ in range(2):
+            diverged.refused("l0", fragment)
+    assert not diverged.learners
+    diverged.refused("l0", 3)
+    assert diverged.learners == {"l0"}
+    diverged.merged("l0")
+    diverged.merged("unknown")
+    assert not diverged.learners
+    for n in range(10_000):
+        diverged.refused(f"l{n}", 0)
+    assert len(diverged._times) == 4096
+    assert samples.run_state(tokens=100, set_aside=30).counted_tokens == 70
