@@ -98,11 +98,11 @@ class Layout:
     fragments: tuple[FragmentLayout, ...]
     digest: bytes
     """Travels in every delta's header."""
+    elements: int = field(init=False)
+    """Of the whole model."""
 
-    @property
-    def elements(self) -> int:
-        """Elements of the whole model."""
-        return sum(f.elements for f in self.fragments)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "elements", sum(f.elements for f in self.fragments))
 
     def whole(self, flats: Iterable[npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
         """Every whole tensor by name, of its own shape.

@@ -20,6 +20,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
+    MAX_FRAGMENTS,
     MAX_UPDATES,
     MOST_LEASE_S,
     MOST_STEPS,
@@ -148,7 +149,9 @@ class SyncSettings(Settings):
 
     section = "Synchronisation (equal for all parties)"
 
-    fragments: int = Field(8, ge=1, le=4096, description="Number of fragments P; unasked, a tensor each at most")
+    fragments: int = Field(
+        8, ge=1, le=MAX_FRAGMENTS, description="Number of fragments P; unasked, a tensor each at most"
+    )
     sync_interval: int = Field(24, ge=1, le=MOST_STEPS, description="Inner steps H between two syncs of one fragment")
     quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
     overlap_steps: int = Field(2, ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may hide behind")
@@ -206,7 +209,10 @@ class SyncSettings(Settings):
         2_500_000, ge=1, le=2**62, description="Budget: trained tokens of all learners together, e.g. 2.5M"
     )
     groups: int | None = expert(
-        None, ge=1, le=4096, description="Fragment groups (default: on a Redis Cluster one for each fragment, else 1)"
+        None,
+        ge=1,
+        le=MAX_FRAGMENTS,
+        description="Fragment groups (default: on a Redis Cluster one for each fragment, else 1)",
     )
     chunk_bytes: int = expert(CHUNK_BYTES, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
 

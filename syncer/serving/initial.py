@@ -18,8 +18,8 @@ from diloco.syncer.merging.merge import all_finite
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 PATIENCE_S = 60.0
 """A learner uploads what it has adopted within half of it. Nobody's word keeps a run from beginning for longer."""
-AT_ONCE = 2
-"""Fragments that get their version 0 at a time: each is on the bus twice meanwhile."""
+AT_ONCE, PART = 2, 32
+"""Fragments that get their version 0 at a time: so many, or one of 32 of them. Each is on the bus twice meanwhile."""
 
 
 class InitialVersions:
@@ -27,7 +27,7 @@ class InitialVersions:
 
     def __init__(self, context: SyncerContext) -> None:
         self._context, self._bus, self._sync, self._offload = context, context.bus, context.sync, context.offload
-        self.turns = asyncio.Semaphore(AT_ONCE)
+        self.turns = asyncio.Semaphore(max(AT_ONCE, context.sync.fragments // PART))
         """To be held for `commit`."""
         self._unusable: set[tuple[int, str]] = set()
         """Fragments and nonces of uploads that cannot be used: told once."""

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -873,3 +874,35 @@ async def test_a_step_over_several_cluster_slots_is_a_mistake_everywhere(bus: Bu
             0, Refusal(nonce=A, expected=(0, digest), entries=(), delta_payloads=(bus.keys.head(1),), records=())
         )
     assert backdoor.dump() == before
+
+
+async def test_leases_that_are_asked_for_at_once_are_one_call_and_a_damaged_one_holds_up_no_other(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    """A syncer that has much to do must not lose leases for having many; who gave up hears nothing of the others."""
+    backdoor.plant(bus.keys.lease(3), "hash")
+    assert await bus.acquire_lease(5, B, 10)
+    calls = 0
+    if isinstance(bus, RedisBus):
+        script = bus._redis.script
+
+        async def counting(*args: Any, **more: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return await script(*args, **more)
+
+        bus._redis.script = counting  # type: ignore[method-assign]
+    asked = [asyncio.create_task(bus.acquire_lease(p, A, 10)) for p in range(200)]
+    await asyncio.sleep(0)
+    asked[7].cancel()
+    held = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(held[3], BadMessage)
+    assert isinstance(held[7], asyncio.CancelledError)
+    assert [p for p, one in enumerate(held) if one is not True] == [3, 5, 7]
+    assert calls <= 1
+    asked = [asyncio.create_task(bus.acquire_lease(p, A, 10)) for p in range(2)]
+    await asyncio.sleep(0)
+    asked[0].cancel()  # who makes the call for both
+    held = await asyncio.gather(*asked, return_exceptions=True)
+    assert held[1] is True or isinstance(held[1], BusUnavailable)
+    assert await bus.acquire_lease(1, A, 10)

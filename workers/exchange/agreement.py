@@ -64,7 +64,7 @@ class Agreement:
         """
         encoded = await self._bus.read_spec() or await self._bus.propose_spec(self._encoded)
         held = self._spec if encoded == self._encoded else codec.decode(Spec, encoded)
-        if not differences(self._spec, held):
+        if held is self._spec or not differences(self._spec, held):
             self._other_since_s = None
             return
         now = self._clock.now()

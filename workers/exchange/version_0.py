@@ -4,6 +4,7 @@ Also of a run that has lost its heads for good: it begins again with what a lear
 """
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 
 from diloco.pipeline.agreement import PATIENCE_S
@@ -54,16 +55,22 @@ class Version0:
             await self._prolong(nonce)
 
         async with meanwhile(self._member.outages.forever(prolong)):
-            while None in (heads := await retry(bus.read_heads, self._fragments)):
+            missing: Sequence[int] = self._fragments
+            while missing := await self._headless(missing) or await self._headless(self._fragments):
                 await retry(self._agreement.look, patience_s)
                 upload = await retry(bus.read_initial)
                 if (
-                    (upload in (None, useless) or await retry(self._is_lost, upload, heads.index(None)))
+                    (upload in (None, useless) or await retry(self._is_lost, upload, missing[0]))
                     and (trained or not await retry(self._agreement.others_trained))
                     and await retry(bus.claim_initial, nonce, CLAIM_TTL_S)
                 ):
                     await self._upload(nonce, trained)
                 await asyncio.sleep(POLL_S)
+
+    async def _headless(self, fragments: Sequence[int]) -> list[int]:
+        """Those that have no head. Of very many, to read those of all again and again would take all of the time."""
+        heads = await self._member.outages.retry(self._bus.read_heads, fragments)
+        return [p for p, head in zip(fragments, heads, strict=True) if head is None]
 
     async def _is_lost(self, upload: InitialUpload, p: int) -> bool:
         """Whether the bus has the word of an upload, and not what a fragment without a head needs of it.

@@ -164,12 +164,12 @@ class RedisCalls:
         async with self.call("control", CONTROL_S, key_of(args)) as client:
             return await client.execute_command(*args)
 
-    async def script(self, name: str, keys: Sequence[str], *args: Any) -> list[Any]:
+    async def script(self, name: str, keys: Sequence[str], *args: Any, lane: Lane = "control") -> list[Any]:
         """Run a script; returns what it answered after OK."""
         cluster_slots.one_slot(keys)
         command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
         node = self._lanes.node_of(keys[0])
-        async with self._lanes.call("control", CONTROL_S, node, keys[0]) as client:
+        async with self._lanes.call(lane, CONTROL_S, node, keys[0]) as client:
             try:
                 reply = await bulk.ask(client, command)
             except rx.NoScriptError:

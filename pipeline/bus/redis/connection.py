@@ -2,18 +2,28 @@
 
 import asyncio
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import structlog
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Connection
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms
+from diloco.pipeline.bus.redis.errors import refused
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
 
 WARN_S = 60.0
 """Between two warnings of the same."""
+
+
+def held(answer: Any) -> bool:
+    """Whether a claim is held, by what the script said of it."""
+    if isinstance(answer, list):
+        raise refused(answer)
+    return bool(answer)
 
 
 class RedisConnection(Connection):
@@ -63,4 +73,8 @@ class RedisConnection(Connection):
 
     async def _claim(self, key: str, nonce: str, ttl_s: float, most_s: float | None = None) -> bool:
         """most_s: another's that would last for longer, or for ever, ends after `ttl_s`; None: that is the most."""
-        return await self._redis.script("claim", [key], nonce, to_ms(ttl_s), to_ms(most_s or ttl_s)) == [1]
+        (answer,) = await self._claim_all([key], nonce, ttl_s, most_s or ttl_s)
+        return held(answer)
+
+    async def _claim_all(self, keys: Sequence[str], nonce: str, ttl_s: float, most_s: float) -> list[Any]:
+        return await self._redis.script("claim", keys, nonce, to_ms(ttl_s), to_ms(most_s), lane="leases")

@@ -6,6 +6,7 @@ An owner's write is one script, which checks the lease and the head before it ch
 import asyncio
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from typing import Any
 
 import msgpack
@@ -26,7 +27,7 @@ from diloco.pipeline.bus.ports import (
 )
 from diloco.pipeline.bus.redis import bulk
 from diloco.pipeline.bus.redis.calls import BULK_S, RedisCalls, key_of, script, to_ms
-from diloco.pipeline.bus.redis.connection import RedisConnection
+from diloco.pipeline.bus.redis.connection import RedisConnection, held
 from diloco.pipeline.bus.redis.errors import THERE, unlink
 from diloco.pipeline.errors import BadMessage, BusUnavailable, NotPermitted, Oversized, ScriptsMissing
 from diloco.pipeline.messages.delta import DeltaHeader
@@ -255,8 +256,33 @@ class RedisTape(RedisConnection, Tape):
 class RedisFragmentLeases(RedisConnection, FragmentLeases):
     """A lease is a string that expires: the owner's nonce."""
 
+    def __init__(self, calls: RedisCalls, run: str) -> None:
+        super().__init__(calls, run)
+        self._asked: dict[tuple[int, str, float], dict[str, asyncio.Future[Any]]] = {}
+        """(group, nonce, ttl) -> lease -> what will be answered, of those that are asked for at this moment."""
+
     async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.lease(fragment), nonce, ttl_s, MOST_LEASE_S)
+        # Those that are asked for at once go in one call: a syncer that has much to do must not lose leases for having
+        # many, each of which would have to wait for its turn.
+        at, key = (self.keys.group(fragment), nonce, ttl_s), self.keys.lease(fragment)
+        asked = self._asked.setdefault(at, {})
+        answer = asked.setdefault(key, asyncio.get_running_loop().create_future())
+        if len(asked) == 1:
+            answers: list[Any] = []
+            try:
+                try:
+                    await asyncio.sleep(0)
+                finally:
+                    del self._asked[at]
+                answers = await self._claim_all(list(asked), nonce, ttl_s, MOST_LEASE_S)
+            finally:
+                for one, found in zip_longest(asked.values(), answers):
+                    if not one.cancelled():
+                        one.set_result(found)
+        found = await answer
+        if found is None:
+            raise BusUnavailable(f"{key}: no answer")
+        return held(found)
 
     async def release_lease(self, fragment: int, nonce: str) -> None:
         await self._redis.script("release", [self.keys.lease(fragment)], nonce)

@@ -22,9 +22,16 @@ from diloco.pipeline.bus.redis.errors import ERRORS, IS_IT_THERE, translate
 from diloco.pipeline.bus.redis.nodes import LOOK_S, Nodes
 from diloco.pipeline.errors import BusUnavailable, DilocoError, LoginRefused
 
-Lane = Literal["control", "bulk", "payloads", "blocking", "blocking payloads"]
+Lane = Literal["control", "leases", "bulk", "payloads", "blocking", "blocking payloads"]
 
-LANES: dict[Lane, int] = {"control": 8, "bulk": 8, "payloads": 32, "blocking": 256, "blocking payloads": 256}
+LANES: dict[Lane, int] = {
+    "control": 8,
+    "leases": 2,
+    "bulk": 8,
+    "payloads": 32,
+    "blocking": 256,
+    "blocking payloads": 256,
+}
 """Calls in flight at a node at most; further ones wait for their turn."""
 BLOCKING: dict[Lane, Lane] = {"control": "blocking", "payloads": "blocking payloads"}
 """Where a call goes that waits at the server for what it reads."""

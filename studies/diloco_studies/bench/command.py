@@ -12,7 +12,7 @@ from rich.console import Console
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.writable import check_files
-from diloco.pipeline.messages.wire import Codec, GlobalCodec, OuterName
+from diloco.pipeline.messages.wire import MAX_FRAGMENTS, Codec, GlobalCodec, OuterName
 from diloco.pipeline.process.lifecycle import interrupt_at_end_signals
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
@@ -42,7 +42,7 @@ def _stop_cleanly() -> None:
 
 
 Params = Annotated[str, typer.Option(metavar="N", help="Parameters of the model, e.g. 100e6")]
-Fragments = Annotated[int, typer.Option(min=1, max=4096, help="Number of fragments P")]
+Fragments = Annotated[int, typer.Option(min=1, max=MAX_FRAGMENTS, help="Number of fragments P")]
 Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
 USUAL = defaults(SyncSettings)
 Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8 or int4")]

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.wire import Codec, GlobalCodec, MergeName, WeightsName
+from diloco.pipeline.messages.wire import MAX_FRAGMENTS, Codec, GlobalCodec, MergeName, WeightsName
 from diloco.pipeline.messages.wire import OuterName as Production
 from diloco.pipeline.methods import METHODS, RunMethod
 from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
@@ -88,7 +88,7 @@ class LabRun(BaseModel):
     beta2: float | None = Field(None, gt=0, lt=1, description="Adam's second decay; off: 0.95, as a learner's")
     eps: float | None = Field(None, gt=0, description="Adam's epsilon; off: 1e-8, as a learner's")
     # --- synchronisation -----------------------------------------------------------------------------
-    fragments: int = Field(USUAL["fragments"], ge=1, le=4096, description="P")
+    fragments: int = Field(USUAL["fragments"], ge=1, le=MAX_FRAGMENTS, description="P")
     sync_interval: int = Field(USUAL["sync_interval"], ge=1, description="H, once it has grown from first_interval")
     quorum: int | Literal["all"] = Field(USUAL["quorum"], description="K; 'all': M")
     overlap_steps: int = Field(USUAL["overlap_steps"], ge=0, description="tau")

@@ -1,16 +1,20 @@
 -- Take what nobody holds, or prolong what is held under the same nonce.
 -- Another's that would be held for longer than anybody's may be, or for ever, ends after this ttl.
--- KEYS: holder. ARGV: nonce, ttl in ms, ms that anybody's may last. Answers 1 if held now.
-local key, nonce, ttl_ms, most_ms = KEYS[1], ARGV[1], ARGV[2], ARGV[3]
-local wrong = mistyped(key, 'string')
-if wrong then return wrong end
-local holder = redis.call('GET', key)
-if holder == nonce then
-  redis.call('PEXPIRE', key, ttl_ms)
-  return {'OK', 1}
+-- KEYS: holders. ARGV: nonce, ttl in ms, ms that anybody's may last. Answers of each 1 if it is held now, else 0, or what
+-- refused it: one that somebody has damaged holds up none of the others.
+local nonce, ttl_ms, most_ms = ARGV[1], ARGV[2], ARGV[3]
+local answers = {'OK'}
+for _, key in ipairs(KEYS) do
+  local wrong = mistyped(key, 'string')
+  local holder = not wrong and redis.call('GET', key)
+  if holder == nonce then
+    redis.call('PEXPIRE', key, ttl_ms)
+  elseif holder then
+    bound(key, most_ms, ttl_ms)
+  elseif not wrong then
+    redis.call('UNLINK', key)
+    redis.call('SET', key, nonce, 'PX', ttl_ms)
+  end
+  table.insert(answers, wrong or (not holder or holder == nonce) and 1 or 0)
 end
-bound(key, most_ms, ttl_ms)
-if holder then return {'OK', 0} end
-redis.call('UNLINK', key)
-redis.call('SET', key, nonce, 'PX', ttl_ms)
-return {'OK', 1}
+return answers

@@ -11,6 +11,7 @@ import typer
 
 from diloco.options import takes
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import MAX_FRAGMENTS
 from diloco.pipeline.needs import GLOBALS, USUAL
 from diloco.pipeline.redis_memory import CODECS
 from diloco_studies.goodput.commands.options import Files, Pictured, Sample, shares
@@ -113,7 +114,9 @@ def bandwidth(
     global_codec: Annotated[
         str, typer.Option(metavar="|".join(GLOBALS), help="Of the globals that decoupled learners pull")
     ] = USUAL["global_codec"],
-    fragments: Annotated[int, typer.Option(min=1, max=4096, help="P of decoupled learners")] = USUAL["fragments"],
+    fragments: Annotated[int, typer.Option(min=1, max=MAX_FRAGMENTS, help="P of decoupled learners")] = USUAL[
+        "fragments"
+    ],
     overlap_steps: Annotated[
         int, typer.Option(min=0, max=10**6, help="Steps tau that a decoupled sync may hide behind")
     ] = USUAL["overlap_steps"],
