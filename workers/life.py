@@ -94,7 +94,10 @@ class Life:
             self._stopping.install()
             try:
                 self._join(*prepare())
-            except SpecMismatch:  # a syncer may have put its checkpoint's in the place of what this one proposed
+            except SpecMismatch as error:
+                if error.tensors or self._stopping.together:
+                    raise
+                # A syncer may have put its checkpoint's spec in the place of what this one had proposed.
                 self._stopping.install()
                 self._join(*prepare())
         except BaseException:  # KeyboardInterrupt above all

@@ -20,6 +20,8 @@ from diloco import cli
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import LearnerReplaced, UsageError
 from diloco.pipeline.messages.run import LearnerReport, SeenReport
+from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.payload import codec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.syncer.metrics import Metrics
@@ -546,3 +548,27 @@ def test_a_state_is_written_where_no_thread_can_be_begun_any_more(monkeypatch: p
     writer.submit(lambda: written.append(2))
     assert writer.close(1.0)
     assert written == [1, 2]
+
+
+def test_a_proposal_that_a_checkpoint_took_the_place_of_is_made_anew(redis_server: str) -> None:
+    """A learner without settings of its own is first, and proposes the defaults; then a syncer puts its run's there."""
+    joined = list[int]()
+
+    def learn() -> None:
+        with Learner(nn.Linear(4, 4), run="replaced", redis_url=redis_server) as learner:
+            joined.append(learner.joined.training.spec.sync.sync_interval)
+
+    learner = threading.Thread(target=learn)
+    learner.start()
+    proposed = None
+    deadline = time.monotonic() + HANGING_S
+    while proposed is None:
+        assert time.monotonic() < deadline
+        proposed = on_bus(redis_server, "replaced", lambda bus: bus.read_spec())
+        time.sleep(0.05)
+    spec = codec.decode(Spec, proposed)
+    ours = spec.model_copy(update={"sync": spec.sync.model_copy(update={"sync_interval": 7})})
+    assert on_bus(redis_server, "replaced", lambda bus: bus.replace_spec(codec.encode(ours), proposed))
+    with a_syncer(redis_server, "replaced"):
+        learner.join(HANGING_S)
+    assert joined == [7]

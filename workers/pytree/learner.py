@@ -177,11 +177,13 @@ class Learner(AnyLearner):
     def open(self) -> Self:
         """As `AnyLearner.open`; where tensors differ, it tells of `names`."""
         try:
-            return super().open()
+            super().open()
         except SpecMismatch as error:
             if not error.tensors:
                 raise
             raise SpecMismatch(f"{error}\n{NAMES_HINT}") from error
+        self._params = None  # so that nothing keeps their memory
+        return self
 
     def _proposed(self) -> PytreeModel:
         return PytreeModel(self._tree)
@@ -191,7 +193,6 @@ class Learner(AnyLearner):
         spec = self._proposal()
         layout = layout_of(spec.tensors)
         parameters = self._parameters = PytreeParameters(self._tree, layout, leaves)
-        self._params = None  # so that nothing keeps their memory
         rounds = Rounds(layout, spec.sync)
         told = self._given.run, self.id, self.incarnation, layout.trained, RecoveryOptions()
         moments = OwnMoments(*told, state=None, held=self._moments_kept, folder=None)
