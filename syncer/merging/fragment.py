@@ -387,7 +387,8 @@ class FragmentState:
     def advance(self, merged: Merged) -> None:
         """The commit succeeded."""
         self.version, self.digest, self.before = merged.version, merged.digest, self.theta
-        self.theta, self.momentum, self.norms = merged.theta, merged.momentum, merged.norms
+        self.theta, self.momentum = merged.theta, merged.momentum
+        self.norms = merged.norms
 
 
 MakeFragment = Callable[[FragmentLayout, SyncSpec, int, bytes, Float32, Float32 | None], FragmentState]
