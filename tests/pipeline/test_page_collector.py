@@ -263,7 +263,7 @@ def test_a_server_that_took_over_with_less_is_read_from_its_start() -> None:
                 page.take(await next_event(events))
             assert page.same_as(collector.model.snapshot())
         running.cancel()
-        await asyncio.sleep(LIVE_S)  # who had no time to write since the outage is not silent yet
+        await asyncio.sleep(LIVE_S + 1)  # who had no time to write since the outage is not silent yet
         fresh = collector_of(world)
         for one in (collector, fresh):
             await one.look()
