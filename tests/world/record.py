@@ -253,7 +253,7 @@ class RecordedBus(WorldBus):
         # From here on the call's work is done, and noted, without giving way. It may change these:
         found = {key: self.store.values.get(key) for key in (getattr(self.keys, name) for name in STAMPED)}
         shards = self.store.values.get(self.keys.shards)
-        self._now_ms = int(self._clock.unix() * 1000)
+        self._now_ms = int(self.clock.unix() * 1000)
         self._stamped = {key: dict(value) for key, value in found.items() if isinstance(value, dict)}
         self._held = dict(shards.held) if isinstance(shards, Stream) else {}
 
@@ -271,7 +271,7 @@ class RecordedBus(WorldBus):
             return
         mine = {name: copy(value) if isinstance(value, (dict, list, set)) else value for name, value in args.items()}
         times = self._times() if method in TIMED else None
-        self.server.tell(Called(self._clock.now(), self._who, method, mine, copy(outcome), times))
+        self.server.tell(Called(self.clock.now(), self._who, method, mine, copy(outcome), times))
 
 
 def _noted(name: str) -> Callable[..., Any]:
