@@ -104,7 +104,6 @@ class RunSettings(Settings):
     out: Path | None = Field(
         None, description="Output folder; a run that was stopped or killed goes on in its own (default: runs/<time>)"
     )
-    overwrite: bool = Field(False, description="Begin anew: empty an output folder that is in use")
     json_report: Path | None = Field(None, description="Also write the report to this file")
     prompt: str = expert("def ", description="Start of the text that the trained model writes at the end")
 
@@ -151,6 +150,7 @@ class RunProcess(
     resume: Address | None = Field(
         None, description="Output folder or checkpoint of an earlier run to go on from, or s3://bucket/path"
     )
+    overwrite: bool = Field(False, description="Begin anew: empty an output folder that is in use")
 
 
 class DemoProcess(RunProcess, DemoSettings):

@@ -76,7 +76,7 @@ EXAMPLES: dict[type[Message], Message] = {
         ),
         samples.IDLE.model_copy(update={"members": ("l0", "l1"), "deadline_unix_s": 5.0}),
         BASE,
-        stored_values.MergedBases(merged=(BASE, BASE)),
+        stored_values.MergedBases(merged=(BASE, BASE), norms=(0.5, 1.5)),
         InitialUpload(learner="l0", nonce="ab" * 8),
         samples.moments_offer().kind,
         samples.moments_wish(),

@@ -161,7 +161,8 @@ class Rounds:
 
     def in_part(self, state: RunState | None) -> None:
         """Count for the part of the run that is under way. What was trained in an earlier one is in its state already:
-        only what was trained on the bases of now, and may still be merged, goes on to count."""
+        only what was trained on the bases of now, and may still be merged, goes on to count. Of that the state may know
+        too: so at most an interval of each learner that survives counts twice."""
         if state is None or state.started_unix_s == self.part_unix_s:
             return
         if self.part_unix_s is not None:

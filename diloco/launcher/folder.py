@@ -11,6 +11,7 @@ report.json  loss.png  sample.txt   at the end
 """
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -141,8 +142,8 @@ class Folder:
         """
         _check_ended(self.path)
         try:
-            if goes_on(settings, self.path):
-                self._keep_results()
+            if (saved := goes_on(settings, self.path)) or _has_no_checkpoint(self.path, settings):
+                self._keep_results(saved)
             elif (settings.overwrite and self.path.exists()) or _came_to_nothing(self.path):
                 shutil.rmtree(self.path)
             self.path.mkdir(parents=True, exist_ok=True)
@@ -154,12 +155,15 @@ class Folder:
         except OSError as error:
             raise UsageError(f"cannot make the output folder {self.path}: {error}") from error
 
-    def _keep_results(self) -> None:
-        """report.json becomes report-1.json, and so on."""
+    def _keep_results(self, saved: bool) -> None:
+        """report.json becomes report-1.json, and so on; what belongs to no checkpoint, tape-1 and learners-1."""
         there = [self.path / name for name in (REPORT_FILE, PICTURE_FILE, SAMPLE_FILE, PAGE_FILE, MODEL_FILE)]
-        part = 1 + len(list(self.path.glob("report-*.json")))
+        there += [] if saved else [self.tape, self.learners]
+        part = 1
+        while any(file.with_stem(f"{file.stem}-{part}").exists() for file in there):
+            part += 1
         for file in there:
-            if file.is_file():
+            if file.exists():
                 file.replace(file.with_stem(f"{file.stem}-{part}"))
 
     def _take_moments(self, earlier: Path) -> None:
@@ -240,7 +244,8 @@ def choose(settings: RunProcess) -> Folder:
     """
     path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
     if path.is_dir() and any(path.iterdir()):
-        if not (settings.overwrite or _came_to_nothing(path) or goes_on(settings, path)):
+        kept = goes_on(settings, path) or _has_no_checkpoint(path, settings)
+        if not (settings.overwrite or _came_to_nothing(path) or kept):
             raise UsageError(
                 f"output folder {path} is not empty, and has no checkpoint of a run to go on with: choose another "
                 "--out, or give --overwrite to empty it"
@@ -271,30 +276,33 @@ def _came_to_nothing(path: Path) -> bool:
     return all(one.is_dir() or one.name in left or one.is_relative_to(Folder(path).logs) for one in path.rglob("*"))
 
 
+def _has_no_checkpoint(path: Path, settings: RunProcess) -> bool:
+    """Whether a run was killed here before it had saved anything that it could go on from: it begins anew."""
+    folder = Folder(path)
+    ours = {SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", MODEL_FILE, "logs", "checkpoints", "tape", "learners"}
+    if settings.overwrite or _came_to_nothing(path) or not folder.settings.is_file():
+        return False
+    names = {re.sub(r"-[0-9]+$", "", one.stem) + one.suffix for one in path.iterdir()}
+    return names <= ours and not any(folder.checkpoints.rglob("latest"))
+
+
 def goes_on(settings: RunProcess, path: Path) -> bool:
     """Whether the run that is resumed is the one of this folder, and goes on there."""
     return not settings.overwrite and settings.resume is not None and path.is_dir() and _lies_in(settings.resume, path)
 
 
-def with_own_checkpoint(settings: RunProcess) -> RunProcess:
-    """Settings that resume the newest checkpoint in --out, if there is one: the same command again goes on.
+def own_checkpoint(settings: RunProcess) -> Checkpoint | None:
+    """The newest checkpoint in --out, of which the same command again goes on; None: there is none.
 
     Raises:
         UsageError: that run is alive; or its checkpoint is damaged.
     """
-    if settings.out is None or settings.overwrite or settings.resume is not None:
-        return settings
+    if settings.out is None or settings.overwrite or not (settings.out / SETTINGS_FILE).is_file():
+        return None
     saved = newest_of_run(place_of(Folder(settings.out).checkpoints), settings.run)
-    if saved is None or not (settings.out / SETTINGS_FILE).is_file():
-        return settings
-    _check_ended(settings.out)
-    return settings.model_copy(update={"resume": str(saved.folder)})
-
-
-def is_done(settings: RunProcess, origin: Origin | None) -> bool:
-    """Whether the run in --out has trained its budget, and no larger one was given."""
-    out = settings.out
-    return origin is not None and out is not None and goes_on(settings, out) and settings.tokens <= origin.tokens
+    if saved is not None:
+        _check_ended(settings.out)
+    return saved
 
 
 def _lies_in(resumed: str, path: Path) -> bool:
@@ -355,7 +363,8 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     kept = ({"data", "model"} if moved else {"data"}) & told
     trainer = {name: value for name, value in checkpoint.spec.trainer.items() if name not in kept}
     settings = agree(agree(settings, sync, SyncSettings), trainer, TrainerSettings)
-    if settings.tokens <= trained and not (settings.out is not None and goes_on(settings, settings.out)):
+    own = settings.out is not None and goes_on(settings, settings.out)
+    if settings.tokens <= checkpoint.state.counted_tokens and not own:
         raise UsageError(
             f"{checkpoint.folder} has trained {trained} tokens, and the budget is {settings.tokens}: "
             "give a larger one with --tokens (trained tokens, the earlier part included)"

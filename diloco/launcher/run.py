@@ -24,7 +24,7 @@ from diloco.extras import need_extras
 from diloco.launcher.devices import told
 from diloco.launcher.display import Screen
 from diloco.launcher.finish import conclude
-from diloco.launcher.folder import Folder, choose, goes_on, is_done, plain, resume, with_own_checkpoint
+from diloco.launcher.folder import Folder, choose, goes_on, own_checkpoint, plain, resume
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
 from diloco.launcher.locate import is_output
 from diloco.launcher.option_checks import check, is_everywhere
@@ -358,7 +358,8 @@ class Launcher:
         if not status["fragments"]:
             return None
         layout = layout_of(decode(Spec, data).tensors)
-        records = read_archive(self._folder.tape)
+        since_s = state.started_unix_s  # of earlier parts the state tells
+        records = [record for record in read_archive(self._folder.tape) if record.unix_s >= since_s]
         ended = [child.name for child in self._children.named("learner-")]
         ledger_inputs = await read_ledger_inputs(self._bus, len(layout.fragments), self._settings.liveness_s, ended)
         return Outcome(
@@ -472,11 +473,15 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     """
     need_extras()
     logs.configure("warning")
-    settings, origin = resume(with_own_checkpoint(settings) if kind is Launcher else settings)
-    if origin is not None and is_done(settings, origin):
-        done = f"the run in {settings.out} has trained its {count(origin.tokens)} tokens"
-        print(f"{done}. To train on, give more --tokens; to begin anew, --overwrite")
-        return 0
+    saved = own_checkpoint(settings) if kind is Launcher else None
+    if saved is not None:
+        budget = settings.tokens if "tokens" in settings.model_fields_set else saved.state.budget_tokens
+        if saved.state.is_done(budget):
+            done = f"the run in {settings.out} is finished, with {count(saved.state.tokens)} tokens"
+            print(f"{done}. To train on, give more --tokens; to begin anew, --overwrite")
+            return 0
+        settings = settings.model_copy(update={"resume": str(saved.folder)})
+    settings, origin = resume(settings)
     settings = with_preset(settings)
     check(settings)
     places_of(settings)

@@ -197,6 +197,10 @@ class RunState(Message):
         """When the run's first part began: other runs of the same name have another."""
         return self.origin_unix_s or self.started_unix_s
 
+    def is_done(self, budget_tokens: int | None) -> bool:
+        """Whether the run is finished, and no larger budget than it has trained is given; None: none is."""
+        return self.phase is Phase.FINISHED and (budget_tokens or 0) <= self.counted_tokens
+
     def check_same_run(self, known: "RunState | None", name: str, has: str) -> None:
         """See that this is the run that a party has known until now.
 

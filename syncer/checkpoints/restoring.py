@@ -47,17 +47,12 @@ async def restore_checkpoint(
         finished: the run stays finished, as it was saved.
 
     Raises:
-        UsageError: the run was started before, with another spec, data order or values, or the budget is used up; a
-            file is damaged.
+        UsageError: the run was started before, with another spec, data order or values; a file is
+            damaged.
         LeaseLost: another syncer took over.
     """
     if spec.tensors != checkpoint.spec.tensors:
         raise UsageError(f"{checkpoint.folder} holds another model than the one to be trained")
-    if spec.sync.tokens <= checkpoint.state.counted_tokens and not finished:
-        raise UsageError(
-            f"tokens={spec.sync.tokens}: {checkpoint.folder} has trained {checkpoint.state.counted_tokens} already; "
-            "give a larger budget"
-        )
     fragments = checkpoint.layout.fragments
     heads = await bus.read_heads([fragment.id for fragment in fragments])
     proposed = await bus.propose_spec(encode(spec))
@@ -85,7 +80,10 @@ async def restore_checkpoint(
 def taken(bus: Bus) -> str:
     """What to do where another run has the name."""
     run = bus.keys.run
-    return f"resume under a --run name that is not in use, or free this one first: diloco runs delete {run}"
+    return (
+        "to take part in it, leave --resume out; to begin with the checkpoint, give a --run name that is not in use. "
+        f"Where it is not wanted any more, and nobody at work on it, `diloco runs delete {run}` frees the name"
+    )
 
 
 def _digest(checkpoint: Checkpoint, p: int, spec: Spec) -> bytes:

@@ -16,8 +16,6 @@ from diloco.syncer.merging.mending import adopted, say_rewound
 from diloco.syncer.merging.merge import all_finite
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
-PATIENCE_S = 60.0
-"""A learner uploads what it has adopted within half of it. Nobody's word keeps a run from beginning for longer."""
 AT_ONCE, PART = 2, 32
 """Fragments that get their version 0 at a time: so many, or one of 32 of them. Each is on the bus twice meanwhile."""
 
@@ -31,8 +29,6 @@ class InitialVersions:
         """To be held for `commit`."""
         self._unusable: set[tuple[int, str]] = set()
         """Fragments and nonces of uploads that cannot be used: told once."""
-        self._asked_since_s: float | None = None
-        self._waits = False
 
     async def commit(self, layout: FragmentLayout) -> bool:
         """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
@@ -43,9 +39,8 @@ class InitialVersions:
             BusError: as the bus; a commit that was refused changed nothing.
         """
         upload = await self._bus.read_initial()
-        if self._context.watch.state is None:
-            return False  # the lead writes it first: whatever is merged is of the part of the run that it begins
-        if upload is None or (upload.began_unix_s is None and await self._others_have_more()):
+        # The lead writes the state first: whatever is merged is of the part of the run that it begins.
+        if upload is None or self._context.watch.state is None:
             return False
         key = self._bus.keys.initial_payload(layout.id, upload.nonce)
         try:
@@ -69,22 +64,6 @@ class InitialVersions:
         if await say_rewound(self._bus, self._context.clock, self._context.nonce, at, IDLE_VIEW, was):
             self._context.metrics.rewinds.inc()
         return True
-
-    async def _others_have_more(self) -> bool:
-        """Whether fresh parameters would take the place of trained ones: a live learner has some of this run, and
-        uploads them soon, or a syncer has its checkpoint, and puts that on the bus. Not for ever: see `PATIENCE_S`."""
-        now = self._context.clock.now()
-        self._asked_since_s = now if self._asked_since_s is None else self._asked_since_s
-        if now - self._asked_since_s > PATIENCE_S:
-            return False
-        live = (seen.report for seen in self._context.watch.live())
-        who = [f"learner {one.learner}" for one in live if max(one.versions, default=-1) > 0]
-        who += [f"syncer {name}" for _, _, name in await self._bus.read_savers()]
-        if who and not self._waits:
-            detail = f"{', '.join(who)} has trained parameters of this run: fresh ones wait {PATIENCE_S:g} s for them"
-            structlog.get_logger().warning("initial_upload_waits", detail=detail)
-        self._waits = bool(who)
-        return self._waits
 
     def _first(self, fragment: int, digest: bytes, whole: Published, upload: InitialUpload, key: str) -> Commit:
         """key: of the learner's upload, which goes with the commit."""

@@ -5,6 +5,8 @@ It is whichever syncer serves fragment 0; `closing` ends the run after it.
 
 from typing import Any
 
+import structlog
+
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase, RunState
@@ -15,6 +17,8 @@ from diloco.syncer.context import SyncerContext
 from diloco.syncer.watch import WATCH_S
 
 SAMPLE_RETRY_S = 1.0
+PATIENCE_S = 60.0
+"""A learner uploads what it has adopted within half of it. Nobody's word keeps a run from beginning for longer."""
 
 
 class Lead:
@@ -24,6 +28,9 @@ class Lead:
         self._bus, self._clock, self._watch = context.bus, context.clock, context.watch
         self._layout, self._budget_tokens = context.layout, context.sync.tokens
         self._sample_from_s, self._diverged = 0.0, context.diverged
+        self._asked_since_s: float | None = None
+        """Since when fresh parameters wait for trained ones."""
+        self._waits = False
         self._aside: dict[tuple[str, str], int] = {}
         """Incarnations of learners that have diverged -> their tokens as of the last look."""
 
@@ -58,9 +65,11 @@ class Lead:
         upload = await self._bus.read_initial()
         if upload is None and await self._bus.read_heads([0]) == [None]:
             return None
+        took = upload if upload is not None and upload.began_unix_s is not None else None
+        if upload is not None and took is None and await self._others_have_more():
+            return None
+        self._asked_since_s, self._waits = None, False
         now = self._clock.unix()
-        began = None if upload is None else upload.began_unix_s
-        took = upload if upload is not None and began is not None and began <= now else None
         return RunState(
             phase=Phase.RUNNING,
             tokens=took.tokens if took else 0,
@@ -70,8 +79,24 @@ class Lead:
             started_unix_s=now,
             reason=f"goes on from what {took.learner} had: the bus had lost it" if took else "training",
             manifest=(),
-            origin_unix_s=began if took else None,
+            origin_unix_s=took.began_unix_s if took else None,
         )
+
+    async def _others_have_more(self) -> bool:
+        """Whether fresh parameters would take the place of trained ones: a live learner has some of this run, and
+        uploads them soon, or a syncer has its checkpoint, and puts that on the bus. Not for ever: see `PATIENCE_S`."""
+        now = self._clock.now()
+        self._asked_since_s = now if self._asked_since_s is None else self._asked_since_s
+        if now - self._asked_since_s > PATIENCE_S:
+            return False
+        live = (seen.report for seen in self._watch.live())
+        who = [f"learner {one.learner}" for one in live if max(one.versions, default=-1) > 0]
+        who += [f"syncer {name}" for _, _, name in await self._bus.read_savers()]
+        if who and not self._waits:
+            detail = f"{', '.join(who)} has trained parameters of this run: fresh ones wait {PATIENCE_S:g} s for them"
+            structlog.get_logger().warning("initial_upload_waits", detail=detail)
+        self._waits = bool(who)
+        return self._waits
 
     async def _counted(self, state: RunState) -> RunState:
         """With the tokens of by now; it drains once they reach the budget."""

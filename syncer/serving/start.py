@@ -85,7 +85,7 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
     | the run, served        | join          | join             | join             | refused                      |
     | the run, nobody there  | join          | join             | join             | refused                      |
     | ... older than saved   | join          | resume           | finished         | refused                      |
-    | ... half of a resume   | join          | resume           | resume           | refused                      |
+    | ... half of a resume   | join          | resume           | finished         | refused                      |
     | the run, finished      | join: it ends at once, and has its last checkpoint                              |
 
     Args:
@@ -98,20 +98,23 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
     Raises:
         UsageError: the bus has another run of that name.
     """
-    if saved is None or overwrite or (on_bus is not None and on_bus.state.phase is Phase.FINISHED):
+    if saved is None or overwrite:
         return Way.BEGIN if on_bus is None else Way.JOIN
-    if on_bus is not None and on_bus.state.began_unix_s != saved.began_unix_s:
+    again = Way.FINISHED if saved.is_done(tokens) else Way.RESUME
+    same = on_bus is not None and on_bus.state.began_unix_s == saved.began_unix_s
+    if on_bus is not None and same and not on_bus.whole and on_bus.state.tokens == saved.tokens:
+        return again
+    if on_bus is not None and on_bus.state.phase is Phase.FINISHED:
+        return Way.JOIN
+    if on_bus is not None and not same:
         raise UsageError(
             f"the run {run!r} on this Redis began {moment(on_bus.state.began_unix_s)} and has {on_bus.state.tokens} "
             f"tokens; the checkpoint here is of an earlier run of that name, which began {moment(saved.began_unix_s)}, "
             f"with {saved.tokens}. To serve the one on Redis: --overwrite, or another --checkpoint-dir. To go on from "
             f"the checkpoint: end everybody, `diloco runs delete {run}`, and the same command again"
         )
-    if on_bus is not None and not on_bus.whole and on_bus.state.tokens == saved.tokens:
-        return Way.RESUME
-    if on_bus is not None and (on_bus.served or on_bus.state.tokens >= saved.tokens):
-        return Way.JOIN
-    return Way.FINISHED if saved.phase is Phase.FINISHED and (tokens or 0) <= saved.tokens else Way.RESUME
+    served = on_bus is not None and (on_bus.served or on_bus.state.tokens >= saved.tokens)
+    return Way.JOIN if served else again
 
 
 @dataclass(slots=True)
@@ -139,16 +142,20 @@ class Start:
         way: Callable[[], Awaitable[Way]] = partial(self._way, checkpoint)
         if checkpoint is None and self.settings.resume is not None:
             checkpoint = await self.offload(load_checkpoint, self.settings.resume)
+            self._check_budget(checkpoint)
             way = partial(self._way_of_another, checkpoint)
         found = await _retry(way)
         if checkpoint is not None and found in (Way.RESUME, Way.FINISHED):
             await self._resume(checkpoint, way)
         if checkpoint is not None and found is Way.FINISHED:
-            detail = "to train on, give more --tokens; to begin anew, --overwrite"
+            extend = f"`diloco runs extend {self.bus.keys.run} --tokens N` and the same commands"
+            detail = f"to train on: {extend}, or more --tokens on an empty Redis; to begin anew: --overwrite there"
             done = {"tokens": checkpoint.state.tokens, "checkpoint": str(checkpoint.folder)}
             structlog.get_logger().info("run_was_finished", run=self.bus.keys.run, **done, detail=detail)
             self.finished = True
             return None
+        if checkpoint is not None and found is Way.JOIN:
+            await _retry(partial(self._tell_older, checkpoint))
         self.bus_warnings.tell(await _retry(self.bus.info))  # there may be hours to mend it before anybody trains
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
@@ -191,6 +198,26 @@ class Start:
         structlog.get_logger().info("already_restored", base_tokens=there.state.base_tokens)
         return Way.JOIN
 
+    def _check_budget(self, checkpoint: Checkpoint) -> None:
+        """See that a run that begins with another one's checkpoint has something to train.
+
+        Raises:
+            UsageError: it has not.
+        """
+        told, trained = "tokens" in self.settings.model_fields_set, checkpoint.state.counted_tokens
+        if (budget := self.settings.tokens if told else checkpoint.spec.sync.tokens) <= trained:
+            raise UsageError(
+                f"tokens={budget}: {checkpoint.folder} has trained {trained} already; give a larger budget"
+            )
+
+    async def _tell_older(self, checkpoint: Checkpoint) -> None:
+        """Say so where what is joined has less than the checkpoint here, which later ones take the place of."""
+        there = await self._on_bus()
+        if there is not None and there.state.tokens < checkpoint.state.tokens:
+            detail = "another syncer serves what Redis has. Copy the checkpoint to keep it: of a run three are kept"
+            had = {"tokens": there.state.tokens, "saved_tokens": checkpoint.state.tokens}
+            structlog.get_logger().warning("older_run_joined", path=str(checkpoint.folder), **had, detail=detail)
+
     async def _on_bus(self) -> OnBus | None:
         """What the bus has of the run; None: nothing, or what its first learner has put there."""
         state, data = await self.bus.read_state(), await self.bus.read_spec()
@@ -224,6 +251,7 @@ class Start:
     async def _acquire(self, fragments: Sequence[int]) -> bool:
         for p in fragments:
             if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
+                await release_all(self.bus, self.nonce, p)  # else who has the others waits for these
                 return False
         return True
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from diloco import cli, commands
 from diloco.export import export
 from diloco.launcher import finish, launch, option_checks
 from diloco.launcher.display import render
-from diloco.launcher.folder import Folder, choose, is_done, plain, resume, to_toml, with_own_checkpoint
+from diloco.launcher.folder import Folder, choose, own_checkpoint, plain, resume, to_toml
 from diloco.launcher.launch import Children, environment, threads_for
 from diloco.launcher.locate import Place, locate, without_secrets
 from diloco.launcher.option_checks import check, check_demo
@@ -95,9 +96,7 @@ def test_a_folder_of_a_run_that_came_to_nothing_is_used_again(tmp_path):
     assert {path.name for path in folder.path.iterdir()} == {"settings.toml", "run.json"}
 
 
-@pytest.mark.parametrize(
-    "kept", ["report.json", "notes.txt", "checkpoints/r/latest", "tape/0.msgpack", "learners/learner-0/state.json"]
-)
+@pytest.mark.parametrize("kept", ["report.json", "notes.txt", "checkpoints/r/latest"])
 def test_a_folder_with_anything_else_in_it_is_not(tmp_path, kept):
     """Whatever the run has saved, or people have put there."""
     folder = left_early(tmp_path / "out")
@@ -106,6 +105,21 @@ def test_a_folder_with_anything_else_in_it_is_not(tmp_path, kept):
     with pytest.raises(UsageError, match=r"not empty.*--overwrite"):
         prepare(RunProcess(out=folder.path))
     assert (folder.path / kept).exists()
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_beside_what_it_left(tmp_path):
+    folder = left_early(tmp_path / "out")
+    for kept in ("tape/0.msgpack", "learners/learner-0/state.json"):
+        (folder.path / kept).parent.mkdir(parents=True)
+        (folder.path / kept).write_text("{}")
+    for part in (1, 2):
+        prepare(RunProcess(out=folder.path))
+        ended(folder)
+        assert not folder.tape.exists()
+        assert (folder.path / f"tape-{part}/0.msgpack").exists()
+        assert (folder.path / f"learners-{part}/learner-0/state.json").exists()
+        for kept in ("tape", "learners"):
+            shutil.copytree(folder.path / f"{kept}-1", folder.path / kept)
 
 
 def saved_run(folder: Folder) -> None:
@@ -132,20 +146,20 @@ def test_the_same_command_again_goes_on_in_the_folder_of_a_run_that_was_stopped_
     folder = left_early(tmp_path / "out")
     saved_run(folder)
     given = RunProcess(out=folder.path, run=RUN)
-    settings, origin = resume(with_own_checkpoint(given))
+    saved = own_checkpoint(given)
+    assert saved is not None
+    settings, origin = resume(given.model_copy(update={"resume": str(saved.folder)}))
     assert origin is not None
     assert origin.tokens > 0
     assert settings.tokens == 10**6
-    assert not is_done(settings, origin)
     assert choose(settings).path == folder.path
     folder.make(settings)
     names = {path.name for path in folder.path.iterdir()}
     assert {"report-1.json", "page-1.json", "tape", "checkpoints", "logs", "settings.toml"} <= names
     assert "report.json" not in names
-    assert is_done(settings.model_copy(update={"tokens": origin.tokens}), origin)
-    assert with_own_checkpoint(given.model_copy(update={"run": "another"})).resume is None
-    anew = with_own_checkpoint(RunProcess(out=folder.path, run=RUN, overwrite=True))
-    assert anew.resume is None
+    assert own_checkpoint(given.model_copy(update={"run": "another"})) is None
+    anew = RunProcess(out=folder.path, run=RUN, overwrite=True)
+    assert own_checkpoint(anew) is None
     ended(folder)
     folder.make(anew)
     assert {path.name for path in folder.path.iterdir()} == {"settings.toml", "run.json"}
@@ -157,7 +171,7 @@ def test_a_run_that_is_alive_does_not_go_on_twice(tmp_path):
     folder.report.unlink()
     folder.write_run(None, RunProcess(), {"launcher": os.getpid()})
     with pytest.raises(UsageError, match="is alive"):
-        with_own_checkpoint(RunProcess(out=folder.path, run=RUN))
+        own_checkpoint(RunProcess(out=folder.path, run=RUN))
 
 
 def test_a_run_that_has_just_begun_keeps_its_folder(tmp_path):
@@ -714,7 +728,7 @@ def test_whose_checkpoint_it_is_shows_in_it_and_not_in_its_name(tmp_path, capsys
         (tmp_path / name / "state.json").write_text(json.dumps(state))
         safetensors.numpy.save_file(tensors, tmp_path / name / "globals.safetensors")
     export(tmp_path / "renamed", tmp_path / "model.safetensors")
-    with pytest.raises(UsageError, match=r"state\.json: spec"):
+    with pytest.raises(UsageError, match=r"state\.json: format"):
         export(tmp_path / "checkpoint", tmp_path / "other.safetensors")
     (tmp_path / "renamed" / "globals.safetensors").write_bytes(b"damaged")
     assert cli.main(["export", "renamed", "other.safetensors"]) == 2

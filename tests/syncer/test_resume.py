@@ -209,3 +209,15 @@ def test_a_run_that_began_without_the_checkpoint_is_not_overwritten(tmp_path) ->
         await learner.kill()
 
     run_virtual(main())
+
+
+def test_a_budget_that_is_used_up_is_said_before_a_run_begins_with_a_checkpoint(tmp_path) -> None:
+    stopped_run(tmp_path)
+
+    async def main() -> None:
+        world = new_world()
+        world.start_syncer(resume=tmp_path, tokens=10)
+        with pytest.raises(UsageError, match="larger budget"):
+            await world.syncer
+
+    run_virtual(main())

@@ -52,6 +52,7 @@ ON_BUS = {
     "older, served": OnBus(state(5.0, 50), served=True, whole=True),
     "older": OnBus(state(5.0, 50), served=False, whole=True),
     "half": OnBus(state(5.0, 100), served=False, whole=False),
+    "half, finished": OnBus(state(5.0, 100, Phase.FINISHED), served=False, whole=False),
     "finished": OnBus(state(5.0, 200, Phase.FINISHED), served=False, whole=True),
 }
 TABLE: dict[str, dict[str, Way | None]] = {
@@ -60,7 +61,8 @@ TABLE: dict[str, dict[str, Way | None]] = {
     "nobody there": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
     "older, served": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
     "older": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": None},
-    "half": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.RESUME, "another": None},
+    "half": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": None},
+    "half, finished": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": Way.JOIN},
     "finished": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": Way.JOIN},
 }
 """None: refused."""
@@ -221,6 +223,56 @@ def test_fresh_parameters_wait_for_a_syncer_that_has_trained_ones(tmp_path: Path
         assert now.base_tokens == had
         await cancelled(saver)
         await killed_all(world, party)
+
+    run_virtual(main())
+
+
+def test_fresh_parameters_wait_for_a_learner_that_has_trained_ones() -> None:
+    """Nobody has a checkpoint. A fresh learner is first; the trained one is there, and its parameters are taken."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        trained = learners(world, 1)[0]
+        await world.until_version(20)
+        was = await world.bus.read_state()
+        await cancelled(world.syncer)
+        empty(world)
+        await asyncio.sleep(1.0)
+        world.start_syncer()
+        fresh = VirtualLearner("fresh", world, 0.1, "f" * 16).start()
+        await asyncio.sleep(5.0)
+        assert await world.bus.read_state() is None, "it waits"
+        await world.until_version(3)
+        now = await world.bus.read_state()
+        assert was is not None
+        assert now is not None
+        assert now.began_unix_s == was.began_unix_s
+        assert now.base_merged > 0
+        assert trained.task is not None
+        assert not trained.task.done()
+        await killed_all(world, [trained, fresh])
+
+    run_virtual(main())
+
+
+def test_a_checkpoint_of_a_run_that_was_draining_is_gone_on_from(tmp_path: Path) -> None:
+    """Its budget is used up, and it is not finished: it drains, and ends with 0."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=400), checkpoint_dir=tmp_path)
+        world.start_syncer()
+        party = learners(world)
+        async with asyncio.timeout(60):
+            while (now := await world.bus.read_state()) is None or now.phase is Phase.RUNNING:
+                await asyncio.sleep(0.01)
+        world.stop.set()
+        await world.syncer
+        await killed_all(world, party)
+        assert saved_tokens(tmp_path) >= 400
+        service = world.start_syncer()
+        await world.finish(*learners(world, first=20))
+        assert service.status_at_exit == 0
 
     run_virtual(main())
 
