@@ -141,7 +141,7 @@ def test_counters_that_no_message_may_have_are_refused(digits: bytes) -> None:
     """Python refuses long numbers, and a message those out of bounds, with errors of other kinds: they end a syncer."""
     with pytest.raises(BadMessage):
         stored_values.decode_count("a count", digits)
-    assert stored_values.live_syncers(0, {b"n": digits + b" name"}) == []
+    assert stored_values.live_syncers(0, {b"n": digits + b" 0 name"}) == []
     reports = {b"l0/00000000": fuzz.encode(samples.report())}
     assert stored_reports.seen_reports(0, reports, {b"l0/00000000": digits}, {}) == []
 
