@@ -14,6 +14,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_ARGS)
 STAMP  := $(shell date +%Y%m%d-%H%M%S)
 
+# Tests start hundreds of processes, which are to find modules compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-all test-docker test-slurm test-trainers test-gpu gpu dst fuzz lint docs release clean
 

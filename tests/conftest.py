@@ -21,11 +21,13 @@ import structlog
 
 from diloco.pipeline.bus.embedded import PACKAGE, EmbeddedRedis, find_server
 from diloco.pipeline.bus.ports import Bus
+from tests import quiet
 from tests.backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
-from tests.world.campaign import quiet
 
 IMAGE = "redis:7"
 NO_DOCKER = "DILOCO_TEST_NO_DOCKER"
+
+gc.disable()  # until all tests are known: what a collection makes stays, and to look through it takes seconds
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # there is a worker for each core; torch has not been imported yet
@@ -114,6 +116,12 @@ def pytest_report_collectionfinish(config: pytest.Config, items: list[pytest.Ite
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Simulated worlds first: who runs files beside each other would have them alone at the end, for minutes."""
     items.sort(key=lambda item: item.path.parent.name != "world")
+
+
+def pytest_collection_finish() -> None:
+    """What is here now stays: it is not looked through again."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

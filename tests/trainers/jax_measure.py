@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
-from tests.world.campaign import quiet
+from tests import quiet
 
 SEEDS = (0, 1, 2)
 KINDS = {"2 torch": ("torch", "torch"), "2 JAX": ("jax", "jax"), "1 + 1": ("jax", "torch")}

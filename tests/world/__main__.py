@@ -13,7 +13,8 @@ from rich.table import Table
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.process.cores import usable_cores
-from tests.world.campaign import Summary, campaign, code_digest, done_before, quiet
+from tests import quiet
+from tests.world.campaign import Summary, campaign, code_digest, done_before
 from tests.world.plan import Kind, plan
 from tests.world.shrink import shrink
 from tests.world.twin import record, replay

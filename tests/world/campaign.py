@@ -2,7 +2,6 @@
 
 import gc
 import json
-import logging
 import multiprocessing
 import signal
 import sys
@@ -13,11 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import structlog
 import xxhash
 
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.cores import one_blas_thread
+from tests import quiet
 from tests.world.oracle import Violation
 from tests.world.world import Result, run_seed
 
@@ -36,11 +35,6 @@ def code_digest() -> str:
     for file in sorted(files | set((ROOT / "pipeline").rglob("*.lua"))):
         digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def quiet() -> None:
-    """No log lines: in a world there are thousands of outages."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
 
 
 def run_one(seed: int) -> Line:
