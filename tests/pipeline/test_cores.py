@@ -70,7 +70,15 @@ def blas_threads(code: str, **environ: str) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("code", [SYNCER, CAMPAIGN, LAB, REPLAY], ids=["syncer", "campaign", "lab", "replay"])
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(SYNCER, id="syncer"),
+        pytest.param(CAMPAIGN, marks=pytest.mark.slow, id="campaign"),
+        pytest.param(LAB, marks=pytest.mark.slow, id="lab"),
+        pytest.param(REPLAY, id="replay"),
+    ],
+)
 def test_every_process_that_merges_takes_one_blas_thread_by_itself(code: str) -> None:
     """BLAS threads of a merge fight with the learners on the same cores; no variable in the environment is needed."""
     assert set(blas_threads(code)) == {1}
@@ -81,7 +89,7 @@ def test_what_the_launcher_tells_torch_does_not_give_the_syncer_more() -> None:
     assert set(blas_threads(SYNCER, OMP_NUM_THREADS="2")) == {1}
 
 
-@pytest.mark.parametrize("name", ["OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"])
+@pytest.mark.parametrize("name", ["OPENBLAS_NUM_THREADS", pytest.param("MKL_NUM_THREADS", marks=pytest.mark.slow)])
 def test_a_users_own_choice_stands(name: str) -> None:
     """A syncer on a machine of its own may multiply on more cores."""
     assert set(blas_threads(SYNCER, **{name: "2"})) == {2}
