@@ -954,9 +954,18 @@ def test_a_run_says_at_its_start_what_is_wrong_with_its_machine(tmp_path: Path) 
 
 @pytest.mark.redis
 def test_a_run_shows_it(healthy: EmbeddedRedis, client: Any, tmp_path: Path) -> None:
-    """With the remedy, before its processes have come up: here its syncer refuses to begin."""
+    """With the remedy, before its processes have come up: here none is started, so that the run ends at once."""
+    starts_none = """
+import sys
+from diloco.cli import main
+from diloco.launcher import run
+async def watch(*_):
+    raise run.ChildDied("none was started")
+run.Launcher.start, run.Launcher.watch = lambda _: None, watch
+sys.exit(main())
+"""
     with config(client, maxmemory=4 * 2**20):
-        command = [sys.executable, "-m", "diloco", "run", "--redis-url", healthy.url, "--run", "shown"]
+        command = [sys.executable, "-c", starts_none, "run", "--redis-url", healthy.url, "--run", "shown"]
         small = ["--model", "10m", "--learners", "1", "--http-port", "0", "--out", str(tmp_path / "out")]
         done = subprocess.run([*command, *small], capture_output=True, text=True, check=False, timeout=HANGING_S)
     client.flushall()

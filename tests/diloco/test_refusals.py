@@ -5,7 +5,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from tests import HANGING_S, samples
 from tests.pipeline.test_acl import as_user, rules_of
 
 REFUSED = 2
+Here = Callable[..., subprocess.CompletedProcess[str]]
 NOWHERE = ["--redis-url", "redis://127.0.0.1:1"]
 
 
@@ -48,6 +49,20 @@ def party(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "diloco", *arguments]
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.run(command, env=os.environ | environ, check=False, timeout=HANGING_S, **output)
+
+
+@pytest.fixture
+def here(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
+    """The same in this process, which has what a learner imports: to import it anew takes seconds."""
+
+    def run(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+        for name, value in environ.items():
+            monkeypatch.setenv(name, value)
+        capfd.readouterr()
+        status = main(list(arguments))
+        return subprocess.CompletedProcess(arguments, status, "".join(capfd.readouterr()))
+
+    return run
 
 
 # --- names that nothing has -----------------------------------------------------------------------------
@@ -161,11 +176,12 @@ def test_a_variable_that_says_neither_yes_nor_no_is_told_so(
     ],
 )
 def test_a_user_of_another_run_is_told_who_it_is_in_which_run_and_what_makes_its_users(
-    user: str, arguments: list[str], of_another_run: tuple[str, str]
+    user: str, arguments: list[str], of_another_run: tuple[str, str], here: Here
 ) -> None:
     """In one message, without a traceback; a syncer does not begin to serve its page."""
     url, run = of_another_run
-    done = party(*arguments, "--run", run, DILOCO_REDIS_URL=as_user(url, user))
+    ends = party if arguments[0] == "syncer" else here
+    done = ends(*arguments, "--run", run, DILOCO_REDIS_URL=as_user(url, user))
     assert done.returncode == REFUSED, done.stdout
     named = " --learner anna" if user == "learner-anna" else ""
     made = f"diloco acl --run {run}{named} --passwords FILE > new-users.acl"
@@ -179,17 +195,17 @@ def test_a_user_of_another_run_is_told_who_it_is_in_which_run_and_what_makes_its
 
 
 @pytest.mark.redis
-def test_a_wrong_password_is_status_2(of_another_run: tuple[str, str]) -> None:
+def test_a_wrong_password_is_status_2(of_another_run: tuple[str, str], here: Here) -> None:
     url, run = of_another_run
-    for arguments in (["syncer", "--http-port", "0"], ["status"]):
-        done = party(*arguments, "--run", run, DILOCO_REDIS_URL=as_user(url, "syncer").replace("pw-", "wrong-"))
+    for ends, arguments in ((party, ["syncer", "--http-port", "0"]), (here, ["status"])):
+        done = ends(*arguments, "--run", run, DILOCO_REDIS_URL=as_user(url, "syncer").replace("pw-", "wrong-"))
         assert done.returncode == REFUSED, done.stdout
         assert "refuses the login of user 'syncer'" in done.stdout
         assert "Traceback" not in done.stdout
 
 
 @pytest.mark.redis
-def test_who_was_told_otherwise_than_the_run_ends_with_2(redis_server: str) -> None:
+def test_who_was_told_otherwise_than_the_run_ends_with_2(redis_server: str, here: Here) -> None:
     """Another budget than the run's: to start it again would change nothing."""
     run = f"r-{secrets.token_hex(3)}"
 
@@ -198,8 +214,8 @@ def test_who_was_told_otherwise_than_the_run_ends_with_2(redis_server: str) -> N
             await bus.propose_spec(encode(samples.spec()))
 
     asyncio.run(begin())
-    for arguments in (["syncer", "--http-port", "0"], ["learner", "--model", "nano"]):
-        done = party(*arguments, "--run", run, "--tokens", "12345", DILOCO_REDIS_URL=redis_server)
+    for ends, arguments in ((party, ["syncer", "--http-port", "0"]), (here, ["learner", "--model", "nano"])):
+        done = ends(*arguments, "--run", run, "--tokens", "12345", DILOCO_REDIS_URL=redis_server)
         assert done.returncode == REFUSED, done.stdout
         assert "tokens: here 12345, the run has" in done.stdout
     client: Any = redis_py.Redis.from_url(redis_server, protocol=2)

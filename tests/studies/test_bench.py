@@ -108,11 +108,11 @@ def test_what_others_take_is_without_what_these_processes_do():
     assert machine.fresh_page_us() > 0
 
 
-def test_what_does_not_fit_is_said_before_it_is_started():
-    done = bench("end-to-end", "--params", "1e12")
-    assert done.returncode == 2
-    assert "needs about" in done.stderr
-    assert "free here" in done.stderr
+def test_what_does_not_fit_is_said_before_it_is_started(capsys):
+    assert main(["bench", "end-to-end", "--params", "1e12"]) == 2
+    said = capsys.readouterr().err
+    assert "needs about" in said
+    assert "free here" in said
     machine.need_memory(1e6, "little")
 
 

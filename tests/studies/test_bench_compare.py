@@ -109,6 +109,7 @@ def only_the_shop(shop: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return shop
 
 
+@pytest.mark.slow
 def test_an_environment_is_made_when_asked_and_then_taken_as_it_is(only_the_shop: Path, tmp_path: Path) -> None:
     """Made once; what pip cannot have is named with the reason, torch with what to do about it."""
     peer = Peer("fakepeer", ("fakepeer",), drivers=only_the_shop)

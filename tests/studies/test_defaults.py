@@ -78,9 +78,8 @@ def test_no_default_is_declared_again() -> None:
     """Neither with the same value, which would go another way one day, nor, as a setting, with another one."""
     again = set()
     for path in sources():
-        found = {(name, value) for name, value in declared(parsed(path)) if name in ALL_FIELDS}
-        found |= {
-            (name, value) for name, value in said(parsed(path)) if value not in (0, 1) and USUAL.get(name) == value
-        }
+        tree = parsed(path)
+        found = {(name, value) for name, value in declared(tree) if name in ALL_FIELDS}
+        found |= {(name, value) for name, value in said(tree) if value not in (0, 1) and USUAL.get(name) == value}
         again |= {(path, *one) for one in found if path not in DECLARED and (path, one[0]) not in OTHER_MEANING}
     assert again == set(), "take it from diloco.pipeline.settings.defaults, or say in what it differs"
