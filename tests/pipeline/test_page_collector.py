@@ -21,6 +21,7 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.lanes import In, Of
 from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Look, Model, PageModel
+from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import LIVE_S, build_status
 from tests import samples
 from tests.pipeline.test_page_timeline import Follower
@@ -89,15 +90,16 @@ async def next_event(events: AsyncIterator[bytes]) -> bytes:
         return await anext(events)
 
 
-def test_a_page_that_follows_has_what_one_that_is_opened_now_gets() -> None:
-    """Through merges, a kill, a restart and the doublings of the whole run's buckets."""
+def test_a_page_that_follows_has_what_one_that_is_opened_now_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through merges, a kill, a restart and the doublings of the whole run's buckets, of which there are few here."""
+    monkeypatch.setattr(Timeline.__init__, "__defaults__", (300,))
 
     async def main() -> None:
         world, (first, second) = await under_way(2)
         collector, page = collector_of(world), Page()
         running = asyncio.create_task(collector.run())
         async with aclosing(collector.follow("")) as events:
-            for number in range(700):
+            for number in range(220):
                 page.take(await next_event(events))
                 if number == 60:
                     await second.kill()

@@ -112,14 +112,13 @@ def simulated(steps_s, pause, **sync):
 @pytest.mark.parametrize(
     ("steps_s", "pause", "quorum"),
     [
-        ((1.0, 1.0, 1.0, 1.18), NEVER, 1),
-        ((1.0, 1.05, 1.11, 1.19), NEVER, 1),
-        ((1.0, 1.05, 1.11, 1.19), NEVER, 4),
-        ((1.0, 1.6), NEVER, 1),
-        ((1.0, 1.01, 1.02), (150.3, 350.7), 1),
-        ((1.0, 1.01, 1.02), (150.3, 350.7), 3),
+        pytest.param((1.0, 1.0, 1.0, 1.18), NEVER, 1, marks=pytest.mark.slow, id="one slower"),
+        pytest.param((1.0, 1.05, 1.11, 1.19), NEVER, 1, id="all differ"),
+        pytest.param((1.0, 1.05, 1.11, 1.19), NEVER, 4, marks=pytest.mark.slow, id="all, K = M"),
+        pytest.param((1.0, 1.6), NEVER, 1, marks=pytest.mark.slow, id="far apart"),
+        pytest.param((1.0, 1.01, 1.02), (150.3, 350.7), 1, marks=pytest.mark.slow, id="one pauses"),
+        pytest.param((1.0, 1.01, 1.02), (150.3, 350.7), 3, id="one pauses, K = M"),
     ],
-    ids=["one slower", "all differ", "all, K = M", "far apart", "one pauses", "one pauses, K = M"],
 )
 def test_the_simulator_decides_what_production_decides(steps_s, pause, quorum, gamma):
     """Learners a merge within 0.05, outer steps an hour within 1.5 %, the overwritten share within one point."""

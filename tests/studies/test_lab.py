@@ -11,6 +11,7 @@ from diloco_studies.quality.curve import Stopped
 from diloco_studies.quality.engine import train
 from diloco_studies.quality.outer import RULES
 from diloco_studies.quality.settings import PRESETS, LabRun
+from tests import slow_beyond
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -92,7 +93,7 @@ def test_quick_learners_do_not_wait_for_slow_ones(text):
     assert train(small(text, "data-parallel", slowdown=1.0), "cpu")["goodput"] == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("moments", ["own", "peer", "fresh"])
+@pytest.mark.parametrize("moments", slow_beyond(1, ["peer", "own", "fresh"]))
 def test_a_learner_that_fails_comes_back(text, moments):
     """The others go on, nothing is merged twice, and the budget is met."""
     run = small(text, steps=30, learners=3, fail_every_s=15.0, fail_down_s=4.0, moments=moments)

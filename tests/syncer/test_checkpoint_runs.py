@@ -78,7 +78,7 @@ def test_two_runs_that_save_to_one_place_at_once_keep_their_own(tmp_path: Path) 
             worlds[1].start_syncer(skew_s=60.0, checkpoint_every=1.0)
             learners = [VirtualLearner("l", world).start() for world in worlds]
             with capture_logs() as log:
-                await asyncio.sleep(120.0)
+                await asyncio.sleep(45.0)
             for learner in learners:
                 await learner.kill()
         assert not [line for line in log if line["event"] == "checkpoint_failed"]

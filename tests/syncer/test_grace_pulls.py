@@ -22,6 +22,7 @@ from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.job import Stops, Timeline
 from diloco_studies.goodput.parties import bare
 from diloco_studies.goodput.windows import SETTLED, Follower, Learner
+from tests import slow_beyond
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 TAU, GAMMA, INTERVAL = 2, 0.8, 8
@@ -105,7 +106,7 @@ def simulated(pull_s: float) -> dict[str, float]:
     return follower.tally.summary(1)
 
 
-@pytest.mark.parametrize("pull_s", [1.7, 2.1])
+@pytest.mark.parametrize("pull_s", slow_beyond(1, [2.1, 1.7]))
 def test_a_grace_leaves_the_time_in_which_learners_pull_the_global(pull_s: float, monkeypatch: Any) -> None:
     """No window is open longer than gamma of what is left of tau steps, and some are for as long; learners say why.
 
@@ -132,7 +133,7 @@ def test_one_slow_link_of_three_shortens_no_grace() -> None:
     assert max(c.grace_s for c in one_slow) >= max(c.grace_s for c in usual) - 0.05
 
 
-@pytest.mark.parametrize("pull_s", [0.2, 1.3, 1.7, 1.9, 2.3])
+@pytest.mark.parametrize("pull_s", slow_beyond(1, [1.9, 0.2, 1.3, 1.7, 2.3]))
 def test_the_simulator_counts_pulls_as_production_does(pull_s: float) -> None:
     """Learners a merge and the grace spent are alike, from links that leave all of the grace to such that leave little.
 

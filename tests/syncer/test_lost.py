@@ -22,7 +22,7 @@ from diloco.syncer.context import AgreedSpec
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving import lost
 from diloco.syncer.serving.lost import Lost
-from tests import samples
+from tests import samples, slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, end, spec_of, sync_spec, under_way
 
 CODECS = ("fp32", "bf16", "int8")
@@ -207,7 +207,7 @@ def test_two_syncers_keep_their_fragments_when_the_bus_is_emptied() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_beyond(1, range(6)))
 def test_two_syncers_keep_their_fragments_when_the_bus_was_away_for_long_and_comes_back_empty(seed: int) -> None:
     """Their leases have lapsed: a fragment falls to the one that remembers it, not to the one that is quicker."""
 
@@ -248,7 +248,7 @@ def test_two_syncers_keep_their_fragments_when_the_bus_was_away_for_long_and_com
 
 
 @pytest.mark.parametrize(("syncers", "away_s"), [(2, 0.0), (3, 0.0), (3, 7.0)])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow_beyond(1, range(3)))
 def test_no_head_is_lost_while_those_who_served_it_live(
     syncers: int, away_s: float, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

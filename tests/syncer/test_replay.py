@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.replay import recording, replay
 from diloco.syncer.replay.recording import _PREFIX, MergeHeader, Recorder, list_files, list_recording, read_merge
 from diloco.syncer.replay.replay import TOLERANCE, Replayed, relative
-from tests import samples
+from tests import samples, slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 
 Change = Callable[[MergeHeader, np.ndarray], MergeHeader]
@@ -97,9 +98,12 @@ def told(outcome: Replayed) -> list[str]:
     return [str(difference) for difference in outcome.differences]
 
 
-@pytest.mark.parametrize("merge", ["rda", "rda-row", "mean"])
-@pytest.mark.parametrize("codec", ["bf16", "fp32", "int8", "int4"])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
+QUICK = [("rda", "bf16", 0.9), ("rda", "int4", 0.0), ("rda-row", "int8", 0.9), ("mean", "fp32", 0.0)]
+"""Every value of each once."""
+ALL = product(("rda", "rda-row", "mean"), ("bf16", "fp32", "int8", "int4"), (0.0, 0.9))
+
+
+@pytest.mark.parametrize(("merge", "codec", "momentum"), slow_beyond(len(QUICK), dict.fromkeys([*QUICK, *ALL])))
 def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, merge: str, codec: str, momentum: float) -> None:
     """Every merge rule, codec and outer optimizer."""
     commits = record_run(tmp_path, merge=merge, codec=codec, outer_momentum=momentum)
@@ -216,14 +220,14 @@ def test_a_run_with_rounded_globals_is_replayed_bit_for_bit(tmp_path, codec: str
 @pytest.mark.parametrize("rewind", [False, True])
 def test_a_run_whose_globals_are_updates_is_replayed_bit_for_bit(tmp_path, outer: str, rewind: bool) -> None:
     """The quantized steps are made again, warm-up and the last ones, which only average, included."""
-    given = {"outer_momentum": 0.9, "outer": outer, "outer_warmup": 2, "tokens": 12_000, "key_frame_interval": 3}
+    given = {"outer_momentum": 0.9, "outer": outer, "outer_warmup": 2, "tokens": 6_000, "key_frame_interval": 3}
     commits = record_run(tmp_path, rewind=rewind, global_codec="int8", **given)
     outcome = check(tmp_path, commits)
     assert told(outcome) == []
     assert outcome.merges == outcome.repeated >= 10
 
 
-@pytest.mark.parametrize("merge", ["rda", "rda-row", "mean"])
+@pytest.mark.parametrize("merge", slow_beyond(1, ["rda", "rda-row", "mean"]))
 @pytest.mark.parametrize("changes", [{}, {"outer": "halley", "outer_warmup": 2, "codec": "int8"}], ids=str)
 def test_a_run_that_clips_long_deltas_is_replayed_bit_for_bit(tmp_path, merge: str, changes: dict[str, Any]) -> None:
     """By the factors on its tape, which are computed again; one that is another is found."""

@@ -84,13 +84,13 @@ async def _shares(merge_s: float) -> tuple[list[int], float, list[int]]:
     await world.until_version(3, 600)  # the first one is stretched by what two merges took
     await asyncio.sleep(40 * merge_s)
     before = sum(learner.rounds.tokens for learner in party), sum(learner.rounds.overwritten for learner in party)
-    await asyncio.sleep(400 * merge_s)
+    await asyncio.sleep(200 * merge_s)
     after = sum(learner.rounds.tokens for learner in party), sum(learner.rounds.overwritten for learner in party)
     slow = [head.interval for head in await world.heads()]
     elements = sum(fragment.elements for fragment in party[0].exchange.member.layout.fragments)
     lost = (after[1] - before[1]) / (after[0] - before[0]) / elements
     world.merge_s = 0.0
-    await asyncio.sleep(600 * merge_s)
+    await asyncio.sleep(300 * merge_s)
     quick = [head.interval for head in await world.heads()]
     for learner in party:
         await learner.kill()

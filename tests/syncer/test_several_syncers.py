@@ -24,7 +24,7 @@ from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.serving.leases import holding
 from diloco.syncer.serving.service import SyncerService
 from diloco.tape import read_archive
-from tests import samples
+from tests import samples, slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 LEASE_S = 5.0
@@ -287,7 +287,7 @@ def test_a_lease_that_no_syncer_has_is_taken_over_and_the_status_names_it(lasts_
     run_virtual(main())
 
 
-@pytest.mark.parametrize("takes_effect", [False, True], ids=["lost", "its answer lost"])
+@pytest.mark.parametrize("takes_effect", slow_beyond(1, [False, True]), ids=["lost", "its answer lost"])
 @pytest.mark.parametrize("method", ["acquire_lease", "announce_syncer", "read_state"])
 def test_a_healthy_syncer_loses_no_lease_by_a_call_that_is_not_answered(method: str, takes_effect: bool) -> None:
     """Though the bus takes two lease times to say so; nor do the others ever miss the syncer."""
@@ -313,7 +313,7 @@ def test_a_healthy_syncer_loses_no_lease_by_a_call_that_is_not_answered(method: 
     run_virtual(main())
 
 
-@pytest.mark.parametrize("after_s", [0.6 * LEASE_S, 0.9 * LEASE_S])
+@pytest.mark.parametrize("after_s", slow_beyond(1, [0.6 * LEASE_S, 0.9 * LEASE_S]))
 @pytest.mark.parametrize("method", ["acquire_lease", "announce_syncer", "read_state", "read_leases"])
 def test_a_call_of_the_survivor_that_is_not_answered_does_not_hold_up_the_taking_over(
     method: str, after_s: float
@@ -403,7 +403,7 @@ def test_many_fragments_on_a_slow_bus_lose_no_lease() -> None:
         learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
         await world.until_version(1)
         b = Syncer(world, "b")
-        for _ in range(100):
+        for _ in range(60):
             await asyncio.sleep(0.1)
             holders = await world.bus.read_leases(range(40))
             assert holders.count(None) == 0 or len(a.held) + len(b.held) < 40
@@ -432,7 +432,7 @@ def test_leases_whose_calls_must_wait_for_their_turn_are_not_lost() -> None:
         a.bus.acquire_lease = in_turn  # type: ignore[method-assign]
         learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
         await world.until_version(0)
-        for _ in range(200):
+        for _ in range(120):
             await asyncio.sleep(0.1)
             assert await world.bus.read_leases(range(64)) == [a.service.nonce] * 64
             assert len(a.held) == 64
@@ -831,7 +831,7 @@ def test_no_record_of_the_tape_is_lost_with_a_syncer(tmp_path: Path) -> None:
     """Each archives all of it: whoever is killed, the folder holds every record once."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=P, tokens=9_000), tape_dir=tmp_path)
+        world = VirtualRun(sync_spec(fragments=P, tokens=5_000), tape_dir=tmp_path)
         a, b = Syncer(world, "a"), Syncer(world, "b")
         learners = learners_of(world)
         await world.until_version(3)

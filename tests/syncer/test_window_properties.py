@@ -560,5 +560,5 @@ def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:
 
 TestWindow = WindowMachine.TestCase
 TestWindow.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -26,7 +26,7 @@ from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.window import Conditions, Merge, Wait, Window
 from diloco.workers.exchange import refused
 from diloco.workers.rounds import RENEWED_BY
-from tests import samples
+from tests import samples, slow_beyond
 from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -185,18 +185,17 @@ def of_chunks(spec: SyncSpec) -> VirtualRun:
     return world
 
 
-@pytest.mark.parametrize(
-    ("spoil", "reason"),
-    [
-        (poisoned(np.nan), RefusalReason.NON_FINITE),
-        (poisoned(1e6), RefusalReason.ABSURD_NORM),
-        (damaged, RefusalReason.BAD_PAYLOAD),
-        (silent, RefusalReason.UPLOAD_TIMEOUT),
-        (trickling(0.3, 7), RefusalReason.TOO_STALE),
-        (trickling(0.2, 8), RefusalReason.TOO_STALE),
-    ],
-    ids=["nan", "absurd", "damaged", "silent", "never the last chunk", "a thin line"],
-)
+SPOILT = {
+    "nan": (poisoned(np.nan), RefusalReason.NON_FINITE),
+    "silent": (silent, RefusalReason.UPLOAD_TIMEOUT),
+    "never the last chunk": (trickling(0.3, 7), RefusalReason.TOO_STALE),
+    "absurd": (poisoned(1e6), RefusalReason.ABSURD_NORM),
+    "damaged": (damaged, RefusalReason.BAD_PAYLOAD),
+    "a thin line": (trickling(0.2, 8), RefusalReason.TOO_STALE),
+}
+
+
+@pytest.mark.parametrize(("spoil", "reason"), slow_beyond(3, SPOILT.values()), ids=SPOILT)
 def test_one_bad_learner_among_eight_holds_up_nobody(spoil: Spoil, reason: RefusalReason) -> None:
     """As many merges as without it, in windows that are no longer open, without anything of it, whatever it sends."""
     honest = honest_merges()

@@ -19,6 +19,7 @@ from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.batches import Batches
 from diloco.workers.exchange.work_queue import SILENT_S, ShardsInTurn
 from diloco.workers.trainer.data.blocks import permuted
+from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from tests.workers.reading_chaos import chaos
 
@@ -164,7 +165,7 @@ def test_what_a_killed_learner_had_in_hand_is_trained_by_another(at_s: float) ->
     run_virtual(main())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_beyond(2, range(6)))
 def test_whatever_happens_no_index_is_left_out(seed: int) -> None:
     """Kills, leaves, joins and lost answers in a random order; at the end one learner finishes the epochs."""
 

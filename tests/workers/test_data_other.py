@@ -49,7 +49,8 @@ def test_a_model_has_its_text_s_vocabulary_wherever_it_is_built(tmp_path) -> Non
 def test_the_lab_learns_from_a_token_file(tmp_path) -> None:
     """A text of 300 tokens in a row is soon known."""
     np.save(tmp_path / "tokens.npy", np.arange(16_384, dtype=np.uint16) % 300)
-    run = LabRun(data=str(tmp_path / "tokens.npy"), method="single", batch=4, seq_len=16, steps=30, eval_tokens=256)
+    small = {"model": "nano", "batch": 4, "seq_len": 16, "eval_tokens": 256}
+    run = LabRun(data=str(tmp_path / "tokens.npy"), method="single", steps=30, **small)
     values = [point["measures"]["value"] for point in train(run, "cpu")["points"]]
     assert values[-1] < 0.8 * values[0]
 

@@ -14,6 +14,7 @@ from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.exchange.work_queue import SILENT_S
+from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from tests.workers.reading_chaos import chaos
 
@@ -286,7 +287,7 @@ def test_a_learner_taken_for_dead_reads_on_and_acknowledges_nothing() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", slow_beyond(2, range(8)))
 def test_whatever_happens_no_block_is_left_out(seed: int) -> None:
     """Kills, leaves, joins and lost answers in a random order; at the end one learner finishes the epochs."""
 

@@ -38,6 +38,7 @@ from diloco.workers.trainer.recipe import (
     trainer_spec,
     update,
 )
+from tests import slow_beyond
 
 
 class FakeLearner:
@@ -147,7 +148,8 @@ def test_the_learning_rate_follows_the_runs_progress(book: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recovered", "share"), [("start", 1 / 20), ("fresh", 1 / 10), ("peer", 1.0), ("checkpoint", 1.0)]
+    ("recovered", "share"),
+    slow_beyond(2, [("fresh", 1 / 10), ("peer", 1.0), ("start", 1 / 20), ("checkpoint", 1.0)]),
 )
 def test_only_fresh_moments_get_a_ramp(
     book: Path, monkeypatch: pytest.MonkeyPatch, recovered: str, share: float
