@@ -95,7 +95,7 @@ class LearnerReplaced(IdTaken):
 
 
 class LearnerDiverged(DilocoError):
-    """What this learner trains is not finite, with fresh moments too: it ends, and is to be started again."""
+    """What this learner trains is not finite, again and again: it ends, and is to be started again."""
 
 
 class RankGone(DilocoError):
@@ -136,7 +136,7 @@ REFUSED_STATUS = 2
 
 def exit_status(error: DilocoError) -> int:
     """Of a process that ends by it: to start it again helps only where nobody has to mend anything before."""
-    return REFUSED_STATUS if isinstance(error, (UsageError, SpecMismatch, RunReplaced)) else 1
+    return REFUSED_STATUS if isinstance(error, (UsageError, SpecMismatch, OtherFormat, RunReplaced)) else 1
 
 
 def outage_event(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from statistics import median_low
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.pacing import known_steps
+from diloco.pipeline.waiting import TICK_S
 from diloco.syncer import algorithm
 
 DECAY = 0.8
@@ -22,6 +23,15 @@ MOST_GRACE_S = 60.0
 earnest; whose steps take longer is in a window now and then, and in each that it opens itself."""
 LATELY = 32
 """Merges, of which K = 1 may take one for each learner: so many without its delta, and its times are forgotten."""
+
+
+def awaited_a_step(grace_s: float, slowest_s: float | None) -> bool:
+    """Whether a window waited for as long as its slowest learner's step takes, or as it may at most.
+
+    In a grace without a whole step, cut by the slack, a learner may have had no step boundary. slowest_s: as
+    `MergedTimes.slowest_s`.
+    """
+    return slowest_s is not None and grace_s > min(slowest_s, MOST_GRACE_S) - TICK_S
 
 
 class MergedTimes:

@@ -63,7 +63,7 @@ class FragmentOwner:
     @property
     def doubted(self) -> frozenset[str]:
         """Learners that this owner does not wait for."""
-        return self.state.doubts.learners
+        return self.state.doubts.learners if self.session is None else self.session.doubted()
 
     @property
     def window_open(self) -> bool:

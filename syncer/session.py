@@ -28,7 +28,7 @@ from diloco.syncer.committing import (
     payload_key,
 )
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.grace import GraceEstimator, MergedTimes
+from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
 from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.mending import Mending
@@ -189,7 +189,7 @@ class Session:
 
         One that is whole on the bus has not stopped: it is on its way from there, and slow.
         """
-        doubted, arriving = self._doubted(), self._downloads.arriving(self.window.awaited())
+        doubted, arriving = self.doubted(), self._downloads.arriving(self.window.awaited())
         stopped, look_again = self._context.watch.given_up(
             self.window, self._downloads.heard_at, self._clock.now(), doubted, arriving
         )
@@ -211,14 +211,14 @@ class Session:
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         arriving = self._downloads.arriving(self.window.awaited())
-        return watch.conditions(self._p, version, grace, state.uploads.upload_s, self._doubted(), arriving)
+        return watch.conditions(self._p, version, grace, state.uploads.upload_s, self.doubted(), arriving)
 
     def _slowest_s(self) -> float | None:
         """As `MergedTimes`, of those that the window waits for."""
-        trusted = self._context.watch.trusted(self._p, self.window.version, self._doubted())
+        trusted = self._context.watch.trusted(self._p, self.window.version, self.doubted())
         return self._state.times.slowest_s(report.step_s for report in trusted)
 
-    def _doubted(self) -> frozenset[str]:
+    def doubted(self) -> frozenset[str]:
         """Learners that nobody waits for."""
         state = self._state
         expected = self._context.watch.expected(self._p, self.window.version) if state.doubts.strangers else ()
@@ -315,8 +315,7 @@ class Session:
         sync_s, slowest_s = self._clock.now() - merge.fixed_at, self._slowest_s()
         overlap = overlap_in_force(self._context.sync, self.window.version, record.interval)
         state.grace.observe(record.quorum_s, sync_s, slowest_s, overlap)
-        # In a grace without a whole step, cut by the slack, a learner may have had no step boundary.
-        waited = slowest_s is not None and record.grace_s >= slowest_s
+        waited = awaited_a_step(record.grace_s, slowest_s)
         state.doubts.closed(merge.silent if waited else (), state.times.learners)
         if not merge.in_vain:  # an upload that does not come says nothing of those that do
             state.round_trips.observe(record.grace_s + sync_s + self._pull_s())

@@ -65,7 +65,7 @@ class RunWatch:
         return [s for s in self.live() if s.report.versions[fragment : fragment + 1] == (version,)]
 
     def trusted(self, fragment: int, version: int, doubted: frozenset[str]) -> list[LearnerReport]:
-        """What those say that are expected and not doubted: what windows and intervals go by."""
+        """Reports of those that are expected and not doubted: of whom a window waits for."""
         reports = [s.report for s in self.expected(fragment, version)]
         return [report for report in reports if report.learner not in doubted]
 

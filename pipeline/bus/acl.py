@@ -24,7 +24,7 @@ _SYNCER = (
     f"{_READ} +scan +getrange +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
     "+xinfo|groups +xgroup|create +xpending +xclaim +xack +xreadgroup +evalsha +script|exists +script|load"
 )
-_OPERATOR = "+scan +acl|setuser +acl|getuser +acl|deluser +acl|save"
+_OPERATOR = "+acl|setuser +acl|getuser +acl|deluser +acl|save"
 _CHUNKS = "+xadd +xread +xlen +type +pttl +pexpire"
 
 

@@ -26,6 +26,7 @@ from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, Learn
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Rewound, TapeRecord, WindowChanged
+from diloco.pipeline.messages.wire import MOST_LEASE_S
 from diloco.pipeline.payload.codec import Encoded
 
 START = "0"
@@ -354,10 +355,10 @@ class Offers(Keyed, Protocol):
 class FragmentLeases(Keyed, Protocol):
     """Who owns which fragment, for how long."""
 
-    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, most_s: float = MOST_LEASE_S) -> bool:
         """Take a fragment's lease if nobody holds it, or prolong one held under the same nonce.
 
-        Another's that would last for longer than `MOST_LEASE_S`, or for ever, ends after `ttl_s`.
+        Another's that would last for longer than `most_s`, or for ever, ends after `ttl_s`.
         """
         ...
 

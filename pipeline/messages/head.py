@@ -12,6 +12,7 @@ from diloco.pipeline.messages.wire import (
     Count,
     Digest,
     FragmentId,
+    Measure,
     Message,
     Nonce,
     PartyId,
@@ -43,7 +44,7 @@ class WindowView(Message):
 
 MERGES_KEPT = 32
 """Merges by whose norms an owner judges how long a delta may be."""
-Norms = Annotated[tuple[Seconds, ...], Field(max_length=MERGES_KEPT, fail_fast=True)]
+Norms = Annotated[tuple[Measure, ...], Field(max_length=MERGES_KEPT, fail_fast=True)]
 
 
 class MergedBase(Message):

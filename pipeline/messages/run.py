@@ -52,7 +52,7 @@ class LearnerReport(Message):
     incarnation: Nonce
     step: Count
     tokens: Count
-    """Tokens trained by this incarnation."""
+    """Tokens that this incarnation has trained in the part of the run that `part_unix_s` names."""
     overwritten: TokenElements
     """Token-elements (tokens x elements of the fragment, summed) trained past a snapshot and replaced."""
     published: TokenElements

@@ -101,8 +101,8 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         for at in tape.ids[: bisect_left(tape.ids, limit)]:
             tape.delete(at)
 
-    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
-        return await self._claim(self.keys.lease(fragment), nonce, ttl_s, MOST_LEASE_S)
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, most_s: float = MOST_LEASE_S) -> bool:
+        return await self._claim(self.keys.lease(fragment), nonce, ttl_s, most_s)
 
     async def release_lease(self, fragment: int, nonce: str) -> None:
         await self._turn()

@@ -358,6 +358,8 @@ def build_status(
         warnings += [str(slow)] if slow else []
         warnings += trouble.crowded(here)
     elapsed_s = _elapsed_s(state, reports, now_unix_s)
+    # Reports newer than the state are believed, but not where the lead sets aside a part of what they say.
+    counted = state.counted_tokens if state is not None and state.set_aside else tokens
     samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)
     merged_share = shares(samples, (began + elapsed_s, tokens, merged), lost["pending"])
     refused: Counter[str] = Counter()
@@ -372,7 +374,7 @@ def build_status(
         "reason": gone or awaited or ("" if state is None else state.reason),
         "tokens": tokens,
         "budget_tokens": budget,
-        "progress": min(1.0, (tokens - (state.set_aside if state else 0)) / budget) if budget else 0.0,
+        "progress": min(1.0, counted / budget) if budget else 0.0,
         "merged_tokens": merged,
         "merged_share": merged_share,
         "outer_steps": sum(head.version for head in present),

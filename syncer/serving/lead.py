@@ -10,7 +10,7 @@ import structlog
 from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.messages.wire import MAX_TEXT_CHARS, MOST_TOKENS
+from diloco.pipeline.messages.wire import MAX_TEXT_CHARS
 from diloco.pipeline.view.shares import sample_due, with_sample
 from diloco.pipeline.view.status import merged_tokens
 from diloco.syncer.context import SyncerContext
@@ -32,7 +32,7 @@ class Lead:
         """Since when fresh parameters wait for trained ones."""
         self._waits = False
         self._aside: dict[tuple[str, str], int] = {}
-        """Incarnations of learners that have diverged -> their tokens as of the last look."""
+        """Incarnations of learners that have diverged -> the most tokens that they have reported since then."""
 
     async def move(self, state: RunState | None, checkpoint: str = "", problem: str = "") -> RunState | None:
         """Write the state that follows from the present one, and return it; None before the run has parameters.
@@ -101,7 +101,8 @@ class Lead:
     async def _counted(self, state: RunState) -> RunState:
         """With the tokens of by now; it drains once they reach the budget."""
         update: dict[str, Any] = {"tokens": max(state.tokens, self._watch.tokens(state))}
-        update["set_aside"] = min(MOST_TOKENS, state.set_aside + self._trained_aside())
+        # A report may fall and rise again, and the run's tokens never fall: what counts is not taken back either.
+        update["set_aside"] = min(state.set_aside + self._trained_aside(state), update["tokens"] - state.counted_tokens)
         update["liveness_s"] = self._watch.liveness_s  # what whoever shows the run goes by
         if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self._clock.unix()):
             merged = await self._merged_tokens()
@@ -112,12 +113,13 @@ class Lead:
             update |= {"phase": Phase.DRAINING, "reason": "the token budget is reached"}
         return state.model_copy(update=update)
 
-    def _trained_aside(self) -> int:
+    def _trained_aside(self, state: RunState) -> int:
         """Tokens that learners have trained since the last look, and that nothing will come of."""
-        before, reports = self._aside, [seen.report for seen in self._watch.reports]
-        of = self._diverged.learners
-        self._aside = {(one.learner, one.incarnation): one.tokens for one in reports if one.learner in of}
-        return sum(max(0, tokens - before.get(who, tokens)) for who, tokens in self._aside.items())
+        before, of = self._aside, self._diverged.learners
+        reports = [seen.report for seen in self._watch.reports if seen.counts_in(state) and seen.report.learner in of]
+        now = {(one.learner, one.incarnation): one.tokens for one in reports}
+        self._aside = {who: max(tokens, before.get(who, tokens)) for who, tokens in now.items()}
+        return sum(most - before.get(who, most) for who, most in self._aside.items())
 
     async def _closed(self, state: RunState) -> RunState:
         """Closing, once it is drained or that takes too long."""

@@ -218,10 +218,13 @@ class Leases:
         for p, holder in holders.items():
             if holder not in (None, self._nonce) and p not in self._held and self._owners[p].idle.is_set():
                 self._owners[p].forget()  # what is cached here is older, and of no more use
-        # Held by no syncer that is here, for ever perhaps: asking for it ends that, whoever has it.
+        # Held by no syncer that is here, for ever perhaps: it ends within a lease of ours, whoever has it.
         strays = [p for p, holder in holders.items() if holder not in (None, *self.syncers)]
-        asking = (self._in_time(self._bus.acquire_lease(p, self._nonce, self._lease_s)) for p in strays)
-        await asyncio.gather(*asking, return_exceptions=True)
+        lease_s = self._lease_s
+        asking = (self._in_time(self._bus.acquire_lease(p, self._nonce, lease_s, lease_s)) for p in strays)
+        for p, answer in zip(strays, await asyncio.gather(*asking, return_exceptions=True), strict=True):
+            if answer is True:  # it had ended meanwhile
+                holders[p] = self._nonce
         free = [
             p
             for p, holder in holders.items()

@@ -367,6 +367,11 @@ async def test_a_lease_that_would_last_lapses_as_any_other(bus: Bus, backdoor: B
     assert not await bus.acquire_lease(0, B, 0.1)
     await asyncio.sleep(0.15)
     assert await bus.acquire_lease(0, B, 10)
+    assert not await bus.acquire_lease(0, A, 0.1, 11)
+    assert (backdoor.ttl_s(key) or 0) > 5
+    assert not await bus.acquire_lease(0, A, 0.1, 5)
+    await asyncio.sleep(0.15)
+    assert await bus.acquire_lease(0, A, 10)
 
 
 async def test_an_upload_of_version_0_that_cannot_be_read_is_none(bus: Bus, backdoor: Backdoor) -> None:
@@ -906,3 +911,14 @@ async def test_leases_that_are_asked_for_at_once_are_one_call_and_a_damaged_one_
     held = await asyncio.gather(*asked, return_exceptions=True)
     assert held[1] is True or isinstance(held[1], BusUnavailable)
     assert await bus.acquire_lease(1, A, 10)
+
+
+async def test_one_lease_that_is_asked_for_several_times_at_once_is_held_by_all_who_ask(bus: Bus) -> None:
+    """A round that prolongs it and one that takes it may meet; who gives up ends no other's call."""
+    assert await asyncio.gather(*(bus.acquire_lease(0, A, 10) for _ in range(3))) == [True] * 3
+    asked = [asyncio.create_task(bus.acquire_lease(p, A, 10)) for p in (0, 0, 1, 0)]
+    await asyncio.sleep(0)
+    asked[1].cancel()
+    held = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(held.pop(1), asyncio.CancelledError)
+    assert held == [True] * 3

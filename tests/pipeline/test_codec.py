@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.messages import delta as delta_messages
 from diloco.pipeline.messages import head as head_messages
@@ -67,6 +68,15 @@ def test_a_message_comes_out_as_it_went_in(message):
 def test_the_json_form_comes_back_too(message):
     """Checkpoints and tapes for people keep the same types, bytes as hex."""
     assert type(message).model_validate_json(message.model_dump_json()) == message
+
+
+def test_a_head_keeps_any_norm_that_a_merge_may_have():
+    """The tape and the head have the same bound: a diverging run's norms stop no syncer."""
+    most = tape_messages.Contribution.model_validate(
+        {"learner": "l0", "incarnation": "0" * 8, "base_version": 0, "attempt": 0, "steps": 1, "tokens": 1}
+        | {"weight": 1.0, "norm": 1e60}
+    ).norm
+    assert stored_values.MergedBases(merged=(), norms=(most,)).norms == samples.head(norms=(most,)).norms == (most,)
 
 
 def test_a_tape_record_finds_its_kind():

@@ -42,7 +42,6 @@ def save(path: Path, held: list[Ranges], rank: int, chance: bytes, steps: int = 
         moments_file=f"moments-{steps}.safetensors",
         numbers={},
         steps=steps,
-        tokens=70,
         torch_rng=chance,
         python_rng=(3, (1, 2), None),
         shard=None,

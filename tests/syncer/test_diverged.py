@@ -2,14 +2,20 @@
 
 import asyncio
 import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from diloco.pipeline.messages.run import RunState
+from diloco.pipeline.clock import LoopClock
+from diloco.pipeline.messages.run import Phase, RunState, SeenReport
 from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco.pipeline.view.status import build_status
 from diloco.syncer.admission import Diverged
 from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.serving.lead import Lead
+from diloco.syncer.watch import RunWatch
 from diloco.workers.exchange import refused
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -95,6 +101,27 @@ def test_its_tokens_count_again_once_something_of_it_is_merged_and_nothing_is_ta
         assert (await state_of(resumed)).counted_tokens == load_checkpoint(tmp_path).state.counted_tokens
 
     run_virtual(main())
+
+
+async def test_a_report_that_falls_and_rises_takes_back_nothing_that_counts() -> None:
+    """Of a learner that has diverged: what others train goes on to count, and progress is never below what it was."""
+    diverged, watch = Diverged(), RunWatch(samples.sync_spec(), 1.0, 1.0)
+    for _ in range(3):
+        diverged.refused("bad", 0)
+    sync = samples.sync_spec(tokens=10**6)
+    given = {"bus": None, "clock": LoopClock(), "watch": watch, "layout": None, "sync": sync, "diverged": diverged}
+    lead = Lead(cast(Any, SimpleNamespace(**given)))
+    state = samples.run_state(phase=Phase.CLOSING, budget_tokens=10**6)
+    counted = []
+    for honest, bad in ((1000, 0), (2000, 10**9), (3000, 0), (4000, 10**9), (5000, 10**8), (6000, 10**9)):
+        reports = samples.report("l0", tokens=honest), samples.report("bad", tokens=bad)
+        watch.reports = [SeenReport(report=one, age_s=0.1) for one in reports]
+        state = await lead._counted(state)
+        counted.append(state.counted_tokens)
+        progress = build_status("run", None, state, watch.reports, [], None, (), 1.0)["progress"]
+        assert progress == counted[-1] / 10**6
+    assert counted == sorted(counted)
+    assert counted[1::2] == [2000, 4000, 6000]
 
 
 def test_two_refusals_are_none_too_many_and_a_merge_ends_it() -> None:

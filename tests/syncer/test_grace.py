@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.pipeline.ema import Ema
-from diloco.syncer.grace import LATELY, MOST_GRACE_S, SLOWEST_FACTOR, GraceEstimator, MergedTimes
+from diloco.syncer.grace import LATELY, MOST_GRACE_S, SLOWEST_FACTOR, GraceEstimator, MergedTimes, awaited_a_step
 from tests import samples
 
 times = st.floats(0, 1e4)
@@ -95,6 +95,21 @@ def test_no_report_stretches_a_window_beyond_what_merged_learners_say(reports, s
 def test_one_word_on_pulls_counts_no_further_than_the_others_words_do(honest, lie):
     """Whatever one of three or more says: what counts is between the fastest and the slowest pull of the rest."""
     assert min(honest) <= merged(*((1.0, pull) for pull in [*honest, lie])).pull_s <= max(honest)
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "slowest_s", "waited"),
+    [
+        (1.0, 1.0, True),
+        (0.9, 1.0, False),
+        (1000.3 + MOST_GRACE_S - 1000.3, 100.0, True),
+        (MOST_GRACE_S - 1, 100.0, False),
+        (9.0, None, False),
+    ],
+)
+def test_a_window_has_waited_after_a_step_or_for_as_long_as_it_may(grace_s, slowest_s, waited):
+    """Also where a step takes longer than any grace: else whoever sends nothing would be waited for in each window."""
+    assert awaited_a_step(grace_s, slowest_s) is waited
 
 
 def test_who_was_not_merged_for_long_is_forgotten():

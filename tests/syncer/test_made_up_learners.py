@@ -33,7 +33,7 @@ def merges(names: Callable[[], list[str]], seconds: float = 60.0, **said: float)
 
     async def main() -> tuple[list[Committed], list[int]]:
         world = VirtualRun(sync_spec(tokens=10**12, sync_interval=8, overlap_steps=2, grace_gamma=0.9))
-        world.start_syncer()
+        service = world.start_syncer()
         party = [VirtualLearner(f"l{i}", world, step_s, f"{i:016x}") for i, step_s in enumerate(STEPS_S)]
         for learner in party:
             learner.start()
@@ -42,7 +42,10 @@ def merges(names: Callable[[], list[str]], seconds: float = 60.0, **said: float)
         await asyncio.sleep(seconds)
         liar.cancel()
         commits = [r for r in await world.tape() if isinstance(r, Committed) and r.contributions]
-        intervals = [head.interval for head in await world.heads()]
+        heads = await world.heads()
+        for owner, head in zip(service.owners, heads, strict=True):
+            assert owner.doubted == set(head.window.doubted), "metrics count whom heads name"
+        intervals = [head.interval for head in heads]
         for learner in party:
             await learner.kill()
         world.syncer.cancel()  # type: ignore[union-attr]

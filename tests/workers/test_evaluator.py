@@ -1,20 +1,24 @@
 """Promises about the evaluator, on the bus in memory, and about sampling from a checkpoint."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
 
 from diloco.export import read_globals
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.errors import OtherFormat, SpecMismatch, UsageError, exit_status
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.settings import EvaluatorProcess, SyncSettings, TrainerSettings
 from diloco.pipeline.testing.memory import MemoryBus
+from diloco.workers.exchange import evaluating
 from diloco.workers.exchange.evaluating import Evaluating
 from diloco.workers.parameters import FragmentParameters, tensor_table
 from diloco.workers.trainer.data.blocks import Blocks
@@ -24,7 +28,7 @@ from diloco.workers.trainer.evaluator import built_in
 from diloco.workers.trainer.models.gpt import GPT, build
 from diloco.workers.trainer.recipe import held_out_loss, trainer_spec
 from diloco.workers.trainer.sample import Loaded, load_model, sample
-from tests import samples
+from tests import HANGING_S, samples
 
 
 @pytest.fixture
@@ -94,6 +98,21 @@ async def test_it_measures_the_globals_and_ends_with_the_manifest(book: Path) ->
     found = await run.evaluations()
     assert [e.loss for e in found] == pytest.approx(expected)
     assert [(e.tokens, e.versions, e.final) for e in found] == [(10, (0, 0), False), (20, (1, 1), True)]
+
+
+async def test_a_run_of_another_wire_format_ends_it(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To ask again, or to start it again, helps only once somebody has updated a party."""
+    run = Run(book)
+
+    async def connect(*_: object) -> MemoryBus:
+        return run.bus
+
+    monkeypatch.setattr(evaluating, "connect", connect)
+    run.bus.store.values[run.bus.keys.spec] = msgpack.packb({**run.spec.model_dump(), "format": FORMAT + 1})
+    async with asyncio.timeout(HANGING_S):
+        with pytest.raises(OtherFormat) as told:
+            await evaluating.follow("", "run", lambda spec: run.evaluating(), asyncio.Event())
+    assert exit_status(told.value) == 2
 
 
 async def test_it_measures_only_what_changed(book: Path) -> None:

@@ -86,8 +86,11 @@ def test_a_learner_heals_after_three_deltas_that_are_not_finite_and_ends_after_t
     for attempt in (0, 1):
         heard.refused(rejection(attempt))
     assert not shared.heal
-    heard.refused(rejection(2))
+    with structlog.testing.capture_logs() as logs:
+        heard.refused(rejection(2))
     assert shared.heal
+    (said,) = [one["detail"] for one in logs if one["event"] == "learner_diverged"]
+    assert "moments" not in said, "not every learner can drop them: who does says so"
     for _ in range(9):
         heard.refused(rejection(1))
         heard.refused(rejection(2))
@@ -143,3 +146,5 @@ def test_a_model_that_became_nan_goes_on_from_the_globals_with_fresh_moments(red
         learner.close()
     assert exit_status(told.value) == 1
     assert [one["event"] for one in logs].count("learner_diverged") == 2
+    healed = [one["detail"] for one in logs if one["event"] == "learner_healed"]
+    assert healed == ["it goes on from the globals, with fresh moments"] * 2

@@ -16,7 +16,7 @@ from torch import nn
 from diloco.pipeline.agreement import MOST_TOLD
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.errors import BadPayload, BusError, PeerError, SpecMismatch, outage_event
+from diloco.pipeline.errors import BadPayload, BusError, OtherFormat, PeerError, SpecMismatch, outage_event
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState
@@ -170,6 +170,9 @@ async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: 
     cannot be read there.
 
     begin: called with the spec, once there is one; what it raises ends this.
+
+    Raises:
+        OtherFormat: the run's parties speak another wire format, which no wait changes.
     """
     bus: Bus | None = None
     evaluating: Evaluating | None = None
@@ -185,7 +188,7 @@ async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: 
                 if evaluating is not None and await evaluating.look(bus):
                     return True
                 waits = BACKOFF.waits()
-            except SpecMismatch:
+            except (SpecMismatch, OtherFormat):
                 raise
             except (BusError, PeerError) as error:
                 pause_s = next(waits)

@@ -241,7 +241,12 @@ class JoinedLearner:
         holds all that was trained on its base, and so will the next one, which can be merged."""
         for base in self.training.rounds.bases:
             self.training.parameters.overwrite(base.fragment, base.values)
-        self.training.keeper.drop()
+        dropped = self.training.keeper.drop()
+        moments = (
+            "with fresh moments" if dropped else "and its optimizer keeps its state, which cannot be emptied safely"
+        )
+        detail = f"it goes on from the globals, {moments}"
+        structlog.get_logger().warning("learner_healed", learner=self.training.learner, detail=detail)
 
     def ended(self, stopping: Stopping) -> bool:
         """The loop is to be left: the run is over, or the process was asked to end."""

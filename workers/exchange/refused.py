@@ -1,4 +1,4 @@
-"""A learner hears from the tape what the syncer refuses of it, says so in its own log, and is mended. asyncio."""
+"""A learner hears from the tape what the syncer refuses of it, says so in its own log, and is to be mended. asyncio."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ class Refused:
         self._not_finite = Counter[int]()
         """Of each fragment, since one of its deltas was merged, or since it was healed."""
         self._healed: dict[int, tuple[int, int]] | None = None
-        """`newest` when it was told to heal; None: not since one of its deltas was merged."""
+        """`newest` when it was told to heal, which not all can; None: not since one of its deltas was merged."""
 
     def refused(self, record: Rejected) -> None:
         """Somebody's delta was: of this learner's, the first is said, and a later one after all were merged again.
 
         Raises:
-            LearnerDiverged: what it trains is not finite, and it was healed of that.
+            LearnerDiverged: what it trains is not finite, also after it was told to heal.
         """
         remedy = REMEDIES.get(record.reason)
         if remedy is None or (record.learner, record.incarnation) != self._me:
@@ -54,10 +54,10 @@ class Refused:
     def _heal(self, remedy: str) -> None:
         found = f"{HEALED_AFTER} deltas in a row are not finite"
         if self._healed is not None:
-            raise LearnerDiverged(f"{found}, after the moments were dropped too", remedy)
+            raise LearnerDiverged(f"{found}, for the second time with none merged in between", remedy)
         self._not_finite.clear()
         self._healed, self._shared.heal = dict(self._newest), True
-        detail = f"{found}: it goes on from the globals, with fresh moments"
+        detail = f"{found}: it ends after as many more, if none is merged in between"
         self._log.warning("learner_diverged", detail=detail)
 
     def merged(self, record: Committed) -> None:

@@ -32,7 +32,7 @@ class Keeper:
     def __init__(self, own: OwnMoments, rounds: Rounds) -> None:
         self._own, self._rounds = own, rounds
         self.source: Source = "start"
-        self.earlier_steps = self.earlier_tokens = 0
+        self.earlier_steps = 0
         """Of the incarnations before this one."""
         self._copy: StateCopy | None = None
         """In the making."""
@@ -50,15 +50,17 @@ class Keeper:
             self._own.state.load(found.moments)
         found.moments = None
         if (saved := found.saved) is not None:
-            self.earlier_steps, self.earlier_tokens = saved.steps, saved.tokens
+            self.earlier_steps = saved.steps
             torch.set_rng_state(torch_rng(saved))
             random.setstate(saved.python_rng)
 
-    def drop(self) -> None:
-        """Have the optimizers begin anew; one whose state cannot be emptied safely keeps it."""
+    def drop(self) -> bool:
+        """Have the optimizers begin anew; False: their state cannot be emptied safely, and they keep it."""
         self._copy = None
-        if self._own.state is not None:
-            self._own.state.clear()
+        if self._own.state is None:
+            return False
+        self._own.state.clear()
+        return True
 
     def stepped(self, shared: Shared, progress: float, loss: Loss | None) -> None:
         """A step is done: copy a fragment of the moments if a copy is wanted. Never waits, and never raises."""
@@ -125,8 +127,7 @@ class Keeper:
         identity = self._own.identity(shared.state)
         if self._own.folder is None or identity is None:
             return
-        steps = self.earlier_steps + self._rounds.steps
-        tokens, shard = self.earlier_tokens + self._rounds.tokens, shared.shard_position
+        steps, shard = self.earlier_steps + self._rounds.steps, shared.shard_position
         torch_rng, python_rng = torch.get_rng_state(), random.getstate()
 
         def make() -> tuple[SavedState, Moments]:
@@ -139,7 +140,6 @@ class Keeper:
                 moments_file=f"moments-{steps}.safetensors",
                 numbers=dict(moments.numbers),
                 steps=steps,
-                tokens=tokens,
                 torch_rng=torch_rng.numpy().tobytes(),
                 python_rng=python_rng,
                 shard=shard,

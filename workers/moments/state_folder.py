@@ -72,7 +72,6 @@ class SavedState(Message):
     numbers: dict[str, tuple[FiniteFloat, ...]]
     steps: Count
     """Inner steps of all the learner's incarnations so far."""
-    tokens: Count
     torch_rng: bytes
     """`torch.get_rng_state()`, of the CPU."""
     python_rng: tuple[int, tuple[int, ...], float | None]

@@ -176,7 +176,7 @@ def _fewest(state: SavedState, parts: Collection[SavedState]) -> SavedState:
         steps = sorted(part.steps for part in parts)
         structlog.get_logger().info("state_of_several_steps", steps=steps, detail="its ranks did not save at once")
     first = min([*parts, state], key=lambda part: part.steps)
-    return state.model_copy(update={"steps": first.steps, "tokens": first.tokens})
+    return state.model_copy(update={"steps": first.steps})
 
 
 def _range(state: SavedState, tensor: TensorSpec) -> Range:

@@ -258,27 +258,30 @@ class RedisFragmentLeases(RedisConnection, FragmentLeases):
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         super().__init__(calls, run)
-        self._asked: dict[tuple[int, str, float], dict[str, asyncio.Future[Any]]] = {}
-        """(group, nonce, ttl) -> lease -> what will be answered, of those that are asked for at this moment."""
+        self._asked: dict[tuple[int, str, float, float], dict[str, list[asyncio.Future[Any]]]] = {}
+        """(group, nonce, ttl, most) -> lease -> what each caller will be answered, of those that ask at this moment."""
 
-    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float) -> bool:
+    async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, most_s: float = MOST_LEASE_S) -> bool:
         # Those that are asked for at once go in one call: a syncer that has much to do must not lose leases for having
         # many, each of which would have to wait for its turn.
-        at, key = (self.keys.group(fragment), nonce, ttl_s), self.keys.lease(fragment)
+        at, key = (self.keys.group(fragment), nonce, ttl_s, most_s), self.keys.lease(fragment)
+        leads = at not in self._asked
         asked = self._asked.setdefault(at, {})
-        answer = asked.setdefault(key, asyncio.get_running_loop().create_future())
-        if len(asked) == 1:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        asked.setdefault(key, []).append(answer)
+        if leads:
             answers: list[Any] = []
             try:
                 try:
                     await asyncio.sleep(0)
                 finally:
                     del self._asked[at]
-                answers = await self._claim_all(list(asked), nonce, ttl_s, MOST_LEASE_S)
+                answers = await self._claim_all(list(asked), nonce, ttl_s, most_s)
             finally:
-                for one, found in zip_longest(asked.values(), answers):
-                    if not one.cancelled():
-                        one.set_result(found)
+                for callers, found in zip_longest(asked.values(), answers):
+                    for one in callers:
+                        if not one.cancelled():
+                            one.set_result(found)
         found = await answer
         if found is None:
             raise BusUnavailable(f"{key}: no answer")

@@ -26,7 +26,7 @@ from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.site import outer_operations
 from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Doubts, Offer, Refused
 from diloco.syncer.committing import RoundTrips
-from diloco.syncer.grace import GraceEstimator, MergedTimes
+from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
 from diloco.syncer.intake import UploadEstimator
 from diloco.syncer.watch import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
@@ -374,7 +374,7 @@ class Follower:
         self._times.merged(self._version + 1, headers)
         slowest_s = self._slowest_s(now)
         self._grace.observe(decision.quorum_s, now - decision.fixed_at, slowest_s, overlap)
-        waited = slowest_s is not None and decision.grace_s >= slowest_s
+        waited = awaited_a_step(decision.grace_s, slowest_s)
         self._doubts.closed(decision.silent if waited else (), self._times.learners)
         pulled_s = self._link.ends_s(self._link.arrives_s(now), self._pull_bits)
         if self._counting:
