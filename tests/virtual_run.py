@@ -238,6 +238,12 @@ async def under_way(
     return world, party
 
 
+async def until_joined(*learners: VirtualLearner) -> None:
+    async with asyncio.timeout(60):
+        while not all(one.joined for one in learners):
+            await asyncio.sleep(0.01)
+
+
 async def end(*parties: VirtualLearner) -> None:
     for party in parties:
         await party.kill()

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import structlog
 
 from diloco.pipeline.agreement import WAITING_SYNCER, agree
+from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import Bus, BusInfo, Clock
 from diloco.pipeline.bus.server import room
 from diloco.pipeline.errors import BusError, UsageError
@@ -225,7 +226,10 @@ class Start:
             return None
         spec = codec.decode(Spec, data)
         self.bus.use_spec(spec)
-        whole = all(await self.bus.read_heads(range(spec.sync.fragments)))
+        fragments = range(spec.sync.fragments)
+        # One that cannot be read is there: its owner, learners and status say so.
+        heads = await by_group(self.bus.keys, fragments, self.bus.read_heads, lambda error: None)
+        whole = None not in heads.values()
         (lead,) = await self.bus.read_leases([0])
         return OnBus(state, lead not in (None, self.nonce), whole)
 

@@ -842,7 +842,11 @@ def test_a_live_runs_merges_are_judged_beside_those_that_would_be_made_here(
                 await bus.write_report(samples.report("anna", step_s=0.1, step_s_median=0.1))
                 window = samples.IDLE.model_copy(update={"merge_s": merge_s})
                 fields = {"version": 40, "digest": bytes(16), "payload": "p", "chunks": 1, "momentum": ""}
-                fields |= {"previous_digest": b"", "window": encode(window), "merged": encode(MergedBases(merged=()))}
+                fields |= {
+                    "previous_digest": b"",
+                    "window": encode(window),
+                    "merged": encode(MergedBases(merged=(), norms=())),
+                }
                 fields |= {"merged_deltas": 0, "merged_tokens": 0, "rejected_tokens": 0, "interval": interval}
                 fields |= {"rest": "", "payload_digest": b"", "updates": b"", "behind": 0}
                 client.hset(bus.keys.head(0), mapping=fields)

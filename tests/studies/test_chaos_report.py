@@ -189,9 +189,12 @@ def test_step_times_are_kept_apart_by_incarnation(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 def test_a_process_that_is_left_over_is_found() -> None:
     environ = {**os.environ, LAUNCHER_PID: "4242"}
-    command = [sys.executable, "-c", "input()"]
-    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, start_new_session=True) as process:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, env=environ, **pipes, start_new_session=True) as process:
         try:
+            assert process.stdout is not None
+            process.stdout.readline()  # it has its environment by now
             assert any(str(process.pid) in text for text in left_running(4242, set()))
             assert left_running(4242, {process.pid}) == []
         finally:

@@ -28,11 +28,11 @@ def flips(learner: VirtualLearner) -> None:
 
 
 def exaggerates(learner: VirtualLearner) -> None:
-    """What it sends is twenty times as long as the others'."""
+    """What it sends is three times as long as what the others do."""
 
     def train() -> None:
         for values in learner.values:
-            values += 2.0 * (1.0 - values)
+            values += 0.9 * (1.0 - values)
         learner.rounds.trained(10)
 
     learner.train = train  # type: ignore[method-assign]
@@ -83,19 +83,20 @@ def test_a_long_delta_is_merged_at_the_length_that_the_run_allows(merge: str) ->
     """The tape says each contribution's factor; no global goes beyond where the others pull."""
 
     async def main() -> list[Committed]:
-        world = VirtualRun(sync_spec(tokens=10_000, quorum=5, merge=merge, delta_clip=2.0))
+        world = VirtualRun(sync_spec(tokens=10_000, quorum=5, merge=merge, delta_clip=1.4))
         world.start_syncer()
         learners = started(world)
         exaggerates(learners[4])
         await world.finish(*learners)
         return committed(await world.tape(), 1)
 
-    merges = [record for record in run_virtual(main()) if len(record.contributions) >= 3]
+    found = [record for record in run_virtual(main()) if len(record.contributions) >= 3]
+    merges = [record for record in found if record.version < 12]  # later ones have nothing left to learn
     assert len(merges) > 10
     for record in merges:
         usual = float(np.median([part.norm for part in record.contributions]))
         for part in record.contributions:
-            assert part.factor * part.norm <= 2.001 * usual or part.rebased
+            assert part.factor * part.norm <= 1.401 * usual or part.rebased
     theirs = [part.factor for record in merges for part in record.contributions if part.learner == BAD]
     others = [part.factor for record in merges for part in record.contributions if part.learner != BAD]
     assert min(theirs) < 0.5

@@ -178,6 +178,7 @@ class Forger:
             "chunks": 1,
             "layout": layout_of(self.run.spec.tensors).digest,
             "step_s": 0.1,
+            "pull_s": 0.02,
         }
         return DeltaHeader(**values | changes)
 

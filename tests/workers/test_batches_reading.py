@@ -20,7 +20,7 @@ from diloco.workers.batches import Batches
 from diloco.workers.exchange.work_queue import SILENT_S, ShardsInTurn
 from diloco.workers.trainer.data.blocks import permuted
 from tests import slow_beyond
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
 from tests.workers.reading_chaos import chaos
 
 ORDER = DataOrder(length=301, seed=5)
@@ -220,6 +220,7 @@ def test_a_resumed_run_goes_on_with_the_epoch_in_the_order_in_which_it_was_begun
         world = VirtualRun(sync_spec(tokens=10**9))
         world.start_syncer(resume=tmp_path)
         learner = BatchLearner(1, world).start()
+        await until_joined(learner)
         await asyncio.sleep(1.0)
         for other in (DataOrder(length=302, seed=5), DataOrder(length=301, seed=6), DataOrder(length=301, seed=None)):
             with pytest.raises(SpecMismatch, match=r"its run 301 indices by seed 5.* begin a run of another name"):

@@ -355,8 +355,8 @@ def test_deltas_that_are_never_merged_are_not_kept() -> None:
         await world.until_version(2)
         train = learners[1].train
         learners[1].train = lambda: (train(), learners[1].values[0].fill(np.nan))  # type: ignore[assignment]
-        await world.until_version(12)
-        assert 0 < len(learners[1].exchange.feedback._sent[0]) < MOST_SENT
+        await world.until_version(6)  # after six refusals it would end
+        assert 0 < len(learners[1].exchange.feedback._sent[0]) <= MOST_SENT
         residual = learners[1].exchange.feedback.residual(0)
         assert residual is not None
         assert np.isfinite(residual).all()

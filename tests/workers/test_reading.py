@@ -15,7 +15,7 @@ from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.exchange.work_queue import SILENT_S
 from tests import slow_beyond
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
 from tests.workers.reading_chaos import chaos
 
 DATA = (64, 8)
@@ -167,6 +167,7 @@ def test_the_shard_of_a_killed_learner_is_finished_by_another_from_its_saved_pos
         world.start_syncer()
         killed = learner_of(world, 0).start()
         other = learner_of(world, 1).start()
+        await until_joined(killed, other)
         await asyncio.sleep(2.05)
         position = killed.exchange.shared.shard_position
         assert position is not None
@@ -197,6 +198,7 @@ def test_a_learner_killed_while_it_claims_leaves_nothing_unread() -> None:
         world.start_syncer()
         killed = learner_of(world, 0).start()
         other = learner_of(world, 1).start()
+        await until_joined(killed, other)
         await asyncio.sleep(1.0)
         claim, unheard = killed.bus.claim_shard, []
 
@@ -250,6 +252,7 @@ def test_a_learner_taken_for_dead_reads_on_and_acknowledges_nothing() -> None:
         world.start_syncer()
         paused = learner_of(world, 0, 0.3).start()
         other = learner_of(world, 1, 0.3).start()
+        await until_joined(paused, other)
         await asyncio.sleep(3.0)
         position = paused.exchange.shared.shard_position
         assert position is not None
