@@ -202,7 +202,7 @@ def test_it_needs_no_torch(healthy: EmbeddedRedis) -> None:
         arguments = ["doctor", "--redis-url", healthy.url, "--model", "nano", "--as", party]
         done = subprocess.run(
             [sys.executable, "-c", block.replace("from diloco", hide + "from diloco", 1), *arguments],
-            **{"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": 60},  # type: ignore[call-overload]
+            **{"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": HANGING_S},  # type: ignore[call-overload]
         )
         assert done.returncode == status, done.stdout + done.stderr
         assert "no torch" in done.stdout

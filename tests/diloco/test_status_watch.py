@@ -137,7 +137,7 @@ def test_who_waits_for_redis_is_told_so(
         async with open_bus(url, run) as bus:
             yield bus
 
-    monkeypatch.setattr(status_command, "SOON_S", 0.2)
+    monkeypatch.setattr(status_command, "SOON_S", 0.2 if wait_s else HANGING_S)
     monkeypatch.setattr(status_command, "open_bus", late)
     monkeypatch.setattr(status_command, "read_status", noted)
     asyncio.run(begin(redis_server, "late", samples.run_state(tokens=700)))

@@ -12,6 +12,7 @@ import pytest
 from diloco.pipeline.process import cores
 from diloco.pipeline.process.cgroup import Limits, limits
 from diloco.pipeline.process.cores import product_speed, usable_cores
+from tests import HANGING_S
 
 ROOT = Path(__file__).parents[2]
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "GOTO_NUM_THREADS")
@@ -60,7 +61,7 @@ def blas_threads(code: str, **environ: str) -> list[int]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANGING_S,
         check=False,
     )
     lines = [line for line in done.stdout.splitlines() if line.startswith("[")]

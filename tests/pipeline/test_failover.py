@@ -40,8 +40,6 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="servers die with this process"),
 ]
 A = "aa" * 8
-AGAIN_S = 12.0
-"""Of a failover here one takes 2 to 4 s on an idle machine; a test waits longer."""
 
 
 @pytest.fixture
@@ -58,7 +56,7 @@ def kept() -> Iterator[SentinelServers]:
         yield servers
 
 
-async def until_answered(call: Callable[[], Awaitable[object]], limit_s: float = AGAIN_S) -> tuple[float, set[str]]:
+async def until_answered(call: Callable[[], Awaitable[object]], limit_s: float = HANGING_S) -> tuple[float, set[str]]:
     """Seconds until a call is answered, and what it said before."""
     began, said = time.monotonic(), set[str]()
     while True:
@@ -117,7 +115,7 @@ async def test_what_hangs_on_a_primary_that_says_nothing_any_more_ends_with_the_
     sentinels.nodes[lost].send(signal.SIGSTOP)
     began = time.monotonic()
     written = asyncio.ensure_future(bus.write_chunks(key, 2, [bytes(2**20)] * 8, 60))
-    outcomes = await asyncio.wait_for(asyncio.gather(read, written, return_exceptions=True), AGAIN_S)
+    outcomes = await asyncio.wait_for(asyncio.gather(read, written, return_exceptions=True), HANGING_S)
     assert all(isinstance(outcome, BusUnavailable) for outcome in outcomes), outcomes
     assert time.monotonic() - began > DOWN_MS / 1000
     await until_answered(lambda: bus.acquire_lease(0, A, 10))
@@ -146,7 +144,7 @@ async def test_who_still_reaches_a_primary_that_was_replaced_leaves_it(sentinels
 
     await bus.acquire_lease(0, A, 60)
     assert not await left()
-    deadline = time.monotonic() + AGAIN_S
+    deadline = time.monotonic() + HANGING_S
     while not await left():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.1)
@@ -163,7 +161,7 @@ async def test_a_primary_without_replicas_refuses_writes_and_says_so(sentinels: 
     (primary,) = sentinels.primaries()
     others = [name for name in ("redis-0", "redis-1", "redis-2") if name != primary]
     sentinels.kill(others[0])
-    deadline = time.monotonic() + AGAIN_S
+    deadline = time.monotonic() + HANGING_S
     while not any("once one more server is lost" in one for one in (await bus.info()).warnings):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.2)
@@ -173,7 +171,7 @@ async def test_a_primary_without_replicas_refuses_writes_and_says_so(sentinels: 
         with pytest.raises(BusFull, match="min-replicas-to-write"):
             await bus.acquire_lease(0, A, 60)
 
-    deadline = time.monotonic() + AGAIN_S
+    deadline = time.monotonic() + HANGING_S
     while True:
         try:
             await refused()
@@ -413,14 +411,16 @@ async def test_a_primary_that_wants_tls_is_not_waited_for(monkeypatch: pytest.Mo
     server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
 
+    asked = list[int]()
+
     async def ask(_: SentinelNodes) -> list[Any]:
+        asked.append(port)
         return [told(port)]
 
     monkeypatch.setattr(SentinelNodes, "_ask", ask)
     url = "redis+sentinel://127.0.0.1:1/diloco"
-    began = time.monotonic()
     assert "perhaps it wants TLS" in await said(url, BusUnavailable)
-    assert time.monotonic() - began < connecting.NEXT_PRIMARY_S
+    assert asked == [port]
     server.close()
 
 
@@ -470,7 +470,7 @@ async def test_a_name_that_leads_elsewhere_is_followed(moving: Moving, lost: str
     await until_answered(reach)  # it is starting
     (bus,) = buses
     await bus.acquire_lease(0, A, 60)
-    deadline = time.monotonic() + AGAIN_S
+    deadline = time.monotonic() + HANGING_S
 
     def has_it() -> bool:
         with contextlib.suppress(OSError):  # it is starting too

@@ -15,7 +15,7 @@ from diloco_studies.strikes.failing.servers import ClusterServers, SentinelServe
 from tests import samples
 from tests.certificates import Authority, make_authority, tls_binary
 from tests.pipeline.test_cluster import everything
-from tests.pipeline.test_failover import AGAIN_S, make_users, moved, until_answered
+from tests.pipeline.test_failover import make_users, moved, until_answered
 
 pytestmark = [
     pytest.mark.redis,
@@ -73,7 +73,7 @@ async def test_a_run_of_users_goes_on_over_tls_at_the_servers_that_take_over(
     servers.kill(lost)
     await moved(servers, lost)
     for bus in (syncer, learner):
-        await until_answered(lambda bus=bus: bus.write_report(samples.report(number=7)), 2 * AGAIN_S)  # type: ignore[misc]
+        await until_answered(lambda bus=bus: bus.write_report(samples.report(number=7)))  # type: ignore[misc]
     for p in range(6):
         await until_answered(lambda p=p: learner.offer(samples.header("l0", fragment=p)))  # type: ignore[misc]
         key = learner.keys.delta_payload(p, "l0", "1" * 8, 0)

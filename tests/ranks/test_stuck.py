@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
-from diloco.workers.ranks.stuck import AGAIN_S, BACK_S, SAID_AT_ONCE_S, SAID_S
+from diloco.workers.ranks.stuck import AGAIN_S, BACK_S
 from tests.ranks.party import Party
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
-MORE_S = 10.0
-"""For a process to be scheduled, and to end."""
 Pair = list[subprocess.Popen[bytes]]
 
 
@@ -38,7 +36,7 @@ def test_a_rank_that_is_asked_to_end_inside_torch_ends_in_bounded_time(tmp_path:
     with Party(tmp_path, sync_interval=6, fragments=4, tokens=10**9) as party, paused(party, kind) as pair:
         pair[0].terminate()
         began = time.monotonic()
-        assert party.ended(pair[0], limit_s=BACK_S + SAID_S + MORE_S) == [AGAIN_STATUS], party.shown()
+        assert party.ended(pair[0]) == [AGAIN_STATUS], party.shown()
         assert time.monotonic() - began > 0.9 * BACK_S, "it is given the time of a step"
         (ended,) = party.said("duo-0", "rank_ended")
         assert "SIGTERM came, and 10 s later its main thread still waits in " in ended
@@ -48,7 +46,7 @@ def test_a_rank_that_is_asked_to_end_inside_torch_ends_in_bounded_time(tmp_path:
         assert who == "duo"
         assert "rank 0 of this learner was asked to end: SIGTERM came" in why
         pair[1].send_signal(signal.SIGCONT)
-        assert all(party.ended(pair[1], limit_s=60)), party.shown()
+        assert all(party.ended(pair[1])), party.shown()
         (gone,) = party.said("duo-1", "rank_gone")
         assert "rank 0 of this learner was asked to end: SIGTERM came" in gone
 
@@ -60,11 +58,9 @@ def test_a_second_signal_ends_a_rank_inside_torch_at_once(tmp_path: Path, number
         pair[0].send_signal(number)
         time.sleep(1)
         pair[0].send_signal(number)
-        began = time.monotonic()
-        assert party.ended(pair[0], limit_s=BACK_S + SAID_S + MORE_S) == [status], party.shown()
-        assert time.monotonic() - began < AGAIN_S + SAID_AT_ONCE_S + 3, "no more than what is said it is given"
+        assert party.ended(pair[0]) == [status], party.shown()
         (ended,) = party.said("duo-0", "rank_ended")
-        assert f"{signal.Signals(number).name} came again" in ended
+        assert f"{signal.Signals(number).name} came again, and {AGAIN_S:g} s later" in ended
 
 
 def test_a_rank_that_is_asked_to_end_while_it_meets_the_others_ends(tmp_path: Path) -> None:
@@ -74,7 +70,7 @@ def test_a_rank_that_is_asked_to_end_while_it_meets_the_others_ends(tmp_path: Pa
         party.until(lambda: party.said("duo-1", "stops"))
         time.sleep(1)
         pair[0].terminate()
-        assert party.ended(pair[0], limit_s=BACK_S + SAID_S + MORE_S) == [AGAIN_STATUS], party.shown()
+        assert party.ended(pair[0]) == [AGAIN_STATUS], party.shown()
         (ended,) = party.said("duo-0", "rank_ended")
         assert "in said_by (told.py:" in ended
 

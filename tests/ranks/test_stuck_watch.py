@@ -1,18 +1,19 @@
 """What watches whether the main thread comes back after a signal, in this process: what it touches, and what not."""
 
-import hashlib
+import ctypes
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from diloco.workers.ranks import stuck
-from diloco.workers.ranks.stuck import PROBE, RankStopping
+from diloco.workers.ranks.stuck import AGAIN_S, BACK_S, PROBE, RankStopping
 from diloco.workers.stopping import STOPS
 from tests import HANGING_S
 
@@ -30,87 +31,158 @@ def _signals() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+class Watched:
+    """A watch by a clock that only its test moves, and how it would have ended this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 100.0
+        self.ended = list[tuple[int, bool]]()
+        self.looks = list[float | None]()
+        """How long it would wait for a signal, each time; None: until one comes, since it asks nobody to come back."""
+        self.came = list[int]()
+        monkeypatch.setattr(stuck, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(stuck, "LOOK_S", 0.01)
+        self.stopping = RankStopping()
+        read, is_watched = self.stopping._read, self.stopping._is_watched
+
+        def noted(reader: socket.socket, within_s: float | None) -> list[int] | None:
+            self.looks.append(within_s)
+            return read(reader, within_s)
+
+        def judged(number: int) -> bool:
+            self.came.append(number)
+            return is_watched(number)
+
+        monkeypatch.setattr(self.stopping, "_read", noted)
+        monkeypatch.setattr(self.stopping, "_is_watched", judged)
+        monkeypatch.setattr(self.stopping, "_end", lambda *how: self.ended.append(how))
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks the main thread to come back."""
+        return bool(self.looks) and self.looks[-1] is not None
+
+    def passes(self, seconds: float) -> None:
+        """So much time, and it has looked since: the main thread, where it is here, has come back."""
+        self.now_s += seconds
+        looked = len(self.looks)
+        until(lambda: len(self.looks) > looked + 1)
+        if threading.current_thread() is threading.main_thread() and not self.stopping._over:
+            until(lambda: self.stopping._back_s == self.now_s)
+            looked = len(self.looks)
+            until(lambda: len(self.looks) > looked + 1)
+
+
 @pytest.fixture
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RankStopping, list[Any]]]:
-    """One that gives half a second, and how it would have ended this process."""
-    for name in "BACK_S", "AGAIN_S":
-        monkeypatch.setattr(stuck, name, 0.5)
-    monkeypatch.setattr(stuck, "LOOK_S", 0.02)
-    stopping, ended = RankStopping(), list[Any]()
-    monkeypatch.setattr(stopping, "_end", lambda *how: ended.append(how))
-    yield stopping, ended
-    stopping.restore()
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    watched = Watched(monkeypatch)
+    yield watched
+    watched.stopping.restore()
 
 
-def hash_for(count: int) -> float:
-    """How long it takes."""
-    began = time.monotonic()
-    hashlib.pbkdf2_hmac("sha256", b"", b"", count)
-    return time.monotonic() - began
+def until(true: Callable[[], Any]) -> None:
+    by_s = time.monotonic() + HANGING_S
+    while not true():
+        assert time.monotonic() < by_s
+        time.sleep(0.001)
 
 
-def inside(long_s: float = 1.5) -> None:
-    """One call that lets other threads run and does not look for signals, as torch's collectives."""
-    assert hash_for(round(long_s * 10**6 / hash_for(10**6))) > long_s / 2
+LIBC = ctypes.CDLL(None)
 
 
-def later(number: int) -> None:
-    threading.Timer(0.8, os.kill, (os.getpid(), number)).start()
+def inside(beside: Callable[[], object]) -> None:
+    """One call that lets other threads run and does not look for signals, as torch's collectives; another thread does
+    something meanwhile, and the call lasts as long as that."""
+    lock, mutex, there = LIBC.pthread_mutex_lock, ctypes.create_string_buffer(128), SimpleNamespace(entered=False)
+    LIBC.pthread_mutex_init(mutex, None)
+    locked = threading.Event()
+
+    def other() -> None:
+        lock(mutex)
+        locked.set()
+        try:
+            until(lambda: there.entered)
+            beside()
+        finally:
+            LIBC.pthread_mutex_unlock(mutex)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        locked.wait(HANGING_S)
+        there.entered = True  # no handler runs between this and the call: Python looks for signals behind calls only
+        lock(mutex)
+    finally:
+        thread.join()
 
 
-def test_who_comes_back_is_not_ended_and_who_does_not_is(watched: tuple[RankStopping, list[Any]]) -> None:
+def test_who_comes_back_is_not_ended_and_who_does_not_is(watched: Watched) -> None:
     """Also by a signal that was noted while it was there: it is to leave its loop."""
-    stopping, ended = watched
-    stopping.install()
+    watched.stopping.install()
     os.kill(os.getpid(), signal.SIGTERM)
-    until = time.monotonic() + 1.5
-    while time.monotonic() < until:
-        time.sleep(0.2)  # goes on after each signal
-    assert (stopping.heard, ended) == (signal.SIGTERM, [])
-    inside()
-    assert ended
-    assert set(ended) == {(signal.SIGTERM, False)}
+    until(lambda: watched.asks)
+    for _ in range(3):
+        watched.passes(0.9 * BACK_S)
+    assert (watched.stopping.heard, watched.ended) == (signal.SIGTERM, [])
+
+    def beside() -> None:
+        watched.passes(0.9 * BACK_S)
+        assert not watched.ended
+        watched.passes(0.2 * BACK_S)
+
+    inside(beside)
+    assert set(watched.ended) == {(signal.SIGTERM, False)}
 
 
-def test_a_learner_that_another_thread_has_closed_ends_nobody(watched: tuple[RankStopping, list[Any]]) -> None:
+def test_a_learner_that_another_thread_has_closed_ends_nobody(watched: Watched) -> None:
     """Though a signal came before: nothing is left to be ended, and the process may go on for ever."""
-    stopping, ended = watched
-    stopping.install()
+    watched.stopping.install()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.1)
-    closing = threading.Thread(target=stopping.restore)
+    until(lambda: watched.asks)
+    watched.passes(0.0)
+    closing = threading.Thread(target=watched.stopping.restore)
     closing.start()
     closing.join()
-    time.sleep(1.5)
-    assert (stopping.heard, ended) == (signal.SIGTERM, [])
+    watched.passes(0.0)  # whatever it has asked before is answered
+    watched.passes(3 * BACK_S)
+    assert (watched.stopping.heard, watched.ended) == (signal.SIGTERM, [])
 
 
-def test_a_second_signal_hurries_who_is_away_also_after_it_was_there(watched: tuple[RankStopping, list[Any]]) -> None:
+def test_a_second_signal_hurries_who_is_away_also_after_it_was_there(watched: Watched) -> None:
     """It came back after the first one, and is inside torch as the second one comes."""
-    stopping, ended = watched
-    stopping.install()
+    watched.stopping.install()
     os.kill(os.getpid(), signal.SIGTERM)
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
-        time.sleep(0.05)
-    later(signal.SIGINT)
+    until(lambda: watched.asks)
+    watched.passes(0.5 * BACK_S)
+
+    def beside() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        until(lambda: signal.SIGINT in watched.came)
+        watched.passes(0.9 * AGAIN_S)
+        assert not watched.ended
+        watched.passes(0.2 * AGAIN_S)
+
     with pytest.raises(KeyboardInterrupt):
-        inside(3)
-    assert ended[-1] == (signal.SIGTERM, True)
+        inside(beside)
+    assert set(watched.ended) == {(signal.SIGTERM, True)}
 
 
-def test_who_came_back_after_a_second_signal_is_given_all_the_time_again(
-    watched: tuple[RankStopping, list[Any]],
-) -> None:
+def test_who_came_back_after_a_second_signal_is_given_all_the_time_again(watched: Watched) -> None:
     """If it goes away again it is not said that the last signal came 2 s ago."""
-    stopping, ended = watched
-    stopping.install()
+    watched.stopping.install()
     os.kill(os.getpid(), signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    time.sleep(0.1)
-    inside()
-    assert set(ended) == {(signal.SIGTERM, False)}
+    until(lambda: signal.SIGINT in watched.came)
+    watched.passes(0.5 * AGAIN_S)
+
+    def beside() -> None:
+        watched.passes(0.9 * BACK_S)
+        assert not watched.ended
+        watched.passes(0.2 * BACK_S)
+
+    inside(beside)
+    assert set(watched.ended) == {(signal.SIGTERM, False)}
 
 
 def test_a_watch_whose_other_end_is_closed_is_over() -> None:
@@ -121,39 +193,40 @@ def test_a_watch_whose_other_end_is_closed_is_over() -> None:
         assert RankStopping()._read(reader, 0.2) is None
 
 
-def test_ctrl_c_that_was_raised_is_the_loops_affair(watched: tuple[RankStopping, list[Any]]) -> None:
+def test_ctrl_c_that_was_raised_is_the_loops_affair(watched: Watched) -> None:
     """A loop may catch it and go on, with steps of any length."""
-    stopping, ended = watched
-    stopping.install()
+    watched.stopping.install()
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
-    time.sleep(0.3)
-    inside()
-    assert not ended
+    until(lambda: watched.came and not watched.asks)
+    inside(lambda: setattr(watched, "now_s", watched.now_s + 3 * BACK_S))
+    assert (watched.asks, watched.ended) == (False, [])
 
 
-def test_a_programs_own_handlers_are_left_to_it(watched: tuple[RankStopping, list[Any]]) -> None:
+def test_a_programs_own_handlers_are_left_to_it(watched: Watched) -> None:
     """A rank inside torch is not ended for a signal that its program takes itself."""
-    stopping, ended = watched
     own: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: own.append(number))
-    stopping.install()
-    later(signal.SIGTERM)
-    inside(3)
-    assert (own, ended) == ([signal.SIGTERM], [])
+    watched.stopping.install()
+
+    def beside() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        until(lambda: watched.came)
+        watched.now_s += 3 * BACK_S
+
+    inside(beside)
+    assert (own, watched.came, watched.looks, watched.ended) == ([signal.SIGTERM], [signal.SIGTERM], [None], [])
 
 
-def test_a_signal_to_a_forked_child_is_not_this_ranks(watched: tuple[RankStopping, list[Any]]) -> None:
+def test_a_signal_to_a_forked_child_is_not_this_ranks(watched: Watched) -> None:
     """Such as one that loads data, which ends as by default."""
-    stopping, ended = watched
-    stopping.install()
+    watched.stopping.install()
+    until(lambda: watched.looks)
     if not (child := os.fork()):
-        time.sleep(1)
         os.kill(os.getpid(), signal.SIGTERM)
         os._exit(3)
-    inside(3)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-    assert not ended
+    assert (watched.came, watched.looks, watched.ended) == ([], [None], [])
 
 
 def test_a_loop_that_is_woken_by_signals_keeps_its_descriptor() -> None:
@@ -168,9 +241,9 @@ def test_a_loop_that_is_woken_by_signals_keeps_its_descriptor() -> None:
         assert signal.set_wakeup_fd(-1) == writer.fileno()
 
 
-def test_all_is_as_it_was_after_leaving(watched: tuple[RankStopping, list[Any]]) -> None:
+def test_all_is_as_it_was_after_leaving(watched: Watched) -> None:
     """Handlers, the descriptor, the thread; nothing is set off the main thread."""
-    stopping, _ = watched
+    stopping = watched.stopping
     thread = threading.Thread(target=RankStopping().install)
     thread.start()
     thread.join()
@@ -181,7 +254,4 @@ def test_all_is_as_it_was_after_leaving(watched: tuple[RankStopping, list[Any]])
     stopping.restore()
     assert [signal.getsignal(number) for number in (PROBE, *STOPS)] == [signal.SIG_DFL] * (1 + len(STOPS))
     assert signal.set_wakeup_fd(-1) == -1
-    until = time.monotonic() + HANGING_S
-    while any(thread.name == "signals" for thread in threading.enumerate()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    until(lambda: all(thread.name != "signals" for thread in threading.enumerate()))

@@ -34,6 +34,7 @@ from diloco.pipeline.testing.virtual_time import inline
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
+from tests import HANGING_S
 from tests.backdoor import RedisBackdoor
 from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, spec_of, sync_spec
@@ -81,9 +82,9 @@ class RealRun:
     async def tape(self) -> list[Any]:
         return [entry.record for entry in await self.bus.read_tape({0: START}, limit=100_000)]
 
-    async def until(self, reached: Callable[[], Awaitable[bool]], what: str, timeout_s: float = 60.0) -> None:
+    async def until(self, reached: Callable[[], Awaitable[bool]], what: str) -> None:
         """Wait for a condition."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HANGING_S
         while not await reached():
             assert time.monotonic() < deadline, f"waited in vain until {what}: {await self.heads()}"
             await asyncio.sleep(0.02)
