@@ -555,7 +555,7 @@ def test_a_proposal_that_a_checkpoint_took_the_place_of_is_made_anew(redis_serve
     joined = list[int]()
 
     def learn() -> None:
-        with Learner(nn.Linear(4, 4), run="replaced", redis_url=redis_server) as learner:
+        with Learner(nn.Linear(4, 4), run="proposed-anew", redis_url=redis_server) as learner:
             joined.append(learner.joined.training.spec.sync.sync_interval)
 
     learner = threading.Thread(target=learn)
@@ -564,11 +564,11 @@ def test_a_proposal_that_a_checkpoint_took_the_place_of_is_made_anew(redis_serve
     deadline = time.monotonic() + HANGING_S
     while proposed is None:
         assert time.monotonic() < deadline
-        proposed = on_bus(redis_server, "replaced", lambda bus: bus.read_spec())
+        proposed = on_bus(redis_server, "proposed-anew", lambda bus: bus.read_spec())
         time.sleep(0.05)
     spec = codec.decode(Spec, proposed)
     ours = spec.model_copy(update={"sync": spec.sync.model_copy(update={"sync_interval": 7})})
-    assert on_bus(redis_server, "replaced", lambda bus: bus.replace_spec(codec.encode(ours), proposed))
-    with a_syncer(redis_server, "replaced"):
+    assert on_bus(redis_server, "proposed-anew", lambda bus: bus.replace_spec(codec.encode(ours), proposed))
+    with a_syncer(redis_server, "proposed-anew"):
         learner.join(HANGING_S)
     assert joined == [7]
