@@ -12,6 +12,7 @@ from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.testing.memory_store import MemoryStore, Stream
+from tests import HANGING_S
 
 Kind = Literal["string", "hash", "stream"]
 
@@ -76,7 +77,7 @@ class RedisBackdoor:
     def __init__(self, run: str, url: str) -> None:
         self.run = run
         self.url = url
-        self.client: Any = redis_py.Redis.from_url(url, protocol=2)
+        self.client: Any = redis_py.Redis.from_url(url, protocol=2, socket_timeout=HANGING_S)
 
     async def connect(self) -> Bus:
         return await connect(self.url, self.run)
