@@ -102,20 +102,21 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
     if saved is None or overwrite:
         return Way.BEGIN if on_bus is None else Way.JOIN
     again = Way.FINISHED if saved.is_done(tokens) else Way.RESUME
-    same = on_bus is not None and on_bus.state.began_unix_s == saved.began_unix_s
-    if on_bus is not None and same and not on_bus.whole and on_bus.state.tokens == saved.tokens:
+    if on_bus is None:
         return again
-    if on_bus is not None and on_bus.state.phase is Phase.FINISHED:
+    same = on_bus.state.began_unix_s == saved.began_unix_s
+    if same and not on_bus.whole and on_bus.state.tokens == saved.tokens:
+        return again
+    if on_bus.state.phase is Phase.FINISHED:
         return Way.JOIN
-    if on_bus is not None and not same:
+    if not same:
         raise UsageError(
             f"the run {run!r} on this Redis began {moment(on_bus.state.began_unix_s)} and has {on_bus.state.tokens} "
             f"tokens; the checkpoint here is of an earlier run of that name, which began {moment(saved.began_unix_s)}, "
             f"with {saved.tokens}. To serve the one on Redis: --overwrite, or another --checkpoint-dir. To go on from "
             f"the checkpoint: end everybody, `diloco runs delete {run}`, and the same command again"
         )
-    served = on_bus is not None and (on_bus.served or on_bus.state.tokens >= saved.tokens)
-    return Way.JOIN if served else again
+    return Way.JOIN if on_bus.served or on_bus.state.tokens >= saved.tokens else again
 
 
 @dataclass(slots=True)
@@ -139,7 +140,7 @@ class Start:
         Raises:
             DilocoError: settings, spec or checkpoint cannot be used.
         """
-        checkpoint = await self.offload(self._saved)
+        checkpoint = saved = await self.offload(self._saved)
         way: Callable[[], Awaitable[Way]] = partial(self._way, checkpoint)
         if checkpoint is None and self.settings.resume is not None:
             checkpoint = await self.offload(load_checkpoint, self.settings.resume)
@@ -147,6 +148,8 @@ class Start:
             way = partial(self._way_of_another, checkpoint)
         found = await _retry(way)
         if checkpoint is not None and found in (Way.RESUME, Way.FINISHED):
+            if saved is not None:  # before the bus is touched, which may have an older state that is sound
+                await self.offload(saved.check)
             await self._resume(checkpoint, way)
         if checkpoint is not None and found is Way.FINISHED:
             extend = f"`diloco runs extend {self.bus.keys.run} --tokens N` and the same commands"
@@ -155,8 +158,8 @@ class Start:
             structlog.get_logger().info("run_was_finished", run=self.bus.keys.run, **done, detail=detail)
             self.finished = True
             return None
-        if checkpoint is not None and found is Way.JOIN:
-            await _retry(partial(self._tell_older, checkpoint))
+        if saved is not None and found is Way.JOIN:
+            await _retry(partial(self._tell_older, saved))
         self.bus_warnings.tell(await _retry(self.bus.info))  # there may be hours to mend it before anybody trains
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
@@ -285,7 +288,6 @@ class Start:
             if not await self._acquire(fragments):
                 return False
         async with holding(self.bus, fragments, self.nonce, self.settings.lease_s):
-            await self.offload(checkpoint.check)
             given = self.bus, checkpoint, spec, self.nonce, self.name, self.clock, self.offload
             await restore_checkpoint(*given, finished=found is Way.FINISHED)
         await release_all(self.bus, self.nonce, len(fragments))

@@ -171,6 +171,34 @@ def test_a_bus_that_is_older_than_the_checkpoint_is_replaced_where_nobody_serves
     run_virtual(main())
 
 
+def damage(folder: Path) -> None:
+    for file in folder.rglob("*.safetensors"):
+        file.write_bytes(b"damaged")
+
+
+def test_a_damaged_checkpoint_costs_nothing_of_what_the_bus_has(tmp_path: Path) -> None:
+    """It is newer than the bus, and nobody serves that: the start is refused, with the file, and deletes nothing."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+        world.start_syncer()
+        party = learners(world)
+        await world.until_version(2)
+        dump = copy.deepcopy(world.store.values)
+        await asyncio.sleep(20.0)
+        await killed_all(world, party)
+        world.store.values.update({key: value for key, value in dump.items() if "lease" not in key})
+        heads = await world.versions()
+        damage(tmp_path)
+        world.start_syncer()
+        with pytest.raises(UsageError, match="safetensors"):
+            async with asyncio.timeout(60):
+                await world.syncer
+        assert await world.versions() == heads != []
+
+    run_virtual(main())
+
+
 def test_the_newest_checkpoint_of_several_syncers_is_taken(tmp_path: Path) -> None:
     """Each has a disk of its own; the others join what it puts there."""
 
