@@ -38,7 +38,7 @@ async def goes_on(run: RealRun, what: str) -> None:
     async def whole() -> bool:
         return len(await run.heads()) == run.spec.sync.fragments
 
-    await run.until(whole, f"all heads are there after {what}", 30.0)
+    await run.until(whole, f"all heads are there after {what}")
     await run.until_risen()
 
 
