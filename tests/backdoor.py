@@ -10,8 +10,8 @@ import redis as redis_py
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.memory_store import MemoryStore, Stream
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.memory_store import MemoryStore, Stream
 from tests import HANGING_S
 
 Kind = Literal["string", "hash", "stream"]

@@ -11,7 +11,6 @@ from typing import Any
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.transfer import global_int8
 from diloco.pipeline.transfer.updates import CodedGradient, StepCoder
 from diloco.syncer.admission import Admission
@@ -25,6 +24,7 @@ from diloco.syncer.window import Window
 from diloco.workers.exchange.publishing import Publishing
 from diloco.workers.exchange.pulling import Following, Pulling
 from diloco.workers.rounds import Rounds
+from diloco_studies.virtual.memory import MemoryBus
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenRep
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
-from diloco.pipeline.testing.virtual_time import inline
 from diloco.pipeline.transfer.payloads import push_global
 from diloco.workers.rounds import Rounds
+from diloco_studies.virtual.virtual_time import inline
 
 IDLE = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 

@@ -20,12 +20,12 @@ import structlog
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.ledger import Totals, accounts, totals
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun
 
 STEP_TOKENS = 10

@@ -18,13 +18,13 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import LearnerReport, Phase
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
-from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
-from diloco.pipeline.testing.virtual_time import VirtualClock, inline
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.rounds import Publication, Rounds
+from diloco_studies.virtual.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.virtual_time import VirtualClock, inline
 from tests.samples import virtual_report
 
 RUN = "virtual"

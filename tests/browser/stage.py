@@ -6,10 +6,10 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry
 
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock
 from diloco.pipeline.view.page.collector import Collector
 from diloco.syncer.serving.http import start_http
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock
 from tests.virtual_run import RUN, VirtualRun
 
 

@@ -16,7 +16,7 @@ from diloco.pipeline.errors import BusUnavailable, NotPermitted, SpecMismatch, U
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import LearnerProcess, SyncerProcess, is_expert
-from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.syncer.test_replay import record_run
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -44,11 +44,11 @@ from diloco.pipeline.process.cgroup import Limits
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.redis_memory import redis_bytes
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.units import as_bytes
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco_studies.strikes.proxy import Proxy
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import HANGING_S, samples
 from tests.certificates import make_authority
 from tests.pipeline.test_acl import rules_of

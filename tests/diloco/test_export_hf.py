@@ -18,10 +18,10 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.tensor_file import Tensor, read_tensors, write_tensors
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.syncer.checkpoints import loading
 from diloco.syncer.checkpoints.places import place_of
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.saving import save_checkpoint
 

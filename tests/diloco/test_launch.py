@@ -34,11 +34,11 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.methods import METHODS, PAPER
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.page.joining import Started
 from diloco.pipeline.view.status import build_status
 from diloco.status import _Found
 from diloco_studies.quality.settings import PRESETS as LAB_PRESETS
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import HANGING_S, samples
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 from tests.workers.test_device_encoding import a_syncer

@@ -26,8 +26,6 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Evaluation, LearnerReport
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.settings import HttpSettings
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.page.collector import AGAIN_S, Collector
 from diloco.pipeline.view.page.joining import Way
@@ -38,6 +36,8 @@ from diloco.syncer import run_metrics
 from diloco.syncer.metrics import registry_of
 from diloco.syncer.run_metrics import FIGURES, RunMetrics
 from diloco.tracking import curves
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.virtual_run import RUN, end, under_way
 

@@ -30,8 +30,8 @@ from diloco.pipeline.errors import BusUnavailable, DilocoError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.view.page.collector import Collector
+from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
 from tests.backdoor import RedisBackdoor
 

@@ -14,8 +14,8 @@ from diloco.options import RunProcess, with_preset
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.methods import METHODS, meant_by
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.trainer.models.hf_config import read_hf
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 

@@ -20,8 +20,8 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable, DilocoError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 
 

@@ -23,11 +23,11 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.run import Evaluation
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.testing.memory import MemoryBus
 from diloco.pipeline.view.page.collector import RunReader
 from diloco.tracking.curves import Point
 from diloco.tracking.follow import Notes, Writer
 from diloco.tracking.trackers import Wandb
+from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
 from tests.syncer.test_run_metrics import look
 

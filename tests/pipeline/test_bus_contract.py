@@ -28,7 +28,7 @@ from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.tape import WindowChanged
 from diloco.pipeline.messages.wire import MOST_LEASE_S
 from diloco.pipeline.payload.codec import Encoded, Payload, encode, whole_chunk
-from diloco.pipeline.testing.memory import MemoryBus
+from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
 from tests.backdoor import Backdoor
 from tests.pipeline.test_commit_cases import commit_on

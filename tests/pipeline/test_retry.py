@@ -7,7 +7,7 @@ import pytest
 
 from diloco.pipeline.errors import BusError, BusUnavailable, PayloadIncomplete
 from diloco.pipeline.retry import LEAST_S, Backoff, Retries, retry
-from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import run_virtual
 
 BACKOFF = Backoff(0.5, 3.0)
 

@@ -16,10 +16,10 @@ from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.run import Evaluation, Event, Phase
 from diloco.pipeline.payload.codec import decode, encode
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.status import LearnerStatus, Status, build_status
 from diloco.pipeline.view.status_reader import read_status
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 
 

@@ -15,10 +15,10 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.memory_store import MemoryStore
 from diloco.syncer.replay.archive import TapeArchive
 from diloco.tape import read_archive
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.memory_store import MemoryStore
 from tests import samples
 from tests.backdoor import Backdoor, MemoryBackdoor
 

@@ -2,7 +2,7 @@
 
 import shutil
 
-from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.recorded import FOLDER, RUN, wire
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco_studies.strikes.proxy import HOST, MADE_UP_S, Line, Proxy
 from diloco_studies.strikes.tail import Tail
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import HANGING_S
 
 SILENCE_S = 0.2

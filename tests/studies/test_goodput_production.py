@@ -10,12 +10,12 @@ import pytest
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.job import Stops, Timeline
 from diloco_studies.goodput.parties import bare
 from diloco_studies.goodput.windows import SETTLED, Follower, Learner
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 FRAGMENTS, INTERVAL = 2, 8

@@ -177,7 +177,7 @@ def test_the_code_that_decides_is_found_by_its_imports():
         "diloco.syncer.window",
         "diloco.syncer.merging.outer",
         "diloco.workers.rounds",
-        "diloco.pipeline.testing.memory",
+        "diloco_studies.virtual.memory",
         "diloco_studies.quality.tasks.text",
     } <= ours
     assert {

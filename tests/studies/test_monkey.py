@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco_studies.strikes.monkey import REDIS, Monkey
 from diloco_studies.strikes.schedule import Manner, Party, Strike
+from diloco_studies.virtual.virtual_time import run_virtual
 
 
 class FakeChild:

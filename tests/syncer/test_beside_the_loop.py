@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.serving.service import SyncerService
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.syncer.test_lost import flush, learners
 from tests.virtual_run import VirtualRun, end, sync_spec
 

@@ -20,12 +20,12 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.checkpoints.loading import Checkpoint, load_checkpoint
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.saving import save_checkpoint
 

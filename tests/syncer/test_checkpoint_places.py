@@ -15,9 +15,9 @@ import structlog
 from diloco import cli
 from diloco.export import export
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.syncer.checkpoints.loading import load_checkpoint, runs_in
 from diloco.syncer.checkpoints.places import place_of
+from diloco_studies.virtual.virtual_time import inline, run_virtual
 from tests import samples
 from tests.saving import save_checkpoint
 from tests.syncer.test_checkpoint import MOMENTUM, THETA, globals_of, momenta_of, restore, trained

@@ -12,10 +12,10 @@ from structlog.testing import capture_logs
 from diloco.export import export
 from diloco.launcher.folder import output_of
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.checkpoints.loading import load_checkpoint, runs_in
 from diloco.syncer.checkpoints.places import Place, place_of
 from diloco.syncer.checkpoints.saving import is_run_folder, run_folder
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint_places import endpoint, on_s3  # noqa: F401  # a fixture
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

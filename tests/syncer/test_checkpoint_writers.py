@@ -15,13 +15,13 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints import keeping, saving
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.saving import OLD_S, begin_checkpoint, checkpoint_name, finish_checkpoint
+from diloco_studies.virtual.virtual_time import inline, run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint import folder_of, save, trained
 from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, P, Syncer, learners_of, until

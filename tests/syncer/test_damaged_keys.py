@@ -8,8 +8,8 @@ import pytest
 
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.status_reader import read_status
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualRun, end, under_way
 
 

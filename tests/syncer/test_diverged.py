@@ -10,13 +10,13 @@ import pytest
 
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.messages.run import Phase, RunState, SeenReport
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.status import build_status
 from diloco.syncer.admission import Diverged
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.serving.lead import Lead
 from diloco.syncer.watch import RunWatch
 from diloco.workers.exchange import refused
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -15,13 +15,13 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import Encoded
 from diloco.pipeline.ramps import interval_at
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer import session
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.job import Stops, Timeline
 from diloco_studies.goodput.parties import bare
 from diloco_studies.goodput.windows import SETTLED, Follower, Learner
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import slow_beyond
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.replay import archive
 from diloco.syncer.replay.disk import DISK_S, Disk
 from diloco.syncer.replay.recording import Recorder, list_recording
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving.service import SyncerService
 from diloco.tape import read_archive
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 FRAGMENTS = 4

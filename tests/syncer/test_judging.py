@@ -7,10 +7,10 @@ import pytest
 
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.admission import Offer
 from diloco.syncer.merging.fragment import MERGES_NEEDED, Delta, FragmentState
 from diloco.syncer.merging.merge import delta_norms
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -12,10 +12,10 @@ from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, Rewound, TapeRecord
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.ledger import Account, accounts, not_merged_by_fragment, problems, surviving, totals
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.tape import read_archive
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.diloco.test_report import LAYOUT, A, B, C, committed, ledger_inputs, rejected, report
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.messages.tape import Committed, Rejected
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 SLOW_S = 8.0

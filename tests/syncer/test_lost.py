@@ -14,14 +14,14 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.payload.codec import decode, encode
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull_state
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.context import AgreedSpec
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving import lost
 from diloco.syncer.serving.lost import Lost
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
 from tests import samples, slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, end, spec_of, sync_spec, under_way
 

@@ -8,8 +8,8 @@ from statistics import fmean
 import pytest
 
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.admission import ASKED_AGAIN, DOUBTED_AFTER, STRANGERS, Doubts
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

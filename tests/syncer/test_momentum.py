@@ -8,14 +8,14 @@ import pytest
 
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint
 from diloco.syncer.merging.mending import LOOK_S
 from diloco.syncer.replay.replay import replay
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
 from tests.saving import save_checkpoint
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -9,11 +9,11 @@ import pytest
 
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Stepped
 from diloco.syncer.merging.merge import all_finite
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

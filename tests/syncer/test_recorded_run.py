@@ -11,10 +11,10 @@ from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.settings import BusSettings
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.replay import recording
 from diloco.tape import read_archive
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import recorded
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -3,9 +3,9 @@
 import asyncio
 
 from diloco.pipeline.messages.run import REDIS_CHANGED
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.status_reader import read_status
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests.virtual_run import end, under_way
 
 

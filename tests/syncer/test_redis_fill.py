@@ -12,11 +12,11 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.server import Server, fill, fill_of_run
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.redis_memory import round_bytes
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.run_metrics import RunMetrics
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.virtual_run import RUN, end, under_way
 

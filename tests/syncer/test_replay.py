@@ -19,12 +19,12 @@ from diloco.pipeline.messages.tape import Committed, Contribution
 from diloco.pipeline.messages.wire import FORMAT, Message
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
 from diloco.pipeline.settings import BusSettings
-from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.syncer.merging import outer
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.replay import recording, replay
 from diloco.syncer.replay.recording import _PREFIX, MergeHeader, Recorder, list_files, list_recording, read_merge
 from diloco.syncer.replay.replay import TOLERANCE, Replayed, relative
+from diloco_studies.virtual.virtual_time import inline, run_virtual
 from tests import samples, slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 

@@ -9,8 +9,8 @@ import pytest
 from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 BUDGET = 12_000

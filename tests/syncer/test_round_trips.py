@@ -7,11 +7,11 @@ import pytest
 
 from diloco.pipeline.ramps import interval_at, interval_in_force, overlap_in_force, stretched
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.syncer.committing import RoundTrips
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 USUAL = SyncSettings(tokens=1000).sync_spec()

@@ -13,8 +13,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.messages.tape import Contribution, Rewound
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.reading import MOST_LEARNERS, SHOWN_S, Reading
@@ -23,6 +21,8 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import FIGURES, FRESH_S, RunMetrics
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, Syncer, ask_to_drain, learners_of
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec

@@ -15,7 +15,6 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload import quantize
-from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
@@ -28,6 +27,7 @@ from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.rounds import Rounds
+from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

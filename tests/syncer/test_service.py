@@ -22,14 +22,14 @@ from diloco.pipeline.messages.tape import Committed, Rejected
 from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.needs import needs_of, pace_of
 from diloco.pipeline.site import Site
-from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.serving.initial import AT_ONCE
 from diloco.syncer.serving.serving import _Presence
 from diloco.syncer.serving.start import check_memory
 from diloco.syncer.watch import WATCH_S
+from diloco_studies.virtual.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 

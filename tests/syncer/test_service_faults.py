@@ -14,9 +14,9 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadMessage, BusError, BusUnavailable, DilocoError, HeadMoved, NotPermitted
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.transfer.payloads import pull
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 

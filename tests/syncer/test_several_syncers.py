@@ -16,7 +16,6 @@ from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.outer_cost import Speed, matrix_operations
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.shares import RECENT_S, SAMPLE_S
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
@@ -24,6 +23,7 @@ from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.serving.leases import holding
 from diloco.syncer.serving.service import SyncerService
 from diloco.tape import read_archive
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples, slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

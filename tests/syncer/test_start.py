@@ -12,12 +12,12 @@ import pytest
 from diloco.pipeline.errors import BusUnavailable, RunReplaced, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.serving.start import OnBus, Way, way_of
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 BUDGET = 12_000

@@ -17,8 +17,6 @@ from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.tape import Committed, Rejected
 from diloco.pipeline.payload.codec import as_bytes, as_vector, payload_digest
 from diloco.pipeline.payload.quantize import GROUP, Quantized, encode
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.global_format import Held, Momentum
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, key_frame_due, updates_after
 from diloco.pipeline.transfer.payloads import pull_exact, pull_shown, pull_state, push
@@ -28,6 +26,8 @@ from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.mending import LOOK_S, UNFOLLOWED_S
 from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.merging.outer import NesterovStep
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -14,8 +14,6 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import held, payload_bytes
-from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
-from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import push
 from diloco.syncer.admission import DeltaFormat, Offer
 from diloco.syncer.intake import FIRST_UPLOAD_S, Coming, Downloads, UploadEstimator
@@ -23,6 +21,8 @@ from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
 from diloco.syncer.watch import LEAST_UPLOAD_S, RunWatch
 from diloco.syncer.window import Window
+from diloco_studies.virtual.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 

@@ -7,10 +7,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.page.collector import Collector
 from diloco.syncer.run_metrics import RunMetrics
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 BAD = "l4"

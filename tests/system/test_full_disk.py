@@ -14,8 +14,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.moments.state_folder import StateFolder
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint import file_of, folder_of, save
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

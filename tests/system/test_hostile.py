@@ -18,7 +18,6 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, Wi
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.payload.quantize import BLOCK
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.admission import DOUBTED_AFTER, DeltaFormat, Doubts, Offer
 from diloco.syncer.grace import MergedTimes
 from diloco.syncer.intake import MOST_ARRIVED
@@ -26,6 +25,7 @@ from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.window import Conditions, Merge, Wait, Window
 from diloco.workers.exchange import refused
 from diloco.workers.rounds import RENEWED_BY
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples, slow_beyond
 from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec

@@ -30,10 +30,10 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import SyncerProcess
-from diloco.pipeline.testing.virtual_time import inline
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
+from diloco_studies.virtual.virtual_time import inline
 from tests import HANGING_S
 from tests.backdoor import RedisBackdoor
 from tests.samples import encode_chunks

@@ -19,8 +19,6 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.workers.attached import unwrapped
 from diloco.workers.learner import Learner
 from diloco.workers.moments import peers as peers_module
@@ -28,6 +26,8 @@ from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
 from diloco.workers.moments.peers import Peers
 from diloco.workers.parameters import FragmentParameters
+from diloco_studies.virtual.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import HANGING_S, samples
 from tests.workers import odd_optimizers as odd
 from tests.workers.test_device_encoding import a_syncer

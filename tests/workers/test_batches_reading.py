@@ -15,10 +15,10 @@ import pytest
 
 from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.messages.shards import DataOrder
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.batches import Batches
 from diloco.workers.exchange.work_queue import SILENT_S, ShardsInTurn
 from diloco.workers.trainer.data.blocks import permuted
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
 from tests.workers.reading_chaos import chaos

@@ -5,8 +5,8 @@ import pytest
 
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed, Rejected
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.rounds import Base, OpenWindow, Rounds
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 
 

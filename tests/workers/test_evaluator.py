@@ -17,7 +17,6 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.settings import EvaluatorProcess, SyncSettings, TrainerSettings
-from diloco.pipeline.testing.memory import MemoryBus
 from diloco.workers.exchange import evaluating
 from diloco.workers.exchange.evaluating import Evaluating
 from diloco.workers.parameters import FragmentParameters, tensor_table
@@ -28,6 +27,7 @@ from diloco.workers.trainer.evaluator import built_in
 from diloco.workers.trainer.models.gpt import GPT, build
 from diloco.workers.trainer.recipe import held_out_loss, trainer_spec
 from diloco.workers.trainer.sample import Loaded, load_model, sample
+from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
 
 

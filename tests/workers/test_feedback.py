@@ -15,11 +15,11 @@ from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import as_vector, payload_bytes
 from diloco.pipeline.payload.quantize import KINDS, Quantized
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
 from diloco.workers.encoding import MOST_SENT, ErrorFeedback, OnHost
 from diloco.workers.encoding import encode_delta as encode_into
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 ME = "l0", "0" * 8

@@ -14,12 +14,12 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.workers.checks import frozen_digests as module
 from diloco.workers.checks.frozen_digests import frozen_digests
 from diloco.workers.exchange.agreement import compare
 from diloco.workers.learner import Learner
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 from tests.workers.test_device_encoding import a_syncer

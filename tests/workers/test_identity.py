@@ -9,13 +9,13 @@ from structlog.testing import capture_logs
 from diloco.pipeline.errors import IdTaken, LearnerReplaced
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import LearnerReport
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.workers.exchange import joining
 from diloco.workers.exchange.identity import SILENT_S
 from diloco.workers.exchange.version_0 import CLAIM_TTL_S
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec, under_way
 
 A, B, C = ("0" * 16, "b" * 16, "c" * 16)

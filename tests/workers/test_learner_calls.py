@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 

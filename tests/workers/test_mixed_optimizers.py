@@ -12,8 +12,6 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
 from diloco.workers.moments.keeper import Keeper
@@ -23,6 +21,8 @@ from diloco.workers.moments.own import OwnMoments, RecoveryOptions, own_moments
 from diloco.workers.moments.peers import Peers
 from diloco.workers.moments.recovery import Found, Recovery
 from diloco.workers.rounds import Rounds
+from diloco_studies.virtual.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_optimizer_state import layout, taken

@@ -6,7 +6,7 @@ from typing import Any
 import structlog
 
 from diloco.pipeline.errors import BusFull
-from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import end, under_way
 
 

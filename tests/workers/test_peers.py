@@ -13,11 +13,11 @@ from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.moments import MomentsWish, OptimizerKind
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.workers.moments import peers as module
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.peers import Peers
+from diloco_studies.virtual.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 
 LAYOUT = layout_of(samples.spec().tensors)

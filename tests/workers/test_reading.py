@@ -11,9 +11,9 @@ import pytest
 
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.shards import Shard
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.exchange.work_queue import SILENT_S
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
 from tests.workers.reading_chaos import chaos

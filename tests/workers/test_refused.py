@@ -15,10 +15,10 @@ from torch import nn
 from diloco.pipeline.errors import LearnerDiverged, exit_status
 from diloco.pipeline.messages.tape import Contribution, RefusalReason, Rejected
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.exchange.refused import Refused
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests import HANGING_S, samples
 from tests.virtual_run import end, under_way
 from tests.workers.test_device_encoding import a_syncer

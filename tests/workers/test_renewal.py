@@ -11,10 +11,10 @@ import numpy as np
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.exchange.publishing import RENEWED_TTL_S
 from diloco.workers.rounds import Base, Publication, Rounds
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.shares import Deployment, totals_of
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, spec_of, sync_spec
 

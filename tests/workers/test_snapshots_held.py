@@ -15,10 +15,10 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.testing.virtual_time import inline, run_virtual
 from diloco.workers.exchange.exchange_thread import JoinedLearner
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.rounds import Base, Rounds
+from diloco_studies.virtual.virtual_time import inline, run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, end, spec_of, sync_spec
 
 H, P = 8, 8

@@ -10,9 +10,9 @@ import pytest
 from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.virtual_time import run_virtual
 from diloco.workers.exchange import carrier, version_0
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 FRAGMENTS = 8

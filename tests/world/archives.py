@@ -9,7 +9,7 @@ from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.payload.codec import decode_tape
-from diloco.pipeline.testing.memory_store import Stream
+from diloco_studies.virtual.memory_store import Stream
 from tests.world.link import Link
 from tests.world.record import Seen
 

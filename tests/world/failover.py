@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 
 from diloco.pipeline.bus.keys import RunKeys
-from diloco.pipeline.testing.chance import Chance
+from diloco_studies.virtual.chance import Chance
 from tests.world.link import Link
 from tests.world.oracle import Oracle
 from tests.world.plan import Fault, Kind

@@ -15,7 +15,7 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.payload import Chunk, Update
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.payload.codec import PayloadReader, decode, payload_digest
-from diloco.pipeline.testing.memory_store import Stream
+from diloco_studies.virtual.memory_store import Stream
 from tests.world import reference
 from tests.world.record import Seen
 from tests.world.surviving import Float64, Surviving

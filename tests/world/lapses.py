@@ -6,7 +6,7 @@ from typing import Any
 from diloco.pipeline.bus.key_usage import kind_of
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.errors import LeaseLost
-from diloco.pipeline.testing.memory_store import MemoryStore
+from diloco_studies.virtual.memory_store import MemoryStore
 
 
 class Lapses:

@@ -32,11 +32,11 @@ from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
 from diloco.pipeline.messages.tape import RefusalReason, TapeRecord
 from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
-from diloco.pipeline.testing.memory_store import MemoryStore, Stream
 from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.syncer import algorithm
 from diloco.workers.rounds import Base
+from diloco_studies.virtual.memory_store import MemoryStore, Stream
 from tests.world import reference
 from tests.world.archives import Archive
 from tests.world.globals import Globals, badly_coded

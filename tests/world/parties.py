@@ -18,14 +18,14 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import LearnerReport, Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import SyncerProcess
-from diloco.pipeline.testing.chance import Chance
-from diloco.pipeline.testing.virtual_time import VirtualClock, inline
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import read_blocks
 from diloco.workers.rounds import Publication, Rounds
+from diloco_studies.virtual.chance import Chance
+from diloco_studies.virtual.virtual_time import VirtualClock, inline
 from tests.samples import virtual_report
 from tests.world.link import SLOW_S, Link
 from tests.world.oracle import Oracle

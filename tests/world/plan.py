@@ -13,7 +13,7 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import MergeRule
 from diloco.pipeline.payload.quantize import KINDS
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.testing.chance import Chance
+from diloco_studies.virtual.chance import Chance
 
 FRAGMENTS = 2
 LEASE_S = 0.5

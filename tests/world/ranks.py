@@ -17,13 +17,13 @@ import numpy.typing as npt
 from diloco.pipeline.errors import RankGone
 from diloco.pipeline.messages.run import LearnerReport, RunState
 from diloco.pipeline.messages.wire import AVERAGED
-from diloco.pipeline.testing.virtual_time import inline
 from diloco.workers.moments.recovery import Found
 from diloco.workers.ranks.joined import JoinedRank, Rank
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.ranks.working import Working
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import STOPS, Stopping
+from diloco_studies.virtual.virtual_time import inline
 from tests.samples import virtual_report
 from tests.world.alike import Alike
 from tests.world.parties import INITIAL, LEARNING_RATE, LEAVE_S, TARGETS, Party, World

@@ -15,8 +15,8 @@ from typing import Any
 
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BusFull, BusUnavailable
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.memory_store import EntryId, MemoryStore, Stream, Value
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.memory_store import EntryId, MemoryStore, Stream, Value
 
 Saved = tuple[dict[str, Value], dict[str, float]]
 

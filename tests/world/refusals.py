@@ -17,8 +17,8 @@ from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
-from diloco.pipeline.testing.memory_store import Stream
-from diloco.pipeline.testing.virtual_time import UNIX_START_S
+from diloco_studies.virtual.memory_store import Stream
+from diloco_studies.virtual.virtual_time import UNIX_START_S
 from tests.world.link import Link
 from tests.world.record import Seen
 from tests.world.surviving import Float64, Surviving

@@ -4,7 +4,7 @@ and it is full for a while (`failover`: another one takes over). asyncio."""
 import asyncio
 from collections.abc import Callable
 
-from diloco.pipeline.testing.virtual_time import UNIX_START_S, VirtualClock
+from diloco_studies.virtual.virtual_time import UNIX_START_S, VirtualClock
 from tests.world.oracle import Oracle
 from tests.world.plan import Fault, Kind
 from tests.world.record import WorldStore

@@ -7,7 +7,7 @@ from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.messages.shards import ClaimedShard, Shard
 from diloco.pipeline.payload.codec import decode
-from diloco.pipeline.testing.memory_store import Stream
+from diloco_studies.virtual.memory_store import Stream
 from tests.world.link import Link
 from tests.world.plan import BLOCKS, SHARD_BLOCKS
 from tests.world.record import Seen

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests.world.oracle import Oracle
 from tests.world.plan import Fault, Kind, plan
 from tests.world.record import WorldStore

@@ -5,8 +5,8 @@ import asyncio
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.errors import BusFull
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.testing.chance import Chance
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.chance import Chance
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests.world.failover import CLOCKS_S, LAGS_S, Failovers
 from tests.world.link import Fate, Link
 from tests.world.oracle import Oracle

@@ -10,8 +10,8 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.syncer.serving.initial import IDLE_VIEW
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.world import reference
 from tests.world.link import Link

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from diloco.pipeline.testing.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import run_virtual
 from tests.world.link import Link
 from tests.world.plan import plan
 from tests.world.takeover import Takeover

@@ -17,9 +17,9 @@ from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusFull, LeaseLost
 from diloco.pipeline.messages.shards import Shard
-from diloco.pipeline.testing.memory import MemoryBus
-from diloco.pipeline.testing.memory_store import Stream
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.memory_store import Stream
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.world.__main__ import app
 from tests.world.plan import Kind

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from diloco.pipeline.messages.wire import AVERAGED, Codec, GlobalCodec, OuterName
-from diloco.pipeline.testing.chance import Chance
+from diloco_studies.virtual.chance import Chance
 from tests.failover_mutations import FAILOVER_MUTATIONS
 from tests.mutations import MUTATIONS, Mutation, applied
 from tests.rank_mutations import RANK_MUTATIONS

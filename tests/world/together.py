@@ -17,9 +17,9 @@ import numpy.typing as npt
 from diloco.pipeline.errors import RankGone
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.wire import AVERAGED
-from diloco.pipeline.testing.chance import Chance
 from diloco.workers.ranks.lines import Line
 from diloco.workers.ranks.shares import Range, Shares
+from diloco_studies.virtual.chance import Chance
 from tests.world.link import Link
 
 BREAKS_S = 0.3

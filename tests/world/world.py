@@ -20,11 +20,11 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.errors import LeaseLost
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.testing.chance import Chance
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.pipeline.transfer import payloads
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.workers import rounds
+from diloco_studies.virtual.chance import Chance
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests.world.archives import Archive
 from tests.world.failover import Failovers
 from tests.world.lapses import Lapses

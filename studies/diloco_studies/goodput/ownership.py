@@ -15,12 +15,12 @@ import numpy as np
 import structlog
 
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
-from diloco.pipeline.testing.virtual_time import VirtualClock, run_virtual
 from diloco.syncer.serving.leases import Leases
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.job import Stops
 from diloco_studies.goodput.strikes import times_of
+from diloco_studies.virtual.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 
 SETTLED_LEASES = 6
 """Lease times after which everybody has its quota: dead ones lapse within one, and sharing takes a few thirds."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco.pipeline.bus.ports import Clock
 from diloco.pipeline.payload.codec import Encoded, chunk_size
-from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 
 RUN = "lab"
 

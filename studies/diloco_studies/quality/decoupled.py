@@ -23,9 +23,6 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import SyncerProcess, SyncerSettings
-from diloco.pipeline.testing.chance import Chance
-from diloco.pipeline.testing.memory import MemoryBus, MemoryStore
-from diloco.pipeline.testing.virtual_time import VirtualClock, inline, run_virtual
 from diloco.pipeline.transfer.payloads import pull_exact
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
@@ -35,6 +32,9 @@ from diloco_studies.quality.curve import Recorder
 from diloco_studies.quality.fragment import LabFragment, Stale, packed
 from diloco_studies.quality.learner import LabLearner
 from diloco_studies.quality.schedule import Schedule
+from diloco_studies.virtual.chance import Chance
+from diloco_studies.virtual.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
 
 
 def train_decoupled(recorder: Recorder, model: nn.Module) -> dict[str, Any]:

@@ -19,8 +19,6 @@ from torch import nn
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import LearnerReport, Phase
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.testing.chance import Chance
-from diloco.pipeline.testing.virtual_time import VirtualClock, inline
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, read_blocks
 from diloco.workers.parameters import FragmentParameters
@@ -33,6 +31,8 @@ from diloco_studies.quality.inner import Gradients, inner_optimizer
 from diloco_studies.quality.schedule import Schedule
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.tasks import Task
+from diloco_studies.virtual.chance import Chance
+from diloco_studies.virtual.virtual_time import VirtualClock, inline
 
 LEAVE_S = 20.0
 POLLS_A_STEP = 50

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterator
 
-from diloco.pipeline.testing.chance import Chance
 from diloco_studies.quality.settings import LabRun
+from diloco_studies.virtual.chance import Chance
 
 
 class Schedule:

@@ -9,8 +9,8 @@ from diloco.pipeline.errors import BadMessage, HeadMoved, LeaseLost, PayloadInco
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.tape import Rewound, WindowChanged
 from diloco.pipeline.payload.codec import encode
-from diloco.pipeline.testing.memory_calls import MemoryCalls
-from diloco.pipeline.testing.memory_store import EntryId, Hash
+from diloco_studies.virtual.memory_calls import MemoryCalls
+from diloco_studies.virtual.memory_store import EntryId, Hash
 
 
 class MemoryOwnerWrites(MemoryCalls, OwnerWrites):

@@ -9,7 +9,7 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Clock, Connection
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.testing.memory_store import EntryId, Hash, MemoryStore, Stream
+from diloco_studies.virtual.memory_store import EntryId, Hash, MemoryStore, Stream
 
 
 class MemoryCalls(Connection):

@@ -7,8 +7,8 @@ from diloco.pipeline.bus.ports import WorkQueue
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.payload.codec import decode, encode
-from diloco.pipeline.testing.memory_calls import MemoryCalls
-from diloco.pipeline.testing.memory_store import EntryId, Hash, Stream
+from diloco_studies.virtual.memory_calls import MemoryCalls
+from diloco_studies.virtual.memory_store import EntryId, Hash, Stream
 
 RELEASED = "released"
 """Holder of what was given back: no consumer's name, since those have a dot before the incarnation."""

@@ -6,11 +6,11 @@ makes it atomic. A store and its buses belong to one event loop.
 """
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.testing.memory_commits import MemoryOwnerWrites
-from diloco.pipeline.testing.memory_fragments import MemoryFragments
-from diloco.pipeline.testing.memory_run import MemoryRun
-from diloco.pipeline.testing.memory_shards import MemoryWorkQueue
-from diloco.pipeline.testing.memory_store import MemoryStore
+from diloco_studies.virtual.memory_commits import MemoryOwnerWrites
+from diloco_studies.virtual.memory_fragments import MemoryFragments
+from diloco_studies.virtual.memory_run import MemoryRun
+from diloco_studies.virtual.memory_shards import MemoryWorkQueue
+from diloco_studies.virtual.memory_store import MemoryStore
 
 __all__ = ["MemoryBus", "MemoryStore"]
 

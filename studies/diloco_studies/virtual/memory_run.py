@@ -19,7 +19,7 @@ from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.wire import MOST_LEASE_S, Message
 from diloco.pipeline.payload.codec import decode, encode
-from diloco.pipeline.testing.memory_calls import MemoryCalls
+from diloco_studies.virtual.memory_calls import MemoryCalls
 
 T = TypeVar("T", bound=Message)
 

@@ -20,7 +20,7 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, MOST_LEASE_S
 from diloco.pipeline.payload.codec import Encoded, decode_tape, encode, whole_chunk
-from diloco.pipeline.testing.memory_calls import MemoryCalls
+from diloco_studies.virtual.memory_calls import MemoryCalls
 
 
 class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLeases, SyncerBoard):
