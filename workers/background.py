@@ -66,9 +66,9 @@ class BackgroundThread:
         """Wait for what was submitted; whether it is all done."""
         if self._submitted:
             self._jobs.put(None)
-            if self._thread.ident is None:
+            if not self._thread.is_alive():
                 self._work()
-            else:
+            if self._thread.is_alive():  # its `start` was broken off by a signal's handler, and it has begun since
                 self._thread.join(timeout_s)
         return not self.busy
 
@@ -76,3 +76,4 @@ class BackgroundThread:
         while (job := self._jobs.get()) is not None:
             job()
             self._done += 1
+        self._jobs.put(None)  # there may be two who work: a thread that begins late, and `close`
