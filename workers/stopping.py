@@ -3,6 +3,10 @@
 Only where nobody else handles them: in the main thread, and in place of the system's default, which would end the
 process with nothing said to anybody. The handler only notes the signal. Then `Learner.finished` is true; a loop that
 does not ask ends in its next `step` but one, by `SystemExit`. A second SIGTERM ends the process at once, as by default.
+
+A signal to the whole process group, as systemd and `timeout` send it, also ends the workers of a DataLoader. torch's
+handler of SIGCHLD would raise for it wherever the training thread is, in the middle of leaving too. So it is left out
+from the first signal on.
 """
 
 import os
@@ -14,6 +18,14 @@ from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 
 HANGUP = getattr(signal, "SIGHUP", None)
 STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+def spare_loaders() -> None:
+    """From now on nothing is raised where a worker of torch's DataLoader dies; the loader still sees it."""
+    number = getattr(signal, "SIGCHLD", None)
+    handler = number and signal.getsignal(number)
+    if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
+        signal.signal(number, lambda *_: None)
 
 
 class Stopped(SystemExit):
@@ -109,6 +121,7 @@ class Stopping:
         if self._over or elsewhere or (self._told and not hangup):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        spare_loaders()
         self._told |= not hangup
         self.heard = self.heard or number
         if not self.together:

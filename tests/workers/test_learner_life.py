@@ -1,9 +1,12 @@
 """Entering, leaving and being ended: the `Learner` itself, on a real Redis."""
 
+import _thread
 import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -15,6 +18,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 from torch import nn
+from torch.utils.data import DataLoader
 
 from diloco import cli
 from diloco.pipeline.bus.redis_streams import connect
@@ -533,6 +537,52 @@ def test_a_hangup_that_is_followed_by_another_signal_ends_a_loop_in_order(second
         assert stopping.asked
     finally:
         stopping.restore()
+
+
+def test_a_signal_to_the_whole_process_group_raises_nothing_for_a_loaders_workers() -> None:
+    """They die of it as well; torch's handler would break off whatever the training thread does, such as leaving."""
+    batches = iter(DataLoader(list(range(64)), num_workers=1))
+    next(batches)
+    of_torch, stopping = signal.getsignal(signal.SIGCHLD), Stopping()
+    stopping.install()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        (worker,) = batches._workers  # type: ignore[attr-defined]
+        kill = f"import os; os.kill({worker.pid}, {signal.SIGTERM:d})"
+        subprocess.run([sys.executable, "-c", kill], check=True)  # at its parent's it would end with 0
+        ended = os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)  # torch's handler is to see it as well
+        time.sleep(0.01)  # it would run here at the latest
+        assert ended is not None
+        assert ended.si_status == signal.SIGTERM
+        assert stopping.asked
+    finally:
+        stopping.restore()
+        del batches
+        signal.signal(signal.SIGCHLD, of_torch)
+
+
+def test_a_state_is_written_where_the_start_of_its_thread_was_broken_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error of a signal's handler: the thread begins all the same, while `close` does its work."""
+    real, go = threading.Thread.start, threading.Event()
+
+    def broken_off(thread: threading.Thread) -> None:
+        _thread.start_new_thread(lambda: (go.wait(), real(thread)), ())
+        raise RuntimeError("DataLoader worker is killed by signal: Terminated.")
+
+    def job() -> None:
+        go.set()
+        until(lambda: writer._thread.ident is not None and not writer._thread.is_alive())
+        written.append(1)
+
+    written: list[int] = []
+    writer = BackgroundThread("state")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", broken_off)
+        writer.submit(job)
+    closing = threading.Thread(target=lambda: written.append(writer.close(HANGING_S)), daemon=True)
+    closing.start()
+    closing.join(HANGING_S)
+    assert written == [1, True]
 
 
 def test_a_state_is_written_where_no_thread_can_be_begun_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
