@@ -18,6 +18,10 @@ from diloco.syncer.merging.merge import all_finite
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 AT_ONCE, PART = 2, 32
 """Fragments that get their version 0 at a time: so many, or one of 32 of them. Each is on the bus twice meanwhile."""
+FRESH = (
+    "they are fresh, and the run has trained ones that the bus lacks: start a syncer with its checkpoint, by the same "
+    "command. If that does not bring them, end everybody, `diloco runs delete` the run, and the same commands again"
+)
 
 
 class InitialVersions:
@@ -33,17 +37,20 @@ class InitialVersions:
     async def commit(self, layout: FragmentLayout) -> bool:
         """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
 
-        If live learners have a version, the bus has lost it: the tape says that the fragment went back.
+        If live learners have a version, the bus has lost it: the tape says that the fragment went back. Fresh values
+        are never put beside trained ones: a syncer may have died while it put a checkpoint back.
 
         Raises:
             BusError: as the bus; a commit that was refused changed nothing.
         """
-        upload = await self._bus.read_initial()
+        upload, state = await self._bus.read_initial(), self._context.watch.state
         # The lead writes the state first: whatever is merged is of the part of the run that it begins.
-        if upload is None or self._context.watch.state is None:
+        if upload is None or state is None:
             return False
         key = self._bus.keys.initial_payload(layout.id, upload.nonce)
         try:
+            if state.base_tokens and upload.began_unix_s is None:
+                raise BadPayload(FRESH)
             payload = await pull(self._bus, key, layout.elements, "fp32", self._sync.chunk_bytes)
             values = payload.array()
             if not await self._offload(all_finite, values):

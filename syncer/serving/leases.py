@@ -25,7 +25,7 @@ from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.bus.ports import Bus, Clock, FragmentLeases
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.waiting import TICK_S, first_of
 from diloco.syncer.serving.sharing import excess, wanted
 
@@ -203,13 +203,21 @@ class Leases:
         self.syncers = syncers
         if forgotten:  # the bus has lost who is here, and may have lost leases: who held them takes them again first
             return
-        savers = await self._in_time(self._bus.read_savers()) if state is None else ()
-        if savers:
+        if await self._awaits_saver(state):
             self._stop(self._held.keys() - self._stopping)  # who puts its checkpoint on the bus needs all leases
             return
         sharing = syncers.index(self._nonce), len(syncers), len(self._owners)
         self._stop(excess(self._held.keys() - self._stopping, *sharing))
         await self._take(sharing)
+
+    async def _awaits_saver(self, state: RunState | None) -> bool:
+        """Whether a syncer puts its checkpoint on the bus, or what is missing of it."""
+        savers = await self._in_time(self._bus.read_savers())
+        if state is None or not any(tokens == state.tokens for tokens, _, _ in savers):
+            return state is None and bool(savers)
+        everything = range(len(self._owners))
+        heads = await self._in_time(by_group(self._bus.keys, everything, self._bus.read_heads, lambda _: None))
+        return None in heads.values()
 
     async def _take(self, sharing: tuple[int, int, int]) -> None:
         """Take free leases up to the quota; `sharing`: (rank, syncers, fragments)."""

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable, RunReplaced, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.status_reader import read_status
+from diloco.syncer.checkpoints import restoring
 from diloco.syncer.checkpoints.loading import newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.serving.start import OnBus, Way, way_of
@@ -250,6 +253,59 @@ def test_fresh_parameters_wait_for_a_syncer_that_has_trained_ones(tmp_path: Path
         assert now is not None
         assert now.base_tokens == had
         await cancelled(saver)
+        await killed_all(world, party)
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
+    old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A syncer dies while it resumes. Another one, with none or an older one, leaves the rest to its successor."""
+    restore, half = restoring._restore_fragment, asyncio.Event()
+
+    async def restore_half(bus: Any, checkpoint: Any, spec: Any, fragment: Any, *more: Any) -> None:
+        if fragment.id:
+            half.set()
+            await asyncio.sleep(1e9)
+        await restore(bus, checkpoint, spec, fragment, *more)
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
+        world.start_syncer(checkpoint_dir=tmp_path / "new")
+        party = learners(world)
+        await asyncio.sleep(6.0)
+        shutil.copytree(tmp_path / "new", tmp_path / "old")
+        await asyncio.sleep(15.0)
+        await killed_all(world, party)
+        had = saved_tokens(tmp_path / "new")
+        assert had > saved_tokens(tmp_path / "old")
+
+        monkeypatch.setattr(restoring, "_restore_fragment", restore_half)
+        world.start_syncer(checkpoint_dir=tmp_path / "new", syncer_id="resumes")
+        resumes = world.syncer
+        world.start_syncer(syncer_id="other", **({"checkpoint_dir": tmp_path / "old"} if old else {}))
+        other = world.syncer
+        party = learners(world, first=40)
+        await half.wait()
+        await cancelled(resumes)
+        monkeypatch.setattr(restoring, "_restore_fragment", restore)
+        await asyncio.sleep(30.0)
+        head, missing = await world.bus.read_heads([0, 1])
+        assert head is not None
+        assert missing is None
+        world.start_syncer(checkpoint_dir=tmp_path / "new", syncer_id="again")
+        async with asyncio.timeout(30):
+            while not all(one.joined for one in party):
+                await asyncio.sleep(0.1)
+        state = await world.bus.read_state()
+        assert state is not None
+        assert state.base_tokens == had
+        installed = [one.record for one in await world.bus.read_tape({0: START}, limit=1000)]
+        assert {one.fragment for one in installed if isinstance(one, Committed) and "restored" in one.reason} == {0, 1}
+        assert not any(isinstance(one, Committed) and one.version == 0 for one in installed)
+        await cancelled(other)
         await killed_all(world, party)
 
     run_virtual(main())
