@@ -495,6 +495,10 @@ class WorkQueue(Keyed, Protocol):
         """Put a checkpoint's shard queue on an empty bus."""
         ...
 
+    async def delete_data(self) -> None:
+        """Delete the queue and its order, whatever is there."""
+        ...
+
 
 class Bus(
     Connection,

@@ -8,14 +8,15 @@ import structlog
 from diloco.pipeline.agreement import differences
 from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit
 from diloco.pipeline.bus.ports import Bus, Clock
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.bus.stored_values import readable
+from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MOST_ELEMENTS
-from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
+from diloco.pipeline.payload.codec import as_bytes, encode, payload_digest
 from diloco.pipeline.transfer.payloads import Offload, push_global
 from diloco.syncer.checkpoints.loading import Checkpoint, known_elements
 
@@ -34,7 +35,8 @@ async def restore_checkpoint(
     """Put a checkpoint on an empty run: spec, run state, data, then every fragment at its saved version.
 
     The heads come last, because learners wait for them: who reads a head finds the data's order and shards in place.
-    What an interrupted restore of the same checkpoint left is kept, so it can be called again.
+    What an interrupted restore of the same checkpoint left is kept, so it can be called again. What learners have put
+    there before any head, a spec or data that are others or cannot be read, gives way.
 
     Args:
         bus: bound to the run, groups set.
@@ -47,8 +49,7 @@ async def restore_checkpoint(
         finished: the run stays finished, as it was saved.
 
     Raises:
-        UsageError: the run was started before, with another spec, data order or values; a file is
-            damaged.
+        UsageError: the run was started before, with another spec or values; a file is damaged.
         LeaseLost: another syncer took over.
     """
     if spec.tensors != checkpoint.spec.tensors:
@@ -56,10 +57,11 @@ async def restore_checkpoint(
     fragments = checkpoint.layout.fragments
     heads = await bus.read_heads([fragment.id for fragment in fragments])
     proposed = await bus.propose_spec(encode(spec))
-    if (held := decode(Spec, proposed)) != spec:
+    if (held := readable(Spec, proposed)) != spec:
         if any(heads) or not await bus.replace_spec(encode(spec), proposed):
             raise UsageError(f"the run already has another spec: {taken(bus)}")
-        structlog.get_logger().warning("proposal_replaced", by=str(checkpoint.folder), differs=differences(spec, held))
+        differs = "it cannot be read" if held is None else differences(spec, held)
+        structlog.get_logger().warning("proposal_replaced", by=str(checkpoint.folder), differs=differs)
     for p, (head, mine) in enumerate(zip(heads, checkpoint.fragments, strict=True)):
         if head is None:
             continue
@@ -67,14 +69,23 @@ async def restore_checkpoint(
             raise UsageError(f"the run was started before: {taken(bus)}")
     if not any(heads):
         await bus.write_state(checkpoint.state if finished else _restored_run(checkpoint, spec, clock))
-        order = checkpoint.data_order
-        if order is not None and await bus.propose_data_order(order) != order:
-            raise UsageError(f"the run already has another data order: {taken(bus)}")
-        if await bus.count_epochs() == 0:
-            await bus.restore_shards(checkpoint.shards)
+        try:
+            await _restore_data(bus, checkpoint)
+        except (BadMessage, UsageError) as error:  # nobody has read data before there is a head: any learner may write
+            structlog.get_logger().warning("data_queue_replaced", by=str(checkpoint.folder), error=str(error))
+            await bus.delete_data()
+            await _restore_data(bus, checkpoint)
     for p, fragment in enumerate(fragments):
         if heads[p] is None:
             await _restore_fragment(bus, checkpoint, spec, fragment, nonce, syncer, clock, offload)
+
+
+async def _restore_data(bus: Bus, checkpoint: Checkpoint) -> None:
+    order = checkpoint.data_order
+    if order is not None and await bus.propose_data_order(order) != order:
+        raise UsageError(f"the run already has another data order: {taken(bus)}")
+    if await bus.count_epochs() == 0:
+        await bus.restore_shards(checkpoint.shards)
 
 
 def taken(bus: Bus) -> str:

@@ -211,6 +211,8 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await syncer.read_data_order() == order
     with pytest.raises(UsageError, match="already has data shards"):
         await syncer.restore_shards(await syncer.read_shards())
+    await syncer.delete_data()
+    assert await syncer.read_data_order() is None
     await syncer.release_lease(0, NONCE)
     await syncer.withdraw_syncer(NONCE)
     assert await syncer.read_syncers() == {}

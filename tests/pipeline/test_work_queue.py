@@ -101,6 +101,9 @@ async def test_a_restored_queue_goes_on_where_it_was_saved(bus: Bus) -> None:
     assert await bus.fill_shards(3, SHARDS)
     with pytest.raises(UsageError, match="already has data shards"):
         await bus.restore_shards(queue)
+    await bus.delete_data()
+    await bus.restore_shards(queue)
+    assert await bus.read_shards() == queue
 
 
 async def test_the_shard_of_a_silent_learner_goes_on_at_its_last_position_before_any_new_one(

@@ -304,10 +304,24 @@ def test_a_used_run_is_refused(tmp_path):
         restore(checkpoint, checkpoint.spec, run_virtual(used(checkpoint.spec)))
     with pytest.raises(UsageError, match="another spec"):
         restore(checkpoint, checkpoint.spec, run_virtual(used(samples.spec(quorum=2))))
-    ordered = MemoryBus("again", VirtualClock())
-    run_virtual(ordered.propose_data_order(DataOrder(length=30, seed=8)))
-    with pytest.raises(UsageError, match=r"another data order.*--run"):
-        restore(checkpoint, checkpoint.spec, ordered)
+
+
+@pytest.mark.parametrize("planted", ["spec", "data_order", "shard_epoch", "shard_positions", "another order"])
+def test_what_a_learner_puts_there_first_keeps_no_checkpoint_from_being_restored(tmp_path, planted):
+    """Redis is empty, and a learner's user may write these keys: they give way, and the data are the checkpoint's."""
+    save(tmp_path)
+    checkpoint, bus = load_checkpoint(tmp_path), MemoryBus("again", VirtualClock())
+    if planted == "another order":
+        run_virtual(bus.propose_data_order(DataOrder(length=30, seed=8)))
+    else:
+        garbage = {b"1-1": b"x"} if planted == "shard_positions" else b"garbage"
+        bus.store.values[getattr(bus.keys, planted)] = garbage
+    restore(checkpoint, checkpoint.spec, bus)
+
+    async def found() -> tuple[bytes | None, DataOrder | None, ShardQueue]:
+        return await bus.read_spec(), await bus.read_data_order(), await bus.read_shards()
+
+    assert run_virtual(found()) == (encode(checkpoint.spec), checkpoint.data_order, checkpoint.shards)
 
 
 def test_the_newest_three_are_kept_and_latest_names_the_newest(tmp_path):

@@ -133,3 +133,9 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         if stream.ids or positions or epochs:
             raise UsageError(f"run {self.keys.run!r} already has data shards: resume on an empty Redis or a new --run")
         self._put(queue.epochs, queue.open)
+
+    async def delete_data(self) -> None:
+        await self._turn()
+        keys = self.keys
+        for key in (keys.shards, keys.shard_positions, keys.shard_epoch, keys.data_order):
+            self.store.delete(key)
