@@ -209,6 +209,10 @@ class RunLogs(Keyed, Protocol):
         """Append to the run's events (capped at about 10,000)."""
         ...
 
+    async def trim_events(self) -> None:
+        """Cap the events: a learner may have added any number of them past us, and whoever looks reads all."""
+        ...
+
     async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
         """Events after an entry id, oldest first."""
         ...

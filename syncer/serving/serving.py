@@ -245,7 +245,7 @@ class Serving:
         return None if slow is None else str(slow)
 
     async def _watch_bus(self) -> None:
-        """Say what is wrong with the server, and see that it has the run's spec."""
+        """Say what is wrong with the server; see that it has the run's spec, and events within bounds."""
         while True:
             await asyncio.sleep(BUS_LOOK_S)
             info = await self._bus.info()
@@ -253,6 +253,7 @@ class Serving:
             self._bus_warnings.tell(info, fill)
             await self._lost.spec()
             await self._tell_change(info)
+            await self._bus.trim_events()
 
     async def _tell_change(self, info: BusInfo) -> None:
         """Leave word of it in the run where a server has come: that a failover took place is else in logs alone."""

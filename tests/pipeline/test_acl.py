@@ -207,6 +207,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     await Collector(viewer, LoopClock(), "page")._reader.look()
     # The end.
     await syncer.trim_tape(0, "1-0")
+    await syncer.trim_events()
     assert (await syncer.read_shards()).epochs == 1
     assert await syncer.read_data_order() == order
     with pytest.raises(UsageError, match="already has data shards"):

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import structlog
@@ -9,12 +10,14 @@ from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.bus.stored_values import EVENTS_CAP
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Event
 from diloco.pipeline.view.status_reader import read_status
 from diloco.workers.exchange.joining import Joining
 from tests.backdoor import RedisBackdoor
+from tests.system.test_hostile_redis import RUN, real_run
 
 pytestmark = pytest.mark.redis
 LAST_ID = "18446744073709551615-18446744073709551615"
@@ -59,3 +62,19 @@ async def test_who_joins_does_not_need_the_events(spoilt: tuple[Bus, RedisBackdo
     await bus.close()
     with pytest.raises(BusUnavailable):
         await joining._tell(event("anna"))
+
+
+async def test_events_by_the_ten_thousand_are_gone_once_a_syncer_has_looked(redis_binary: Path | None) -> None:
+    """Whoever asks for the status reads all that are there: their number is bounded without an honest event."""
+    async with real_run(redis_binary, 2) as run:
+        client, key = RedisBackdoor(RUN, run.server.url).client, run.bus.keys.events
+        for _ in range(30):
+            pipeline = client.pipeline(transaction=False)
+            for _ in range(1000):
+                pipeline.xadd(key, {"m": "garbage"})
+            pipeline.execute()
+
+        async def bounded() -> bool:
+            return bool(client.xlen(key) <= EVENTS_CAP + 1000)
+
+        await run.until(bounded, "the events are as few as ever")

@@ -179,6 +179,9 @@ class RedisRunLogs(RedisConnection, RunLogs):
     async def add_event(self, event: Event) -> None:
         await self._add(self.keys.events, event, stored_values.EVENTS_CAP)
 
+    async def trim_events(self) -> None:
+        await self._redis.command("XTRIM", self.keys.events, "MAXLEN", "~", stored_values.EVENTS_CAP)
+
     async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
         return await self._log(self.keys.events, Event, after, limit)
 

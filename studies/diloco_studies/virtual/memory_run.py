@@ -120,9 +120,13 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
 
     async def _add_capped(self, key: str, message: Message, cap: int) -> None:
         await self._turn()
-        stream = self._stream(key)
+        self._stream(key)  # its type before the first write
         self.store.need_room()
         self._xadd(key, encode(message))
+        self._cap(key, cap)
+
+    def _cap(self, key: str, cap: int) -> None:
+        stream = self._stream(key)
         for at in stream.ids[:-cap]:
             stream.delete(at)
 
@@ -132,6 +136,10 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
 
     async def add_event(self, event: Event) -> None:
         await self._add_capped(self.keys.events, event, stored_values.EVENTS_CAP)
+
+    async def trim_events(self) -> None:
+        await self._turn()
+        self._cap(self.keys.events, stored_values.EVENTS_CAP)
 
     async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
         return await self._log(self.keys.events, Event, after, limit)
