@@ -30,6 +30,7 @@ from diloco.syncer.checkpoints.manifest import (
     Float32,
     SavedFragment,
     SavedState,
+    may_be_left,
     pieces,
 )
 from diloco.syncer.checkpoints.places import Place, place_of
@@ -209,7 +210,16 @@ def runs_in(place: Place) -> list[Place]:
     names = place.names()
     if LATEST in names:
         return [place]
-    return [run for run in map(place.below, sorted(filter(is_run_folder, names))) if LATEST in run.names()]
+    runs = map(place.below, sorted(filter(is_run_folder, names)))
+    return [run for run in runs if LATEST in run.names() or _whole(run)]
+
+
+def _whole(run: Place) -> list[str]:
+    """Names of the checkpoints of a run that were written to their end, by their tokens."""
+    names = (name for name in run.names() if name.startswith(CHECKPOINT) and may_be_left(name))
+    return sorted(
+        (one for one in names if STATE_FILE in run.below(one).names()), key=lambda one: int(one.split("-")[1])
+    )
 
 
 def newest_of_run(place: Place, run: str) -> Checkpoint | None:
@@ -221,12 +231,13 @@ def newest_of_run(place: Place, run: str) -> Checkpoint | None:
         UsageError: it is damaged, or the place cannot be read.
     """
     try:
-        own = [folder for folder in runs_in(place) if is_folder_of(str(folder).rpartition("/")[2], run)]
-    except FileNotFoundError:
-        return None
+        try:
+            own = [folder for folder in runs_in(place) if is_folder_of(str(folder).rpartition("/")[2], run)]
+        except FileNotFoundError:
+            return None
+        return read_newest(partial(_newest, own[-1]), open_checkpoint) if own else None
     except OSError as error:
         raise UsageError(f"cannot look for a checkpoint: {error}") from error
-    return read_newest(partial(_newest, own[-1]), open_checkpoint) if own else None
 
 
 def _only(runs: list[Place], place: Place) -> Place:
@@ -244,7 +255,10 @@ def _newest(directory: Place) -> Place:
         if name in names and STATE_FILE in directory.below(name).names():
             return directory.below(name)
         latest, before = read_latest(directory), latest
-    there = sorted(one for one in names if STATE_FILE in directory.below(one).names())
+    there = _whole(directory)
+    if there and LATEST not in directory.names():  # of a copy that was broken off, or the first save was
+        structlog.get_logger().warning("latest_missing", path=f"{directory}/{LATEST}", taken=there[-1])
+        return directory.below(there[-1])
     found = f"there are {', '.join(there)}: name one of them" if there else "and there is no other"
     raise UsageError(f"{directory}/{LATEST} names {name!r}, which is no checkpoint folder; {found}")
 

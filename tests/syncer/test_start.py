@@ -149,6 +149,34 @@ def test_the_same_command_is_right_from_the_first_start_to_the_end(tmp_path: Pat
     run_virtual(main())
 
 
+def test_a_place_of_checkpoints_without_latest_goes_on_from_its_newest(tmp_path: Path) -> None:
+    """A copy was broken off, or the syncer died in its first save: no run begins anew beside whole checkpoints."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+        world.start_syncer()
+        party = learners(world)
+        await asyncio.sleep(15.0)
+        await killed_all(world, party)
+        had = saved_tokens(tmp_path)
+        latest = next(tmp_path.glob("*/latest"))  # noqa: ASYNC240  # virtual time
+        latest.unlink()
+        assert saved_tokens(tmp_path) == had
+        world.start_syncer()
+        party = learners(world, first=20)
+        await asyncio.sleep(9.0 + SETTLED_S)
+        now = await world.bus.read_state()
+        assert now is not None
+        assert now.base_tokens == had
+        await killed_all(world, party)
+        latest.unlink()
+        latest.mkdir()
+        with pytest.raises(UsageError, match="cannot look for a checkpoint"):
+            newest_of_run(place_of(tmp_path), RUN)
+
+    run_virtual(main())
+
+
 def test_a_bus_that_is_older_than_the_checkpoint_is_replaced_where_nobody_serves_it(tmp_path: Path) -> None:
     """Redis came back from a dump that is minutes old, and everybody else had died with it."""
 
