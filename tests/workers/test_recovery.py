@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import multiprocessing
 import random
 import threading
 import time
@@ -380,7 +381,10 @@ def test_whatever_breaks_in_a_save_is_said_and_the_next_one_is_made(
 
 
 def test_two_learners_that_live_never_save_to_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The second one is told, again and again; what a killed one was writing is removed by the next."""
+    """The second one is told, again and again; what a killed one was writing is removed by the next.
+
+    A forked child that outlives the first one, such as a DataLoader's worker, is no learner.
+    """
     left(tmp_path)
     (tmp_path / ".writing-killed").write_bytes(b"half")
     kind = OptimizerKind(optimizer="torch.AdamW", moments=("exp_avg", "exp_avg_sq"), numbers=())
@@ -400,11 +404,17 @@ def test_two_learners_that_live_never_save_to_one_folder(tmp_path: Path, capsys:
     second.save(lambda: made)
     second.close(60.0)
     assert "another learner that is alive saves to" in capsys.readouterr().out
-    first.close(60.0)
-    third = StateFolder(tmp_path, layout)
-    third.save(lambda: made)
-    third.close(60.0)
-    assert "state_not_saved" not in capsys.readouterr().out
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(HANGING_S,))
+    child.start()
+    try:
+        first.close(60.0)
+        third = StateFolder(tmp_path, layout)
+        third.save(lambda: made)
+        third.close(60.0)
+        assert "state_not_saved" not in capsys.readouterr().out
+    finally:
+        child.kill()
+        child.join()
 
 
 def test_saving_makes_no_second_copy_of_the_moments(tmp_path: Path) -> None:

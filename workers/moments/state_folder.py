@@ -41,6 +41,17 @@ LOSSES_FILE = "losses.jsonl"
 MAX_STATE_BYTES = 64 * 2**20
 LETTERS = {"f": "F", "i": "I", "u": "U", "c": "C"}
 """Of numpy's kinds of numbers, in safetensors' names."""
+_LOCKS = set[int]()
+"""Descriptors of the lock files that this process has open."""
+
+
+def _close_locks() -> None:
+    """A forked child, such as a DataLoader's worker, would hold the locks for as long as it lives."""
+    while _LOCKS:
+        os.close(_LOCKS.pop())
+
+
+os.register_at_fork(after_in_child=_close_locks)
 
 
 class StateRefused(PeerError):
@@ -116,6 +127,7 @@ class StateFolder:
             error = f"the disk took longer than {within_s:g} s"
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=error)
         elif self._lock is not None:
+            _LOCKS.discard(self._lock)
             os.close(self._lock)
             self._lock = None
 
@@ -133,9 +145,11 @@ class StateFolder:
         """
         if self._lock is None:
             lock = os.open(self.path / LOCK_FILE, os.O_WRONLY | os.O_CREAT, 0o644)
+            _LOCKS.add(lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
+                _LOCKS.discard(lock)
                 os.close(lock)
                 raise OSError(
                     f"another learner that is alive saves to {self.path}: give each a folder of its own"
