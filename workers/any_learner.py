@@ -4,9 +4,7 @@ A learner of one framework says what its model looks like to a run (`proposal.Pr
 and into it (`Fragments`). All else is here and below, and the same.
 """
 
-import os
 import secrets
-import socket
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -17,6 +15,7 @@ import structlog
 
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.names import own_name
 from diloco.workers.batches import Batches
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.copies.losses import Loss
@@ -70,7 +69,7 @@ class AnyLearner:
         """
         self._given, self._url = given, reaching.url_of(given.redis_url)
         self.incarnation = secrets.token_hex(8)
-        self.id = given.learner_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.incarnation[:6]}"
+        self.id = given.learner_id or own_name(self.incarnation)
         self.left_in_order = False
         """After leaving: everything unpublished got away in time."""
         self.times = StepTimes()

@@ -5,9 +5,7 @@ injected, so that the same code runs in virtual time.
 """
 
 import asyncio
-import os
 import secrets
-import socket
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
@@ -20,6 +18,7 @@ from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError, exit
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
+from diloco.pipeline.process.names import own_name
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.transfer.payloads import Offload
@@ -58,7 +57,7 @@ class SyncerService:
         self.bus, self.clock, self.settings, self.metrics = bus, clock, settings, metrics
         self._status = StatusReader(bus, clock, settings.liveness_s)
         self.nonce = random_hex(8)
-        self.id = settings.syncer_id or f"{socket.gethostname()[:40]}-{os.getpid()}-{self.nonce[:6]}"
+        self.id = settings.syncer_id or own_name(self.nonce)
         self.serving: Serving | None = None
         """None before the spec is agreed."""
         self.finished = False

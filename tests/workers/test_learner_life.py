@@ -5,6 +5,7 @@ import asyncio
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import LearnerReplaced, UsageError
 from diloco.pipeline.messages.run import LearnerReport, SeenReport
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.wire import party_name
 from diloco.pipeline.payload import codec
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
@@ -159,6 +161,12 @@ def test_a_learner_is_of_the_process_that_made_it(redis_server: str) -> None:
         learner._life._pid = parents
         learner.step(1)
         assert [seen.report.left for seen in reports(redis_server, "fork")] == [False]
+
+
+def test_a_host_of_any_name_makes_names_that_parties_may_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "B\u00fcro {2}: Anna's")
+    names = learner_of("redis://nowhere", "ids").id, SyncerService(None, None, SyncerProcess(), Metrics()).id  # type: ignore[arg-type]
+    assert all(party_name(name).startswith("B-ro--2---Anna-s-") for name in names)
 
 
 def test_learners_of_one_process_have_ids_of_their_own() -> None:
