@@ -274,10 +274,11 @@ class FragmentTensors:
 
     def _flat(self, p: int) -> torch.Tensor:
         layout = self._layout.fragments[p]
-        if self.device.type == "cpu":
-            flat = torch.from_numpy(pooled(layout.elements, np.float32))
-        else:  # torch uses memory of other devices again by itself
-            flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
+        with torch.inference_mode(False):  # the loop may step in that mode; who encodes writes to it outside of it
+            if self.device.type == "cpu":
+                flat = torch.from_numpy(pooled(layout.elements, np.float32))
+            else:  # torch uses memory of other devices again by itself
+                flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
             part = _part(slot, local_of(tensor))
             flat[slot.start : slot.stop].view(part.shape).copy_(part)

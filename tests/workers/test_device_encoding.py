@@ -198,6 +198,18 @@ def test_on_cuda_deltas_are_of_the_moment_of_their_snapshot() -> None:
 # --- a whole learner ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kind", CODECS)
+def test_what_is_copied_in_inference_mode_is_encoded_outside_of_it(kind: Codec) -> None:
+    """A loop may step in that mode, whose tensors may not be written to elsewhere: the encoder does, in its thread."""
+    model, encoder = Net(), OnDevice(torch.device("cpu"))
+    fragments = FragmentParameters(model, layout_of(tensor_table(model, SyncSettings(fragments=1))))
+    with torch.inference_mode():
+        copied = fragments.on_device(0)
+    out = np.zeros(payload_bytes(len(copied()), kind), np.uint8)
+    encoder.encode(encoder.keep(np.ones(len(copied()), np.float32)), copied, kind, None, out, lambda _: None)
+    assert out.any()
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
