@@ -211,6 +211,16 @@ def test_an_error_that_is_a_kind_of_another_is_told_as_what_it_is(error: Excepti
         ("READONLY You can't write against a read only replica.", BusUnavailable, "is a replica now"),
         ("LOADING Redis is loading the dataset in memory", BusUnavailable, "is reading its data"),
         ("CLUSTERDOWN The cluster is down", BusUnavailable, "a cluster that is down; start its node that is gone"),
+        (
+            "DENIED Redis is running in protected mode because protected mode is enabled",
+            BusUnavailable,
+            "lets in nobody from another machine while it has no password; give it a password",
+        ),
+        (
+            "ERR max number of clients + cluster connections reached",
+            BusUnavailable,
+            "has as many connections as it takes; raise its maxclients",
+        ),
     ],
 )
 def test_our_words_come_first_and_the_servers_last_in_brackets(said: str, kind: type[DilocoError], ours: str) -> None:
@@ -224,6 +234,40 @@ def test_our_words_come_first_and_the_servers_last_in_brackets(said: str, kind: 
         assert str(told).startswith("Redis at host:1 ")
         assert ours in str(told)
         assert str(told).endswith(f"({error})".replace(".)", ")")) or str(told).endswith(f"({error})")
+
+
+@pytest.mark.parametrize(
+    ("said", "ours"),
+    [
+        ("IP address mismatch, certificate is not valid for '10.0.0.7'.", "is for another name; name it in DILOCO_"),
+        ("Hostname mismatch, certificate is not valid for 'h'.", "is for another name; name it in DILOCO_REDIS_URL as"),
+        ("self-signed certificate", "is not to be trusted; set DILOCO_REDIS_CA"),
+    ],
+)
+def test_a_certificate_is_refused_with_what_is_wrong_with_it(said: str, ours: str) -> None:
+    """Another authority's file mends none that is another host's."""
+    error = rx.ConnectionError(f"[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: {said} (_ssl.c:1006).")
+    assert f"Redis at host:1: its certificate {ours}" in str(translate(error, "host:1"))
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired (_ssl.c:1006).",
+        "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate is not yet valid (_ssl.c:1006).",
+        "[SSL: SSLV3_ALERT_CERTIFICATE_EXPIRED] sslv3 alert certificate expired (_ssl.c:2580)",
+    ],
+)
+def test_a_certificate_that_has_expired_is_an_outage_until_it_is_renewed(said: str) -> None:
+    """The server's or the party's own: nothing that a party was told is wrong, and it may be under way for weeks."""
+    told = translate(rx.ConnectionError(f"Error 1 connecting to 10.0.0.7:6379. {said}"), "host:1")
+    assert type(told) is BusUnavailable
+    assert "a certificate has expired, or is not valid yet; have it renewed" in str(told)
+
+
+def test_that_this_process_may_open_no_more_files_is_not_said_of_the_server() -> None:
+    error = rx.ConnectionError("Error 24 connecting to 10.0.0.7:6379. Too many open files.")
+    assert "this process can open no more connections" in str(translate(error, "host:1"))
 
 
 def test_tls_verifies_the_certificate_and_the_name_unless_told_otherwise() -> None:

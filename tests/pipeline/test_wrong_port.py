@@ -67,6 +67,29 @@ async def test_a_server_of_another_kind_is_told_from_a_redis(no_redis: int) -> N
     assert "what answers there is no Redis" in text
 
 
+@pytest.mark.parametrize("login", ["", "somebody:secret@"])
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ("DENIED Redis is running in protected mode", "lets in nobody from another machine while it has no password"),
+        ("ERR max number of clients reached", "has as many connections as it takes; raise its maxclients"),
+    ],
+)
+async def test_a_server_that_refuses_a_connection_unasked_is_heard(login: str, words: str, ours: str) -> None:
+    """It hangs up behind its words, which the client library may not read: that is not how a port with TLS is."""
+
+    async def refuse(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(f"-{words}\r\n".encode())
+        await writer.drain()
+        await asyncio.sleep(0.05)
+
+    async with serving(refuse) as port:
+        text = await said(f"redis://{login}127.0.0.1:{port}")
+    assert f"Redis at 127.0.0.1:{port} {ours}" in text
+    assert words.partition(" ")[2] in text
+    assert "TLS" not in text
+
+
 async def test_a_server_that_says_yes_to_all_is_told_from_a_redis() -> None:
     async def nod(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while asked := await reader.read(4096):

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
+import redis.exceptions as rx
 from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus import server
@@ -22,6 +23,8 @@ from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, 
 
 DOCTOR = " (`diloco doctor` looks into it)"
 """What errors end with of a server that refuses a party, or does not answer it at its start."""
+REFUSED_S = 1.0
+"""How long a server that hangs up is listened to: one that takes no connection says why before it is asked."""
 NEXT_PRIMARY_S = 15.0
 """How long whoever comes waits for a primary that answers: sentinels need some seconds to replace one."""
 
@@ -151,23 +154,28 @@ async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[
     """A server, or a sentinel, that hangs up or is silent may want another kind of connection, and cannot say so."""
     tls, kind = is_tls(place.options), "+sentinel" if place.service else ""
     unavailable = isinstance(error, BusUnavailable)
-    if unavailable and tls and any(await asyncio.gather(*map(_answers_in_the_clear, asked))):
+    if unavailable and tls and any(await asyncio.gather(*(_says(one, b"PING\r\n", CONNECT_S) for one in asked))):
         return UsageError(f"Redis at {where}: {NO_TLS}", f"{NAME_REDIS}{kind}://")
     if unavailable and re.search("closed by server|reset by peer|[Cc]onnection lost|Broken pipe", str(error)):
+        unasked = [] if tls else await asyncio.gather(*(_says(one, b"", REFUSED_S) for one in asked))
+        if refusal := next((said[1:] for said in unasked if said.startswith("-")), ""):
+            told = translate(rx.ResponseError(refusal), where, place.user)
+            return told if isinstance(told, BusUnavailable) else BusUnavailable(error.found, "", refusal)
         wants = "a client certificate (DILOCO_REDIS_CERT, DILOCO_REDIS_KEY)" if tls else f"TLS (rediss{kind}://)"
         return BusUnavailable(error.found, f"perhaps it wants {wants}", error.said)
     return error
 
 
-async def _answers_in_the_clear(address: HostPort) -> bool:
-    """Whether there is a Redis without TLS: it is asked for a sign of life, and told no secret."""
+async def _says(address: HostPort, asked: bytes, within_s: float) -> str:
+    """What a Redis without TLS answers to a sign of life, or says unasked as it hangs up; "": there is none."""
     try:
-        async with asyncio.timeout(CONNECT_S):
+        async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_connection(*address)
             try:
-                writer.write(b"PING\r\n")
-                return (await reader.readline()).startswith((b"+PONG", b"-"))
+                writer.write(asked)
+                line = await reader.readline()
+                return line.decode(errors="replace").strip() if line.startswith((b"+PONG", b"-")) else ""
             finally:
                 writer.close()
     except (OSError, ValueError):
-        return False
+        return ""

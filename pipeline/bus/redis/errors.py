@@ -44,11 +44,13 @@ _AWAY = {
     "BUSY": "is held up by a script",
     "MOVED": "has given a slot to another node",
     "ASK": "is moving a slot",
+    "DENIED": "lets in nobody from another machine while it has no password",
 }
 """What a server says of itself that may serve again, or another one in its place."""
 _BACK = {
     "ASK": "it goes on by itself",
     "CLUSTERDOWN": "start its node that is gone; with cluster-require-full-coverage no the others serve meanwhile",
+    "DENIED": "give it a password, or users (`diloco acl`), and name them in DILOCO_REDIS_URL",
 }
 """What brings it back, if anything has to be said."""
 _KINDS = {
@@ -74,6 +76,11 @@ _TLS = (
         "set DILOCO_REDIS_CERT and DILOCO_REDIS_KEY",
     ),
     (
+        re.compile("certificate is not valid for"),
+        "its certificate is for another name",
+        "name it in DILOCO_REDIS_URL as the certificate does, or have one issued for this name",
+    ),
+    (
         re.compile("CERTIFICATE_VERIFY_FAILED"),
         "its certificate is not to be trusted",
         "set DILOCO_REDIS_CA to the file of the authority that issued it",
@@ -89,6 +96,7 @@ _TLS = (
 
 IS_IT_THERE = "has a Redis been started, and is DILOCO_REDIS_URL its address?"
 _NOT_THERE = (
+    ("Too many open files", "this process can open no more connections", "let it have more files (`ulimit -n`)"),
     ("connecting to", "nobody answers there", IS_IT_THERE),
     ("Protocol error", "what answers there is no Redis", "does DILOCO_REDIS_URL have the right port?"),
 )
@@ -112,6 +120,9 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
         return _not_permitted(text, where, user, key)
     if code in ("NOAUTH", "WRONGPASS") or isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
         return _not_let_in(text, where, user)
+    if re.search("certificate (has )?expired|certificate is not yet valid", text, re.IGNORECASE):
+        remedy = "have it renewed, or set the clock of this machine: then all goes on by itself"
+        return BusUnavailable(f"Redis at {where}: a certificate has expired, or is not valid yet", remedy, text)
     for sign, found, remedy in _TLS:
         if sign.search(text):
             return UsageError(f"Redis at {where}: {found}", remedy, text)
@@ -128,6 +139,8 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
         named = key.decode(errors="replace") if isinstance(key, bytes) else key
         at, remedy = (f"at {named}", unlink(named)) if named else ("there", "")
         return BadMessage(f"Redis at {where} has another kind of value {at}", remedy, text)
+    if "max number of clients" in text:
+        return BusUnavailable(f"Redis at {where} has as many connections as it takes", "raise its maxclients", text)
     if isinstance(error, rx.ResponseError) and not isinstance(error, rx.ClusterError):
         return BusError(f"Redis at {where} refuses what it was asked", said=text)
     found, remedy = next((told for sign, *told in _NOT_THERE if sign in text), ("it does not answer", ""))
