@@ -22,10 +22,11 @@ STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr
 
 def spare_loaders() -> None:
     """From now on nothing is raised where a worker of torch's DataLoader dies; the loader still sees it."""
-    number = getattr(signal, "SIGCHLD", None)
-    handler = number and signal.getsignal(number)
+    if not hasattr(signal, "SIGCHLD"):  # Windows
+        return
+    handler = signal.getsignal(signal.SIGCHLD)
     if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
-        signal.signal(number, lambda *_: None)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
 
 
 class Stopped(SystemExit):
