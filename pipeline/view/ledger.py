@@ -153,11 +153,11 @@ def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout:
     """The account of every incarnation that reported, stands on the tape or has a header on a stream.
 
     Args:
-        records: the tape, lost history included; of earlier parts of the run too.
+        records: the tape of this part of the run, lost history included.
         ledger_inputs: the rest. In a finished run what is on the streams came too late, and is as good as rejected.
         layout: fragments of the model.
     """
-    records = [record for record in records if record.unix_s >= ledger_inputs.since_unix_s]
+    records = list(records)
     commits, lost = surviving(records, ledger_inputs.heads)
     books = _Books(layout)
     for commit in commits:

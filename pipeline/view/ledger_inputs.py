@@ -28,8 +28,6 @@ class LedgerInputs:
     """Learners that were heard from lately and have not left: perhaps they are about to."""
     finished: bool = True
     """Nothing will be merged any more."""
-    since_unix_s: float = 0.0
-    """When this part of the run began. What was merged in earlier ones is in its state: it went on from there."""
 
 
 async def read_ledger_inputs(bus: Bus, fragments: int, live_s: float, gone: Collection[str] = ()) -> LedgerInputs:
@@ -64,5 +62,4 @@ async def read_ledger_inputs(bus: Bus, fragments: int, live_s: float, gone: Coll
         live=frozenset() if finished else frozenset((one.learner, one.incarnation) for one in here),
         here=frozenset(one.learner for one in here),
         finished=finished,
-        since_unix_s=0.0 if state is None else state.started_unix_s,
     )

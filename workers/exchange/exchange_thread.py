@@ -223,7 +223,6 @@ class JoinedLearner:
         tokens: trained in it.
         """
         training, shared = self.training, self.shared
-        training.rounds.in_part(shared.state)
         training.rounds.trained(tokens)
         adopted = self.adopt()
         if healed := shared.heal:
@@ -256,6 +255,7 @@ class JoinedLearner:
         """Overwrite the fragments of which newer globals have arrived; whether there are any."""
         adoptions, training = self.shared.adoptions, self.training
         arrived = sorted(adoptions)
+        training.rounds.in_part(self.shared.state)  # which came before what is adopted of it
         for p in arrived:
             base = adoptions.pop(p)
             training.parameters.overwrite(p, base.values)

@@ -165,6 +165,10 @@ class Pulling:
         head, p = chosen.head, chosen.head.fragment
         if p in self.latest and head.version <= self.latest[p][0]:
             self._carrier.feedback.reset(p)
+            # Another part of the run may have begun. What was published in the one before is counted by its bases.
+            state, known = await member.bus.read_state(), member.shared.state
+            if state is not None and known is not None and state.began_unix_s == known.began_unix_s:
+                member.shared.state = state
         self.latest[p] = (head.version, head.digest)
         member.shared.merged_tokens[p] = head.merged_tokens
         member.shared.adoptions[p] = Base(p, head.version, head.digest, values, head.interval)
