@@ -118,7 +118,7 @@ class VirtualLearner:
                     self.exchange.shared.offer_again = False
                     self.rounds.offer_again()
                 shared = self.exchange.shared
-                for publication in self.rounds.publications(shared.windows, shared.uploaded):
+                for publication in self.rounds.publications(shared.windows, shared.uploaded, shared.released):
                     self.publish(publication)
                 self.longest_step_s = max(self.longest_step_s, loop.time() - began)
             for publication in list(self.rounds.last(self.exchange.shared.windows, self.over)):

@@ -152,8 +152,8 @@ async def test_names_and_arrivals_of_any_size_keep_no_owner_from_the_next_header
         assert [one.entry_id for one in await bus.read_offers(0)] == [first]
     assert server.admin.hkeys(keys.senders(0)) == [b"l1"]
     waiting = asyncio.create_task(syncer.read_offers(0, {"l1": "9999999999999-0"}, block_s=10))
-    await asyncio.sleep(0.1)
-    assert server.admin.xlen(keys.arrivals(0)) == 0
+    while server.admin.xlen(keys.arrivals(0)):  # whoever waits for headers takes off what is none
+        await asyncio.sleep(0.01)
     hostile.xadd(keys.arrivals(0), {"l": bytes(20 * MB)})
     hostile.close()
     l2 = await server.bus("learner")
