@@ -133,7 +133,7 @@ class RedisCalls:
         return self._lanes.call(lane, limit_s, self._lanes.node_of(key), key)
 
     async def everywhere(
-        self, *command: Any, at: Collection[HostPort | None] | None = None
+        self, *command: Any, at: Collection[HostPort | None] | None = None, lane: Lane = "control"
     ) -> dict[HostPort | None, Any]:
         """One command at each node that holds keys, or at those given; of a node that is away, the error.
 
@@ -144,7 +144,7 @@ class RedisCalls:
 
         async def ask(address: HostPort | None) -> Any:
             try:
-                async with self._lanes.call("control", CONTROL_S, address) as client:
+                async with self._lanes.call(lane, CONTROL_S, address) as client:
                     return await client.execute_command(*command)
             except DilocoError as error:
                 return error
@@ -169,17 +169,19 @@ class RedisCalls:
         cluster_slots.one_slot(keys)
         command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
         node = self._lanes.node_of(keys[0])
-        async with self._lanes.call(lane, CONTROL_S, node, keys[0]) as client:
-            try:
-                reply = await bulk.ask(client, command)
-            except rx.NoScriptError:
-                reply = None
-        if reply is None:
-            await self.ensure_scripts([node])
-            reply = await self.command(*command)
+        for last_try in (False, True):
+            async with self._lanes.call(lane, CONTROL_S, node, keys[0]) as client:
+                try:
+                    reply = await bulk.ask(client, command)
+                    break
+                except rx.NoScriptError:
+                    if last_try:
+                        raise
+            # On this lane, which has reached the node: others may have connections to one that is silent.
+            await self.ensure_scripts([node], lane)
         return self.answer(reply)
 
-    async def ensure_scripts(self, nodes: Collection[HostPort | None] | None = None) -> None:
+    async def ensure_scripts(self, nodes: Collection[HostPort | None] | None = None, lane: Lane = "control") -> None:
         """Load the scripts that nodes lack, for all parties: some users may not load any.
 
         A server that was restarted has none, and a replica none of its primary's.
@@ -192,7 +194,7 @@ class RedisCalls:
         """
         listed = list(scripts().values())
         try:
-            told = await self.everywhere("SCRIPT EXISTS", *(one.sha for one in listed), at=nodes)
+            told = await self.everywhere("SCRIPT EXISTS", *(one.sha for one in listed), at=nodes, lane=lane)
         except NotPermitted:  # who runs no script, or a few: it is told at the call
             return
         for node, there in told.items():
@@ -200,7 +202,7 @@ class RedisCalls:
                 continue
             missing = [one for one, found in zip(listed, there, strict=True) if not found]
             try:
-                async with self._lanes.call("control", CONTROL_S, node) as client:
+                async with self._lanes.call(lane, CONTROL_S, node) as client:
                     for one in missing:
                         await client.execute_command("SCRIPT LOAD", one.text)
             except NotPermitted:
