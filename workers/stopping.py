@@ -12,6 +12,7 @@ from the first signal on.
 import os
 import signal
 import threading
+from contextlib import suppress
 from types import FrameType
 
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
@@ -20,13 +21,18 @@ HANGUP = getattr(signal, "SIGHUP", None)
 STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
-def spare_loaders() -> None:
+def _spare_loaders() -> None:
     """From now on nothing is raised where a worker of torch's DataLoader dies; the loader still sees it."""
     if not hasattr(signal, "SIGCHLD"):  # Windows
         return
     handler = signal.getsignal(signal.SIGCHLD)
-    if getattr(handler, "__module__", None) == "torch.utils.data._utils.signal_handling":
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+    if callable(handler) and handler.__module__ == "torch.utils.data._utils.signal_handling":
+
+        def spared(number: int, frame: FrameType | None) -> None:
+            with suppress(RuntimeError):
+                handler(number, frame)
+
+        signal.signal(signal.SIGCHLD, spared)
 
 
 class Stopped(SystemExit):
@@ -122,7 +128,7 @@ class Stopping:
         if self._over or elsewhere or (self._told and not hangup):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        spare_loaders()
+        _spare_loaders()
         self._told |= not hangup
         self.heard = self.heard or number
         if not self.together:

@@ -86,6 +86,8 @@ async def _restore_data(bus: Bus, checkpoint: Checkpoint) -> None:
         raise UsageError(f"the run already has another data order: {taken(bus)}")
     if await bus.count_epochs() == 0:
         await bus.restore_shards(checkpoint.shards)
+    else:
+        await bus.read_shards()  # see that it can be read
 
 
 def taken(bus: Bus) -> str:

@@ -19,8 +19,8 @@ IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="
 AT_ONCE, PART = 2, 32
 """Fragments that get their version 0 at a time: so many, or one of 32 of them. Each is on the bus twice meanwhile."""
 FRESH = (
-    "they are fresh, and the run has trained ones that the bus lacks: start a syncer with its checkpoint, by the same "
-    "command. If that does not bring them, end everybody, `diloco runs delete` the run, and the same commands again"
+    "they are fresh, and the run goes on from trained ones that the bus lacks: start a syncer with its checkpoint, by "
+    "the same command. If that does not help, end everybody, `diloco runs delete` the run, and start all again"
 )
 
 
@@ -37,8 +37,8 @@ class InitialVersions:
     async def commit(self, layout: FragmentLayout) -> bool:
         """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
 
-        If live learners have a version, the bus has lost it: the tape says that the fragment went back. Fresh values
-        are never put beside trained ones: a syncer may have died while it put a checkpoint back.
+        If live learners have a version, the bus has lost it: the tape says that the fragment went back. A run that
+        goes on from trained values takes no fresh ones: a syncer may have died while it put a checkpoint back.
 
         Raises:
             BusError: as the bus; a commit that was refused changed nothing.

@@ -216,7 +216,10 @@ class Leases:
         if state is None or not any(tokens == state.tokens for tokens, _, _ in savers):
             return state is None and bool(savers)
         everything = range(len(self._owners))
-        heads = await self._in_time(by_group(self._bus.keys, everything, self._bus.read_heads, lambda _: None))
+        asked = by_group(
+            self._bus.keys, everything, lambda some: self._in_time(self._bus.read_heads(some)), lambda _: None
+        )
+        heads = await asked
         return None in heads.values()
 
     async def _take(self, sharing: tuple[int, int, int]) -> None:

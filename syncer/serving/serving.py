@@ -253,7 +253,8 @@ class Serving:
             self._bus_warnings.tell(info, fill)
             await self._lost.spec()
             await self._tell_change(info)
-            await self._bus.trim_events()
+            if self.leads():
+                await self._bus.trim_events()
 
     async def _tell_change(self, info: BusInfo) -> None:
         """Leave word of it in the run where a server has come: that a failover took place is else in logs alone."""

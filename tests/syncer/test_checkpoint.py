@@ -306,13 +306,18 @@ def test_a_used_run_is_refused(tmp_path):
         restore(checkpoint, checkpoint.spec, run_virtual(used(samples.spec(quorum=2))))
 
 
-@pytest.mark.parametrize("planted", ["spec", "data_order", "shard_epoch", "shard_positions", "another order"])
+PLANTED = ["spec", "data_order", "shard_epoch", "shard_positions", "counted", "another order"]
+
+
+@pytest.mark.parametrize("planted", PLANTED)
 def test_what_a_learner_puts_there_first_keeps_no_checkpoint_from_being_restored(tmp_path, planted):
     """Redis is empty, and a learner's user may write these keys: they give way, and the data are the checkpoint's."""
     save(tmp_path)
     checkpoint, bus = load_checkpoint(tmp_path), MemoryBus("again", VirtualClock())
     if planted == "another order":
         run_virtual(bus.propose_data_order(DataOrder(length=30, seed=8)))
+    elif planted == "counted":
+        bus.store.values |= {bus.keys.shard_epoch: b"5", bus.keys.shards: b"garbage"}
     else:
         garbage = {b"1-1": b"x"} if planted == "shard_positions" else b"garbage"
         bus.store.values[getattr(bus.keys, planted)] = garbage

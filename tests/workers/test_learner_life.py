@@ -20,6 +20,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from diloco import cli
 from diloco.pipeline.bus.redis_streams import connect
@@ -547,11 +548,16 @@ def test_a_hangup_that_is_followed_by_another_signal_ends_a_loop_in_order(second
         stopping.restore()
 
 
-def test_a_signal_to_the_whole_process_group_raises_nothing_for_a_loaders_workers() -> None:
+def test_a_signal_to_the_whole_process_group_raises_nothing_for_a_loaders_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They die of it as well; torch's handler would break off whatever the training thread does, such as leaving."""
+    monkeypatch.setattr(signal_handling, "_SIGCHLD_handler_set", False)  # a test before may have taken it off
     batches = iter(DataLoader(list(range(64)), num_workers=1))
     next(batches)
     of_torch, stopping = signal.getsignal(signal.SIGCHLD), Stopping()
+    assert callable(of_torch)
+    assert of_torch.__module__ == "torch.utils.data._utils.signal_handling"
     stopping.install()
     try:
         signal.raise_signal(signal.SIGTERM)

@@ -127,6 +127,7 @@ class StateFolder:
             error = f"the disk took longer than {within_s:g} s"
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=error)
         elif self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # for a child too that was forked a moment ago
             _LOCKS.discard(self._lock)
             os.close(self._lock)
             self._lock = None

@@ -121,7 +121,7 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
     if code in ("NOAUTH", "WRONGPASS") or isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
         return _not_let_in(text, where, user)
     if re.search("certificate (has )?expired|certificate is not yet valid", text, re.IGNORECASE):
-        remedy = "have it renewed, or set the clock of this machine: then all goes on by itself"
+        remedy = "have it renewed, or set this machine's clock: then all goes on, but for a party whose own it is"
         return BusUnavailable(f"Redis at {where}: a certificate has expired, or is not valid yet", remedy, text)
     for sign, found, remedy in _TLS:
         if sign.search(text):
