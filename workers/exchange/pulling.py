@@ -165,10 +165,6 @@ class Pulling:
         head, p = chosen.head, chosen.head.fragment
         if p in self.latest and head.version <= self.latest[p][0]:
             self._carrier.feedback.reset(p)
-            # Another part of the run may have begun. What was published in the one before is counted by its bases.
-            state, known = await member.bus.read_state(), member.shared.state
-            if state is not None and known is not None and state.began_unix_s == known.began_unix_s:
-                member.shared.state = state
         self.latest[p] = (head.version, head.digest)
         member.shared.merged_tokens[p] = head.merged_tokens
         member.shared.adoptions[p] = Base(p, head.version, head.digest, values, head.interval)
@@ -230,6 +226,11 @@ class Following:
         self._look_at_all_s = 0.0
         if gap:
             self._shared.offer_again = True  # what the bus acknowledged before may be lost with its last second
+            # Another part of the run may have begun. What was published in the one before is counted by its bases, so
+            # that is to be known before they are replaced.
+            state, known = await bus.read_state(), self._shared.state
+            if state is not None and known is not None and state.began_unix_s == known.began_unix_s:
+                self._shared.state = state
         while not outages.gap:
             if self._member.clock.now() >= self._look_at_all_s:
                 await self._look_at_all()
