@@ -351,7 +351,8 @@ def go_on_deaf(learner: Learner, number: int) -> None:
 @pytest.mark.redis
 def test_a_loop_that_does_not_ask_is_ended_in_its_optimizer(redis_server: str, tmp_path: Path) -> None:
     """By SIGTERM, between two updates; all is flushed and saved, and Ctrl-C before leaves as orderly."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ours = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in ours.items()}  # a test may have left others
     try:
         with a_syncer(redis_server, "ended"):
             for number, error in ((signal.SIGTERM, Stopped), (signal.SIGINT, KeyboardInterrupt)):
@@ -364,7 +365,8 @@ def test_a_loop_that_does_not_ask_is_ended_in_its_optimizer(redis_server: str, t
             assert all(seen.report.left for seen in reports(redis_server, "ended"))
             assert not threads()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # --- open and close -------------------------------------------------------------------------------------------
