@@ -211,15 +211,16 @@ class Leases:
         await self._take(sharing)
 
     async def _awaits_saver(self, state: RunState | None) -> bool:
-        """Whether a syncer puts its checkpoint on the bus, or what is missing of it."""
+        """Whether another syncer puts its checkpoint on the bus, or what is missing of it."""
+        if len(self.syncers) == 1:
+            return False
         savers = await self._in_time(self._bus.read_savers())
-        if state is None or not any(tokens == state.tokens for tokens, _, _ in savers):
-            return state is None and bool(savers)
-        everything = range(len(self._owners))
-        asked = by_group(
-            self._bus.keys, everything, lambda some: self._in_time(self._bus.read_heads(some)), lambda _: None
-        )
-        heads = await asked
+        if state is None:
+            return bool(savers)
+        if all(tokens != state.tokens for tokens, _, _ in savers):
+            return False
+        everything, read = range(len(self._owners)), self._bus.read_heads
+        heads = await by_group(self._bus.keys, everything, lambda some: self._in_time(read(some)), lambda _: None)
         return None in heads.values()
 
     async def _take(self, sharing: tuple[int, int, int]) -> None:

@@ -72,6 +72,12 @@ class Watched:
             looked = len(self.looks)
             until(lambda: len(self.looks) > looked + 1)
 
+    def is_ended_after(self, limit_s: float) -> None:
+        """Let so much time pass, and see that nobody is ended shortly before; the caller asks by which signal."""
+        self.passes(0.9 * limit_s)
+        assert not self.ended
+        self.passes(0.2 * limit_s)
+
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
@@ -125,12 +131,7 @@ def test_who_comes_back_is_not_ended_and_who_does_not_is(watched: Watched) -> No
         watched.passes(0.9 * BACK_S)
     assert (watched.stopping.heard, watched.ended) == (signal.SIGTERM, [])
 
-    def beside() -> None:
-        watched.passes(0.9 * BACK_S)
-        assert not watched.ended
-        watched.passes(0.2 * BACK_S)
-
-    inside(beside)
+    inside(lambda: watched.is_ended_after(BACK_S))
     assert set(watched.ended) == {(signal.SIGTERM, False)}
 
 
@@ -158,9 +159,7 @@ def test_a_second_signal_hurries_who_is_away_also_after_it_was_there(watched: Wa
     def beside() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         until(lambda: signal.SIGINT in watched.came)
-        watched.passes(0.9 * AGAIN_S)
-        assert not watched.ended
-        watched.passes(0.2 * AGAIN_S)
+        watched.is_ended_after(AGAIN_S)
 
     with pytest.raises(KeyboardInterrupt):
         inside(beside)
@@ -176,12 +175,7 @@ def test_who_came_back_after_a_second_signal_is_given_all_the_time_again(watched
     until(lambda: signal.SIGINT in watched.came)
     watched.passes(0.5 * AGAIN_S)
 
-    def beside() -> None:
-        watched.passes(0.9 * BACK_S)
-        assert not watched.ended
-        watched.passes(0.2 * BACK_S)
-
-    inside(beside)
+    inside(lambda: watched.is_ended_after(BACK_S))
     assert set(watched.ended) == {(signal.SIGTERM, False)}
 
 
