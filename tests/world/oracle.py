@@ -30,7 +30,7 @@ from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import LearnerReport, Phase, RunState
-from diloco.pipeline.messages.tape import RefusalReason, TapeRecord
+from diloco.pipeline.messages.tape import Committed, RefusalReason, TapeRecord
 from diloco.pipeline.payload.codec import DTYPES, chunk_count, decode
 from diloco.pipeline.view import ledger
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
@@ -107,9 +107,9 @@ class Oracle:
         self.shards = Shards(self._store, keys, self.broken)
         self._reading: dict[tuple[Link, int], float] = {}
         """When a syncer last read a fragment's stream from its start."""
-        self._merged_beside: set[tuple[int, str, str, int]] = set()
-        """What was merged on a server that was replaced: its owner may put that back on the one that took over, whose
-        tape does not tell of it."""
+        self._merged_and_lost: set[tuple[int, str, str, int]] = set()
+        """What was merged on a server that was replaced, or that went back behind it: its owner may put that back, and
+        the tape that is there by then does not tell of it."""
         self._make_windows = partial(
             Windows, plan.spec.sync, len(layout.fragments), max(plan.step_s), plan.latency_s, now, self._is_uploaded
         )
@@ -196,6 +196,8 @@ class Oracle:
     def rewind(self, saved: list[Surviving]) -> None:
         """The bus lost what came after."""
         self._refusals.lost(self.fragments, saved)
+        for p, (fragment, before) in enumerate(zip(self.fragments, saved, strict=True)):
+            self._merged_and_lost |= {(p, *key) for key in fragment.merged.keys() - before.merged.keys()}
         self.fragments = [fragment.copy() for fragment in saved]
         self._rewound_s = self._now()
         self._rewinds += 1
@@ -518,7 +520,7 @@ class Oracle:
             if key in state.merged:
                 self.broken("nothing is merged twice", f"{where}: {key}")
             state.merged[key] = header.tokens
-            (self._merged_beside.add if link.beside else self._merged_beside.discard)((p, *key))
+            (self._merged_and_lost.add if link.beside else self._merged_and_lost.discard)((p, *key))
             if (header.steps, header.tokens, header.learner) != (part.steps, part.tokens, part.learner):
                 self.broken("the tape tells what was merged", f"{where}: {part}")
             delta = published = self._published_as(header)
@@ -615,7 +617,13 @@ class Oracle:
         """The run is finished, and whoever has followed its tapes has read all that is on them: its books close too."""
         for promise, detail in archive.problems(self._store, self._keys):
             self.broken(promise, detail)
-        self._check_books(archive.records, ledger_inputs, self._merged_beside)
+        read = {
+            (one.fragment, part.learner, part.incarnation, part.base_version)
+            for one in archive.records
+            if isinstance(one, Committed)
+            for part in one.contributions
+        }
+        self._check_books(archive.records, ledger_inputs, self._merged_and_lost - read)
 
     def _check_books(
         self,
