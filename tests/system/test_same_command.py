@@ -110,7 +110,7 @@ def test_a_whole_run(tmp_path: Path, popen: Any) -> None:
     for _ in range(2):
         done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=HANGING_S)
         assert done.returncode == 0, done.stdout + done.stderr
-    assert "has trained its" in done.stdout
+    assert "is finished, with" in done.stdout
     report = json.loads((out / "report.json").read_text())
     lost = report["resumed_from"]["not_merged_tokens"] + sum(report["tokens_lost"].values())
     assert report["tokens"] == report["merged_tokens"] + lost >= TOKENS

@@ -65,6 +65,8 @@ class Pulling:
         self.looks = 0
         self.reached = False
         """The last look found all nodes."""
+        self.part_known = True
+        """Nothing was lost since the run's state was read, so no other part of the run can have begun."""
         self._told: set[str] = set()
         """What was said of heads that cannot be read, since all were last looked at."""
         self._looked: dict[int, int] = {}
@@ -81,8 +83,16 @@ class Pulling:
         bus = self._member.bus
         asked = list(fragments)
         unreadable = list[BadMessage]()
-        heads = (await by_group(bus.keys, asked, bus.read_heads, unreadable.append)).values()
+        heads = list((await by_group(bus.keys, asked, bus.read_heads, unreadable.append)).values())
         self.reached = len(heads) + len(unreadable) == len(asked)
+        if not self.part_known:
+            # What was published in the part before is counted by its bases, so the next one is to be known before they
+            # are replaced. Not while a global is pulled: one that this call lost, if it fails, would never be adopted.
+            state, known = await bus.read_state(), self._member.shared.state
+            if state is not None and known is not None and state.began_unix_s == known.began_unix_s:
+                self._member.shared.state = state
+            self.part_known = state is not None and self.reached and len(asked) == len(self._member.layout.fragments)
+        self.part_known &= None not in heads
         told = {str(error) for error in unreadable}
         for error in sorted(told - self._told):
             self._member.log.warning("head_unreadable", error=error)
@@ -226,11 +236,7 @@ class Following:
         self._look_at_all_s = 0.0
         if gap:
             self._shared.offer_again = True  # what the bus acknowledged before may be lost with its last second
-            # Another part of the run may have begun. What was published in the one before is counted by its bases, so
-            # that is to be known before they are replaced.
-            state, known = await bus.read_state(), self._shared.state
-            if state is not None and known is not None and state.began_unix_s == known.began_unix_s:
-                self._shared.state = state
+            self._pulling.part_known = False
         while not outages.gap:
             if self._member.clock.now() >= self._look_at_all_s:
                 await self._look_at_all()
