@@ -217,7 +217,7 @@ class Leases:
         savers = await self._in_time(self._bus.read_savers())
         if state is None:
             return bool(savers)
-        if all(tokens != state.tokens for tokens, _, _ in savers):
+        if all(tokens < state.tokens for tokens, _, _ in savers):
             return False
         everything, read = range(len(self._owners)), self._bus.read_heads
         heads = await by_group(self._bus.keys, everything, lambda some: self._in_time(read(some)), lambda _: None)

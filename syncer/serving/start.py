@@ -86,7 +86,7 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
     | the run, served        | join          | join             | join             | refused                      |
     | the run, nobody there  | join          | join             | join             | refused                      |
     | ... older than saved   | join          | resume           | finished         | refused                      |
-    | ... half of a resume   | join          | resume           | finished         | refused                      |
+    | ... half of it or of an older checkpoint, nobody trained since: resume, finished or refused, also where served |
     | the run, finished      | join: it ends at once, and has its last checkpoint                              |
 
     Args:
@@ -105,7 +105,7 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
     if on_bus is None:
         return again
     same = on_bus.state.began_unix_s == saved.began_unix_s
-    if same and not on_bus.whole and on_bus.state.tokens == saved.tokens:
+    if same and not on_bus.whole and on_bus.state.tokens <= saved.tokens:
         return again
     if on_bus.state.phase is Phase.FINISHED:
         return Way.JOIN

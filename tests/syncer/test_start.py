@@ -55,6 +55,8 @@ ON_BUS = {
     "older, served": OnBus(state(5.0, 50), served=True, whole=True),
     "older": OnBus(state(5.0, 50), served=False, whole=True),
     "half": OnBus(state(5.0, 100), served=False, whole=False),
+    "half of an older one, served": OnBus(state(5.0, 50), served=True, whole=False),
+    "a head is lost": OnBus(state(5.0, 150), served=True, whole=False),
     "half, finished": OnBus(state(5.0, 100, Phase.FINISHED), served=False, whole=False),
     "finished": OnBus(state(5.0, 200, Phase.FINISHED), served=False, whole=True),
 }
@@ -65,6 +67,13 @@ TABLE: dict[str, dict[str, Way | None]] = {
     "older, served": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
     "older": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": None},
     "half": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": None},
+    "half of an older one, served": {
+        "none": Way.JOIN,
+        "this run": Way.RESUME,
+        "finished": Way.FINISHED,
+        "another": None,
+    },
+    "a head is lost": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
     "half, finished": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": Way.JOIN},
     "finished": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": Way.JOIN},
 }
@@ -109,11 +118,16 @@ def learners(world: VirtualRun, count: int = 2, first: int = 0) -> list[VirtualL
     return [VirtualLearner(f"l{i}", world, 0.1, f"{first + i:016x}").start() for i in range(count)]
 
 
-async def killed_all(world: VirtualRun, party: Sequence[VirtualLearner]) -> None:
-    """Syncer, learners and Redis, at once."""
+async def killed(world: VirtualRun, party: Sequence[VirtualLearner]) -> None:
+    """Syncer and learners, at once."""
     await cancelled(world.syncer)
     for one in party:
         await one.kill()
+
+
+async def killed_all(world: VirtualRun, party: Sequence[VirtualLearner]) -> None:
+    """Redis too."""
+    await killed(world, party)
     empty(world)
 
 
@@ -286,9 +300,9 @@ def test_fresh_parameters_wait_for_a_syncer_that_has_trained_ones(tmp_path: Path
     run_virtual(main())
 
 
-@pytest.mark.parametrize("old", [False, True])
+@pytest.mark.parametrize(("half_of", "other_has"), [("new", None), ("new", "old"), ("old", None)])
 def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
-    old: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    half_of: str, other_has: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A syncer dies while it resumes. Another one, with none or an older one, leaves the rest to its successor."""
     restore, half = restoring._restore_fragment, asyncio.Event()
@@ -311,9 +325,9 @@ def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
         assert had > saved_tokens(tmp_path / "old")
 
         monkeypatch.setattr(restoring, "_restore_fragment", restore_half)
-        world.start_syncer(checkpoint_dir=tmp_path / "new", syncer_id="resumes")
+        world.start_syncer(checkpoint_dir=tmp_path / half_of, syncer_id="resumes")
         resumes = world.syncer
-        world.start_syncer(syncer_id="other", **({"checkpoint_dir": tmp_path / "old"} if old else {}))
+        world.start_syncer(syncer_id="other", **({"checkpoint_dir": tmp_path / other_has} if other_has else {}))
         other = world.syncer
         party = learners(world, first=40)
         await half.wait()
@@ -334,6 +348,26 @@ def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
         assert {one.fragment for one in installed if isinstance(one, Committed) and "restored" in one.reason} == {0, 1}
         assert not any(isinstance(one, Committed) and one.version == 0 for one in installed)
         await cancelled(other)
+        await killed_all(world, party)
+
+    run_virtual(main())
+
+
+def test_fresh_parameters_never_take_the_place_of_a_lost_head() -> None:
+    """One node of a cluster comes back empty, and whoever remembers its fragments has died too."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9))
+        world.start_syncer()
+        party = learners(world)
+        await asyncio.sleep(10.0)
+        await killed(world, party)
+        world.store.delete(world.bus.keys.head(1))
+        world.start_syncer()
+        party = learners(world, first=40)
+        await asyncio.sleep(60.0)
+        assert [head is None for head in await world.bus.read_heads([0, 1])] == [False, True]
+        assert not any(one.joined for one in party)
         await killed_all(world, party)
 
     run_virtual(main())
