@@ -128,6 +128,16 @@ def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tens
     return parameters + buffers
 
 
+def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
+    """The trained matrices that are no embeddings and no output head, whose rows or columns stand for single tokens."""
+    embeddings, heads = _embeddings(model), _heads(model)
+    return [
+        tensor
+        for name, tensor in trained_tensors(model).items()
+        if tensor.dim() == 2 and min(tensor.shape) > 1 and not embeddings[name] and name not in heads
+    ]
+
+
 def _heads(model: nn.Module) -> frozenset[str]:
     """Names of the output heads: of the shape of the largest embedding, of which nothing else in a model is."""
     shapes = [module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]

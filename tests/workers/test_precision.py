@@ -17,7 +17,7 @@ from diloco.workers.trainer import trainer
 from diloco.workers.trainer.models.gpt import GPT, build
 from diloco.workers.trainer.models.sizes import SIZES, Size
 from diloco.workers.trainer.precision import InBf16, checkpoint_activations, training_forward
-from diloco.workers.trainer.recipe import add_gradients, loss_of, make_optimizer, update
+from diloco.workers.trainer.recipe import add_gradients, loss_of, make_optimizers, update
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus, until
 
@@ -97,7 +97,7 @@ def test_small_steps_are_not_lost() -> None:
     forward, optimizer = in_bf16(model), torch.optim.SGD(model.parameters(), lr=1.0)
     for batch in batches(3):
         add_gradients(forward, [batch], 1)
-        update(model, optimizer, 1e-5, float("inf"))
+        update(model, [optimizer], 1e-5, float("inf"))
     moved = [(p.detach() - old).abs().max() for p, old in zip(model.parameters(), before, strict=True)]
     assert all(0 < change < 1e-4 for change in moved)
 
@@ -135,10 +135,10 @@ def test_the_loss_falls_as_it_does_in_fp32() -> None:
     for precision in ("fp32", "bf16"):
         model = GPT(SMALL, 256, 0)
         forward = training_forward(model, CPU, load(LearnerSettings, {"precision": precision}))
-        optimizer, given = make_optimizer(model, 1e-2, 0.0), batches(2)
+        optimizers, given = make_optimizers(model, 1e-2, 0.0), batches(2)
         for number in range(60):
             loss = add_gradients(forward, [given[number % 2]], 1)
-            update(model, optimizer, 1e-2, 1.0)
+            update(model, optimizers, 1e-2, 1.0)
         ends.append(loss.item())
     assert ends[0] < 2
     assert ends[1] == pytest.approx(ends[0], rel=0.2)
@@ -228,13 +228,13 @@ def test_on_cuda_a_bf16_copy_computes_and_fp32_masters_learn(again: bool) -> Non
     """The loss falls; parameters, gradients and moments are fp32, on the device."""
     model = GPT(SMALL, 256, 0).cuda()
     told = load(LearnerSettings, {"precision": "bf16", "checkpoint_activations": again})
-    forward, optimizer = training_forward(model, torch.device("cuda"), told), make_optimizer(model, 1e-2, 0.0)
+    forward, optimizers = training_forward(model, torch.device("cuda"), told), make_optimizers(model, 1e-2, 0.0)
     (batch,), losses = batches(1), []
     for _ in range(40):
         losses.append(add_gradients(forward, [batch.cuda()], 1).item())
         assert {(p.grad.dtype, p.grad.is_cuda) for p in model.parameters() if p.grad is not None} == {
             (torch.float32, True)
         }
-        update(model, optimizer, 1e-2, 1.0)
+        update(model, optimizers, 1e-2, 1.0)
     assert losses[-1] < losses[0] / 2
-    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+    assert {state["exp_avg"].dtype for one in optimizers for state in one.state.values()} == {torch.float32}

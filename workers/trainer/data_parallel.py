@@ -40,7 +40,7 @@ from diloco.workers.trainer.recipe import (
     add_gradients,
     choose_device,
     held_out_loss,
-    make_optimizer,
+    make_optimizers,
     read_batch,
     trainer_spec,
     update,
@@ -166,7 +166,7 @@ class Parts(NamedTuple):
     model: nn.Module
     forward: nn.Module
     """Called in training, in the model's place."""
-    optimizer: torch.optim.Optimizer
+    optimizers: list[torch.optim.Optimizer]
     validation: Tokens
     """Held-out blocks (N, T + 1)."""
 
@@ -188,7 +188,7 @@ def parts_of(settings: RankProcess) -> Parts:
         blocks=Blocks(text.train, settings.seq_len, settings.seed),
         model=model,
         forward=training_forward(model, device, settings),
-        optimizer=make_optimizer(model, settings.lr, settings.weight_decay),
+        optimizers=make_optimizers(model, settings.lr, settings.weight_decay),
         validation=Blocks(text.validation, settings.seq_len).spread(settings.eval_tokens),
     )
 
@@ -209,7 +209,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
     """
     stop = StopFlag()
 
-    device, agreed, blocks, model, forward, optimizer, validation = parts_of(settings)
+    device, agreed, blocks, model, forward, optimizers, validation = parts_of(settings)
     spec = {
         "format": 1,
         "sync": settings.sync_spec().model_dump(),
@@ -243,7 +243,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
                 min_ratio=settings.min_lr_ratio,
                 warmup=settings.warmup,
             )
-            update(model, optimizer, lr, settings.clip)
+            update(model, optimizers, lr, settings.clip)
             steps += 1
             tokens += step_tokens * learners
             loss = loss_sum / learners

@@ -2,8 +2,9 @@
 
 import math
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
+from typing import Literal
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS, end_signals, exit_at_once, two_phases
 from diloco.pipeline.settings import TrainerSettings
+from diloco.workers.parameters import hidden_matrices
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokens import BYTES, TextData, Tokens
 from diloco.workers.trainer.models.hf_config import HfModel
@@ -94,14 +96,25 @@ def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
         )
 
 
-def make_optimizer(model: nn.Module, lr: float, weight_decay: float) -> torch.optim.AdamW:
-    """AdamW with decay on matrices only, as one fused kernel."""
+def make_optimizers(
+    model: nn.Module, lr: float, weight_decay: float, kind: Literal["adamw", "muon"] = "adamw"
+) -> list[torch.optim.Optimizer]:
+    """AdamW with decay on what has rows and columns only, as one fused kernel; with "muon" Muon for hidden matrices.
+
+    Muon's steps are as long as AdamW's (Liu et al., Muon is scalable for LLM training, 2025), so both take one rate.
+    """
     parameters = [p for p in model.parameters() if p.requires_grad]
+    optimizers: list[torch.optim.Optimizer] = []
+    if kind == "muon" and (hidden := hidden_matrices(model)):
+        optimizers.append(torch.optim.Muon(hidden, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
+        parameters = [p for p in parameters if not any(p is one for one in hidden)]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=(0.9, 0.95), fused=True)
+    if groups := [group for group in groups if group["params"]]:
+        optimizers.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True))
+    return optimizers
 
 
 def read_batch(blocks: Blocks, order: Iterator[tuple[int, int]], size: int, device: torch.device) -> torch.Tensor:
@@ -151,14 +164,15 @@ def add_gradients(
     return total
 
 
-def update(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, clip: float) -> None:
-    """Clip the gradients (infinity: not), take one step of the inner optimizer, and clear the gradients."""
+def update(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], lr: float, clip: float) -> None:
+    """Clip the gradients (infinity: not), take one step of the inner optimizers, and clear the gradients."""
     if clip < math.inf:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 @torch.inference_mode()

@@ -26,7 +26,7 @@ from diloco.workers.trainer.recipe import (
     StopFlag,
     add_gradients,
     check_text,
-    make_optimizer,
+    make_optimizers,
     trainer_spec,
     update,
     use_threads,
@@ -172,7 +172,7 @@ def train_once(
         agreed["weights"] = spec.trainer["weights"]
         wait_for_weights(partial(has_version_0, redis_url, settings.run), settings.learner_id)
     model, forward, begin, end, mesh = prepare(model, device, settings, ranks)
-    optimizer = make_optimizer(model, settings.lr, settings.weight_decay)
+    optimizers = make_optimizers(model, settings.lr, settings.weight_decay)
     step_blocks = settings.batch * settings.accumulate
     step_tokens = step_blocks * settings.seq_len // ranks.count
 
@@ -180,7 +180,7 @@ def train_once(
     steps = 0
     with Learner(
         model,
-        optimizer,
+        optimizers,
         run=settings.run,
         redis_url=redis_url,
         learner_id=settings.learner_id,
@@ -214,7 +214,7 @@ def train_once(
                 warmup=settings.warmup,
                 ramp_steps=ramp_steps,
             )
-            update(model, optimizer, lr, settings.clip)
+            update(model, optimizers, lr, settings.clip)
             learner.step(step_tokens, loss)
             steps += 1
             if settings.pace:

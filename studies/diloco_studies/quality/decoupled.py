@@ -184,10 +184,11 @@ class LabWorld:
     def _begin(self, number: int, life: int, model: nn.Module, before: LabLearner | None) -> LabLearner:
         """A learner's next incarnation, with the moments that the run's settings give it."""
         learner = LabLearner(self, number, life, model)
-        peers = [peer for _, peer in sorted(self._learners.items()) if peer.optimizer.state]
+        peers = [peer for _, peer in sorted(self._learners.items()) if peer.optimizers[0].state]
         source = {"own": before, "peer": peers[0] if peers else before, "fresh": None}[self.run.moments]
         if source is not None and (before is not None or self._clock.now() > 0):
-            learner.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
+            for own, other in zip(learner.optimizers, source.optimizers, strict=True):
+                own.load_state_dict(copy.deepcopy(other.state_dict()))
             learner.ramp_steps = 0
         self._learners[number] = learner
         return learner

@@ -7,7 +7,7 @@ is some 400 of them. A graph launches them all at once.
 import torch
 from torch import nn
 
-from diloco.workers.trainer.recipe import make_optimizer
+from diloco.workers.trainer.recipe import make_optimizers
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.tasks import Batch, Task
 
@@ -15,15 +15,15 @@ EAGER_STEPS = 3
 """What libraries set up at a first call must not be part of the graph."""
 
 
-def inner_optimizer(model: nn.Module, run: LabRun) -> torch.optim.Optimizer:
-    """AdamW as learners have it, but for the run's `beta2` and `eps`."""
-    optimizer = make_optimizer(model, run.lr, run.weight_decay)
-    for group in optimizer.param_groups:
+def inner_optimizers(model: nn.Module, run: LabRun) -> list[torch.optim.Optimizer]:
+    """As learners have them, but for the run's `beta2` and `eps`."""
+    optimizers = make_optimizers(model, run.lr, run.weight_decay, run.optimizer)
+    for group in (group for one in optimizers if isinstance(one, torch.optim.AdamW) for group in one.param_groups):
         if run.beta2 is not None:
             group["betas"] = (group["betas"][0], run.beta2)
         if run.eps is not None:
             group["eps"] = run.eps
-    return optimizer
+    return optimizers
 
 
 class Gradients:

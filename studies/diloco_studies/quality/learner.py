@@ -27,7 +27,7 @@ from diloco.workers.trainer.recipe import update
 from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS, learning_rate
 from diloco_studies.quality.bus import LabBus
 from diloco_studies.quality.curve import Recorder
-from diloco_studies.quality.inner import Gradients, inner_optimizer
+from diloco_studies.quality.inner import Gradients, inner_optimizers
 from diloco_studies.quality.schedule import Schedule
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.tasks import Task
@@ -69,7 +69,7 @@ class LabLearner:
         run = world.run
         self.world, self.number, self.model = world, number, model
         self.id = f"learner-{number}"
-        self.optimizer = inner_optimizer(model, run)
+        self.optimizers = inner_optimizers(model, run)
         self._gradients = Gradients(world.task, model)
         self.ramp_steps = FRESH_MOMENTS_STEPS
         """Of its own steps; 0 with recovered moments."""
@@ -177,7 +177,7 @@ class LabLearner:
                 warmup=run.warmup,
                 ramp_steps=self.ramp_steps,
             )
-            update(self.model, self.optimizer, lr, run.clip)
+            update(self.model, self.optimizers, lr, run.clip)
         self._steps += 1
         self._step_s = 0.9 * self._step_s + 0.1 * takes_s
         self._stepping = False

@@ -18,7 +18,7 @@ from torch import nn
 from diloco.workers.trainer.recipe import update
 from diloco.workers.trainer.schedule import learning_rate
 from diloco_studies.quality.curve import Recorder
-from diloco_studies.quality.inner import Gradients, inner_optimizer
+from diloco_studies.quality.inner import Gradients, inner_optimizers
 from diloco_studies.quality.schedule import Schedule
 from diloco_studies.quality.settings import LabRun
 
@@ -35,7 +35,7 @@ def train_synchronous(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
         UsageError: it came to no end in `LabRun.patience_s`.
     """
     run, task = recorder.run, recorder.task
-    optimizer, gradients = inner_optimizer(model, run), Gradients(task, model)
+    optimizers, gradients = inner_optimizers(model, run), Gradients(task, model)
     order = (divmod(position, task.examples) for position in count())  # (epoch, index)
     now = 0.0
     for steps, (now, busy_s, learners) in enumerate(step_times(run)):
@@ -51,7 +51,7 @@ def train_synchronous(recorder: Recorder, model: nn.Module) -> dict[str, Any]:
                 min_ratio=run.min_lr_ratio,
                 warmup=run.warmup,
             )
-            update(model, optimizer, lr, run.clip)
+            update(model, optimizers, lr, run.clip)
         recorder.trained(examples * task.example_tokens, busy_s, loss)
         if recorder.tokens >= recorder.budget_tokens:
             break
