@@ -60,6 +60,7 @@ class Parties:
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
         self._environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DILOCO_REDIS_URL": url}
         self._environment |= {"DILOCO_FRAGMENTS": "3", "DILOCO_SYNC_INTERVAL": "6", "DILOCO_TOKENS": "20000"}
+        self._environment |= {"DILOCO_GLOBAL_CODEC": "fp32"}  # so that a learner has all bits of a head
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *arguments: object, **environment: str) -> subprocess.Popen[bytes]:

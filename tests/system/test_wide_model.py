@@ -43,7 +43,7 @@ LEAST_MERGED = 0.7
 def test_the_default_outer_step_fits_or_is_said_not_to(tmp_path: Path) -> None:
     """Four matrices of 2048 x 2048, two learners, steps of 0.25 s: 70 % is merged, or it is said what to set.
 
-    In the log and in the status, within a minute of the first step.
+    In the log and in the status, within a minute of the first step. Who is told to wait until H is 24 has 70 % then.
     """
     with EmbeddedRedis(dies_with_us=True) as redis:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
@@ -76,18 +76,19 @@ def test_the_default_outer_step_fits_or_is_said_not_to(tmp_path: Path) -> None:
         try:
             assert until(lambda found: found["tokens"], 120)["tokens"], "no learner has begun"
             warned = until(warning, WARNED_WITHIN_S)
-            if not warning(warned):
+            if fits := "wait until the interval" in warning(warned) or not warning(warned):
                 before = until(lambda found: False, RAMP_S)
                 after = until(lambda found: False, MEASURED_S)
         finally:
             for party in parties:
                 party.kill()
                 party.wait()
-    if not (text := warning(warned)):
+    if fits:
         merged, trained = (after[name] - before[name] for name in ("merged_tokens", "tokens"))
         assert merged / trained >= LEAST_MERGED, after
+    if not (text := warning(warned)):
         return
-    for word in ("outer step", "OPENBLAS_NUM_THREADS", "--outer nesterov", "held-out loss"):
+    for word in ("outer step", *(() if fits else ("OPENBLAS_NUM_THREADS", "--outer nesterov", "held-out loss"))):
         assert word in text
     assert warned["outer_step"]["outer_s"] > 0
     assert '"merges_slow"' in (tmp_path / "syncer").read_text()
