@@ -34,7 +34,7 @@ from diloco.workers.trainer.recipe import (
     forward_of,
     held_out_loss,
     loss_of,
-    make_optimizer,
+    make_optimizers,
     trainer_spec,
     update,
 )
@@ -50,8 +50,9 @@ class FakeLearner:
     recovered: ClassVar[str] = "start"
     earlier_steps: ClassVar[int] = 0
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, **told: Any) -> None:
-        self.model, self.optimizer, self.told = model, optimizer, told
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], **told: Any) -> None:
+        self.model, self.told = model, told
+        (self.optimizer,) = optimizers
         self.id = "fake"
         self.tokens: list[int] = []
         self.losses: list[float] = []
@@ -358,9 +359,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch() -> None:
 
 
 def test_decay_is_on_matrices_only() -> None:
-    decay = {
-        p.dim(): g["weight_decay"] for g in make_optimizer(nn.Linear(3, 3), 1.0, 0.5).param_groups for p in g["params"]
-    }
+    (optimizer,) = make_optimizers(nn.Linear(3, 3), 1.0, 0.5)
+    decay = {p.dim(): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decay == {2: 0.5, 1: 0.0}
 
 
@@ -369,7 +369,7 @@ def test_an_update_clips_and_clears() -> None:
     layer = nn.Linear(2, 1, bias=False)
     before = layer.weight.detach().clone()
     layer.weight.grad = torch.tensor([[3e6, 4e6]])
-    update(layer, torch.optim.SGD(layer.parameters(), lr=9.0), lr=0.5, clip=1.0)
+    update(layer, [torch.optim.SGD(layer.parameters(), lr=9.0)], lr=0.5, clip=1.0)
     torch.testing.assert_close(before - layer.weight.detach(), torch.tensor([[0.3, 0.4]]), atol=1e-5, rtol=1e-4)
     assert layer.weight.grad is None
 
@@ -430,5 +430,5 @@ def test_an_infinite_clipping_norm_is_no_clipping() -> None:
         model.weight.fill_(1.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model.weight.grad = torch.tensor([[3e30, 4e30]])
-    update(model, optimizer, 1.0, float("inf"))
+    update(model, [optimizer], 1.0, float("inf"))
     assert torch.equal(model.weight, -torch.tensor([[3e30, 4e30]]))

@@ -30,7 +30,7 @@ with process_group(ranks, device):
         for _ in range(3):
             loss = add_gradients(forward, rows.step(device), 2, begin)
             end()
-            update(model, optimizer, 0.1, math.inf)
+            update(model, [optimizer], 0.1, math.inf)
         whole = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
         if ranks.number == 0:
             named = {name.removeprefix("module."): tensor for name, tensor in whole.items()}

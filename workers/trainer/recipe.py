@@ -97,15 +97,16 @@ def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
 
 
 def make_optimizers(
-    model: nn.Module, lr: float, weight_decay: float, kind: Literal["adamw", "muon"] = "adamw"
+    model: nn.Module, lr: float, weight_decay: float, of_hidden: Literal["muon"] | None = None
 ) -> list[torch.optim.Optimizer]:
-    """AdamW with decay on what has rows and columns only, as one fused kernel; with "muon" Muon for hidden matrices.
+    """AdamW with decay on what has rows and columns only, as one fused kernel.
 
-    Muon's steps are as long as AdamW's (Liu et al., Muon is scalable for LLM training, 2025), so both take one rate.
+    of_hidden: another one for hidden matrices. Muon's steps are as long as AdamW's (Liu et al., Muon is scalable for LLM
+    training, 2025), so both take one rate.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
-    if kind == "muon" and (hidden := hidden_matrices(model)):
+    if of_hidden is not None and (hidden := hidden_matrices(model)):
         optimizers.append(torch.optim.Muon(hidden, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
         parameters = [p for p in parameters if not any(p is one for one in hidden)]
     groups = [

@@ -19,7 +19,7 @@ from diloco.workers.learner import Learner
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.models.sizes import SIZES
 from diloco.workers.trainer.precision import training_forward
-from diloco.workers.trainer.recipe import add_gradients, choose_device, make_optimizer, update
+from diloco.workers.trainer.recipe import add_gradients, choose_device, make_optimizers, update
 from diloco_studies.bench.end_to_end import Fleet, server
 from diloco_studies.bench.figures import Spread, progress, spread
 from diloco_studies.bench.machine import need_memory
@@ -74,13 +74,13 @@ def measure(given: Training, console: Console, redis_url: str | None) -> dict[st
             )
             device = choose_device(given.device)
             model: Any = build(given.model, 0).to(device)
-            optimizer = make_optimizer(model, LR, 0.1)
+            optimizers = make_optimizers(model, LR, 0.1)
             forward = training_forward(model, device, given.settings())
-            learner = Learner(model, optimizer, run=fleet.run, redis_url=url, learner_id="bench", sync=sync)
+            learner = Learner(model, optimizers, run=fleet.run, redis_url=url, learner_id="bench", sync=sync)
             with learner:
                 if apart:
                     os.sched_setaffinity(0, training)  # this thread alone; those of torch begin with it
-                report = _blocks(given, console, forward, optimizer, learner)
+                report = _blocks(given, console, forward, optimizers, learner)
             if device.type == "cuda":
                 report["device_gb"] = spread([torch.cuda.max_memory_allocated() / 1e9])
             return report
@@ -89,13 +89,13 @@ def measure(given: Training, console: Console, redis_url: str | None) -> dict[st
             os.sched_setaffinity(0, usable)
 
 
-def _blocks(given: Training, console: Console, forward: Any, optimizer: Any, learner: Learner) -> dict[str, Spread]:
+def _blocks(given: Training, console: Console, forward: Any, optimizers: Any, learner: Learner) -> dict[str, Spread]:
     data = torch.randint(0, 256, (given.batch, given.tokens + 1), generator=torch.Generator().manual_seed(0))
     data = data.to(learner.device)
 
     def train() -> None:
         add_gradients(forward, [data], 1)
-        update(learner.model, optimizer, LR, math.inf)
+        update(learner.model, optimizers, LR, math.inf)
 
     def wait() -> None:
         if learner.device.type == "cuda":

@@ -78,8 +78,8 @@ class LabRun(BaseModel):
     steps: int = Field(400, ge=1, le=10**9, description="Inner steps of each learner: the budget is M x steps x batch")
     batch: int = Field(USUAL["batch"], ge=1, le=2**20, description="Examples in an inner step of one learner")
     # --- inner optimizer -----------------------------------------------------------------------------
-    optimizer: Literal["adamw", "muon"] = Field(
-        "adamw", description="muon: for hidden matrices, at the same rate; AdamW for all else"
+    optimizer: Literal["muon"] | None = Field(
+        None, description="Inner optimizer of hidden matrices, at AdamW's rate; off: AdamW, as all else has"
     )
     lr: float = Field(USUAL["lr"], gt=0, description="Peak inner learning rate")
     min_lr_ratio: float = Field(

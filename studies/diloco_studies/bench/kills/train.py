@@ -39,7 +39,8 @@ def train(settings: RankProcess, out: Path, machine: str) -> None:
     if newest.is_file():
         saved = torch.load(newest)
         parts.model.load_state_dict(saved["model"])
-        parts.optimizer.load_state_dict(saved["optimizer"])
+        for optimizer, state in zip(parts.optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
         steps, read = saved["steps"], saved["blocks"]
 
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
@@ -58,10 +59,11 @@ def train(settings: RankProcess, out: Path, machine: str) -> None:
                 min_ratio=settings.min_lr_ratio,
                 warmup=settings.warmup,
             )
-            update(model, parts.optimizer, lr, settings.clip)
+            update(model, parts.optimizers, lr, settings.clip)
             steps, read = steps + 1, read + ranks * size
             if rank == 0:
-                state = {"model": parts.model.state_dict(), "optimizer": parts.optimizer.state_dict()}
+                states = [optimizer.state_dict() for optimizer in parts.optimizers]
+                state = {"model": parts.model.state_dict(), "optimizers": states}
                 torch.save({**state, "steps": steps, "blocks": read}, newest.with_suffix(".part"))
                 newest.with_suffix(".part").replace(newest)
             time.sleep(max(0.0, started + settings.pace - time.monotonic()))
