@@ -101,7 +101,7 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """AdamW with decay on what has rows and columns only, as one fused kernel.
 
-    of_hidden: another one for hidden matrices. Muon's steps are as long as AdamW's (Liu et al., Muon is scalable for LLM
+    of_hidden: another for hidden matrices. Muon's steps are as long as AdamW's (Liu et al., Muon is scalable for LLM
     training, 2025), so both take one rate.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
