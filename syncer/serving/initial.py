@@ -19,8 +19,9 @@ IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="
 AT_ONCE, PART = 2, 32
 """Fragments that get their version 0 at a time: so many, or one of 32 of them. Each is on the bus twice meanwhile."""
 FRESH = (
-    "they are fresh, and the run has trained others, which Redis lacks: start a syncer with its checkpoint, by the "
-    "same command. If that does not help, end everybody, `diloco runs delete` the run, and start all again"
+    "they are fresh, and the run has trained others, which Redis lacks: a learner that has them uploads them within a "
+    "minute, or start a syncer with the run's checkpoint, by the same command. If neither helps, end everybody, "
+    "`diloco runs delete` the run, and start all again"
 )
 
 
@@ -38,7 +39,7 @@ class InitialVersions:
         """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
 
         If live learners have a version, the bus has lost it: the tape says that the fragment went back. A run that
-        has trained takes no fresh values: a node lost its heads, or a syncer died while it put a checkpoint back.
+        has merged takes no fresh values: a node lost its heads, or a syncer died while it put a checkpoint back.
 
         Raises:
             BusError: as the bus; a commit that was refused changed nothing.
@@ -49,7 +50,7 @@ class InitialVersions:
             return False
         key = self._bus.keys.initial_payload(layout.id, upload.nonce)
         try:
-            if state.tokens and upload.began_unix_s is None:
+            if state.has_merged and upload.began_unix_s is None:
                 raise BadPayload(FRESH)
             payload = await pull(self._bus, key, layout.elements, "fp32", self._sync.chunk_bytes)
             values = payload.array()

@@ -221,7 +221,8 @@ class Leases:
             return False
         everything, read = range(len(self._owners)), self._bus.read_heads
         heads = await by_group(self._bus.keys, everything, lambda some: self._in_time(read(some)), lambda _: None)
-        return None in heads.values()
+        # One that is remembered here is put back by its owner, which needs its lease.
+        return any(head is None and not self._owners[p].knows(None) for p, head in heads.items())
 
     async def _take(self, sharing: tuple[int, int, int]) -> None:
         """Take free leases up to the quota; `sharing`: (rank, syncers, fragments)."""

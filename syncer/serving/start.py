@@ -86,7 +86,7 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
     | the run, served        | join          | join             | join             | refused                      |
     | the run, nobody there  | join          | join             | join             | refused                      |
     | ... older than saved   | join          | resume           | finished         | refused                      |
-    | ... half of it or of an older checkpoint, nobody trained since: resume, finished or refused, also where served |
+    | ... a head missing, no more tokens than saved, also where served: as where it is older than saved            |
     | the run, finished      | join: it ends at once, and has its last checkpoint                              |
 
     Args:
@@ -195,7 +195,8 @@ class Start:
             UsageError: it has begun, and not with one.
         """
         there = await self._on_bus()
-        if there is None or (not there.whole and there.state.tokens == checkpoint.state.tokens):
+        same = there is not None and there.state.began_unix_s == checkpoint.state.began_unix_s
+        if there is None or (same and not there.whole and there.state.tokens <= checkpoint.state.tokens):
             return Way.RESUME
         if not there.state.base_tokens:
             raise UsageError(f"the run was started before, without {checkpoint.folder}: {taken(self.bus)}")
@@ -281,7 +282,7 @@ class Start:
         fragments = range(spec.sync.fragments)
         if not await self._acquire(fragments):
             return False
-        if there is not None and there.state.tokens < checkpoint.state.tokens:  # and nobody is at work on it
+        if there is not None and there.state.tokens < checkpoint.state.tokens:  # and nobody else has a lease of it
             by = {"by": str(checkpoint.folder), "tokens": checkpoint.state.tokens}
             structlog.get_logger().warning("older_run_replaced", had=there.state.tokens, **by)
             await self.bus.delete_run()

@@ -318,6 +318,14 @@ def test_another_runs_redis_that_comes_in_the_place_of_ours_is_left_as_it_is() -
     run_virtual(main())
 
 
+def test_a_run_that_had_trained_nothing_makes_room_for_the_one_that_begins_in_its_place() -> None:
+    """A failover lost its first state; whoever has seen it loses nothing by going on with the next one."""
+    trained = samples.run_state(started_unix_s=1.0, tokens=1)
+    samples.run_state(started_unix_s=2.0).check_same_run(trained.model_copy(update={"tokens": 0}), "run", "Nobody has")
+    with pytest.raises(RunReplaced):
+        samples.run_state(started_unix_s=2.0).check_same_run(trained, "run", "Somebody has")
+
+
 def test_reports_that_claim_more_than_can_be_counted_stop_nobody() -> None:
     """The run ends, at its budget, in order."""
 

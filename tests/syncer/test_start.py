@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable, RunReplaced, UsageError
-from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.messages.run import InitialUpload, Phase, RunState
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.transfer.payloads import push
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints import restoring
@@ -21,7 +24,7 @@ from diloco.syncer.checkpoints.loading import newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.serving.start import OnBus, Way, way_of
 from diloco_studies.virtual.virtual_time import run_virtual
-from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
 
 BUDGET = 12_000
 SETTLED_S = 4.0
@@ -366,9 +369,39 @@ def test_fresh_parameters_never_take_the_place_of_a_lost_head() -> None:
         world.start_syncer()
         party = learners(world, first=40)
         await asyncio.sleep(60.0)
+        upload = await world.bus.read_initial()
+        assert upload is not None
+        assert upload.nonce in {f"{i:016x}" for i in (40, 41)}
         assert [head is None for head in await world.bus.read_heads([0, 1])] == [False, True]
         assert not any(one.joined for one in party)
         await killed_all(world, party)
+
+    run_virtual(main())
+
+
+def test_a_learner_that_has_trained_waits_for_nobodys_fresh_parameters() -> None:
+    """A head is lost. Who was cut off finds another one's upload, which the syncer refuses, and puts its own there."""
+
+    async def main() -> None:
+        world, fresh = VirtualRun(sync_spec(tokens=10**9)), "f" * 16
+        world.start_syncer()
+        party = learners(world, 1)
+        await asyncio.sleep(40.0)
+        await cancelled(world.syncer)
+        world.store.delete(world.bus.keys.head(1))
+        world.start_syncer()
+        bus = world.bus
+        assert await bus.claim_initial(fresh, 30.0)
+        await asyncio.sleep(25.0)  # the other one is about to upload
+        values = np.zeros(layout_of(world.spec.tensors).fragments[1].elements, np.float32)
+        await push(bus, bus.keys.initial_payload(1, fresh), values, world.spec.sync.chunk_bytes, 600.0)
+        assert await bus.finish_initial(InitialUpload(learner="fresh", nonce=fresh), 600.0)
+        await asyncio.sleep(20.0)
+        head = (await bus.read_heads([1]))[0]
+        assert head is not None
+        assert head.version > 0
+        await end(*party)
+        await cancelled(world.syncer)
 
     run_virtual(main())
 

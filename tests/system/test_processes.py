@@ -435,9 +435,11 @@ def test_the_baseline_runs_from_the_same_command(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_is_left_as_it_is(finished: Run) -> None:
+    before = {path: path.stat().st_mtime_ns for path in finished.out.rglob("*")}
     again = diloco("run", "--out", finished.out)
     assert again.returncode == 0
     assert "--overwrite" in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in finished.out.rglob("*")} == before
 
 
 def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path: Path) -> None:

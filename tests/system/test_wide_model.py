@@ -36,7 +36,7 @@ with Learner(model, optimizer, run="wide", sync=SyncSettings(fragments=4, tokens
 """
 WARNED_WITHIN_S = 60.0
 RAMP_S, MEASURED_S = 100.0, 60.0
-"""Without a warning: until H is 24, and how long the merged share is looked at."""
+"""Without a warning, or told to wait: until H is 24, and how long the merged share is looked at."""
 LEAST_MERGED = 0.7
 
 

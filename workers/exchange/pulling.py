@@ -66,7 +66,7 @@ class Pulling:
         self.reached = False
         """The last look found all nodes."""
         self.part_known = True
-        """Nothing was lost since the run's state was read, so no other part of the run can have begun."""
+        """The run's state was read since anything was lost of it, or put back."""
         self._told: set[str] = set()
         """What was said of heads that cannot be read, since all were last looked at."""
         self._looked: dict[int, int] = {}
@@ -87,10 +87,11 @@ class Pulling:
         self.reached = len(heads) + len(unreadable) == len(asked)
         if not self.part_known:
             # What was published in the part before is counted by its bases, so the next one is to be known before they
-            # are replaced. Not while a global is pulled: one that this call lost, if it fails, would never be adopted.
-            state, known = await bus.read_state(), self._member.shared.state
-            if state is not None and known is not None and state.began_unix_s == known.began_unix_s:
-                self._member.shared.state = state
+            # are replaced. Here and not in `_pull`, where a call that fails would lose a global that has come.
+            shared = self._member.shared
+            known, state = shared.state, await bus.read_state()
+            if state is not None and shared.state is known and not state.replaces(known):
+                shared.state = state
             self.part_known = state is not None and self.reached and len(asked) == len(self._member.layout.fragments)
         self.part_known &= None not in heads
         told = {str(error) for error in unreadable}
@@ -252,7 +253,7 @@ class Following:
                         self._refused.merged(record)
                     # One that was put back: what was offered on it may be lost with its head.
                     if record.base_digest is None:
-                        self._shared.offer_again = True
+                        self._shared.offer_again, self._pulling.part_known = True, False
                     self._feedback.merged(record.fragment, record.contributions)
                     self._feedback.passed(record.fragment, record.version)
             told = {entry.record.fragment for entry in entries if not self._knows(entry.record)}

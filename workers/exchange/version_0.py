@@ -48,7 +48,7 @@ class Version0:
         """
         patience_s = PATIENCE_S if trained else 0.0
         bus, retry = self._bus, self._member.outages.retry
-        # An upload that is there while heads are lost did not bring them back.
+        # An upload that is there while heads are lost did not bring them back; nor does another's that is fresh.
         useless = await retry(bus.read_initial) if trained else None
 
         async def prolong() -> None:
@@ -59,8 +59,9 @@ class Version0:
             while missing := await self._headless(missing) or await self._headless(self._fragments):
                 await retry(self._agreement.look, patience_s)
                 upload = await retry(bus.read_initial)
+                fresh = upload is not None and upload.began_unix_s is None and upload.nonce != nonce
                 if (
-                    (upload in (None, useless) or await retry(self._is_lost, upload, missing[0]))
+                    (upload in (None, useless) or (trained and fresh) or await retry(self._is_lost, upload, missing[0]))
                     and (trained or not await retry(self._agreement.others_trained))
                     and await retry(bus.claim_initial, nonce, CLAIM_TTL_S)
                 ):

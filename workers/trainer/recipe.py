@@ -108,7 +108,8 @@ def make_optimizers(
     optimizers: list[torch.optim.Optimizer] = []
     if of_hidden is not None and (hidden := hidden_matrices(model)):
         optimizers.append(torch.optim.Muon(hidden, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
-        parameters = [p for p in parameters if not any(p is one for one in hidden)]
+        others = {id(p) for p in parameters} - {id(p) for p in hidden}
+        parameters = [p for p in parameters if id(p) in others]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
