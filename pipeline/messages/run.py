@@ -206,12 +206,8 @@ class RunState(Message):
         """Whether its heads have trained values: by what syncers have seen, not by what learners say."""
         return self.base_tokens > 0 or any(merged for _, _, merged in self.samples)
 
-    def replaces(self, known: "RunState | None") -> bool:
-        """Whether this is another run than the one that a party has known until now, and that one had trained."""
-        return known is not None and known.tokens > 0 and self.began_unix_s != known.began_unix_s
-
     def check_same_run(self, known: "RunState | None", name: str, has: str) -> None:
-        """See that it does not replace the run that a party has known until now.
+        """See that this is the run that a party has known until now.
 
         Args:
             known: its state as that party last saw it; None: it has seen none.
@@ -221,7 +217,7 @@ class RunState(Message):
         Raises:
             RunReplaced: it is another one.
         """
-        if known is not None and self.replaces(known):
+        if known is not None and self.began_unix_s != known.began_unix_s:
             raise RunReplaced(
                 f"another run has begun under the name {name!r}, {moment(self.began_unix_s)}, from other parameters. "
                 f"{has} the run that began {moment(known.began_unix_s)}, and does not go on in the new one by itself. "

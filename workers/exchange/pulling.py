@@ -90,7 +90,8 @@ class Pulling:
             # are replaced. Here and not in `_pull`, where a call that fails would lose a global that has come.
             shared = self._member.shared
             known, state = shared.state, await bus.read_state()
-            if state is not None and shared.state is known and not state.replaces(known):
+            same = state is not None and known is not None and state.began_unix_s == known.began_unix_s
+            if same and shared.state is known:
                 shared.state = state
             self.part_known = state is not None and self.reached and len(asked) == len(self._member.layout.fragments)
         self.part_known &= None not in heads
