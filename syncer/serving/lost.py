@@ -69,7 +69,7 @@ class Lost:
         """
         if found is not None:
             self._emptied = False
-            if known is not None and known.tokens:  # else nothing of it is lost
+            if known is not None and known.has_merged:  # else nothing of it is lost
                 found.check_same_run(known, self._bus.keys.run, "This syncer has served")
             if known is not None and known.phase.rank > found.phase.rank and known.same_part(found):
                 found = await self._bus.write_state(known)
