@@ -215,10 +215,8 @@ class Leases:
         if len(self.syncers) == 1:
             return False
         savers = await self._in_time(self._bus.read_savers())
-        if state is None:
+        if state is None or not savers:
             return bool(savers)
-        if all(tokens < state.tokens for tokens, _, _ in savers):
-            return False
         everything, read = range(len(self._owners)), self._bus.read_heads
         heads = await by_group(self._bus.keys, everything, lambda some: self._in_time(read(some)), lambda _: None)
         # One that is remembered here is put back by its owner, which needs its lease.

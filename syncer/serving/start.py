@@ -75,6 +75,16 @@ class OnBus(NamedTuple):
     """Another syncer is at work on it."""
     whole: bool
     """Each fragment has a version."""
+    older: bool = False
+    """A fragment's version is older than in the checkpoint here. Of the state's tokens that says nothing: they are
+    written a few times a second, and a checkpoint has those of now."""
+    newer: bool = False
+    """One is newer."""
+
+    @property
+    def lacks(self) -> bool:
+        """The checkpoint has merges that the bus lacks, and lacks none that it has."""
+        return (self.older or not self.whole) and not self.newer
 
 
 def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, overwrite: bool, run: str) -> Way:
@@ -86,7 +96,7 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
     | the run, served        | join          | join             | join             | refused                      |
     | the run, nobody there  | join          | join             | join             | refused                      |
     | ... older than saved   | join          | resume           | finished         | refused                      |
-    | ... a head missing, no more tokens than saved, also where served: as where it is older than saved            |
+    | ... a head missing, no merge that saved lacks, also where served: as where it is older than saved            |
     | the run, finished      | join: it ends at once, and has its last checkpoint                              |
 
     Args:
@@ -105,7 +115,7 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
     if on_bus is None:
         return again
     same = on_bus.state.began_unix_s == saved.began_unix_s
-    if same and not on_bus.whole and on_bus.state.tokens <= saved.tokens:
+    if same and on_bus.lacks and not on_bus.whole:
         return again
     if on_bus.state.phase is Phase.FINISHED:
         return Way.JOIN
@@ -116,7 +126,7 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
             f"with {saved.tokens}. To serve the one on Redis: --overwrite, or another --checkpoint-dir. To go on from "
             f"the checkpoint: end everybody, `diloco runs delete {run}`, and the same command again"
         )
-    return Way.JOIN if on_bus.served or on_bus.state.tokens >= saved.tokens else again
+    return again if on_bus.lacks and not on_bus.served else Way.JOIN
 
 
 @dataclass(slots=True)
@@ -186,7 +196,7 @@ class Start:
         told = self.settings.model_fields_set
         tokens = self.settings.tokens if "tokens" in told else None
         state = None if saved is None else saved.state
-        return way_of(await self._on_bus(), state, tokens, self.settings.overwrite, self.bus.keys.run)
+        return way_of(await self._on_bus(saved), state, tokens, self.settings.overwrite, self.bus.keys.run)
 
     async def _way_of_another(self, checkpoint: Checkpoint) -> Way:
         """With a checkpoint that a run is to begin with.
@@ -194,9 +204,9 @@ class Start:
         Raises:
             UsageError: it has begun, and not with one.
         """
-        there = await self._on_bus()
+        there = await self._on_bus(checkpoint)
         same = there is not None and there.state.began_unix_s == checkpoint.state.began_unix_s
-        if there is None or (same and not there.whole and there.state.tokens <= checkpoint.state.tokens):
+        if there is None or (same and there.lacks and not there.whole):
             return Way.RESUME
         if not there.state.base_tokens:
             raise UsageError(f"the run was started before, without {checkpoint.folder}: {taken(self.bus)}")
@@ -217,13 +227,13 @@ class Start:
 
     async def _tell_older(self, checkpoint: Checkpoint) -> None:
         """Say so where what is joined has less than the checkpoint here, which later ones take the place of."""
-        there = await self._on_bus()
-        if there is not None and there.state.tokens < checkpoint.state.tokens:
+        there = await self._on_bus(checkpoint)
+        if there is not None and there.lacks:
             detail = "another syncer serves what Redis has. Copy the checkpoint to keep it: of a run three are kept"
             had = {"tokens": there.state.tokens, "saved_tokens": checkpoint.state.tokens}
             structlog.get_logger().warning("older_run_joined", path=str(checkpoint.folder), **had, detail=detail)
 
-    async def _on_bus(self) -> OnBus | None:
+    async def _on_bus(self, saved: Checkpoint | None) -> OnBus | None:
         """What the bus has of the run; None: nothing, or what its first learner has put there."""
         state, data = await self.bus.read_state(), await self.bus.read_spec()
         if state is None or data is None:
@@ -234,8 +244,11 @@ class Start:
         # One that cannot be read is there: its owner, learners and status say so.
         heads = await by_group(self.bus.keys, fragments, self.bus.read_heads, lambda error: None)
         whole = None not in heads.values()
-        (lead,) = await self.bus.read_leases([0])
-        return OnBus(state, lead not in (None, self.nonce), whole)
+        holders = await by_group(self.bus.keys, fragments, self.bus.read_leases)
+        served = any(holder not in (None, self.nonce) for holder in holders.values())
+        known = saved.fragments if saved else ()
+        ahead = [head.version - known[p].version for p, head in heads.items() if head is not None and p < len(known)]
+        return OnBus(state, served, whole, older=min(ahead, default=0) < 0, newer=max(ahead, default=0) > 0)
 
     async def _resume(self, checkpoint: Checkpoint, way: Callable[[], Awaitable[Way]]) -> None:
         """Put a checkpoint on the bus, or wait until another syncer has put its own there: the one of most tokens.
@@ -277,12 +290,12 @@ class Start:
             anew["tokens"] = self.settings.tokens
         spec = spec.model_copy(update={"sync": spec.sync.model_copy(update=anew)})
         agree(self.settings, spec.sync.model_dump(), SyncSettings)
-        there = await self._on_bus()
+        there = await self._on_bus(checkpoint)
         self.bus.use_spec(spec)
         fragments = range(spec.sync.fragments)
         if not await self._acquire(fragments):
             return False
-        if there is not None and there.state.tokens < checkpoint.state.tokens:  # and nobody else has a lease of it
+        if there is not None and there.older:  # and nobody else has a lease of it
             by = {"by": str(checkpoint.folder), "tokens": checkpoint.state.tokens}
             structlog.get_logger().warning("older_run_replaced", had=there.state.tokens, **by)
             await self.bus.delete_run()

@@ -54,18 +54,25 @@ SAVED = {
 ON_BUS = {
     "nothing": None,
     "served": OnBus(state(5.0, 150), served=True, whole=True),
-    "nobody there": OnBus(state(5.0, 150), served=False, whole=True),
-    "older, served": OnBus(state(5.0, 50), served=True, whole=True),
-    "older": OnBus(state(5.0, 50), served=False, whole=True),
-    "half": OnBus(state(5.0, 100), served=False, whole=False),
-    "half of an older one, served": OnBus(state(5.0, 50), served=True, whole=False),
-    "a head is lost": OnBus(state(5.0, 150), served=True, whole=False),
+    "nobody there": OnBus(state(5.0, 150), served=False, whole=True, newer=True),
+    "nobody there, tokens not told yet": OnBus(state(5.0, 50), served=False, whole=True),
+    "older, served": OnBus(state(5.0, 50), served=True, whole=True, older=True),
+    "older": OnBus(state(5.0, 150), served=False, whole=True, older=True),
+    "half": OnBus(state(5.0, 150), served=False, whole=False),
+    "half of an older one, served": OnBus(state(5.0, 50), served=True, whole=False, older=True),
+    "a head is lost": OnBus(state(5.0, 50), served=True, whole=False, newer=True),
     "half, finished": OnBus(state(5.0, 100, Phase.FINISHED), served=False, whole=False),
-    "finished": OnBus(state(5.0, 200, Phase.FINISHED), served=False, whole=True),
+    "finished": OnBus(state(5.0, 200, Phase.FINISHED), served=False, whole=True, older=True),
 }
 TABLE: dict[str, dict[str, Way | None]] = {
     "nothing": {"none": Way.BEGIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": Way.RESUME},
     "served": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
+    "nobody there, tokens not told yet": {
+        "none": Way.JOIN,
+        "this run": Way.JOIN,
+        "finished": Way.JOIN,
+        "another": None,
+    },
     "nobody there": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
     "older, served": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
     "older": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": None},
@@ -351,6 +358,33 @@ def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
         assert {one.fragment for one in installed if isinstance(one, Committed) and "restored" in one.reason} == {0, 1}
         assert not any(isinstance(one, Committed) and one.version == 0 for one in installed)
         await cancelled(other)
+        await killed_all(world, party)
+
+    run_virtual(main())
+
+
+def test_a_syncer_that_is_replaced_beside_live_learners_goes_on_with_their_run(tmp_path: Path) -> None:
+    """Its last checkpoint has more tokens than the state, which is written a few times a second, and no more merges."""
+
+    async def main() -> None:
+        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+        world.start_syncer()
+        party, lives, ahead = learners(world), 0, 0
+        while not ahead and lives < 20:
+            lives, seen = lives + 1, len(list(tmp_path.glob("*/checkpoint-*")))
+            while len(list(tmp_path.glob("*/checkpoint-*/state.json"))) <= seen:
+                await asyncio.sleep(0.01)
+            await cancelled(world.syncer)
+            state = await world.bus.read_state()
+            assert state is not None
+            ahead = saved_tokens(tmp_path) - state.tokens
+            world.start_syncer()
+        assert ahead > 0
+        await asyncio.sleep(10.0)
+        again = await world.bus.read_state()
+        assert again is not None
+        assert again.started_unix_s == state.started_unix_s
+        assert again.base_tokens == 0
         await killed_all(world, party)
 
     run_virtual(main())
