@@ -124,6 +124,10 @@ def saved_tokens(folder: Path) -> int:
     return found.state.tokens
 
 
+def saved_ones(folder: Path) -> int:
+    return len(list(folder.glob("*/checkpoint-*/state.json")))
+
+
 def learners(world: VirtualRun, count: int = 2, first: int = 0) -> list[VirtualLearner]:
     return [VirtualLearner(f"l{i}", world, 0.1, f"{first + i:016x}").start() for i in range(count)]
 
@@ -371,8 +375,8 @@ def test_a_syncer_that_is_replaced_beside_live_learners_goes_on_with_their_run(t
         world.start_syncer()
         party, lives, ahead = learners(world), 0, 0
         while not ahead and lives < 20:
-            lives, seen = lives + 1, len(list(tmp_path.glob("*/checkpoint-*")))
-            while len(list(tmp_path.glob("*/checkpoint-*/state.json"))) <= seen:
+            lives, seen = lives + 1, saved_ones(tmp_path)
+            while saved_ones(tmp_path) <= seen:
                 await asyncio.sleep(0.01)
             await cancelled(world.syncer)
             for p in range(2):
