@@ -110,7 +110,7 @@ def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tens
             dtype=_DTYPES[tensor.dtype],
             rule=merge_rule(sync.merge, embeddings[name], tensor.dim()),
             fragment=fragment[name],
-            matrix=orthogonal and tensor.dim() == 2 and min(tensor.shape) > 1 and not embeddings[name],
+            matrix=orthogonal and _is_matrix(tensor) and not embeddings[name],
         )
         for name, tensor in trained.items()
     )
@@ -131,11 +131,13 @@ def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tens
 def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
     """The trained matrices that are no embeddings and no output head, whose rows or columns stand for single tokens."""
     embeddings, heads = _embeddings(model), _heads(model)
-    return [
-        tensor
-        for name, tensor in trained_tensors(model).items()
-        if tensor.dim() == 2 and min(tensor.shape) > 1 and not embeddings[name] and name not in heads
-    ]
+    trained = trained_tensors(model).items()
+    return [tensor for name, tensor in trained if _is_matrix(tensor) and not embeddings[name] and name not in heads]
+
+
+def _is_matrix(tensor: torch.Tensor) -> bool:
+    """With several rows and columns: of one alone there is nothing to orthogonalise."""
+    return tensor.dim() == 2 and min(tensor.shape) > 1
 
 
 def _heads(model: nn.Module) -> frozenset[str]:

@@ -108,8 +108,8 @@ def make_optimizers(
     optimizers: list[torch.optim.Optimizer] = []
     if of_hidden is not None and (hidden := hidden_matrices(model)):
         optimizers.append(torch.optim.Muon(hidden, lr, weight_decay, adjust_lr_fn="match_rms_adamw"))
-        others = {id(p) for p in parameters} - {id(p) for p in hidden}
-        parameters = [p for p in parameters if id(p) in others]
+        taken = {id(p) for p in hidden}
+        parameters = [p for p in parameters if id(p) not in taken]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
