@@ -32,8 +32,8 @@ class InitialVersions:
         self._context, self._bus, self._sync, self._offload = context, context.bus, context.sync, context.offload
         self.turns = asyncio.Semaphore(max(AT_ONCE, context.sync.fragments // PART))
         """To be held for `commit`."""
-        self._unusable: set[tuple[int, str]] = set()
-        """Fragments and nonces of uploads that cannot be used: told once."""
+        self._unusable: set[str] = set()
+        """Nonces of uploads that cannot be used: each is told once, by its first fragment."""
 
     async def commit(self, layout: FragmentLayout) -> bool:
         """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
@@ -57,8 +57,8 @@ class InitialVersions:
             if not await self._offload(all_finite, values):
                 raise BadPayload("the initial parameters have elements that are not finite")
         except BadPayload as error:
-            if (layout.id, upload.nonce) not in self._unusable:
-                self._unusable.add((layout.id, upload.nonce))
+            if upload.nonce not in self._unusable:
+                self._unusable.add(upload.nonce)
                 structlog.get_logger().error(
                     "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
                 )
