@@ -476,7 +476,6 @@ async def test_a_payload_of_large_chunks_never_has_a_hole(bus: Bus, backdoor: Ba
     assert 5 < (backdoor.ttl_s(key) or 0) <= 10
     await head_of(bus)
     (head,) = await bus.read_heads([0])
-    assert head is not None
     before = await bus.read_chunks(head.payload, 0, 100, 2**20)
     with pytest.raises(PayloadIncomplete):
         await bus.write_chunks(head.payload, len(before), chunks[:4], 1)
@@ -535,7 +534,6 @@ async def test_a_payload_that_is_needed_no_more_expires_sooner_and_never_later(b
     assert 40 < (backdoor.ttl_s(key) or 0) <= 50
     await head_of(bus)
     (head,) = await bus.read_heads([0])
-    assert head is not None
     await bus.expire_soon(head.payload, 1)
     assert backdoor.ttl_s(head.payload) is None
     await bus.expire_soon(bus.keys.delta_payload(0, "l0", "0" * 8, 1), 1)
@@ -544,7 +542,6 @@ async def test_a_payload_that_is_needed_no_more_expires_sooner_and_never_later(b
 async def test_a_committed_payload_stays_whatever_readers_and_late_senders_do(bus: Bus, backdoor: Backdoor) -> None:
     await head_of(bus)
     (head,) = await bus.read_heads([0])
-    assert head is not None
     before = await bus.read_chunks(head.payload, 0, 100, 2**20, extend_s=1)
     await bus.write_chunks(head.payload, 0, before, 1)
     assert backdoor.ttl_s(head.payload) is None
@@ -619,7 +616,6 @@ async def test_heads_come_in_the_order_asked_for(bus: Bus) -> None:
     digest = await head_of(bus, 1)
     first, second = await bus.read_heads([0, 1])
     assert first is None
-    assert second is not None
     assert (second.fragment, second.version, second.digest) == (1, 0, digest)
     assert await bus.read_heads([]) == []
 
@@ -854,7 +850,6 @@ async def test_full_memory_refuses_bulk_and_lets_the_owner_finish(bus: Bus, back
     await bus.write_state(samples.run_state())
     await bus.write_report(samples.report())
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert head.version == 1
     assert await bus.read_offers(0) == []
 

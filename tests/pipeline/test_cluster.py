@@ -128,7 +128,6 @@ async def everything(bus: Bus, groups: int = 3) -> None:
     assert len(await bus.read_reports()) == 1
     assert await bus.fill_shards(0, SHARDS)
     claimed = await bus.claim_shard("l0.00", 10)
-    assert claimed is not None
     await bus.save_position("l0.00", claimed.entry_id, 4)
     await bus.release_shards("l0.00")
     assert await bus.claim_shard("l1.00", 10) == claimed.model_copy(update={"position": 4})
@@ -161,7 +160,6 @@ async def everything(bus: Bus, groups: int = 3) -> None:
     await asyncio.sleep(0.05)
     opened = WindowChanged(fragment=4, version=1, attempt=1, reason="opened", unix_s=0.0)
     (head,) = await bus.read_heads([4])
-    assert head is not None
     await bus.write_window(4, NONCE, (1, head.digest), IDLE, opened)
     group = 4 % groups
     assert [(e.group, e.record) for e in await read] == [(group, opened)]

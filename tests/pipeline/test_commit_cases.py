@@ -161,17 +161,14 @@ async def test_a_commit_moves_the_head_and_takes_its_deltas_along(bus: Bus, back
         await stage(bus, key)
     entries = [await bus.offer(samples.header(name)) for name in ("l0", "l1", "l2")]
     (old,) = await bus.read_heads([0])
-    assert old is not None
     commit = await commit_on(
         bus, expected, entries=tuple(entries[:2]), delta_payloads=tuple(deltas[:2]), replaced_ttl_s=30.0
     )
     await bus.commit(commit)
 
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert (head.version, head.digest, head.previous_digest) == (1, commit.digest, expected[1])
     assert (head.payload, head.chunks) == (commit.published.payload.key, 2)
-    assert commit.published.momentum is not None
     assert head.momentum == commit.published.momentum.key
     assert head.merged == commit.merged
     assert (head.merged_deltas, head.merged_tokens, head.rejected_tokens) == (2, 800, 0)
@@ -211,7 +208,6 @@ async def test_the_rest_of_the_present_global_does_not_expire(bus: Bus, backdoor
     assert await bus.acquire_lease(0, NONCE, 60)
     await bus.commit(await commit_on(bus, None, rest=await rest_of(bus, 0)))
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert backdoor.ttl_s(head.rest) is None
     assert await bus.count_chunks(head.rest) == 2
 
@@ -227,7 +223,6 @@ async def test_updates_and_the_key_frame_stay_while_a_head_names_them(bus: Bus, 
     assert await bus.acquire_lease(0, NONCE, 60)
     await bus.commit(await commit_on(bus, None))
     (frame,) = await bus.read_heads([0])
-    assert frame is not None
     key_frame, momentum = Staged(frame.payload, 2), Staged(frame.momentum, 3)
     updates: tuple[Update, ...] = ()
     for version in (1, 2, 3):
@@ -235,7 +230,6 @@ async def test_updates_and_the_key_frame_stay_while_a_head_names_them(bus: Bus, 
         of = {"payload": key_frame, "momentum": momentum, "updates": updates, "behind": min(version, 2)}
         await bus.commit(await commit_on(bus, (version - 1, bytes([version]) * 16), **of, replaced_ttl_s=30.0))
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert (head.version, head.payload, head.momentum) == (3, frame.payload, frame.momentum)
     assert (head.updates, head.behind) == (updates, 2)
     assert [update.base for update in head.updates] == [bytes([2]) * 16, bytes([3]) * 16]
@@ -247,7 +241,6 @@ async def test_updates_and_the_key_frame_stay_while_a_head_names_them(bus: Bus, 
         await commit_on(bus, (3, bytes([4]) * 16), updates=(updates[1], await update_to(bus, 4)), behind=0)
     )
     (after,) = await bus.read_heads([0])
-    assert after is not None
     assert (after.payload, after.behind) == (bus.keys.global_payload(0, 4, "00000004"), 0)
     assert [update.payload for update in after.updates] == [
         updates[1].payload,
@@ -264,18 +257,15 @@ async def test_a_global_is_published_anew_at_its_version(bus: Bus, backdoor: Bac
     assert await bus.acquire_lease(0, NONCE, 60)
     await bus.commit(await commit_on(bus, None))
     (first,) = await bus.read_heads([0])
-    assert first is not None
     update, at = await update_to(bus, 1), (1, bytes([2]) * 16)
     of = {"payload": Staged(first.payload, 2), "momentum": Staged(first.momentum, 3), "updates": (update,), "behind": 1}
     await bus.commit(await commit_on(bus, (0, bytes([1]) * 16), **of))
     (before,) = await bus.read_heads([0])
-    assert before is not None
     tape = await bus.read_tape({0: START})
     backdoor.delete(update.payload)
     payload = await stage(bus, bus.keys.global_payload(0, 1, "dd" * 4), 4)
     await bus.republish(0, Republication(NONCE, at, Published(payload, await rest_of(bus, 1)), 30.0))
     (head,) = await bus.read_heads([0])
-    assert head is not None
     named = {"payload": payload.key, "chunks": 4, "momentum": "", "updates": (), "behind": 0}
     rest = {"rest": bus.keys.rest_payload(0, 1, "00000001"), "payload_digest": bytes([101]) * 16}
     assert head == before.model_copy(update=named | rest)
@@ -293,7 +283,6 @@ async def test_totals_add_up_over_commits_and_refusals(bus: Bus) -> None:
     await bus.refuse(0, Refusal(NONCE, (1, one.digest), (entry,), (), (rejected("l9", 70),), lost_tokens=70))
     await bus.commit(await commit_on(bus, (1, one.digest)))
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert (head.version, head.merged_deltas, head.merged_tokens, head.rejected_tokens) == (2, 4, 1600, 70)
 
 
@@ -302,7 +291,6 @@ async def test_a_first_commit_may_carry_a_checkpoints_version_and_no_momentum(bu
     commit = await commit_on(bus, None, version=41, momentum=None)
     await bus.commit(replace(commit, record=commit.record.model_copy(update={"version": 41})))
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert (head.version, head.momentum, head.previous_digest) == (41, "", None)
 
 
@@ -311,7 +299,6 @@ async def test_replaced_payloads_over_the_byte_cap_go_with_the_commit(bus: Bus) 
     (zero,) = await bus.read_heads([0])
     one = await commit_on(bus, expected)
     await bus.commit(one)
-    assert zero is not None
     await bus.commit(await commit_on(bus, (1, one.digest), retired=(zero.payload,)))
     assert await bus.count_chunks(zero.payload) == 0
     assert await bus.count_chunks(one.published.payload.key) == 2
@@ -324,7 +311,6 @@ async def test_a_commit_of_very_many_entries_is_one_step(bus: Bus) -> None:
     gone = tuple(bus.keys.delta_payload(0, "l0", "0" * 8, i) for i in range(20_000))
     await bus.commit(await commit_on(bus, expected, entries=entries, delta_payloads=gone))
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert head.version == 1
 
 
@@ -339,7 +325,6 @@ async def test_a_refusal_removes_and_records_and_counts_once(bus: Bus) -> None:
     assert [o.entry_id for o in await bus.read_offers(0)] == [good]
     assert await bus.count_chunks(delta) == 0
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert head.rejected_tokens == 400
     assert head.refused == {"non_finite": 1}
     assert [entry.record for entry in await bus.read_tape({0: START})][1:] == list(refusal.records)
@@ -374,12 +359,10 @@ async def test_refusals_are_counted_by_reason_whether_the_tape_tells_of_them_or_
     untold = (RefusalReason.FLOOD, RefusalReason.FLOOD, RefusalReason.NON_FINITE)
     await bus.refuse(0, Refusal(NONCE, expected, entries, (), (rejected("l0", 4),), lost_tokens=4, untold=untold))
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert head.refused == {"flood": 2, "non_finite": 2}
     assert len(await bus.read_tape({0: START})) == 2
     await bus.commit(await commit_on(bus, expected))
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert head.refused == {"flood": 2, "non_finite": 2}, "a commit keeps them"
 
 
@@ -401,7 +384,6 @@ async def test_all_but_the_last_headers_of_a_flood_are_refused_in_one_step(bus: 
         for _ in range(10):
             backdoor.append(key, b"more")
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert head.refused == {"flood": 300 + 10}
     assert len(await bus.read_tape({0: START})) == 2
     left = [one.entry_id for one in await bus.read_offers(0, {"l0": START})]
@@ -420,7 +402,6 @@ async def test_what_a_peer_says_that_it_lost_never_stops_a_refusal(bus: Bus) -> 
         await bus.refuse(0, refusal)
     assert await bus.read_offers(0) == []
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert head.rejected_tokens == 2**61 + 2**60
     assert head.refused == {"non_finite": 3}
 
@@ -433,7 +414,6 @@ async def test_what_a_peer_says_that_it_trained_never_stops_a_commit(bus: Bus) -
         await bus.commit(one)
         expected = version, one.digest
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert (head.version, head.merged_deltas, head.merged_tokens) == (3, 6, 2**61 + 2**60)
 
 
@@ -444,7 +424,6 @@ async def test_a_window_is_published_in_the_head_and_on_the_tape_only_if_it_chan
     await bus.write_window(0, NONCE, expected, window, opened)
     await bus.write_window(0, NONCE, expected, window, None)
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert head.window == window
     assert [entry.record for entry in await bus.read_tape({0: START})][1:] == [opened]
 
@@ -459,19 +438,16 @@ async def committing(bus: Bus, commit: Commit) -> None:
 
 
 async def refusing(bus: Bus, commit: Commit) -> None:
-    assert commit.expected is not None
     record = rejected("l0", 9)
     refusal = Refusal(commit.nonce, commit.expected, commit.entries, commit.delta_payloads, (record,), lost_tokens=9)
     await bus.refuse(0, refusal)
 
 
 async def republishing(bus: Bus, commit: Commit) -> None:
-    assert commit.expected is not None
     await bus.republish(0, Republication(commit.nonce, commit.expected, commit.published))
 
 
 async def publishing(bus: Bus, commit: Commit) -> None:
-    assert commit.expected is not None
     window = IDLE.model_copy(update={"attempt": 9})
     record = WindowChanged(fragment=0, version=0, attempt=9, reason="", unix_s=0.0)
     await bus.write_window(0, commit.nonce, commit.expected, window, record)
@@ -604,7 +580,6 @@ async def test_of_many_commits_on_one_head_one_is_done(bus: Bus) -> None:
     assert sum(result is None for result in results) == 1
     assert sum(isinstance(result, HeadMoved) for result in results) == 7
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert (head.version, head.merged_tokens) == (1, 800)
 
 
@@ -617,7 +592,6 @@ async def test_an_owner_whose_lease_lapsed_while_it_merged_cannot_commit(bus: Bu
     with pytest.raises(LeaseLost):
         await bus.commit(commit)
     (head,) = await bus.read_heads([0])
-    assert head is not None
     assert head.version == 0
 
 

@@ -39,7 +39,6 @@ async def test_it_serves_while_the_block_lasts_and_leaves_nothing_behind(redis_b
         bus = await connect(server.url, "r")
         assert await bus.offer(samples.header())
         await bus.close()
-    assert pid is not None
     assert gone(pid)
     assert not folder.exists()
 
@@ -100,7 +99,6 @@ def test_the_next_start_removes_what_a_killed_server_left_and_nothing_else(
 def test_ctrl_c_in_the_terminal_does_not_reach_it(redis_binary: Path | None) -> None:
     """A terminal signals its foreground process group; the server is in a session of its own."""
     with EmbeddedRedis(binary=redis_binary) as server:
-        assert server.pid is not None
         assert os.getpgid(server.pid) != os.getpgid(0)
         assert os.getsid(server.pid) != os.getsid(0)
 
@@ -109,7 +107,6 @@ def test_it_is_killed_if_it_does_not_end_when_asked(redis_binary: Path | None, m
     monkeypatch.setattr(embedded, "STOP_S", 0.2)
     with EmbeddedRedis(binary=redis_binary) as server:
         pid = server.pid
-        assert pid is not None
         os.kill(pid, signal.SIGSTOP)
     assert gone(pid)
 
@@ -226,7 +223,6 @@ async def test_a_server_whose_file_lost_its_tail_comes_back_as_it_was_earlier(re
         bus = await connect(server.url, "r")
         first = await bus.offer(samples.header())
         file = server.log_file()
-        assert file is not None
         size = file.stat().st_size
         await bus.offer(samples.header(attempt=1))
         server.kill()
@@ -243,7 +239,6 @@ def test_a_server_that_cannot_start_again_says_why(redis_binary: Path | None) ->
     with EmbeddedRedis(appendonly=True, binary=redis_binary) as server:
         file = server.log_file()
         server.kill()
-        assert file is not None
         file.write_bytes(b"*3\r\nnonsense" * 100)
         server.start()
         with pytest.raises(UsageError, match=r"(?s)ended with code.*last lines"):

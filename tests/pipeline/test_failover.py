@@ -390,7 +390,6 @@ async def test_a_primary_that_died_before_sentinels_missed_it_is_not_given_up_at
     monkeypatch.setattr(SentinelNodes, "_ask", ask)
     url = "redis+sentinel://127.0.0.1:1,127.0.0.1:2,127.0.0.1:3/diloco"
     with EmbeddedRedis(port=0, binary=redis_binary) as server:
-        assert server.port is not None
         looks += [DOWN, told(dead), told(dead), DOWN, told(server.port), told(server.port)]
         calls = await connect_calls(url)
         assert calls.nodes.all() == [HostPort("127.0.0.1", server.port)]

@@ -55,7 +55,6 @@ async def committed(theta: np.ndarray = THETA, momentum: np.ndarray | None = Non
     bus = MemoryBus("r", VirtualClock())
     await samples.commit(bus, 0, 0, theta, momentum=momentum, global_codec="bf16")
     (head,) = await bus.read_heads([0])
-    assert head is not None
     return bus, head
 
 

@@ -22,14 +22,12 @@ def test_sentinels_and_their_service_are_read_from_a_url() -> None:
     assert (place.options["username"], place.options["password"], place.options["db"]) == ("me", "s@cret", 2)
     assert place.where == "main of sentinels one:1,two:26379,[::1]:3"
     assert not is_tls(place.options)
-    assert place.sentinel_options is not None
     assert not {"username", "password"} & set(place.sentinel_options)
 
 
 def test_sentinels_have_a_login_of_their_own_and_tls_as_their_servers() -> None:
     url = SENTINELS.replace("redis", "rediss") + "?sentinel_username=watch&sentinel_password=other%3F"
     place = parse(url)
-    assert place.sentinel_options is not None
     assert (place.sentinel_options["username"], place.sentinel_options["password"]) == ("watch", "other?")
     assert place.options["username"] == "me"
     assert is_tls(place.options)

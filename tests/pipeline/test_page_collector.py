@@ -484,7 +484,6 @@ def test_a_page_of_a_tape_has_its_merges() -> None:
         await world.until_version(8)
         records = await world.tape()
         model = model_of_tape("its-folder", records, None)
-        assert model is not None
         merges = [one for one in records if isinstance(one, Committed) and one.contributions]
         assert model["totals"]["outer_steps"] == len(merges)
         assert set(model["coarse"]["lanes"]) == {"L/l0", "L/l1", "F/0", "F/1"}

@@ -86,7 +86,6 @@ def settings(port: int, **files: Path) -> BusSettings:
 
 async def reach(settings: BusSettings) -> None:
     url = settings.bus_url()
-    assert url is not None
     bus = await connect(url, "r")
     assert await bus.read_spec() is None
     assert await bus.acquire_lease(0, "aa" * 8, 10)
@@ -102,7 +101,6 @@ async def test_a_run_is_reached_over_tls_with_its_authority(ports: tuple[int, in
 async def pushed_and_pulled(settings: BusSettings) -> None:
     """A payload of several pieces, there and back."""
     url = settings.bus_url()
-    assert url is not None
     bus = await connect(url, "r")
     values = np.arange(3 * 2**20, dtype=np.float32)
     key = bus.keys.global_payload(0, 1, "ab" * 8)
@@ -221,7 +219,6 @@ async def test_who_a_connection_is_and_whether_a_certificate_is_asked_for_is_fou
     files = {"redis_ca": authority.ca, "redis_cert": certificate, "redis_key": key}
     for port, takes in ((ports[0], True), (strict_port, False)):
         url = settings(port, **files).bus_url()
-        assert url is not None
         assert address_of(url).certificate == "shown"
         assert await takes_without_certificate(url) is takes
         examination = await examine(url)
