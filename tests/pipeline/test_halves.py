@@ -51,14 +51,6 @@ def test_the_high_half_is_the_nearest_bfloat16() -> None:
     assert (np.signbit(shown) == np.signbit(values)).all()
 
 
-def test_rounding_once_is_enough() -> None:
-    """What learners have is shown as it is."""
-    high, _ = halves(np.float32([0.1, -3.7, 0.0, -0.0, 1e-40]))
-    again, rest = halves(widened(high))
-    assert (again == high).all()
-    assert not rest.any()
-
-
 @pytest.mark.parametrize("elements", [1, 1000, BLOCK + 1, 2 * BLOCK + 77])
 @pytest.mark.parametrize("stretch", [1, 3])
 def test_halves_that_grow_are_those_of_the_whole(elements: int, stretch: int) -> None:
