@@ -256,17 +256,6 @@ async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
         assert [one.entry_id for one in await waiting] == [entry]
 
 
-async def test_what_is_no_learners_name_is_off_the_list_of_senders_as_soon_as_it_is_read(
-    bus: Bus, backdoor: Backdoor
-) -> None:
-    """A name may have any size, and is read each time."""
-    pending = await bus.offer(samples.header("l0"))
-    for name in ("not a name", "", "x" * 65):
-        backdoor.hset(bus.keys.senders(0), name, b"")
-    assert [one.entry_id for one in await bus.read_offers(0)] == [pending]
-    assert set(backdoor.dump()[bus.keys.senders(0)][0]) == {b"l0"}
-
-
 async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than_a_run_may_have(
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -251,6 +251,7 @@ def test_all_keys_of_a_group_share_a_slot_its_tape_included() -> None:
         assert len({key_slot(key.encode()) for key in of_fragment}) == 1
     of_run = {keys.spec, keys.state, keys.learners, keys.seen, keys.events, keys.evaluations, keys.init_claim}
     of_run |= {keys.initial, keys.shards, keys.shard_positions, keys.shard_epoch, keys.data_order, keys.syncers}
+    of_run |= {keys.moments_wish, keys.moments_claim, keys.moments_offer, keys.moments_payload(3, "exp_avg", "0" * 8)}
     assert len({key_slot(key.encode()) for key in of_run}) == 1
 
 

@@ -161,39 +161,6 @@ def test_the_packages_server_comes_first_then_path_and_without_any_one_line_says
     assert find_server() == valkey
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        *["http://:hunter2@h", "redis://:hunter#2@h:6379", "redis://:hunter2@h:port", "redis://:hunter2@h?x=1"],
-        *["redis:/:hunter2@h", "redis://", "redis://:x@hunter#2@h:6379", "redis://:x/hunter2@h", "redis://h/hunter2"],
-        *["unix://", "unix:///x#hunter2"],
-    ],
-)
-async def test_a_malformed_url_is_refused_without_showing_its_password(url: str) -> None:
-    with pytest.raises(UsageError) as refused:
-        await connect(url, "r")
-    assert "hunter" not in str(refused.value)
-
-
-@pytest.mark.parametrize("url", ["redis://:hunter2@127.0.0.1:1", "unix:///no/such.sock"])
-async def test_a_server_that_is_not_there_is_unavailable(url: str) -> None:
-    with pytest.raises(BusUnavailable) as missing:
-        await connect(url, "r")
-    assert "hunter" not in str(missing.value)
-
-
-async def test_with_an_append_only_file_acknowledged_writes_outlive_the_server(
-    redis_binary: Path | None, tmp_path: Path
-) -> None:
-    """The file is there while the server lives; the folder goes with the run."""
-    with EmbeddedRedis(appendonly=True, binary=redis_binary) as server:
-        bus = await connect(server.url, "r")
-        await bus.offer(samples.header())
-        await bus.close()
-        folder = server.socket_path.parent
-        assert any(path.stat().st_size for path in folder.rglob("appendonly*") if path.is_file())
-
-
 def until_it_answers(server: EmbeddedRedis) -> None:
     deadline = time.monotonic() + HANGING_S
     while not server.answers():
@@ -233,13 +200,3 @@ async def test_a_server_whose_file_lost_its_tail_comes_back_as_it_was_earlier(re
         until_it_answers(server)
         assert [offer.entry_id for offer in await bus.read_offers(0)] == [first]
         await bus.close()
-
-
-def test_a_server_that_cannot_start_again_says_why(redis_binary: Path | None) -> None:
-    with EmbeddedRedis(appendonly=True, binary=redis_binary) as server:
-        file = server.log_file()
-        server.kill()
-        file.write_bytes(b"*3\r\nnonsense" * 100)
-        server.start()
-        with pytest.raises(UsageError, match=r"(?s)ended with code.*last lines"):
-            until_it_answers(server)

@@ -99,32 +99,6 @@ def test_a_payload_that_is_not_the_heads_is_not_taken(changes: dict[str, Any], p
     run_virtual(main())
 
 
-def test_the_rest_of_another_version_does_not_pass() -> None:
-    async def main() -> None:
-        bus, head = await committed()
-        await samples.commit(bus, 0, 1, THETA + 1, expected=(0, head.digest), global_codec="bf16")
-        (newer,) = await bus.read_heads([0])
-        with pytest.raises(BadPayload, match="not its head's"):
-            await pull_exact(bus, newer.model_copy(update={"rest": head.rest}), 600, SYNC, inline)
-
-    run_virtual(main())
-
-
-def test_what_is_replaced_lives_on_with_its_rest() -> None:
-    """So that the evaluator can finish, and then both go."""
-
-    async def main() -> None:
-        bus, head = await committed()
-        await samples.commit(bus, 0, 1, THETA + 1, expected=(0, head.digest), global_codec="bf16")
-        assert (await pull_exact(bus, head, 600, SYNC, inline)).tobytes() == THETA.tobytes()
-        (newer,) = await bus.read_heads([0])
-        await asyncio.sleep(121.0)
-        assert [await bus.count_chunks(key) for key in (head.payload, head.rest)] == [0, 0]
-        assert [await bus.count_chunks(key) for key in (newer.payload, newer.rest)] == [2, 2]
-
-    run_virtual(main())
-
-
 def test_steps_too_small_for_bf16_add_up_all_the_same() -> None:
     """Learners begin each round from rounded values; what they train is added to the exact ones."""
     learners: list[Creeping] = []

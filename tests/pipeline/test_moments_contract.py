@@ -57,12 +57,6 @@ async def test_an_offer_expires(bus: Bus) -> None:
     assert await bus.read_moments() == NOTHING
 
 
-async def test_what_is_asked_and_offered_lies_in_the_runs_own_slot(bus: Bus) -> None:
-    keys = bus.keys
-    names = (keys.moments_wish, keys.moments_claim, keys.moments_offer, keys.moments_payload(3, "exp_avg", A))
-    assert {name[name.index("{") : name.index("}") + 1] for name in names} == {f"{{{keys.run}}}"}
-
-
 async def test_what_a_learner_writes_over_wish_claim_and_offer_is_gone_in_two_minutes(
     bus: Bus, backdoor: Backdoor
 ) -> None:

@@ -1,10 +1,7 @@
 """The data work queue as `ports.Bus` promises it, on every adapter: who gets which shard, who may say what of it."""
 
 import asyncio
-import random
-import secrets
 import time
-from typing import Any
 
 import pytest
 
@@ -13,7 +10,7 @@ from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.workers.exchange.work_queue import MAX_SHARDS, cut_epoch
 from tests import samples
-from tests.backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
+from tests.backdoor import Backdoor
 
 SHARDS = [Shard(epoch=0, index=i, start=i * 10, stop=i * 10 + 10) for i in range(3)]
 L0, L1, L2 = "l0.00000000", "l1.00000000", "l.2.00000000"
@@ -211,23 +208,6 @@ async def test_released_shards_are_taken_at_once_at_their_positions(bus: Bus) ->
     assert await bus.claim_shard(L2, SILENT_S) is None
 
 
-async def test_releasing_nothing_is_nothing(bus: Bus) -> None:
-    await bus.release_shards(L0)
-    await bus.fill_shards(0, SHARDS[:1])
-    await bus.release_shards(L0)
-    assert (await claim(bus, L1)).shard == SHARDS[0]
-
-
-async def test_two_that_take_at_once_take_different_shards(bus: Bus, backdoor: Backdoor) -> None:
-    await bus.fill_shards(0, SHARDS[:2])
-    await report(bus, L0)
-    lost = await claim(bus, L0)
-    silence(backdoor, bus, L0)
-    taken = await asyncio.gather(bus.claim_shard(L1, SILENT_S), bus.claim_shard(L2, SILENT_S))
-    assert {one.shard.index for one in taken if one} == {0, 1}
-    assert lost in taken
-
-
 async def test_a_position_is_saved_also_where_memory_is_short(bus: Bus, backdoor: Backdoor) -> None:
     await bus.fill_shards(0, SHARDS)
     await report(bus, L0)
@@ -248,63 +228,3 @@ async def test_a_position_that_is_no_number_is_named(bus: Bus, backdoor: Backdoo
     backdoor.hset(bus.keys.shard_positions, one.entry_id, b"far")
     with pytest.raises(BadMessage):
         await bus.save_position(L0, one.entry_id, 4)
-
-
-async def act(bus: Bus, backdoor: Backdoor, op: tuple[Any, ...], entries: dict[int, str]) -> Any:
-    """One operation; shards by their number in the order of the queue, since entry ids differ between servers."""
-    numbers = {at: number for number, at in entries.items()}
-    match op:
-        case ("report", who):
-            return await report(bus, who)
-        case ("silence", who):
-            return silence(backdoor, bus, who)
-        case ("claim", who, known):
-            claimed = await bus.claim_shard(who, SILENT_S, [entries[n] for n in known if n in entries])
-            if claimed is None:
-                return None
-            number = numbers.setdefault(claimed.entry_id, len(entries))
-            entries[number] = claimed.entry_id
-            return number, claimed.shard, claimed.position
-        case ("save", who, number, position) if number in entries:
-            return await bus.save_position(who, entries[number], position)
-        case ("finish", who, number) if number in entries:
-            return await bus.finish_shard(who, entries[number])
-        case ("release", who):
-            return await bus.release_shards(who)
-
-
-@pytest.mark.redis
-@pytest.mark.parametrize("seed", range(10))
-async def test_both_queues_answer_every_history_alike(seed: int, redis_server: str) -> None:
-    """Whatever is done in whatever order: the same shard to the same learner, at the same position."""
-    run, chance = f"test-{secrets.token_hex(4)}", random.Random(seed)
-    doors = MemoryBackdoor(run), RedisBackdoor(run, redis_server)
-    buses = [await door.connect() for door in doors]
-    entries: list[dict[int, str]] = [{}, {}]
-    shards = [Shard(epoch=0, index=i, start=i * 10, stop=i * 10 + 10) for i in range(12)]
-    for bus in buses:
-        await bus.fill_shards(0, shards)
-        await report(bus, L0, L1, L2)
-    took = 0
-    for _ in range(150):
-        who, number = chance.choice((L0, L1, L2)), chance.randrange(12)
-        op = chance.choice(
-            (
-                ("report", who),
-                ("silence", who),
-                ("claim", who, tuple(chance.sample(range(12), chance.randrange(8)))),
-                ("claim", who, tuple(range(12))),
-                ("save", who, number, chance.randrange(10)),
-                ("finish", who, number),
-                ("release", who) if chance.random() < 0.3 else ("report", who),
-            )
-        )
-        answers = [await act(bus, door, op, held) for bus, door, held in zip(buses, doors, entries, strict=True)]
-        assert answers[0] == answers[1], f"seed {seed}: {op}"
-        took += op[0] == "claim" and answers[0] is not None
-        queues = [await bus.read_shards() for bus in buses]
-        assert queues[0] == queues[1], f"seed {seed}: {op}"
-    assert took > 12, "some were taken from others"
-    for bus in buses:
-        await bus.close()
-    doors[1].client.close()

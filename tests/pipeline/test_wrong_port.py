@@ -43,9 +43,21 @@ async def said(url: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("where", ["127.0.0.1:9", "nowhere.invalid:6379"])
-async def test_where_nobody_answers_the_address_is_named_and_what_to_look_at(where: str) -> None:
-    text = await said(f"redis://somebody:secret@{where}/0")
+async def test_an_option_that_there_is_not_is_refused_without_the_password() -> None:
+    with pytest.raises(UsageError, match="an option .* that does not exist") as error:
+        await connect("redis://:secret@127.0.0.1:9?x=1", "run")
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("where", "url"),
+    [
+        *((one, f"redis://somebody:secret@{one}/0") for one in ("127.0.0.1:9", "nowhere.invalid:6379")),
+        ("/no/such.sock", "unix:///no/such.sock"),
+    ],
+)
+async def test_where_nobody_answers_the_address_is_named_and_what_to_look_at(where: str, url: str) -> None:
+    text = await said(url)
     assert text.startswith(f"Redis at {where}: ")
     assert "has a Redis been started, and is DILOCO_REDIS_URL its address?" in text
 
