@@ -34,23 +34,6 @@ def test_the_largest_fragment_keeps_its_bound(sizes, data):
     assert max(load) <= sum(load) / fragments + last * (1 - 1 / fragments) + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("sizes", "fragments", "optimum"),
-    [
-        ([7, 7, 6, 6, 5, 5, 4, 4, 4], 4, 12),  # the textbook's worst case for P = 4: LPT gives 15
-        ([5, 5, 4, 4, 3, 3, 3], 3, 9),  # and for P = 3: 11
-        ([3, 3, 2, 2, 2], 2, 6),  # and for P = 2: 7
-    ],
-)
-def test_worst_cases_of_lpt_stay_within_four_thirds(sizes, fragments, optimum):
-    """Graham's bound is met exactly by these, so a worse assignment would be seen."""
-    chosen = balance([(f"t{i:02}", size) for i, size in enumerate(sizes)], fragments)
-    load = [0] * fragments
-    for i, size in enumerate(sizes):
-        load[chosen[f"t{i:02}"]] += size
-    assert max(load) == pytest.approx(optimum * (4 / 3 - 1 / (3 * fragments)))
-
-
 @given(tables, st.data())
 def test_average_only_tensors_are_alone_in_the_last_fragment(sizes, data):
     """The others are spread over those before, as a model without would be; and a layout can leave them out again."""

@@ -73,21 +73,6 @@ def test_a_terminal_gets_text_for_people():
     assert not stream.getvalue().startswith("{")
 
 
-async def test_the_first_signal_sets_the_event_and_the_second_calls_the_hard_stop():
-    event, second = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-    lifecycle.install_signal_handlers(loop, event, second.set)
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.wait_for(event.wait(), HANGING_S)
-        assert not second.is_set()
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.wait_for(second.wait(), HANGING_S)
-    finally:
-        for number in lifecycle.end_signals():
-            loop.remove_signal_handler(number)
-
-
 async def test_a_hangup_asks_for_the_end_and_is_never_the_second_signal():
     """A closed terminal sends it twice, and a session manager SIGTERM with it: none of that ends a process at once."""
     event, second = asyncio.Event(), asyncio.Event()

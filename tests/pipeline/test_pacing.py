@@ -2,11 +2,9 @@
 
 import pytest
 
-from diloco.pipeline.messages.wire import MOST_STEPS
 from diloco.pipeline.needs import INTERVALS
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.pacing import Pace, least_step_s, merge_share, outer_room, slow_merges
-from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.committing import LastMerges
 from tests import samples
 
@@ -159,15 +157,6 @@ def test_from_which_step_time_on_an_outer_step_fits(outer_s, together_s):
     assert slow_merges(sync, pace, [0.99 * step_s], 1, 1.0, together_s)
 
 
-def test_a_tiny_models_merges_are_told_in_milliseconds_and_helped_by_longer_rounds():
-    """Its outer step is the smaller part: neither threads nor another one would help, and longer rounds come first."""
-    text = said(0.012, step_s=(0.0002,), outer="halley")
-    assert "fragment 0 12 ms, its round of 4 steps 0.8 ms, room 0.27 ms" in text
-    assert text.split(": ")[1].startswith("start the run with longer rounds (--sync-interval 192;")
-    assert "OPENBLAS_NUM_THREADS" not in text
-    assert "nesterov" not in text
-
-
 def test_there_is_advice_however_long_a_merge_takes():
     """Nothing in it is beyond what can be set: threads that BLAS has, and an interval that a plan has."""
     for outer_s in (0.0, 1e5):
@@ -175,9 +164,3 @@ def test_there_is_advice_however_long_a_merge_takes():
         assert "OPENBLAS_NUM_THREADS" not in text
         assert "longer rounds" not in text
         assert "nesterov" in text if outer_s else "more cores" in text
-
-
-def test_the_interval_is_bounded():
-    with pytest.raises(ValueError, match="sync_interval"):
-        SyncSettings(sync_interval=MOST_STEPS + 1)
-    assert SyncSettings(sync_interval=MOST_STEPS)

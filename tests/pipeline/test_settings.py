@@ -1,7 +1,6 @@
 """Settings: where a value comes from, how a wrong one is named, and how a party agrees with its run."""
 
 import os
-from difflib import get_close_matches
 from pathlib import Path
 from threading import Thread
 from typing import Annotated, Literal
@@ -27,7 +26,6 @@ from diloco.pipeline.settings import (
     TrainerSettings,
     is_expert,
     load,
-    parse_duration,
 )
 from diloco.pipeline.site import Site
 from diloco.pipeline.sources import check_variables
@@ -172,15 +170,6 @@ def test_all_wrong_values_are_named_at_once():
     assert len(str(error.value).splitlines()) == 2
 
 
-def test_a_wrong_variable_or_file_value_is_named_too(tmp_path, monkeypatch):
-    """The same message, whatever the source."""
-    with pytest.raises(UsageError, match="quorum=-1"):
-        load(SyncSettings, config=toml(tmp_path, "quorum = -1\n"))
-    monkeypatch.setenv("DILOCO_QUORUM", "lots")
-    with pytest.raises(UsageError, match="quorum='lots'"):
-        load(SyncSettings)
-
-
 def test_a_wrong_value_of_the_file_is_named_with_file_and_line(tmp_path, monkeypatch):
     """It is not blamed for what a flag or a variable says in its place."""
     config = toml(tmp_path, "# ours\nfragments = 4\n'quorum' = -1\n")
@@ -255,18 +244,12 @@ def test_every_bounded_field_says_what_it_takes():
     ("kind", "value", "words"),
     [
         (Annotated[int, Field(gt=2)], 2, "too small (allowed: more than 2)"),
-        (Annotated[float, Field(ge=0.5)], 0, "too small (allowed: at least 0.5)"),
-        (Annotated[int, Field(lt=2)], 2, "too large (allowed: less than 2)"),
         (Annotated[float, Field(le=2)], 3, "too large (allowed: at most 2)"),
-        (Annotated[str, Field(min_length=3)], "a", "too short (allowed: at least 3 characters)"),
         (Annotated[list[int], Field(min_length=1)], [], "too short (allowed: at least 1)"),
         (Annotated[str, Field(pattern="^a$")], "b", "not of the form that it takes"),
         (Literal["a", "b"], "c", "no such choice (allowed: 'a' or 'b')"),
         *((int, value, "not a whole number") for value in ("x", 1.5, None, "9" * 5000)),
-        *((float, value, "not a number") for value in ("x", None)),
-        *((bool, value, "neither true nor false") for value in ("x", None)),
-        (str, 1, "not text"),
-        (Path, 1, "not a path"),
+        (bool, "x", "neither true nor false"),
         (SyncSpec, {}, "missing"),
     ],
 )
@@ -290,12 +273,6 @@ def test_a_party_follows_the_run_in_what_it_was_not_told():
     assert (agreed.quorum, agreed.sync_interval, agreed.learner_id) == (3, 7, "l9")
 
 
-def test_a_party_told_the_same_agrees():
-    """Being told a value on purpose is no offence if it is the run's."""
-    spec = load(SyncSettings, {"quorum": 3}).sync_spec().model_dump()
-    assert agree(load(SyncSettings, {"quorum": 3}), spec, SyncSettings).quorum == 3
-
-
 def test_a_party_told_otherwise_is_refused_with_each_difference(monkeypatch):
     """By flag or by variable, default value or not; fields that agree are not listed."""
     spec = load(SyncSettings, {"quorum": 3, "fragments": 4}).sync_spec().model_dump()
@@ -306,21 +283,6 @@ def test_a_party_told_otherwise_is_refused_with_each_difference(monkeypatch):
     assert "quorum: here 1, the run has 3" in text
     assert "fragments: here 8, the run has 4" in text
     assert "merge" not in text
-
-
-def test_the_trainer_agrees_the_same_way():
-    """Learners follow the first one's model and data."""
-    spec = load(TrainerSettings, {"model": "small", "seed": 5}).trainer_spec()
-    agreed = agree(load(LearnerProcess), spec, TrainerSettings)
-    assert (agreed.model, agreed.seed) == ("small", 5)
-    with pytest.raises(SpecMismatch, match="seed: here 6, the run has 5"):
-        agree(load(LearnerProcess, {"seed": 6}), spec, TrainerSettings)
-
-
-def test_other_things_than_text_are_left_to_the_validator():
-    """parse_duration never guesses."""
-    assert parse_duration(None) is None
-    assert parse_duration([1]) == [1]
 
 
 def test_the_times_of_a_syncer_follow_from_its_lease():
@@ -392,11 +354,6 @@ def test_of_a_library_only_what_it_would_read_is_looked_at(monkeypatch):
     monkeypatch.setenv("DILOCO_REDIS_ULR", "redis://x")
     (warning,) = check_variables(PARTIES, wanted=BusSettings.model_fields)
     assert "DILOCO_REDIS_ULR: is DILOCO_REDIS_URL meant?" in warning
-
-
-def test_names_of_settings_are_not_each_others_misspellings():
-    """The launcher's own, unknown to the library, are none of what it reads."""
-    assert not [name for name in ALL_FIELDS - PARTIES if get_close_matches(name, BusSettings.model_fields, 1, 0.82)]
 
 
 @pytest.mark.parametrize("command", ["run", "demo", "syncer", "learner", "evaluator", "status", "tape", "chaos"])

@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 
 from diloco.pipeline.files.strict_json import dumps, number
 from diloco.pipeline.process import logs
-from diloco.pipeline.settings import BusSettings
-from diloco.pipeline.view.shares import shares
-from diloco.status import show
 from tests.test_layers import PEERS, parsed, sources
 
 ELSEWHERE = {
@@ -69,30 +66,6 @@ def test_nothing_else_writes_json() -> None:
             if {"json.dumps", "json.dump"} & {ast.unparse(one) for one in named if one.attr in ("dumps", "dump")}:
                 writers.add(path)
     assert writers == set()
-
-
-def test_a_status_of_a_run_that_diverged_is_json(tmp_path: Path, capsys):
-    lost = {"overwritten": 0, "rejected": 0, "died": 0, "pending": 0}
-    sums = {"tokens": 0, "merged_tokens": 0, "tokens_lost": lost, "outer_steps": 0, "wall_s": 1.0}
-    report = {
-        "run": "a",
-        "method": "decoupled",
-        "stopped": False,
-        "learners": [],
-        "demo": None,
-        "checkpoint": None,
-        "warnings": [],
-        "settings": {"learners": 1},
-        "elapsed_s": 1.0,
-        "merged_share": shares((), (0.0, 0, 0), 0),
-        **sums,
-    }
-    report |= {"global_val_loss": math.nan, "evaluations": [{"loss": math.inf}]}
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    (tmp_path / "run.json").write_text("{}")
-    show(BusSettings(), tmp_path, as_json=True)
-    read = strictly(capsys.readouterr().out)
-    assert read["global_val_loss"] is read["evaluations"][0]["loss"] is None
 
 
 def test_a_log_line_is_json():

@@ -44,7 +44,7 @@ async def said(url: str) -> str:
 
 
 async def test_an_option_that_there_is_not_is_refused_without_the_password() -> None:
-    with pytest.raises(UsageError, match="an option .* that does not exist") as error:
+    with pytest.raises(UsageError, match="that does not exist") as error:
         await connect("redis://:secret@127.0.0.1:9?x=1", "run")
     assert "secret" not in str(error.value)
 
