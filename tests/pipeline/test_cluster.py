@@ -1,10 +1,8 @@
 """Three Redis nodes as a cluster: a fragment's steps stay in its slot, the run's fragments spread over nodes."""
 
 import asyncio
-import contextlib
 import json
 import re
-import subprocess
 import time
 from collections.abc import Iterator
 from importlib import resources
@@ -29,80 +27,33 @@ from diloco.pipeline.bus.redis.nodes import ClusterNodes
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, HeadMoved, UsageError
 from diloco.pipeline.messages.tape import WindowChanged
-from diloco_studies.strikes.failing.servers import Node
+from diloco_studies.strikes.failing.servers import Clustered, Node
 from tests import HANGING_S, samples
 from tests.pipeline.test_bus_contract import SHARDS
 from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejected, stage
 from tests.samples import IDLE
 
-NODES = 3
 
+class Primaries(Clustered):
+    """Three of them, none with a replica."""
 
-def free_ports(count: int) -> list[int]:
-    """Ports whose bus port (+ 10000) exists too."""
-    ports: set[int] = set()
-    while len(ports) < count:
-        if (port := free_port()) < 55_000:
-            ports.add(port)
-        else:
-            ports.add(20_000 + port % 10_000)
-    return sorted(ports)
+    shares = 3
 
-
-def form(nodes: list[Any], ports: list[int]) -> None:
-    """Slots in equal ranges, then everybody meets."""
-    for i, node in enumerate(nodes):
-        first, stop = 16384 * i // NODES, 16384 * (i + 1) // NODES
-        node.execute_command("CLUSTER ADDSLOTS", *range(first, stop))
-        node.execute_command("CLUSTER SET-CONFIG-EPOCH", i + 1)
-    for port in ports[1:]:
-        nodes[0].execute_command("CLUSTER MEET", "127.0.0.1", port)
-    deadline = time.monotonic() + HANGING_S
-    while not all(node.cluster("info")["cluster_state"] == "ok" for node in nodes) or not all(
-        len(node.cluster("nodes")) == NODES for node in nodes
-    ):
-        assert time.monotonic() < deadline, "the cluster did not form"
-        time.sleep(0.05)
+    def _set_up(self) -> None:
+        self._join(3, 'save ""')
+        self.wait_until(self._ok)
 
 
 @pytest.fixture(scope="module")
-def nodes(
-    tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None
-) -> Iterator[list[tuple[str, subprocess.Popen[bytes]]]]:
-    """URL and process of each node."""
-    ports = free_ports(NODES)
-    processes, clients = [], []
-    with contextlib.ExitStack() as stack:
-        for port in ports:
-            folder = tmp_path_factory.mktemp(f"node-{port}")
-            out = stack.enter_context((folder / "log").open("wb"))
-            command = [str(redis_binary or find_server()), "--port", str(port), "--bind", "127.0.0.1"]
-            command += ["--cluster-enabled", "yes", "--dir", str(folder), "--save", "", "--appendonly", "no"]
-            processes.append(subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True))
-            node = redis_py.Redis(port=port, protocol=2)
-            stack.callback(node.close)
-            clients.append(node)
-        try:
-            deadline = time.monotonic() + HANGING_S
-            for node in clients:
-                while True:
-                    with contextlib.suppress(redis_py.ConnectionError):
-                        node.ping()
-                        break
-                    assert time.monotonic() < deadline, "a node did not start"
-                    time.sleep(0.02)
-            form(clients, ports)
-            yield [(f"redis://127.0.0.1:{port}", process) for port, process in zip(ports, processes, strict=True)]
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+def servers(redis_binary: Path | None) -> Iterator[Primaries]:
+    with Primaries(binary=redis_binary) as servers:
+        yield servers
 
 
 @pytest.fixture
-def cluster(nodes: list[tuple[str, subprocess.Popen[bytes]]]) -> list[str]:
+def cluster(servers: Primaries) -> list[str]:
     """URLs of the nodes."""
-    return [url for url, _ in nodes]
+    return ["redis://{}:{}".format(*node.address) for node in servers.nodes.values()]
 
 
 @pytest.mark.redis
@@ -111,7 +62,7 @@ async def test_three_groups_live_on_three_nodes_and_go_through_all_steps(cluster
     bus.use_spec(samples.spec(groups=3))
     info = await bus.info()
     assert info.cluster
-    assert info.server_id.count("+") == NODES - 1
+    assert info.server_id.count("+") == 2
     await everything(bus)
     clients = [redis_py.Redis.from_url(url) for url in cluster]
     assert sum(client.dbsize() > 0 for client in clients) > 1, "all keys are on one node"
@@ -211,15 +162,14 @@ def test_the_doctor_names_the_node_that_a_line_is_about_and_what_one_lost_node_w
 
 @pytest.mark.redis
 async def test_a_cluster_that_lost_a_node_is_unavailable_in_part_and_says_so(
-    nodes: list[tuple[str, subprocess.Popen[bytes]]],
+    servers: Primaries, cluster: list[str]
 ) -> None:
     """The last of the tests that use the nodes: it kills one."""
-    bus = await connect(nodes[0][0], "lossy")
+    bus = await connect(cluster[0], "lossy")
     bus.use_spec(samples.spec(groups=12))
     for p in range(12):
         await bus.acquire_lease(p, NONCE, 60)
-    nodes[2][1].kill()
-    nodes[2][1].wait()
+    servers.kill("redis-2")
 
     async def renew(p: int) -> object:
         try:
@@ -337,9 +287,9 @@ async def test_a_login_that_a_node_that_came_later_refuses_is_no_reason_to_end()
 
 @pytest.mark.redis
 async def test_a_cluster_that_nobody_has_made_is_said_to_be_so(tmp_path: Path) -> None:
-    address = ("127.0.0.1", free_ports(1)[0])
+    address = ("127.0.0.1", free_port())
     node = Node("node", tmp_path / "node", [str(find_server()), str(tmp_path / "node" / "redis.conf")], address)
-    node.configure("cluster-enabled yes")
+    node.configure("cluster-enabled yes", f"cluster-port {free_port()}")
     try:
         node.start()
         deadline = time.monotonic() + HANGING_S
