@@ -3,14 +3,12 @@
 import asyncio
 import inspect
 import re
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import redis as redis_py
 import redis.exceptions as rx
 import structlog
 
@@ -31,59 +29,14 @@ from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.status_reader import read_status
 from tests import samples
-from tests.backdoor import RedisBackdoor
+from tests.pipeline.conftest import LEARNERS, Server, as_user, rules_of
 from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejected, rest_of, stage, update_to
 
 pytestmark = pytest.mark.redis
 
-LEARNERS = ("l0", "l1")
 VALUES = np.arange(8, dtype=np.float32)
 TOP = "18446744073709551615-18446744073709551615"
 """The greatest entry id of a stream: after it, none can be added."""
-
-
-def rules_of(user: acl.User) -> list[str]:
-    return re.findall(r"\([^)]*\)|\S+", user.rules)
-
-
-def as_user(url: str, name: str) -> str:
-    return url.replace("://", f"://{name}:pw-{name}@", 1)
-
-
-class Server:
-    """A Redis 7 with the users of one run."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self.run = url, f"acl-{secrets.token_hex(4)}"
-        self.keys = RunKeys(self.run)
-        self.backdoor = RedisBackdoor(self.run, url)
-        self.admin: Any = self.backdoor.client
-        self.admin.execute_command("ACL", "LOG", "RESET")
-        self.users = acl.users(self.run, LEARNERS)
-        for user in self.users:
-            self.admin.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
-
-    async def bus(self, user: str) -> RedisBus:
-        return await connect(as_user(self.url, user), self.run)
-
-    def raw(self, user: str) -> Any:
-        return redis_py.Redis.from_url(as_user(self.url, user), protocol=2)
-
-    def close(self) -> None:
-        self.admin.execute_command("ACL", "DELUSER", *(user.name for user in self.users))
-        self.admin.close()
-
-
-@pytest.fixture
-def server(redis_server: str) -> Iterator[Server]:
-    probe: Any = redis_py.Redis.from_url(redis_server, protocol=2)
-    version = probe.info()["redis_version"]
-    probe.close()
-    if int(version.split(".")[0]) < 7:
-        pytest.skip(f"ACL selectors need Redis 7, this is {version}")
-    server = Server(redis_server)
-    yield server
-    server.close()
 
 
 class Noting:

@@ -20,7 +20,7 @@ from diloco.pipeline.messages.wire import MAX_FRAGMENTS
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import pull
 from tests import fuzz, samples
-from tests.pipeline.test_acl import Server, server  # noqa: F401  # a fixture
+from tests.pipeline.conftest import Server
 
 pytestmark = pytest.mark.redis
 
@@ -33,7 +33,7 @@ def empties(count: int) -> bytes:
 
 
 @pytest.fixture
-async def syncer(server: Server) -> AsyncIterator[RedisBus]:  # noqa: F811
+async def syncer(server: Server) -> AsyncIterator[RedisBus]:
     bus = await server.bus("syncer")
     bus.use_spec(samples.spec())
     yield bus
@@ -41,7 +41,7 @@ async def syncer(server: Server) -> AsyncIterator[RedisBus]:  # noqa: F811
 
 
 @pytest.fixture
-async def learner(server: Server, syncer: RedisBus) -> AsyncIterator[RedisBus]:  # noqa: F811
+async def learner(server: Server, syncer: RedisBus) -> AsyncIterator[RedisBus]:
     """One that behaves."""
     bus = await server.bus("learner-l1")
     bus.use_spec(samples.spec())
@@ -49,19 +49,16 @@ async def learner(server: Server, syncer: RedisBus) -> AsyncIterator[RedisBus]: 
     await bus.close()
 
 
-def lua_bytes(server: Server) -> int:  # noqa: F811
+def lua_bytes(server: Server) -> int:
     return int(server.admin.info("memory")["used_memory_lua"])
 
 
-def sent_bytes(server: Server) -> int:  # noqa: F811
+def sent_bytes(server: Server) -> int:
     """To all clients."""
     return int(server.admin.info("stats")["total_net_output_bytes"])
 
 
-async def test_no_report_that_another_planted_is_unpacked_in_any_size(
-    server: Server,  # noqa: F811
-    learner: RedisBus,
-) -> None:
+async def test_no_report_that_another_planted_is_unpacked_in_any_size(server: Server, learner: RedisBus) -> None:
     """Nothing could break in: a few megabytes hold up Redis for seconds, and half a gigabyte is its end."""
     hostile, before = server.raw("learner-l0"), lua_bytes(server)
     hostile.hset(server.keys.learners, "l1/" + "0" * 8, empties(2 * MB))
@@ -72,8 +69,7 @@ async def test_no_report_that_another_planted_is_unpacked_in_any_size(
 
 
 async def test_whatever_stands_in_the_place_of_a_report_gives_way_to_the_next_one(
-    server: Server,  # noqa: F811
-    learner: RedisBus,
+    server: Server, learner: RedisBus
 ) -> None:
     chance, name = random.Random(1), "l1/" + "0" * 8
     stored = encode(samples.report("l1", number=70_000))
@@ -85,11 +81,7 @@ async def test_whatever_stands_in_the_place_of_a_report_gives_way_to_the_next_on
 
 
 @pytest.mark.parametrize("owners", ["commit", "refuse", "republish"])
-async def test_no_learner_has_fields_of_an_owners_write_unpacked(
-    server: Server,  # noqa: F811
-    syncer: RedisBus,
-    owners: str,
-) -> None:
+async def test_no_learner_has_fields_of_an_owners_write_unpacked(server: Server, syncer: RedisBus, owners: str) -> None:
     """With keys of its own in the place of lease, head and tape it is stopped as early."""
     keys, before = server.keys, lua_bytes(server)
     hostile = server.raw("learner-l0")
@@ -114,10 +106,7 @@ def test_the_largest_report_that_a_learner_can_make_is_within_its_bound() -> Non
     assert 10_000 < len(encode(most)) < LearnerReport.max_bytes - 1000
 
 
-async def test_no_more_of_a_payload_is_read_than_its_chunks_can_have(
-    server: Server,  # noqa: F811
-    syncer: RedisBus,
-) -> None:
+async def test_no_more_of_a_payload_is_read_than_its_chunks_can_have(server: Server, syncer: RedisBus) -> None:
     """A syncer would hold all of it before it finds the first chunk too large, and begin again after each restart."""
     key = server.keys.delta_payload(0, "l0", "0" * 8, 0)
     large, empty = server.keys.delta_payload(0, "l0", "0" * 8, 1), server.keys.delta_payload(0, "l0", "0" * 8, 2)
@@ -135,9 +124,7 @@ async def test_no_more_of_a_payload_is_read_than_its_chunks_can_have(
 
 
 async def test_names_and_arrivals_of_any_size_keep_no_owner_from_the_next_header_and_go(
-    server: Server,  # noqa: F811
-    syncer: RedisBus,
-    learner: RedisBus,
+    server: Server, syncer: RedisBus, learner: RedisBus
 ) -> None:
     """Each read of headers would take all of them, for as long as the run lasts."""
     keys, viewer = server.keys, await server.bus("viewer")
@@ -167,10 +154,7 @@ async def test_names_and_arrivals_of_any_size_keep_no_owner_from_the_next_header
 
 
 async def test_headers_of_any_size_are_refused_as_such_and_hide_no_others(
-    server: Server,  # noqa: F811
-    syncer: RedisBus,
-    learner: RedisBus,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, syncer: RedisBus, learner: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "MOST_READ_BYTES", MB)
     keys, hostile = server.keys, server.raw("learner-l0")
@@ -193,10 +177,7 @@ async def test_headers_of_any_size_are_refused_as_such_and_hide_no_others(
 
 
 async def test_reports_of_any_size_hide_no_others_and_go(
-    server: Server,  # noqa: F811
-    syncer: RedisBus,
-    learner: RedisBus,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, syncer: RedisBus, learner: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also the times at which they came, and what is not too large to be read and larger than a report."""
     monkeypatch.setattr(stored_reports, "MOST_REPORTS", 200)
@@ -221,10 +202,7 @@ async def test_reports_of_any_size_hide_no_others_and_go(
 
 
 async def test_the_most_that_one_learner_can_report_leaves_room_for_others(
-    server: Server,  # noqa: F811
-    syncer: RedisBus,
-    learner: RedisBus,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, syncer: RedisBus, learner: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None of its reports is too large, nor are they too many: all together they are."""
     monkeypatch.setattr(stored_reports, "MOST_REPORTS", 200)
@@ -243,10 +221,7 @@ async def test_the_most_that_one_learner_can_report_leaves_room_for_others(
 
 
 async def test_what_else_learners_share_is_read_within_its_bounds(
-    server: Server,  # noqa: F811
-    syncer: RedisBus,
-    learner: RedisBus,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, syncer: RedisBus, learner: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Events, the word that version 0 is there, moments, shards."""
     monkeypatch.setattr(calls, "MOST_READ_BYTES", MB)

@@ -24,14 +24,14 @@ from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import service
 from diloco.workers.exchange import reaching
 from tests import HANGING_S, samples
-from tests.pipeline.test_acl import Server, as_user, server  # noqa: F401  # a fixture
+from tests.pipeline.conftest import Server, as_user
 from tests.pipeline.test_commit_cases import NONCE
 
 SAID = "a syncer loads them within seconds, as after each restart of Redis; if none is there, start one"
 
 
 @pytest.fixture
-async def syncer(server: Server) -> AsyncIterator[RedisBus]:  # noqa: F811
+async def syncer(server: Server) -> AsyncIterator[RedisBus]:
     bus = await server.bus("syncer")
     yield bus
     await bus.close()
@@ -39,9 +39,7 @@ async def syncer(server: Server) -> AsyncIterator[RedisBus]:  # noqa: F811
 
 @pytest.mark.redis
 async def test_a_syncer_puts_back_scripts_that_no_call_of_its_own_misses(
-    server: Server,  # noqa: F811
-    syncer: RedisBus,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, syncer: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A learner may call one that a syncer never does, after a restart of Redis."""
     monkeypatch.setattr(service, "SCRIPTS_LOOK_S", 0.05)
@@ -65,9 +63,7 @@ async def test_a_syncer_puts_back_scripts_that_no_call_of_its_own_misses(
 
 @pytest.mark.redis
 async def test_who_looks_on_needs_no_script_that_redis_has_lost(
-    server: Server,  # noqa: F811
-    syncer: RedisBus,
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, syncer: RedisBus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after a restart of Redis, once a run is over: nobody is there who may load scripts."""
     await syncer.propose_spec(encode(samples.spec()))
@@ -91,8 +87,7 @@ async def test_who_looks_on_needs_no_script_that_redis_has_lost(
 
 @pytest.mark.redis
 async def test_a_learner_whose_scripts_nobody_loads_waits_and_says_so_in_the_status_too(
-    server: Server,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has not joined meanwhile, so nobody waits for it. It goes on by itself once a syncer was there."""
     server.admin.script_flush()

@@ -1,0 +1,60 @@
+"""A Redis with the users of one run, for tests of what each may do and of what one does to others. Redis 7."""
+
+import re
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis as redis_py
+
+from diloco.pipeline.bus import acl
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.bus.redis_streams import RedisBus, connect
+from tests.backdoor import RedisBackdoor
+
+LEARNERS = ("l0", "l1")
+
+
+def rules_of(user: acl.User) -> list[str]:
+    return re.findall(r"\([^)]*\)|\S+", user.rules)
+
+
+def as_user(url: str, name: str) -> str:
+    return url.replace("://", f"://{name}:pw-{name}@", 1)
+
+
+class Server:
+    """A Redis 7 with the users of one run."""
+
+    def __init__(self, url: str) -> None:
+        self.url, self.run = url, f"acl-{secrets.token_hex(4)}"
+        self.keys = RunKeys(self.run)
+        self.backdoor = RedisBackdoor(self.run, url)
+        self.admin: Any = self.backdoor.client
+        self.admin.execute_command("ACL", "LOG", "RESET")
+        self.users = acl.users(self.run, LEARNERS)
+        for user in self.users:
+            self.admin.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
+
+    async def bus(self, user: str) -> RedisBus:
+        return await connect(as_user(self.url, user), self.run)
+
+    def raw(self, user: str) -> Any:
+        return redis_py.Redis.from_url(as_user(self.url, user), protocol=2)
+
+    def close(self) -> None:
+        self.admin.execute_command("ACL", "DELUSER", *(user.name for user in self.users))
+        self.admin.close()
+
+
+@pytest.fixture
+def server(redis_server: str) -> Iterator[Server]:
+    probe: Any = redis_py.Redis.from_url(redis_server, protocol=2)
+    version = probe.info()["redis_version"]
+    probe.close()
+    if int(version.split(".")[0]) < 7:
+        pytest.skip(f"ACL selectors need Redis 7, this is {version}")
+    server = Server(redis_server)
+    yield server
+    server.close()
