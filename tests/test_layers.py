@@ -39,7 +39,6 @@ PURE = (
     "pipeline/bus/cluster_slots.py",
     "pipeline/bus/hosts.py",
     "pipeline/bus/commits.py",
-    "pipeline/bus/key_usage.py",
     "pipeline/bus/keys.py",
     "pipeline/bus/server.py",
     "pipeline/bus/stored_reports.py",

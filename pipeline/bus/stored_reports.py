@@ -3,7 +3,6 @@
 Shared by the bus's adapters, as `stored_values`.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
@@ -12,9 +11,6 @@ from diloco.pipeline.bus.stored_values import decode_count, is_learner, readable
 from diloco.pipeline.errors import BadMessage, LearnerReplaced
 from diloco.pipeline.messages.run import LearnerReport, SeenReport
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS
-
-LATE_REPORTS = 64
-"""Reports by which one that its sender gave up may come late; also in `write_report.lua`."""
 
 MOST_REPORTS = 2 * MAX_LEARNERS
 REPORTS_LEFT = MAX_LEARNERS
@@ -29,8 +25,6 @@ NOTHING = False, -1
 
 Known = dict[bytes, tuple[bytes, LearnerReport | None]]
 """Name of a report -> as it was stored, and what that says; None: nothing."""
-
-_HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
 
 
 def seen_reports(
@@ -106,25 +100,6 @@ def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes 
 def holder(report: LearnerReport) -> bytes:
     """What a report makes its learner's holder."""
     return b"%d %s" % (report.generation, report.incarnation.encode())
-
-
-def is_late(number: int, last: int) -> bool:
-    """Whether a report was given up by its sender, by the number of the last that was taken.
-
-    Any learner may write another's number: what is far above it is no later report, and silences nobody.
-    """
-    return number < last <= number + LATE_REPORTS
-
-
-def check_holder(key: str, held: bytes | None, mine: bytes, generation: int) -> None:
-    """Whether a report may be written by who holds its learner's id; what cannot be read holds nothing.
-
-    Raises:
-        LearnerReplaced: another incarnation does.
-    """
-    readable = _HOLDER.fullmatch(held or b"")
-    if readable and held != mine and int(readable[1]) >= generation:
-        raise replaced(key, int(readable[1]))
 
 
 def replaced(key: str, generation: int) -> LearnerReplaced:

@@ -16,11 +16,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from types import FrameType
 
 _HANGUP: signal.Signals | None = getattr(signal, "SIGHUP", None)  # Windows has none
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_PR_SET_CHILD_SUBREAPER = 36
 AGAIN_STATUS = 75
 """EX_TEMPFAIL of sysexits.h: who started this process should do so again. Of a party that was asked to end before its
 run was finished, of a sweep of the lab that was, and of a rank that has lost another one."""
@@ -46,12 +44,6 @@ def die_with_launcher() -> None:
     launcher = os.environ.pop(LAUNCHER_PID, None)
     if launcher is not None:
         die_with_parent(int(launcher))
-
-
-def adopt_orphans() -> bool:
-    """From now on descendants whose parent ends become children of this process, which can wait for them. Linux only;
-    whether it is so."""
-    return sys.platform == "linux" and not ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def exit_at_once() -> None:
@@ -96,17 +88,6 @@ def ignore_end() -> None:
     """So does no request to end, but for Ctrl-C."""
     ignore_hangup()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def interrupt_at_end_signals() -> None:
-    """Each of `end_signals` interrupts this thread, as Ctrl-C does; a hangup only once, since it comes again."""
-
-    def hang_up(number: int, frame: FrameType | None) -> None:
-        ignore_hangup()
-        raise KeyboardInterrupt
-
-    for number in end_signals():
-        signal.signal(number, hang_up if number == _HANGUP else signal.default_int_handler)
 
 
 def install_signal_handlers(

@@ -12,7 +12,6 @@ from diloco.pipeline.bus import stored_reports, stored_values
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.bus.stored_reports import LATE_REPORTS
 from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import (
     BadMessage,
@@ -29,6 +28,7 @@ from diloco.pipeline.messages.tape import WindowChanged
 from diloco.pipeline.messages.wire import MOST_LEASE_S
 from diloco.pipeline.payload.codec import Encoded, Payload, encode, whole_chunk
 from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.memory_run import LATE_REPORTS
 from tests import HANGING_S, samples
 from tests.backdoor import Backdoor
 from tests.pipeline.test_commit_cases import commit_on

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.bus.key_usage import KeyUsage, KindUsage
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import LearnerReport
@@ -16,7 +15,7 @@ from diloco.pipeline.messages.tape import Committed, Contribution, Rewound
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco_studies.strikes.audit import CHECKS, Ending, Evidence, ShardNote, audit
 from diloco_studies.strikes.footprint import MORE, Life
-from diloco_studies.strikes.growth import Scale, bounds
+from diloco_studies.strikes.growth import KeyUsage, KindUsage, Scale, bounds
 from diloco_studies.strikes.rates import Struck
 from diloco_studies.strikes.schedule import Manner, Party
 from tests import samples

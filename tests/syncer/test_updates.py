@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.bus.commits import Published, Staged
-from diloco.pipeline.bus.key_usage import kind_of
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.head import Head
@@ -26,6 +25,7 @@ from diloco.syncer.merging.fragment import Draft, outer_step
 from diloco.syncer.merging.mending import LOOK_S, UNFOLLOWED_S
 from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.merging.outer import NesterovStep
+from diloco_studies.strikes.growth import kind_of
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
 from tests import samples

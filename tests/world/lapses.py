@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from diloco.pipeline.bus.key_usage import kind_of
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.errors import LeaseLost
+from diloco_studies.strikes.growth import kind_of
 from diloco_studies.virtual.memory_store import MemoryStore
 
 

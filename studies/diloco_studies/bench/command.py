@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from rich.console import Console
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS, Codec, GlobalCodec, OuterName
-from diloco.pipeline.process.lifecycle import interrupt_at_end_signals
+from diloco.pipeline.process.lifecycle import end_signals, ignore_hangup
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.units import counted
@@ -37,7 +38,13 @@ app = typer.Typer(
 @app.callback()
 def _stop_cleanly() -> None:
     """Ctrl-C, SIGTERM or SIGHUP ends the processes that were started and removes what they left."""
-    interrupt_at_end_signals()
+
+    def hang_up(*_: object) -> None:
+        ignore_hangup()  # it comes again
+        raise KeyboardInterrupt
+
+    for number in end_signals():
+        signal.signal(number, hang_up if number.name == "SIGHUP" else signal.default_int_handler)
     outlive_readers()  # an hour's measurements may go to files too
 
 

@@ -10,14 +10,13 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from diloco.pipeline.bus.key_usage import KeyUsage
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.messages.tape import Committed, Rewound, TapeRecord
 from diloco.pipeline.view.ledger import accounts, problems, surviving
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco_studies.strikes import footprint
-from diloco_studies.strikes.growth import Scale, grown
+from diloco_studies.strikes.growth import KeyUsage, Scale, grown
 from diloco_studies.strikes.rates import Struck
 from diloco_studies.strikes.schedule import BUS, Manner, Party
 

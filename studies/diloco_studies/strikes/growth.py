@@ -5,10 +5,9 @@ is not taken away. Bounds follow from what the run is (learners, fragments) and 
 begun): what a killed process leaves behind may stay until it expires.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from diloco.pipeline.bus.key_usage import KeyUsage, KindUsage
 from diloco.pipeline.bus.stored_values import EVALUATIONS_CAP, EVENTS_CAP
 
 TAPE_CAP = 30_000
@@ -19,6 +18,41 @@ WISHES = 8
 """Headers of one learner and fragment that may wait at a time, while no syncer serves it."""
 MOMENTS = 2
 """Moments of an inner optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindUsage:
+    """All keys of one kind at one moment."""
+
+    keys: int
+    entries: int
+    """Entries of streams, fields of hashes, 1 a string; summed over the keys."""
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeyUsage:
+    """What was on the bus at one moment."""
+
+    unix_s: float
+    used_bytes: int
+    """Memory of the whole server."""
+    kinds: Mapping[str, KindUsage]
+
+
+def kind_of(key: str) -> str:
+    """`deltas` for `diloco:{run:0}:deltas:3` (see `keys.RunKeys`)."""
+    return key.partition("}:")[2].partition(":")[0]
+
+
+def count(keys: Iterable[tuple[str, int, int]]) -> dict[str, KindUsage]:
+    """Sum up (key, entries, bytes)."""
+    kinds: dict[str, KindUsage] = {}
+    for key, entries, size in keys:
+        name = kind_of(key)
+        before = kinds.get(name, KindUsage(0, 0, 0))
+        kinds[name] = KindUsage(before.keys + 1, before.entries + entries, before.bytes + size)
+    return kinds
 
 
 @dataclass(frozen=True, slots=True)

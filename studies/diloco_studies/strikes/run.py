@@ -26,8 +26,6 @@ from diloco.launcher.launch import Children, environment, places_of, threads_for
 from diloco.launcher.page import left_in, way_to
 from diloco.launcher.report import Outcome
 from diloco.pipeline.bus.embedded import EmbeddedRedis
-from diloco.pipeline.bus.key_usage import KeyUsage
-from diloco.pipeline.bus.redis.key_usage import RedisKeyUsage, connect_key_usage
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.messages.shards import ShardQueue
@@ -44,7 +42,8 @@ from diloco_studies.strikes.failing.network import Network
 from diloco_studies.strikes.failing.servers import ClusterServers, SentinelServers, Servers
 from diloco_studies.strikes.failing.topology import Topology
 from diloco_studies.strikes.footprint import Life
-from diloco_studies.strikes.growth import Scale
+from diloco_studies.strikes.growth import KeyUsage, Scale
+from diloco_studies.strikes.key_usage import RedisKeyUsage, connect_key_usage
 from diloco_studies.strikes.launch import StruckLauncher, patiently
 from diloco_studies.strikes.monkey import REDIS, Monkey
 from diloco_studies.strikes.proxy import Proxy

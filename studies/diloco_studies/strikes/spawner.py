@@ -2,12 +2,13 @@
 
     launcher ──orders──▶ spawner ──fork──▶ go-between ──fork──▶ learner, syncer or evaluator
 
-The go-between ends at once, so that its child becomes the launcher's (`lifecycle.adopt_orphans`), which waits for it
+The go-between ends at once, so that its child becomes the launcher's (its nearest subreaper), which waits for it
 and kills it as if it had started it itself. A fork copies one thread only and shares no CUDA context, so the spawner
 must have neither other threads nor have touched a device: it imports, reads the text and computes nothing, and refuses
 to fork otherwise. Each fork gets its own environment, process group, log and random state.
 """
 
+import ctypes
 import importlib
 import json
 import os
@@ -26,7 +27,7 @@ from typing import Any, NoReturn
 from diloco.launcher.launch import Child, Process
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.process.lifecycle import LAUNCHER_PID, adopt_orphans, die_with_launcher
+from diloco.pipeline.process.lifecycle import LAUNCHER_PID, die_with_launcher
 from diloco_studies.strikes.failing.network import enter
 
 PRELOADED = (
@@ -37,6 +38,7 @@ PRELOADED = (
     "diloco.commands",
 )
 """Modules that the forked processes use; torch loads `_dynamo` for the first optimizer."""
+_PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 PROGRAM = "diloco"
 """What is forked, unless told otherwise."""
 READY = b"ready"
@@ -91,7 +93,7 @@ class Spawner:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> "Spawner":
-        if not adopt_orphans():
+        if sys.platform != "linux" or ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
             raise DilocoError("this needs Linux: what the spawner forks must become a child of this process")
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(START_S)

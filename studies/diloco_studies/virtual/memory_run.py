@@ -1,5 +1,6 @@
 """What concerns a run as a whole, on the bus in memory: spec and state, reports, logs, version 0, moments."""
 
+import re
 from contextlib import suppress
 from typing import TypeVar
 
@@ -22,6 +23,10 @@ from diloco.pipeline.payload.codec import decode, encode
 from diloco_studies.virtual.memory_calls import MemoryCalls
 
 T = TypeVar("T", bound=Message)
+
+LATE_REPORTS = 64
+"""As in `write_report.lua`: what is far above a number is no later report, but another learner's word."""
+_HOLDER = re.compile(rb"([0-9]{1,15}) [0-9a-f]+", re.IGNORECASE)
 
 
 class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, MomentsExchange):
@@ -79,13 +84,15 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         await self._turn()
         name = f"{report.learner}/{report.incarnation}"
         holder, mine = self.keys.holder(report.learner), stored_reports.holder(report)
-        stored_reports.check_holder(holder, self._bytes(holder), mine, report.generation)
+        held = _HOLDER.fullmatch(self._bytes(holder) or b"")
+        if held and held[0] != mine and int(held[1]) >= report.generation:
+            raise stored_reports.replaced(holder, int(held[1]))
         state = self._hash(self.keys.state).get(b"blob")
         before = self._hash(self.keys.learners).get(name.encode())
         self._hash(self.keys.seen)  # types before the first write
         with suppress(BadMessage):
             last = decode(LearnerReport, before).number if before else 0
-            if stored_reports.is_late(report.number, last):
+            if report.number < last <= report.number + LATE_REPORTS:
                 return stored_values.decode_state(state)
         self._set(holder, mine)
         self.store.hset(self.keys.learners, {name: encode(report)})

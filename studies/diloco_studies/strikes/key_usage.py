@@ -2,10 +2,10 @@
 
 import time
 
-from diloco.pipeline.bus.key_usage import KeyUsage, count
 from diloco.pipeline.bus.keys import PREFIX
 from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.connecting import connect_calls
+from diloco_studies.strikes.growth import KeyUsage, count
 
 LENGTH = {b"stream": "XLEN", b"hash": "HLEN", b"string": "EXISTS"}
 """Command that tells how many entries there are; a string is one."""
