@@ -43,17 +43,14 @@ class Bf16Globals(GlobalFormat):
     """As `GlobalFormat`."""
 
     def writer(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> GlobalWriter:
-        """As `GlobalFormat`."""
         return _Writer(fragment, elements, sync, grown)
 
     def whole(self, values: Float32) -> Mapping[Kind, npt.NDArray[Any]]:
-        """As `GlobalFormat`."""
         high, low = np.empty(len(values), np.uint16), np.empty(len(values), np.uint16)
         split(values, high, low)
         return {"global": high, "rest": low}
 
     async def exact(self, source: Source) -> Float32:
-        """As `GlobalFormat`."""
         head = source.head
         reader = await source.pull(head.payload, "bf16")
         values: Float32 = await source.work(widened, reader.array())
@@ -63,7 +60,6 @@ class Bf16Globals(GlobalFormat):
         return values
 
     async def shown(self, source: Source, held: Held | None) -> Float32:
-        """As `GlobalFormat`."""
         head = source.head
         reader = await source.pull(head.payload, "bf16")
         check(head, reader.digest, head.payload_digest or head.digest)

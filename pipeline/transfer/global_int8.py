@@ -115,7 +115,6 @@ class Int8Globals(GlobalFormat):
     follows: ClassVar[bool] = True
 
     def writer(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> GlobalWriter:
-        """As `GlobalFormat`."""
         return _Writer(fragment, elements, sync, grown)
 
     def whole(self, values: Float32) -> Mapping[Kind, npt.NDArray[Any]]:
@@ -123,14 +122,12 @@ class Int8Globals(GlobalFormat):
         return {"global": values}
 
     async def exact(self, source: Source) -> Float32:
-        """As `GlobalFormat`."""
         key_frame: Float32 = (await source.pull(source.head.payload, "fp32")).array()
         values, _ = await _follow(source, key_frame, None, _after_key_frame(source.head), told=False)
         await _check_values(source, values)
         return values
 
     async def state(self, source: Source) -> tuple[Float32, Float32 | None]:
-        """As `GlobalFormat`."""
         key_frame: Float32 = (await source.pull(source.head.payload, "fp32")).array()
         begun, told = await source.pull_momentum(), source.sync.outer_momentum > 0
         values, momentum = await _follow(source, key_frame, begun, _after_key_frame(source.head), told=told)
@@ -138,7 +135,6 @@ class Int8Globals(GlobalFormat):
         return values, momentum
 
     async def shown(self, source: Source, held: Held | None) -> Float32:
-        """As `GlobalFormat`."""
         lacking = updates_after(source.head, held)
         if held is not None and lacking:
             try:
@@ -150,7 +146,6 @@ class Int8Globals(GlobalFormat):
         return await self.exact(source)
 
     def sizes(self, head: Head, elements: int) -> dict[str, int]:
-        """As `GlobalFormat`."""
         size = payload_bytes(elements, "int8")
         return {key: size for update in head.updates for key in update.payloads} | super().sizes(head, elements)
 

@@ -213,9 +213,7 @@ class _Source:
     extend_s: float = KEPT_S
 
     async def pull(self, key: str, codec: Codec) -> PayloadReader:
-        """As `Source`."""
         return await pull(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
 
     async def pull_momentum(self) -> Float32 | None:
-        """As `Source`."""
         return (await self.pull(self.head.momentum, "fp32")).array() if self.head.momentum else None
