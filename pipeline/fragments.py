@@ -149,10 +149,7 @@ def balance(sizes: Iterable[tuple[str, int]], fragments: int, averaged: Collecti
 
     Ties go by name and by fragment id, so that every learner finds the same layout.
 
-    Args:
-        sizes: of the trained tensors.
-        fragments: all there are.
-        averaged: names of the average-only tensors; if there are any, they have the last fragment to themselves.
+    averaged: names of the average-only tensors; if there are any, they have the last fragment to themselves.
 
     Raises:
         UsageError: fewer tensors than fragments, or none is left for the trained ones.

@@ -61,10 +61,7 @@ PAPER = METHODS["paper"].settings
 def settings_of(method: str, learners: int, tensors: int | None = None) -> dict[str, Any]:
     """Settings that a method means in a run.
 
-    Args:
-        method: one of `METHODS`.
-        learners: of the run, for a quorum of all.
-        tensors: trained ones of the model, of which each fragment needs one; None: not known here.
+    tensors: trained ones of the model, of which each fragment needs one; None: not known here.
     """
     meant = dict(METHODS[method].settings)
     if meant.get("quorum") == ALL:

@@ -206,11 +206,7 @@ def in_force(interval: int, overlap_steps: int, trip_steps: float) -> int:
 def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled: float, outer_s: float) -> float:
     """Of a fragment: its upload, the merge of so many learners, the outer step, and the pull.
 
-    Args:
-        site: what there is.
-        learners, fragments: M and P.
-        wire, pulled: bytes of an element, of a delta and of a global.
-        outer_s: its outer step.
+    wire, pulled: bytes of an element, of a delta and of a global.
     """
     elements = site.params / fragments
     merge_s = learners * elements * wire / site.merge_rate / site.syncer_cores

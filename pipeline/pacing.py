@@ -67,22 +67,12 @@ def full_room_steps(sync: SyncSpec) -> float:
 
 
 def least_step_s(sync: SyncSpec, outer_s: float, together_s: float) -> float:
-    """Inner steps that take at least so long leave room for an outer step, once the interval is H.
-
-    Args:
-        sync: the run's.
-        outer_s: of the fragment whose outer step takes longest.
-        together_s: as `slow_merges`.
-    """
+    """Inner steps that take at least so long leave room for an outer step, once the interval is H."""
     return max(outer_s / full_room_steps(sync), together_s / (sync.sync_interval + full_room_steps(sync)))
 
 
 def outer_room(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float]) -> Room | None:
-    """How the outer step fits, judged by the full interval; None: nothing is known yet.
-
-    Args:
-        sync, fragments, step_times: as `slow_merges`.
-    """
+    """How the outer step fits, judged by the full interval; None: nothing is known yet."""
     known, step_s = [one.outer_s for one in fragments if one.outer_s], _usual(step_times)
     return Room(max(known), full_room_steps(sync) * step_s) if known and step_s else None
 
@@ -113,11 +103,7 @@ def _shares(
 def merge_share(
     sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float], together_s: float = 0.0
 ) -> float | None:
-    """How many times its room the merge takes that is worst off; above 1 `slow_merges` says so. None: not known yet.
-
-    Args:
-        sync, fragments, step_times, together_s: as `slow_merges`.
-    """
+    """How many times its room the merge takes that is worst off; above 1 `slow_merges` says so. None: not known yet."""
     return max((share for share, _ in _shares(sync, fragments, step_times, together_s)), default=None)
 
 

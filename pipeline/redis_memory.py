@@ -35,13 +35,6 @@ def redis_bytes(
 
     All learners' deltas of all fragments are counted, as they are there when syncers have been away. Globals in two
     parts count as one. Globals that are updates have those of two key frames beside them.
-
-    Args:
-        elements: of the whole model.
-        learners: whose deltas there may be.
-        codec: of deltas, one of `CODECS`.
-        global_codec: one of `wire.GlobalCodec`.
-        key_frame_interval: outer steps between two key frames; 8 as usual.
     """
     each = (GLOBALS_HELD + STATES_HELD) * VALUE_BYTES + CODECS[codec] * learners
     if global_codec == "int8":

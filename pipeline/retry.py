@@ -74,12 +74,7 @@ async def retry(
 ) -> T:
     """Call until it returns.
 
-    Args:
-        call: makes one try.
-        waits: those before the next tries.
-        errors: those after which it is tried again.
-        failed: told the error and the wait before the next try, in seconds.
-        unless: those of `errors` that are raised.
+    failed: told the error and the wait before the next try, s. unless: those of `errors` that are raised.
     """
     loop = asyncio.get_running_loop()
     while True:

@@ -449,12 +449,8 @@ def load(
 ) -> S:
     """Settings of one party.
 
-    Args:
-        kind: the settings class.
-        flags: values given on the command line; None means not given.
-        config: TOML file, flat keys.
-        known: further keys allowed in the file, of other parties.
-        ignored: settings that neither variables nor the file give.
+    flags: None means not given. known: further keys allowed in the file, of other parties. ignored: settings that
+    neither variables nor the file give.
 
     Raises:
         UsageError: naming the field, the value and what is allowed.

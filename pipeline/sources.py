@@ -37,9 +37,7 @@ def check_variables(known: Collection[str], wanted: Collection[str] | None = Non
     One that may be meant for other programs is a warning, for instance what Kubernetes says of a service `diloco-...`,
     or a name of one's own for compose; one that is nearly the name of a setting is taken for that, misspelt.
 
-    Args:
-        known: settings of all parties.
-        wanted: only what is nearly one of these counts, and is a warning then.
+    wanted: only what is nearly one of these counts, and is a warning then.
 
     Returns: warnings.
 

@@ -55,9 +55,7 @@ def allowed(field: FieldInfo) -> str:
 def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
     """What is wrong, and what is allowed.
 
-    Args:
-        problem: one of pydantic's.
-        field: whose value it is; None: not known, and the one rule that was broken is named alone.
+    field: whose value it is; None: not known, and the one rule that was broken is named alone.
     """
     said = problem["msg"].removeprefix("Value error, ").rstrip(".")
     wrong, rule = _WORDS.get(problem["type"], (said, ""))

@@ -18,11 +18,7 @@ async def by_group(
 ) -> dict[int, T]:
     """Fragment -> answer, of the groups whose nodes answer.
 
-    Args:
-        keys: of the run.
-        fragments: those that are asked for.
-        ask: gives the answers of some fragments, in their order.
-        unreadable: told of each fragment whose answer cannot be read, which is left out; without it, that is raised.
+    unreadable: told of each fragment whose answer cannot be read, which is left out; without it, that is raised.
 
     Raises:
         BusUnavailable: nobody answers.

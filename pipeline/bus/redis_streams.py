@@ -30,10 +30,6 @@ from diloco.pipeline.bus.redis.work_queue import RedisWorkQueue
 async def connect(url: str, run: str) -> "RedisBus":
     """Reach a run on a Redis server or cluster.
 
-    Args:
-        url: redis://, rediss:// (certificates are verified) or unix://.
-        run: name of the run.
-
     Raises:
         UsageError: the URL is malformed, the login is refused, or the server is older than 6.2.
         BusUnavailable: there is no answer.

@@ -174,10 +174,7 @@ def to_maxmemory(amount: float, each: str = "") -> str:
 def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding:
     """How full a node is: the one rule, by which log, status, page, alert and doctor go.
 
-    Args:
-        used_bytes: of it.
-        maxmemory_bytes: 0: no limit.
-        a_round: bytes that a round of the run uploads to it (`redis_memory.round_bytes`); 0: not known.
+    a_round: bytes that a round of the run uploads to it (`redis_memory.round_bytes`); 0: not known.
     """
     free = maxmemory_bytes - used_bytes
     least = min(max(LEAST_FREE * maxmemory_bytes, a_round), MOST_FREE * maxmemory_bytes)

@@ -13,9 +13,7 @@ OPTIONS = {"redis_ca": "ssl_ca_certs", "redis_cert": "ssl_certfile", "redis_key"
 def with_tls(url: str, files: Mapping[str, Path | None]) -> str:
     """A Redis URL with certificate files as its options.
 
-    Args:
-        url: rediss:// where files are given, else any.
-        files: by the names of `OPTIONS`.
+    files: by the names of `OPTIONS`.
 
     Raises:
         UsageError: files for a URL without TLS; never shows the URL.

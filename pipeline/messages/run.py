@@ -209,10 +209,7 @@ class RunState(Message):
     def check_same_run(self, known: "RunState | None", name: str, has: str) -> None:
         """See that this is the run that a party has known until now.
 
-        Args:
-            known: its state as that party last saw it; None: it has seen none.
-            name: of the run.
-            has: what that party has of it, in words.
+        known: its state as that party last saw it; None: it has seen none. has: what that party has of it, in words.
 
         Raises:
             RunReplaced: it is another one.

@@ -105,10 +105,7 @@ def _complaint(what: str, error: ValidationError) -> BadMessage:
 def decode(kind: type[M], data: bytes, limit: int | None = None) -> M:
     """msgpack to a message of `kind`.
 
-    Args:
-        kind: has bounds of its own (`Message`).
-        data: what came.
-        limit: a lower bound for its bytes.
+    limit: of its bytes, where that is lower than the kind's own (`Message`).
 
     Raises:
         BadMessage: not msgpack, too large, or a field out of bounds.

@@ -176,10 +176,7 @@ class Encoding:
 def encode(values: npt.NDArray[Any], kind: Kind, error: Float32 | None = None) -> Bytes:
     """A flat vector as its bytes on the wire (`wire_bytes`,); equal vectors give equal bytes.
 
-    Args:
-        values: (elements,) float32 or bfloat16, contiguous.
-        kind: of code.
-        error: (elements,), overwritten with what the code loses, `values` less what is decoded; it may be `values`.
+    error: (elements,), overwritten with what the code loses, `values` less what is decoded; it may be `values`.
     """
     encoding = Encoding(len(values), kind)
     for start in range(0, len(values), GROUP):

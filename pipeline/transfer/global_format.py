@@ -103,9 +103,7 @@ class Momentum(NamedTuple):
 
         A matrix that was orthogonalised does not tell D, so there D itself must be known.
 
-        Args:
-            step: (elements,), overwritten.
-            lr: outer learning rate.
+        step: (elements,), overwritten.
         """
         np.divide(step, lr, out=step)
         if self.before is None:
@@ -178,9 +176,7 @@ class GlobalWriter(ABC):
     def published(self, head: Head, staged: Mapping[Kind, Staged]) -> Published:
         """What the next head names.
 
-        Args:
-            head: of the version before.
-            staged: all uploads, with the momentum where the version is alone and has one.
+        staged: all uploads, with the momentum where the version is alone and has one.
         """
         return alone(staged, self.uploads(head.version + 1))
 

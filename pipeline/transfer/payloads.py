@@ -129,14 +129,7 @@ async def push_global(
 ) -> Published:
     """Upload a version that is here in full, such that it needs no other one, for a commit.
 
-    Args:
-        bus, fragment, version: where to.
-        nonce: the same one and the same values may be uploaded again.
-        values: (elements,) exact.
-        sync: has the format.
-        ttl_s: it is gone after this, unless a commit makes it stay.
-        offload: runs heavy work.
-        momentum: (elements,) the outer optimizer's; None: zeros.
+    nonce: the same one and the same values may be uploaded again. momentum: (elements,); None: zeros.
     """
     staged = dict[Kind, Staged]()
     arrays = await offload(_whole, values, momentum, sync)

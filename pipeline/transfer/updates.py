@@ -36,12 +36,8 @@ def advance(
 ) -> tuple[Float32, Float32 | None]:
     """Values and momentum one update further.
 
-    Args:
-        theta: (elements,).
-        before: (elements,) momentum before it; None: zeros.
-        update: (elements,) as it came.
-        outer: learning rate and momentum, where the momentum follows from the update; None: it stays.
-        own: all arrays may be written to; else they are left as they are.
+    outer: learning rate and momentum, where the momentum follows from the update; None: it stays. own: all arrays may
+    be written to; else they are left as they are.
     """
     values, momentum, lr = theta if own else pooled(len(theta), np.float32), None, 1.0
     if outer is not None:

@@ -152,10 +152,8 @@ def _back_from(made: Mapping[tuple[int, int, bytes], Committed], head: tuple[int
 def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout: Layout) -> list[Account]:
     """The account of every incarnation that reported, stands on the tape or has a header on a stream.
 
-    Args:
-        records: the tape of this part of the run, lost history included.
-        ledger_inputs: the rest. In a finished run what is on the streams came too late, and is as good as rejected.
-        layout: fragments of the model.
+    records: the tape of this part of the run, lost history included. In a finished run what is on the streams came too
+    late, and is as good as rejected.
     """
     records = list(records)
     commits, lost = surviving(records, ledger_inputs.heads)

@@ -33,11 +33,7 @@ class LedgerInputs:
 async def read_ledger_inputs(bus: Bus, fragments: int, live_s: float, gone: Collection[str] = ()) -> LedgerInputs:
     """What the bus's run has now. Read its tape before, so that no merge is on the tape and not in a head.
 
-    Args:
-        bus: groups set.
-        fragments: how many there are.
-        live_s: a learner not heard from for this long is not live.
-        gone: learners known to be dead.
+    live_s: a learner not heard from for this long is not live. gone: learners known to be dead.
 
     Raises:
         BusError: the bus cannot be read.

@@ -77,10 +77,7 @@ class MergedShare(TypedDict):
 def shares(samples: Sequence[Sample], now: Sample, pending: int = 0) -> MergedShare:
     """All three.
 
-    Args:
-        samples: noted by the lead, oldest first.
-        now: time and totals.
-        pending: tokens.
+    samples: noted by the lead, oldest first. now: time and totals.
     """
     _, trained, merged = now
     recent, recent_s = recent_share(samples, now)

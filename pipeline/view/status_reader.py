@@ -41,11 +41,7 @@ def as_heard(
 
     That time lies between the last report and when the bus took writes again, if none has come since.
 
-    Args:
-        reports: all.
-        info: of the bus: whether it takes writes, and since when it is up.
-        live_s: a learner not heard from for this long is not live.
-        answers_s: for how long the bus has answered without a break, as far as the caller knows.
+    answers_s: for how long the bus has answered without a break, as far as the caller knows.
     """
     writable_s = min(info.up_s, answers_s) if info.takes_writes else 0.0
     away_s = min((seen.age_s for seen in reports), default=0.0) - writable_s

@@ -106,11 +106,7 @@ _NOT_THERE = (
 def translate(error: BaseException, where: str, user: str = "", key: bytes | str | None = None) -> DilocoError:
     """An error of redis-py, of a socket or of a time limit as one of ours; never shows credentials.
 
-    Args:
-        error: as it came.
-        where: the server was asked.
-        user: as whom it was asked.
-        key: of what was asked for.
+    user: as whom the server was asked. key: of what was asked for.
     """
     if isinstance(error.__cause__, rx.AuthenticationError):
         error = error.__cause__  # redis-py wraps what happens while it connects

@@ -101,11 +101,7 @@ def model_of_tape(
 ) -> Model | None:
     """The page's model; None: nothing was merged.
 
-    Args:
-        name: for people.
-        records: each fragment's in order.
-        layout: fragments of the model; None: not known, and all count alike.
-        events, evaluations: what else is known of the run.
+    records: each fragment's in order. layout: None: not known, and all fragments count alike.
     """
     merges = [one for one in records if isinstance(one, Committed) and one.contributions]
     if not merges:

@@ -137,13 +137,7 @@ class LearnerLife:
     ) -> Of:
         """Go on with its lane; what it does now.
 
-        Args:
-            times: where to draw.
-            learner: its newest incarnation.
-            publishing: a delta of it is in a window.
-            behind: fragments whose head it has not adopted.
-            now_s: by this machine's clock.
-            over: the run is finished: nobody is missed.
+        behind: fragments whose head it has not adopted. over: the run is finished: nobody is missed.
         """
         lane, heard_s, before_s = learner_lane(learner["id"]), now_s - learner["age_s"], self._heard_s
         if learner["incarnation"] != self._incarnation:

@@ -23,10 +23,7 @@ def grown(
 ) -> Mapping[str, Steps]:
     """By what each record made sums grow, in tokens of the whole model: merged, rejected, merges.
 
-    Args:
-        records: each fragment's in order.
-        heads: as `ledger.surviving`.
-        share: of the model, by fragment.
+    records: each fragment's in order. share: of the model, by fragment.
     """
     merged: Steps = []
     merges: Steps = []

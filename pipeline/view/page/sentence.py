@@ -82,9 +82,7 @@ def patience_s(status: Status) -> float:
 def verdict(status: Status | None, beside: Beside) -> Verdict:
     """The sentence.
 
-    Args:
-        status: the last that could be read; None: none yet.
-        beside: what else is known.
+    status: the last that could be read; None: none yet.
     """
     if beside.failed:
         return _bad(
