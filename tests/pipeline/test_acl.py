@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import redis.exceptions as rx
-import structlog
 
-from diloco.pipeline.bus import acl, stored_reports, stored_values
+from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.commits import Published, Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
@@ -421,31 +420,6 @@ async def test_xadd_of_a_learner_neither_trims_nor_blocks_what_others_offer(
     await syncer.refuse(0, Refusal(NONCE, expected, tuple(own), (), (rejected("l0"),)))
     await syncer.commit(await commit_on(syncer.bus, expected, entries=(theirs[0].entry_id, entry)))
     assert all(one.header is not None and one.header.learner == "l0" for one in await syncer.read_offers(0))
-
-
-async def test_names_and_reports_that_a_learner_made_up_go_and_nobody_elses(
-    server: Server, parties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A viewer reads past them, and a syncer takes them off, so that they cost nothing once the learner is cut off."""
-    monkeypatch.setattr(stored_values, "MOST_NEW_SENDERS", 3)
-    monkeypatch.setattr(stored_reports, "MOST_REPORTS", 3)
-    monkeypatch.setattr(stored_reports, "REPORTS_LEFT", 2)
-    await story(server, parties)
-    client, senders = server.raw("learner-l0"), server.keys.senders(0)
-    for number in range(5):
-        client.hsetnx(senders, f"x{number}", "")
-        client.hset(server.keys.learners, f"l1/{number:08x}", encode(samples.report("l1", incarnation=f"{number:08x}")))
-    client.close()
-    for name in ("viewer", "syncer"):
-        parties[name].use_spec(samples.spec())
-        with structlog.testing.capture_logs() as said:
-            found = await parties[name].read_offers(0)
-        assert [one["names"] for one in said if one["event"] == "senders_dropped"] == [5] * (name == "syncer")
-        assert [parse_offer_id(one.entry_id)[0] for one in found] == ["l0", "l1"]
-        assert server.admin.hlen(senders) == (7 if name == "viewer" else 2)
-        reports = await parties[name].read_reports()
-        assert {one.report.learner for one in reports} == {"l0", "l1"}
-        assert len(reports) == server.admin.hlen(server.keys.learners) == (6 if name == "viewer" else 2)
 
 
 async def test_a_learner_that_used_up_its_own_ids_is_told_and_nobody_else_notices(

@@ -7,7 +7,6 @@ buckets double in length whenever there are too many of them.
 
 import math
 from base64 import b64encode
-from collections.abc import Iterable
 from typing import Any
 
 MOST_BUCKETS = 1200
@@ -62,12 +61,6 @@ class Timeline:
     def reach(self, unix_s: float) -> None:
         """Have room up to a time, before what is earlier is written."""
         self._number(unix_s)
-
-    def forget(self, lanes: Iterable[str]) -> None:
-        """Lanes that are not shown any more."""
-        for lane in lanes:
-            if self.lanes.pop(lane, None) is not None:
-                self._anew = True
 
     def _touch(self, key: tuple[str, str], first: int, last: int) -> None:
         before = self._changed.get(key, (first, last))
