@@ -38,11 +38,9 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Monotonic seconds (the event loop's time)."""
-        ...
 
     def unix(self) -> float:
         """Wall-clock seconds, for people and other machines only."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +120,12 @@ class Connection(Keyed, Protocol):
 
     def use_spec(self, spec: Spec) -> None:
         """Take the run's fragment groups from its spec; called once that is known."""
-        ...
 
     async def info(self) -> BusInfo:
         """Ask the server about itself."""
-        ...
 
     async def close(self) -> None:
         """Close all connections; calls in flight end with `BusUnavailable`."""
-        ...
 
 
 class SpecAndState(Keyed, Protocol):
@@ -138,39 +133,30 @@ class SpecAndState(Keyed, Protocol):
 
     async def propose_spec(self, spec: bytes) -> bytes:
         """Set the spec if there is none; returns the spec that holds."""
-        ...
 
     async def read_spec(self) -> bytes | None:
         """The spec, or None before the first proposal."""
-        ...
 
     async def offer_budget(self, tokens: int, ttl_s: float) -> int:
         """Say for so long how many tokens a run without a spec is to have, or again; returns the number that holds."""
-        ...
 
     async def read_budget(self) -> int | None:
         """What was said, until it expires."""
-        ...
 
     async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
         """Put a spec in the place of another, if that is the one that holds."""
-        ...
 
     async def write_state(self, state: RunState) -> RunState:
         """Set the run's state unless that would move its phase backwards; returns the state that holds."""
-        ...
 
     async def begin_again(self, state: RunState) -> bool:
         """Set the state of a finished run, to an earlier phase; False: it is not finished, and stays as it is."""
-        ...
 
     async def read_state(self) -> RunState | None:
         """The run's state, or None before the syncer first wrote it."""
-        ...
 
     async def delete_run(self) -> None:
         """Delete all that the bus has of the run."""
-        ...
 
 
 class Reports(Keyed, Protocol):
@@ -184,14 +170,12 @@ class Reports(Keyed, Protocol):
         Raises:
             LearnerReplaced: another incarnation holds the id. Nothing has changed.
         """
-        ...
 
     async def put_back_report(self, seen: SeenReport) -> None:
         """Keep a report that the bus has lost, as old as it is: no sign of life, and no hold on the learner's id.
 
         One of the same incarnation that is there stays.
         """
-        ...
 
     async def read_reports(self) -> list[SeenReport]:
         """Last report of every incarnation that ever reported, with ages by the server's clock.
@@ -199,7 +183,6 @@ class Reports(Keyed, Protocol):
         What is larger than any can be goes from the bus, where this user may, and if they are too many
         (`stored_reports.are_too_many`) those that matter least.
         """
-        ...
 
 
 class RunLogs(Keyed, Protocol):
@@ -207,23 +190,18 @@ class RunLogs(Keyed, Protocol):
 
     async def add_event(self, event: Event) -> None:
         """Append to the run's events (capped at about 10,000)."""
-        ...
 
     async def trim_events(self) -> None:
         """Cap the events: a learner may have added any number of them past us, and whoever looks reads all."""
-        ...
 
     async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
         """Events after an entry id, oldest first."""
-        ...
 
     async def add_evaluation(self, evaluation: Evaluation) -> None:
         """Append an evaluation (capped at about 100,000)."""
-        ...
 
     async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
         """Evaluations after an entry id, oldest first."""
-        ...
 
 
 class InitialUploads(Keyed, Protocol):
@@ -231,15 +209,12 @@ class InitialUploads(Keyed, Protocol):
 
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
         """Win (or keep, same nonce: prolongs it) the right to upload version 0; another's has `ttl_s` more at most."""
-        ...
 
     async def finish_initial(self, upload: InitialUpload, ttl_s: float) -> bool:
         """Announce a complete upload, if the claim is still held; False if it lapsed."""
-        ...
 
     async def read_initial(self) -> InitialUpload | None:
         """The complete upload of version 0, if there is one."""
-        ...
 
 
 class MomentsExchange(Keyed, Protocol):
@@ -247,22 +222,18 @@ class MomentsExchange(Keyed, Protocol):
 
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
         """Wish for a peer's moments; while somebody else's wish is there, that one serves both."""
-        ...
 
     async def read_moments(self) -> MomentsBoard:
         """Whether somebody asks, whether a peer answers, and the complete offer, if there is one.
 
         Any learner may write there: what cannot be read is as good as none, and nothing stays longer than two minutes.
         """
-        ...
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
         """Win (or keep, same nonce: prolongs it) the right to upload moments."""
-        ...
 
     async def finish_moments(self, offer: MomentsOffer, ttl_s: float) -> bool:
         """Announce a complete upload, if the claim is still held, and end wish and claim; False if it lapsed."""
-        ...
 
 
 class PayloadStore(Keyed, Protocol):
@@ -277,11 +248,9 @@ class PayloadStore(Keyed, Protocol):
         Raises:
             PayloadIncomplete: the chunk before `first` is not there (the payload expired): start over.
         """
-        ...
 
     async def count_chunks(self, key: str) -> int:
         """How many chunks a payload has so far; 0 where there is none."""
-        ...
 
     async def read_chunks(
         self, key: str, first: int, limit: int, chunk_bytes: int, block_s: float = 0.0, extend_s: float = 0.0
@@ -293,11 +262,9 @@ class PayloadStore(Keyed, Protocol):
         Raises:
             BadPayload: they are larger than chunks of `chunk_bytes`, the spec's, can be.
         """
-        ...
 
     async def expire_soon(self, key: str, ttl_s: float) -> None:
         """Let a payload that is about to expire live so long at most; one that a commit made stay, stays."""
-        ...
 
 
 class Heads(Keyed, Protocol):
@@ -305,7 +272,6 @@ class Heads(Keyed, Protocol):
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         """Heads in the order asked for; None where a fragment has none yet."""
-        ...
 
 
 class Tape(Keyed, Protocol):
@@ -313,7 +279,6 @@ class Tape(Keyed, Protocol):
 
     async def tape_end(self) -> dict[int, str]:
         """Cursor after the last entry of each group's tape; of several servers, those that answer."""
-        ...
 
     async def read_tape(
         self, cursors: Mapping[int, str], block_s: float = 0.0, limit: int = 1000, away: set[int] | None = None
@@ -322,11 +287,9 @@ class Tape(Keyed, Protocol):
 
         away: told the groups whose server did not answer. Without it that is an error if the others have nothing.
         """
-        ...
 
     async def trim_tape(self, group: int, before: str) -> None:
         """Drop tape entries older than an id, once archived."""
-        ...
 
 
 class Offers(Keyed, Protocol):
@@ -337,7 +300,6 @@ class Offers(Keyed, Protocol):
 
         renews: name of an earlier one of that stream, which goes in the same step if it is still there.
         """
-        ...
 
     async def read_offers(
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
@@ -353,7 +315,6 @@ class Offers(Keyed, Protocol):
             block_s: 0: what is there now.
             limit: for each learner.
         """
-        ...
 
 
 class FragmentLeases(Keyed, Protocol):
@@ -364,15 +325,12 @@ class FragmentLeases(Keyed, Protocol):
 
         Another's that would last for longer than `most_s`, or for ever, ends after `ttl_s`.
         """
-        ...
 
     async def release_lease(self, fragment: int, nonce: str) -> None:
         """Give the lease back, if it is still ours."""
-        ...
 
     async def read_leases(self, fragments: Sequence[int]) -> list[str | None]:
         """The nonces under which leases are held, in the order asked for; None where one is free."""
-        ...
 
 
 class SyncerBoard(Keyed, Protocol):
@@ -383,19 +341,15 @@ class SyncerBoard(Keyed, Protocol):
 
         saved_tokens: of the checkpoint that it would put on a bus that has nothing of the run; 0: it has none.
         """
-        ...
 
     async def withdraw_syncer(self, nonce: str) -> None:
         """Say that a syncer is gone."""
-        ...
 
     async def read_syncers(self) -> dict[str, str]:
         """Nonce -> name of all syncers that are here, in order of the nonces."""
-        ...
 
     async def read_savers(self) -> Sequence[tuple[int, str, str]]:
         """(tokens of its checkpoint, nonce, name) of those that would put one on the bus, the most tokens last."""
-        ...
 
 
 class OwnerWrites(Keyed, Protocol):
@@ -407,7 +361,6 @@ class OwnerWrites(Keyed, Protocol):
         Raises:
             LeaseLost, HeadMoved, PayloadIncomplete: nothing was changed.
         """
-        ...
 
     async def republish(self, fragment: int, anew: Republication) -> None:
         """Have a head name other payloads of the same version; window, counters and tape stay as they are.
@@ -415,7 +368,6 @@ class OwnerWrites(Keyed, Protocol):
         Raises:
             LeaseLost, HeadMoved (or there is no head), PayloadIncomplete: nothing was changed.
         """
-        ...
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
         """Delete refused headers and payloads and record why; none of the headers is there: nothing is done.
@@ -423,7 +375,6 @@ class OwnerWrites(Keyed, Protocol):
         Raises:
             LeaseLost, HeadMoved (or there is no head): nothing was changed.
         """
-        ...
 
     async def write_window(
         self,
@@ -440,7 +391,6 @@ class OwnerWrites(Keyed, Protocol):
         Raises:
             LeaseLost, HeadMoved (or there is no head): nothing was changed.
         """
-        ...
 
 
 class WorkQueue(Keyed, Protocol):
@@ -448,22 +398,18 @@ class WorkQueue(Keyed, Protocol):
 
     async def propose_data_order(self, order: DataOrder) -> DataOrder:
         """The order that the run's shards are of: this one if there is none yet."""
-        ...
 
     async def read_data_order(self) -> DataOrder | None:
         """The order that the run's shards are of, or None before the first proposal."""
-        ...
 
     async def fill_shards(self, epoch: int, shards: Sequence[Shard], counted: int | None = None) -> bool:
         """Queue an epoch's shards if exactly `epoch` epochs were queued before; False: somebody else did.
 
         counted: how many the bus counts, if it has lost some of them; `epoch` + 1 are queued afterwards.
         """
-        ...
 
     async def count_epochs(self) -> int:
         """Epochs queued so far."""
-        ...
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
         """Take a shard, with its last saved position; None when there is none to take.
@@ -477,31 +423,24 @@ class WorkQueue(Keyed, Protocol):
             silent_s: a holder not heard from for this long is gone.
             known: entry ids that the consumer knows it holds.
         """
-        ...
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
         """Remember how far a shard was read; nothing unless this is its holder. A position never goes back."""
-        ...
 
     async def finish_shard(self, consumer: str, entry_id: str) -> None:
         """Acknowledge: the shard was read to its end; nothing unless this is its holder."""
-        ...
 
     async def release_shards(self, consumer: str) -> None:
         """Give back all that the consumer holds: whoever claims next takes it, before anything else."""
-        ...
 
     async def read_shards(self) -> ShardQueue:
         """Shards not yet acknowledged, held ones included, for a checkpoint."""
-        ...
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         """Put a checkpoint's shard queue on an empty bus."""
-        ...
 
     async def delete_data(self) -> None:
         """Delete the queue and its order, whatever is there."""
-        ...
 
 
 class Bus(

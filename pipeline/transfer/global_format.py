@@ -132,11 +132,9 @@ class StepWriter(Protocol):
 
     def reduced(self) -> None:
         """All of the pseudogradient is where the values will be, and no element of it has been stepped yet."""
-        ...
 
     def written(self, stop: int) -> int:
         """All elements before `stop` are as the outer step makes them. How many are values now, with their momentum."""
-        ...
 
 
 class GlobalWriter(ABC):
@@ -190,12 +188,10 @@ class Source(Protocol):
     @property
     def head(self) -> Head:
         """What is read."""
-        ...
 
     @property
     def sync(self) -> SyncSpec:
         """The run's."""
-        ...
 
     async def pull(self, key: str, codec: Codec) -> PayloadReader:
         """A payload of the fragment's elements.
@@ -203,15 +199,12 @@ class Source(Protocol):
         Raises:
             BadPayload: as `payloads.pull`.
         """
-        ...
 
     async def pull_momentum(self) -> Float32 | None:
         """The momentum (elements,) that the head names; None: zeros. As `pull`."""
-        ...
 
     def work(self, heavy: Callable[..., Any], *args: Any) -> Awaitable[Any]:
         """Runs heavy work where it holds up nobody."""
-        ...
 
 
 class GlobalFormat(ABC):
