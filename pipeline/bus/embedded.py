@@ -300,22 +300,10 @@ class EmbeddedRedis:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def pause(self) -> None:
-        """SIGSTOP: it holds all connections and answers nothing, until `go_on`."""
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it runs: one that is stopped holds all connections and answers nothing."""
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        """SIGCONT."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGCONT)
-
-    def log_file(self) -> Path | None:
-        """The append-only file that grows: Redis 6's only one, or the newest increment of later ones."""
-        folder = self.socket_path.parent
-        increments = sorted(folder.glob("appendonlydir/*.incr.aof"), key=lambda path: int(path.name.split(".")[2]))
-        single = folder / "appendonly.aof"
-        return increments[-1] if increments else single if single.is_file() else None
+            self._process.send_signal(number)
 
     def _stop(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -182,21 +182,3 @@ async def test_a_killed_server_comes_back_with_all_that_it_had_synced(redis_bina
         assert [offer.entry_id for offer in await bus.read_offers(0)] == [at]
         assert (await bus.info()).server_id != before.server_id
         await bus.close()
-
-
-async def test_a_server_whose_file_lost_its_tail_comes_back_as_it_was_earlier(redis_binary: Path | None) -> None:
-    """Cut in the middle of a command."""
-    with EmbeddedRedis(appendonly=True, fsync="always", binary=redis_binary) as server:
-        bus = await connect(server.url, "r")
-        first = await bus.offer(samples.header())
-        file = server.log_file()
-        size = file.stat().st_size
-        await bus.offer(samples.header(attempt=1))
-        server.kill()
-        with pytest.raises(BusUnavailable):  # by its old connection
-            await bus.info()
-        os.truncate(file, size + 20)
-        server.start()
-        until_it_answers(server)
-        assert [offer.entry_id for offer in await bus.read_offers(0)] == [first]
-        await bus.close()

@@ -1,5 +1,6 @@
 """A learner of ranks and a plain one, whose Redis fails under them: for real, over gloo."""
 
+import signal
 import time
 from pathlib import Path
 
@@ -43,11 +44,11 @@ def test_ranks_go_on_while_their_redis_is_gone_or_silent(tmp_path: Path) -> None
         trained_on(party)
         party.redis.start()
         offered_again(party, 1)
-        party.redis.pause()
+        party.redis.send(signal.SIGSTOP)
         until = time.monotonic() + PAUSED_S
         trained_on(party)
         party.until(lambda: time.monotonic() > until)
-        party.redis.go_on()
+        party.redis.send(signal.SIGCONT)
         offered_again(party, 2)
         assert all(rank.poll() is None for rank in ranks), party.shown()
         assert party.ended(*ranks) == [0] * 4, party.shown()

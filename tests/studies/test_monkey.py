@@ -61,12 +61,6 @@ class FakeServer(FakeChild):
     def answers(self) -> bool:
         return asyncio.get_running_loop().time() >= self._ready_s
 
-    def pause(self) -> None:
-        self._say("paused")
-
-    def go_on(self) -> None:
-        self._say("goes on")
-
 
 class FakeDoor:
     def __init__(self, name: str, did: list[str]) -> None:
@@ -162,7 +156,7 @@ def test_when_it_relents_all_is_undone_at_once_and_nothing_more_is_begun() -> No
         strike(50, Manner.KILL, Party.SYNCER),
         relent_s=10,
     )
-    assert did == ["1 learner-0 killed", "2 redis paused", "10 learner-0 started", "10 redis goes on"]
+    assert did == ["1 learner-0 killed", "2 redis SIGSTOP", "10 learner-0 started", "10 redis SIGCONT"]
     assert len(monkey.history) == 2
 
 

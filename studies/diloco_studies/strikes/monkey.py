@@ -16,7 +16,7 @@ from diloco_studies.strikes.failing.topology import Topology
 from diloco_studies.strikes.proxy import Door, Proxy
 from diloco_studies.strikes.rates import Struck
 from diloco_studies.strikes.schedule import Manner, Party, Strike
-from diloco_studies.strikes.tail import Tail
+from diloco_studies.strikes.tail import Tail, append_only_file
 
 REDIS = "redis"
 POLL_S = 0.02
@@ -229,10 +229,10 @@ class Monkey:
             case Manner.KILL:
                 self._server.kill()
                 if self._tail is not None:
-                    lost = self._tail.lose(time.monotonic(), self._server.log_file())
+                    lost = self._tail.lose(time.monotonic(), append_only_file(self._server))
                     return f"without the last {lost} bytes of its file"
             case Manner.PAUSE:
-                self._server.pause()
+                self._server.send(signal.SIGSTOP)
             case Manner.CUT | Manner.HANG:
                 _shut(manner, doors)
         return ""
@@ -244,7 +244,7 @@ class Monkey:
                 while not self._server.answers():  # noqa: ASYNC110  # a starting server has no event to wait for
                     await asyncio.sleep(POLL_S)
             case Manner.PAUSE:
-                self._server.go_on()
+                self._server.send(signal.SIGCONT)
             case Manner.CUT | Manner.HANG:
                 for door in doors:
                     door.restore()
@@ -253,7 +253,7 @@ class Monkey:
         while self._tail is not None:
             if self._server.pid is not None:
                 with suppress(FileNotFoundError):  # it is being replaced by a rewritten one
-                    self._tail.note(time.monotonic(), self._server.log_file())
+                    self._tail.note(time.monotonic(), append_only_file(self._server))
             await asyncio.sleep(NOTE_TAIL_S)
 
 

@@ -8,8 +8,18 @@ import os
 from collections import deque
 from pathlib import Path
 
+from diloco.pipeline.bus.embedded import EmbeddedRedis
+
 LOST_S = 1.0
 """What `appendfsync everysec` may lose."""
+
+
+def append_only_file(server: EmbeddedRedis) -> Path | None:
+    """The one that grows: Redis 6's only one, or the newest increment of later ones."""
+    folder = server.socket_path.parent
+    increments = sorted(folder.glob("appendonlydir/*.incr.aof"), key=lambda path: int(path.name.split(".")[2]))
+    single = folder / "appendonly.aof"
+    return increments[-1] if increments else single if single.is_file() else None
 
 
 class Tail:
