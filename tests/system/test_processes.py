@@ -328,15 +328,6 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
     run.left_nothing_running()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is Linux's")
-def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    with started(tmp_path / "out", "--learners", 2, "--tokens", 2_000_000) as run:
-        run.reaches(2_000)
-        run.process.kill()
-        run.process.communicate()
-    run.left_nothing_running()
-
-
 def test_a_child_that_dies_at_the_start_ends_the_run_with_its_last_lines(tmp_path: Path) -> None:
     (tmp_path / "nothing-here").mkdir()
     with started(tmp_path / "out", "--data", tmp_path / "nothing-here") as run:
