@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
@@ -18,11 +19,10 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, Wi
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.payload.quantize import BLOCK
-from diloco.syncer.admission import DOUBTED_AFTER, DeltaFormat, Doubts, Offer
-from diloco.syncer.grace import MergedTimes
+from diloco.pipeline.view.status_reader import read_status
+from diloco.syncer.admission import DOUBTED_AFTER, Doubts
 from diloco.syncer.intake import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
-from diloco.syncer.window import Conditions, Merge, Wait, Window
 from diloco.workers.exchange import refused
 from diloco.workers.rounds import RENEWED_BY
 from diloco_studies.virtual.virtual_time import run_virtual
@@ -384,15 +384,6 @@ def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> No
     run_virtual(main())
 
 
-def test_one_learners_word_on_its_step_time_stretches_no_window() -> None:
-    """It may claim to be a million times slower than the rest: it is waited for as one ten times slower."""
-    times = MergedTimes()
-    times.merged(1, [samples.header(f"l{n}", step_s=0.1 if n else 1e5) for n in range(8)])
-    assert times.slowest_s([0.1] * 7) == pytest.approx(0.1)
-    assert times.slowest_s([0.1] * 7 + [0.5]) == pytest.approx(0.5)
-    assert times.slowest_s([0.1] * 7 + [1e5]) == pytest.approx(1.0)
-
-
 def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> None:
     """Reasons that a fault explains raise none; and a flood of names is forgotten, oldest first."""
     doubts = Doubts()
@@ -412,26 +403,6 @@ def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> No
     assert len(doubts._in_a_row) == MAX_LEARNERS
 
 
-def test_a_doubted_learner_counts_only_with_its_payload() -> None:
-    """Its header closes no window and delays no merge; the payload makes it a member like any other."""
-    window = Window(samples.head(), DeltaFormat(bytes(16), "fp32", 3), 0.0)
-    given = Conditions(2, frozenset({"l0"}), 2, 0.0, 30.0, doubted=frozenset({"l1"}))
-    offers = [Offer(f"{n}-0", samples.header(f"l{n}")) for n in range(2)]
-    for offer in offers:
-        window.offer(offer, 0.0)
-    assert window.decide(0.0, given) == Wait(None, "1 of quorum 2 in, 2 live")
-    third = Offer("5-0", samples.header("l2"))
-    window.offer(third, 1.0)
-    assert window.decide(1.0, given) == Wait(31.0, "0 of 3 uploaded, waiting for l0, l2")
-    for offer in (offers[0], third):
-        window.uploaded(offer)
-    decision = window.decide(2.0, given)
-    assert isinstance(decision, Merge)
-    assert decision.contributions == (offers[0], third)
-    assert decision.overdue == ()
-    assert window.late.offers == (offers[1],)
-
-
 def test_the_view_of_a_window_names_who_is_doubted_and_is_bounded() -> None:
     """As everything that comes from elsewhere."""
     assert WindowView(**samples.IDLE.model_dump() | {"doubted": ("l0",)}).doubted == ("l0",)
@@ -440,7 +411,8 @@ def test_the_view_of_a_window_names_who_is_doubted_and_is_bounded() -> None:
 
 
 def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_on_when_one_comes() -> None:
-    """Learners train on for half an hour, a delta a fragment and base; the syncer that comes back merges at once."""
+    """Learners train on for half an hour, a delta a fragment and base, and say what is missing, as the status does; the
+    syncer that comes back merges at once."""
 
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=2))
@@ -451,11 +423,17 @@ def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_on_when
         world.syncer.cancel()
         await asyncio.gather(world.syncer, return_exceptions=True)
         versions, most = await world.versions(), 0
-        for _ in range(60):
-            await asyncio.sleep(30.0)
-            most = max(most, world.store.used_bytes())
-            for p in range(2):
-                assert len(await world.bus.read_offers(p)) <= 2 * len(learners)
+        with capture_logs() as told:
+            for _ in range(60):
+                await asyncio.sleep(30.0)
+                most = max(most, world.store.used_bytes())
+                for p in range(2):
+                    assert len(await world.bus.read_offers(p)) <= 2 * len(learners)
+        missing = [line["detail"] for line in told if line["event"] == "no_syncer"]
+        assert len(missing) == len(learners)
+        assert all("start `diloco syncer`" in one for one in missing)
+        status = await read_status(world.bus, world.clock)
+        assert any("no syncer is here" in warning for warning in status["warnings"])
         assert most < 20_000
         assert await world.versions() == versions
         for learner in learners:

@@ -301,18 +301,13 @@ async def test_every_kind_of_bad_delta_is_refused_with_its_reason_and_changes_no
 
 
 @pytest.mark.slow
-async def test_merges_are_as_ever_5_s_after_a_flood_of_200_000_headers(redis_binary: Path | None) -> None:
+async def test_merges_go_on_after_a_flood_of_200_000_headers(redis_binary: Path | None) -> None:
     """Added past us, to a stream of its own, as whoever has a learner's password may: half that nobody can read, half
     such as learners send. All are refused and counted; nobody reads more than some of them."""
     flooded = 200_000
     async with real_run(redis_binary, 2) as run:
         forger = Forger(run, await run.connect())
         key, client = forger.bus.keys.deltas(0, "forger"), RedisBackdoor(RUN, run.server.url).client
-
-        async def took() -> float:
-            began = time.monotonic()
-            await run.until_risen(5)
-            return time.monotonic() - began
 
         def flood(sound: bytes) -> None:
             for _ in range(0, flooded, 1000):
@@ -321,17 +316,13 @@ async def test_merges_are_as_ever_5_s_after_a_flood_of_200_000_headers(redis_bin
                     pipeline.xadd(key, {"h": sound if n % 2 else b"x"})
                 pipeline.execute()
 
-        before_s = await took()
+        async def all_refused() -> bool:
+            return not client.xlen(key) and sum((await run.heads())[0].refused.values()) > 0.99 * flooded
+
         await forger.raw(b"x")
-        began = time.monotonic()
         await asyncio.to_thread(flood, encode(await forger.header()))
-        lasted_s = time.monotonic() - began
-        await asyncio.sleep(5)
-        after_s = await took()
-        print(f"five merges: {before_s:.2f} s before, {after_s:.2f} s after {lasted_s:.1f} s of {flooded} headers")
-        assert after_s < 3 * before_s
-        assert client.xlen(key) == 0
-        assert sum((await run.heads())[0].refused.values()) > 0.99 * flooded
+        await run.until(all_refused, "nothing of the flood is left")
+        await run.until_risen(5)
         told = [r for r in await run.tape() if isinstance(r, Rejected) and r.learner == "forger"]
         assert any(r.reason is RefusalReason.FLOOD and r.last_told for r in told)
         assert {r.learner for r in await run.tape() if isinstance(r, Rejected)} <= {"forger", "l0", "l1", ""}
@@ -498,27 +489,6 @@ async def test_a_slow_reader_holds_no_more_than_one_replaced_global(redis_binary
         buffers = sum(int(one["omem"]) for one in client.client_list())
         assert buffers < 2**20
         assert used_bytes(run) < before + 4 * 2**20
-
-
-async def test_a_learner_whose_run_has_no_syncer_says_so(
-    redis_binary: Path | None, told: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it publishes stays bounded; with a syncer it goes on by itself."""
-    monkeypatch.setattr("diloco.workers.exchange.exchange.LOOK_FOR_SYNCERS_S", 0.5)
-    async with real_run(redis_binary, 2) as run:
-        assert run.syncer is not None
-        run.syncer.cancel()
-        await asyncio.gather(run.syncer, return_exceptions=True)
-        await held_up(run, 4.0)
-        for p in range(run.spec.sync.fragments):
-            assert len(await run.bus.read_offers(p)) <= 2 * len(run.learners)
-        missing = [line for line in told if line["event"] == "no_syncer"]
-        assert len(missing) == len(run.learners)
-        assert "start `diloco syncer`" in missing[0]["detail"]
-        status = await read_status(run.bus, run.clock)
-        assert any("no syncer is here" in warning for warning in status["warnings"])
-        await run.start_syncer()
-        await run.until_risen()
 
 
 @pytest.mark.slow
