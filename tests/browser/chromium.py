@@ -78,7 +78,7 @@ class Tab:
 
     async def begin(self) -> Self:
         """Hear of what goes on in it."""
-        for domain in ("Page", "Runtime", "Network", "Log", "Performance"):
+        for domain in ("Page", "Runtime", "Network", "Log"):
             await self.call(f"{domain}.enable")
         return self
 
@@ -135,11 +135,6 @@ class Tab:
         """Of the whole page."""
         told = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         await asyncio.to_thread(file.write_bytes, base64.b64decode(told["data"]))
-
-    async def metrics(self) -> dict[str, float]:
-        """What the browser has measured of it, in seconds and numbers."""
-        told = await self.call("Performance.getMetrics")
-        return {one["name"]: one["value"] for one in told["metrics"]}
 
     async def end(self) -> None:
         """Close the connection."""
