@@ -2,12 +2,8 @@
 
 import asyncio
 import math
-import os
 import re
 import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +12,14 @@ import redis
 import yaml
 from prometheus_client import generate_latest
 
-from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
+from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.view.reading import Reading
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import RunMetrics
 from diloco.syncer.serving.http import start_http
 from tests import samples
 from tests.deploy.test_monitoring import BOARD, FOLDER, RULES, expressions
+from tests.parties import Parties, wait_for
 from tests.prometheus.local import LocalPrometheus, config_for, promtool, why_not
 from tests.serving import no_events
 from tests.syncer.test_run_metrics import At, look
@@ -34,7 +31,6 @@ pytestmark = [
 
 HERE = Path(__file__).parent
 TOKEN = "correct-horse"  # noqa: S105  # made up
-LIMIT_S = 150.0
 SMALL = ["--model", "nano", "--seq-len", "64", "--batch", "4", "--sync-interval", "6", "--threads", "1"]
 
 
@@ -85,44 +81,6 @@ async def test_a_syncer_is_scraped_with_its_token_and_without_one(tmp_path: Path
         await runner.cleanup()
 
 
-class Parties:
-    """Processes of one run, each with its log."""
-
-    def __init__(self, folder: Path, url: str) -> None:
-        self._folder = folder
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-        self._environ = kept | {
-            "DILOCO_REDIS_URL": url,
-            "DILOCO_RUN": "watched",
-            "DILOCO_TOKENS": "1B",
-            "DILOCO_FRAGMENTS": "4",
-            "DILOCO_QUORUM": "2",
-            "DILOCO_OUTER_WARMUP": "2",
-            "DILOCO_EVAL_TOKENS": "2048",
-            "DILOCO_EVAL_EVERY": "2s",
-            "DILOCO_HTTP_TOKEN": TOKEN,
-        }
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str, *arguments: object) -> None:
-        with (self._folder / f"{name}.log").open("ab") as log:
-            command = [sys.executable, "-m", "diloco", *map(str, arguments)]
-            self.processes[name] = subprocess.Popen(command, env=self._environ, stdout=log, stderr=log)
-
-    def learner(self, name: str) -> None:
-        self.start(name, "learner", "--learner-id", name, "--pace", "150ms", *SMALL)
-
-    def kill(self, name: str) -> None:
-        process = self.processes.pop(name)
-        process.kill()
-        process.wait()
-
-    def said(self) -> str:
-        ended = {name: one.poll() for name, one in self.processes.items() if one.poll() is not None}
-        ends = (f"--- {log.name}\n{log.read_text()[-1500:]}" for log in sorted(self._folder.glob("*.log")))
-        return "\n".join([f"ended: {ended}", *ends])
-
-
 def asked(expr: str) -> str:
     """An expression of the board or of an alert for a test of a minute, which has data whether or not it holds."""
     expr = expr.replace("$__rate_interval", "10s").replace('run="$run"', 'run="watched"')
@@ -136,56 +94,48 @@ def test_a_real_run_has_data_for_board_and_alerts_and_one_below_its_quorum_is_no
     says how many learners a merge needs. With a learner more it ends."""
     ports = [free_port(), free_port()]
     targets = [f"127.0.0.1:{port}" for port in ports]
-    with EmbeddedRedis() as server:
-        with redis.Redis.from_url(server.url) as client:
+    given = {"run": "watched", "tokens": "1B", "fragments": 4, "quorum": 2, "outer_warmup": 2, "http_token": TOKEN}
+    with Parties(tmp_path, **given, eval_tokens=2048, eval_every="2s") as run:
+        with redis.Redis.from_url(run.url) as client:
             client.config_set("maxmemory", "500mb")
-        run, prometheus = Parties(tmp_path, server.url), LocalPrometheus(tmp_path / "p", free_port(), targets, TOKEN)
 
-        def until(true: Callable[[], Any]) -> Any:
-            end = time.monotonic() + LIMIT_S
-            while not (found := true()):
-                assert time.monotonic() < end, f"{prometheus.alerts()}\n{run.said()}"
-                time.sleep(0.3)
-            return found
+        def learner(name: str) -> subprocess.Popen[bytes]:
+            return run.diloco(name, "learner", "--learner-id", name, "--pace", "150ms", *SMALL)
 
-        try:
-            for number, port in enumerate(ports):
-                run.start(f"syncer-{number}", "syncer", "--http-port", port)
-            for name in ("one", "two", "three"):
-                run.learner(name)
-            run.start("evaluator", "evaluator", "--threads", "1")
-            with prometheus:
-                waiting = {expr for expr in map(asked, expressions()) if "ALERTS" not in expr}
-                assert len(waiting) > 40
+        for number, port in enumerate(ports):
+            run.diloco(f"syncer-{number}", "syncer", "--http-port", port)
+        learners = [learner(name) for name in ("one", "two", "three")]
+        run.diloco("evaluator", "evaluator", "--threads", "1")
+        with LocalPrometheus(tmp_path / "p", free_port(), targets, TOKEN) as prometheus:
+            waiting = {expr for expr in map(asked, expressions()) if "ALERTS" not in expr}
+            assert len(waiting) > 40
 
-                def all_have_data() -> bool:
-                    for expr in list(waiting):
-                        if any(not math.isnan(value) for _, value in prometheus.values(expr)):
-                            waiting.remove(expr)
-                    return not waiting
+            def all_have_data() -> bool:
+                for expr in list(waiting):
+                    if any(not math.isnan(value) for _, value in prometheus.values(expr)):
+                        waiting.remove(expr)
+                return not waiting
 
-                try:
-                    until(all_have_data)
-                except AssertionError as error:
-                    raise AssertionError(f"no data: {waiting}\n{error}") from error
-                steady(prometheus)
+            def shown() -> str:
+                return f"no data: {waiting}\n{prometheus.alerts()}\n{run.shown()}"
 
-                run.kill("one")
-                run.kill("two")
-                name = "DilocoQuorumUnreachable"
-                states = [until(lambda: prometheus.alerts().get(name))["state"]]
-                fired = until(lambda: (one := prometheus.alerts()[name])["state"] == "firing" and one)
-                assert states == ["pending"]
-                assert fired["labels"]["run"] == "watched"
-                assert fired["annotations"]["summary"].startswith("Run watched: a merge needs 2 learners")
-                (mark,) = BOARD["annotations"]["list"]
-                assert prometheus.values(asked(mark["expr"]))
+            wait_for(all_have_data, shown=shown)
+            steady(prometheus)
 
-                run.learner("four")
-                until(lambda: name not in prometheus.alerts())
-        finally:
-            for party in list(run.processes):
-                run.kill(party)
+            for one in learners[:2]:
+                one.kill()
+                one.wait()
+            name = "DilocoQuorumUnreachable"
+            states = [wait_for(lambda: prometheus.alerts().get(name), shown=shown)["state"]]
+            fired = wait_for(lambda: (one := prometheus.alerts()[name])["state"] == "firing" and one, shown=shown)
+            assert states == ["pending"]
+            assert fired["labels"]["run"] == "watched"
+            assert fired["annotations"]["summary"].startswith("Run watched: a merge needs 2 learners")
+            (mark,) = BOARD["annotations"]["list"]
+            assert prometheus.values(asked(mark["expr"]))
+
+            learner("four")
+            wait_for(lambda: name not in prometheus.alerts(), shown=shown)
 
 
 def steady(prometheus: LocalPrometheus) -> None:

@@ -1,29 +1,21 @@
 """Three learners over one dataset, each with two DataLoader workers, under SIGKILL: how often an index is trained."""
 
 import asyncio
-import os
-import signal
 import subprocess
-import sys
-import time
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco.pipeline.bus.embedded import EmbeddedRedis
-from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.workers.trainer.data.blocks import permuted
-from tests import HANGING_S
+from tests.parties import Parties
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 LENGTH, BATCH, SEED = 1500, 4, 11
 """A shard has 32 indices, so a batch is from one shard."""
 LEARNER = """
@@ -75,15 +67,9 @@ if __name__ == "__main__":
 """
 
 
-def ask(url: str, question: Callable[[Any], Any]) -> Any:
-    async def main() -> Any:
-        bus = await connect(url, "batches")
-        try:
-            return await question(bus)
-        finally:
-            await bus.close()
-
-    return asyncio.run(main())
+async def shards_of(url: str) -> ShardQueue:
+    async with open_bus(url, "batches") as bus:
+        return await bus.read_shards()
 
 
 def held_by(redis: Any, learner: str) -> dict[str, int]:
@@ -115,25 +101,14 @@ def test_every_index_is_trained_once_but_for_those_in_hand_at_a_kill(tmp_path: P
     script.write_text(LEARNER.replace("LENGTH", str(LENGTH)).replace("BATCH", str(BATCH)).replace("SEED", str(SEED)))
     np.save(data, np.random.default_rng(0).standard_normal((LENGTH, 3), dtype=np.float32))
     kinds = {"a": ("fork", "new"), "b": ("spawn", "persistent"), "c": ("fork", "persistent")}
-    started: list[subprocess.Popen[bytes]] = []
     again: Counter[int] = Counter()
     untrained = 0
-    with EmbeddedRedis(dies_with_us=True) as redis:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DILOCO_REDIS_URL": redis.url}
-        environment |= {"DILOCO_SYNC_INTERVAL": "10", "DILOCO_FRAGMENTS": "2", "DILOCO_LOG_LEVEL": "info"}
-
-        def start(log: str, *arguments: object) -> subprocess.Popen[bytes]:
-            with (tmp_path / f"{log}.log").open("ab") as output:
-                command = [sys.executable, *map(str, arguments)]
-                process = subprocess.Popen(
-                    command, env=environment, stdout=output, stderr=output, start_new_session=True
-                )
-            started.append(process)
-            return process
+    with Parties(tmp_path, sync_interval=10, fragments=2, log_level="info") as here:
 
         def learner(name: str) -> subprocess.Popen[bytes]:
-            return start(name, script, name, *kinds[name], data, tmp_path / f"{name}.diary")
+            diary = tmp_path / f"{name}.diary"
+            # Those that it starts, to load data, look for it every 5 s.
+            return here.start(name, script, name, *kinds[name], data, diary, start_new_session=True)
 
         def trained(name: str) -> list[tuple[str, int, list[int]]]:
             """Entry id, position behind the batch, its indices."""
@@ -141,45 +116,33 @@ def test_every_index_is_trained_once_but_for_those_in_hand_at_a_kill(tmp_path: P
             lines = (line.split() for line in (file.read_text() if file.exists() else "").splitlines())
             return [(entry, int(read), [int(at) for at in indices]) for entry, read, *indices in lines]
 
-        def until(true: Callable[[], Any]) -> None:
-            deadline = time.monotonic() + HANGING_S
-            while not true():
-                logs = {file.name: file.read_text()[-3000:] for file in tmp_path.glob("*.log")}
-                assert time.monotonic() < deadline, logs
-                time.sleep(0.05)
+        def all_train() -> None:
+            before = {one: len(trained(one)) for one in kinds}
+            here.until(lambda: all(len(trained(one)) >= before[one] + 40 for one in kinds))
 
-        try:
-            syncer = start("syncer", "-m", "diloco", "syncer", "--run", "batches", "--tokens", "1B", "--http-port", 0)
-            learners = {name: learner(name) for name in kinds}
-            with redis_client.Redis.from_url(redis.url) as client:
-                for name in kinds:
-                    before = {one: len(trained(one)) for one in kinds}
-                    until(lambda: all(len(trained(one)) >= before[one] + 40 for one in kinds))  # noqa: B023
-                    learners[name].kill()
-                    learners[name].wait()
-                    arrive(client)
-                    held = held_by(client, name)
-                    assert len(held) >= 4
-                    redone = [batch for batch in trained(name) if batch[1] > held.get(batch[0], batch[1])]
-                    again += Counter(at for _, _, indices in redone for at in indices)
-                    untrained += sum(32 - position for position in held.values()) - BATCH * len(redone)
-                    learners[name] = learner(name)
-                dead = set(held)
-                until(lambda: not dead & {entry for name in kinds for entry in held_by(client, name)})
-                before = {one: len(trained(one)) for one in kinds}
-                until(lambda: all(len(trained(one)) >= before[one] + 40 for one in kinds))
-            for one in learners.values():
-                one.terminate()
-            assert [one.wait(HANGING_S) for one in learners.values()] == [0, 0, 0]
-            syncer.terminate()
-            assert syncer.wait(60) == AGAIN_STATUS
-            queue: ShardQueue = ask(redis.url, lambda bus: bus.read_shards())
-        finally:
-            for process in started:
-                process.kill()
-                process.wait()
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # a killed learner's workers, which look for it every 5 s
+        syncer = here.syncer("--run", "batches", "--tokens", "1B")
+        learners = {name: learner(name) for name in kinds}
+        with redis_client.Redis.from_url(here.url) as client:
+            for name in kinds:
+                all_train()
+                learners[name].kill()
+                learners[name].wait()
+                arrive(client)
+                held = held_by(client, name)
+                assert len(held) >= 4
+                redone = [batch for batch in trained(name) if batch[1] > held.get(batch[0], batch[1])]
+                again += Counter(at for _, _, indices in redone for at in indices)
+                untrained += sum(32 - position for position in held.values()) - BATCH * len(redone)
+                learners[name] = learner(name)
+            dead = set(held)
+            here.until(lambda: not dead & {entry for name in kinds for entry in held_by(client, name)})
+            all_train()
+        for one in learners.values():
+            one.terminate()
+        assert here.ends(*learners.values()) == [0, 0, 0]
+        syncer.terminate()
+        assert here.ends(syncer) == [AGAIN_STATUS]
+        queue = asyncio.run(shards_of(here.url))
     counts = Counter(at for name in kinds for _, _, indices in trained(name) for at in indices)
     total = counts.total()
     for shard, read in queue.open:

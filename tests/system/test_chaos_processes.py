@@ -15,8 +15,9 @@ from diloco.launcher.launch import environment
 from diloco.pipeline.errors import DilocoError
 from diloco_studies.strikes.spawner import Spawner
 from tests import HANGING_S
-from tests.system.test_processes import ROOT, SMALL, diloco, wait_for
-from tests.system.test_processes import environment as clean_environment
+from tests.parties import ROOT, wait_for
+from tests.parties import environment as clean_environment
+from tests.system.test_processes import QUICK, SMALL, diloco
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,7 +82,7 @@ def test_a_run_that_is_stopped_is_audited_all_the_same(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diloco", "chaos", "--out", str(tmp_path / "out"), "--learners", "2", *SMALL]
     command += [*KILLS, "--for", "200s"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with subprocess.Popen(command, env=clean_environment(), cwd=ROOT, **pipes) as process:
+    with subprocess.Popen(command, env=clean_environment(**QUICK), cwd=ROOT, **pipes) as process:
         wait_for(lambda: "learner_joined" in _logs(tmp_path / "out"))
         time.sleep(5)  # some of it under strikes
         process.send_signal(signal.SIGINT)

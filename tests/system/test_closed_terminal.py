@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests import HANGING_S
-from tests.system.test_processes import ROOT, SMALL, Run, environment
+from tests.parties import ROOT, environment
+from tests.system.test_processes import QUICK, SMALL, Run
 
 pytestmark = [pytest.mark.slow]
 
@@ -28,7 +29,7 @@ class Watched(Run):
         self.out = out
         command = [sys.executable, "-m", "diloco", "run", "--out", str(out), *SMALL, *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, stdin=output, stdout=output, stderr=output, text=True, env=environment(), cwd=ROOT, **how
+            command, stdin=output, stdout=output, stderr=output, text=True, env=environment(**QUICK), cwd=ROOT, **how
         )
         os.close(output)
 

@@ -1,20 +1,20 @@
 """The examples as a user would run them: two learners beside a syncer."""
 
 import math
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from tests import HANGING_S
+from tests.parties import ROOT, environment
 
 pytestmark = pytest.mark.redis
 
-ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "own_model.py"
 UNTRAINED_LOSS = 4.16
 """ln 64: nothing known of 64 symbols."""
@@ -25,29 +25,21 @@ def test_the_example_is_short() -> None:
     assert len(EXAMPLE.read_text().splitlines()) < 40
 
 
-def run_of(example: Path, run: str, tokens: int, folder: Path, limit_s: float = HANGING_S) -> list[tuple[str, str]]:
+def run_of(example: Path, run: str, tokens: int, folder: Path) -> list[tuple[str, str]]:
     """What two processes of an example and a syncer have said, which end by themselves at the budget."""
     with EmbeddedRedis(dies_with_us=True) as redis:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
-        environment |= {"DILOCO_REDIS_URL": redis.url, "DILOCO_TOKENS": str(tokens)}
+        env = environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive")
+        env |= {"DILOCO_REDIS_URL": redis.url, "DILOCO_TOKENS": str(tokens)}
 
         def start(*arguments: str) -> subprocess.Popen[str]:
-            return subprocess.Popen(
-                [sys.executable, *arguments],
-                env=environment,
-                cwd=folder,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+            return subprocess.Popen([sys.executable, *arguments], env=env, cwd=folder, **pipes)
 
         syncer = start("-m", "diloco", "syncer", "--run", run, "--http-port", "0")
         learners = [start(str(example)) for _ in range(2)]
         parties = [*learners, syncer]
         try:
-            ends = [party.communicate(timeout=limit_s) for party in reversed(parties)][::-1]
+            ends = [party.communicate(timeout=HANGING_S) for party in reversed(parties)][::-1]
         finally:
             for party in parties:
                 party.kill()
@@ -68,7 +60,7 @@ def test_a_model_that_is_not_ours_learns_with_two_learners(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_a_mixture_of_experts_learns_with_two_learners(tmp_path: Path) -> None:
     """Both end with the run's model, so with the same loss, far beyond what is known of 256 bytes before training."""
-    (one, _), (other, _) = run_of(ROOT / "examples" / "experts.py", "experts", 120_000, tmp_path, limit_s=200)
+    (one, _), (other, _) = run_of(ROOT / "examples" / "experts.py", "experts", 120_000, tmp_path)
     assert one == other
     assert float(one.removeprefix("loss of the run's model ")) < math.log(256) - 2.0
 
@@ -77,7 +69,7 @@ def test_a_mixture_of_experts_learns_with_two_learners(tmp_path: Path) -> None:
 def test_a_vision_transformer_learns_with_two_learners(tmp_path: Path) -> None:
     """Both end with the run's model, so with the same accuracy, and it is far above one in ten."""
     pytest.importorskip("sklearn")
-    (one, _), (other, _) = run_of(ROOT / "examples" / "images.py", "images", 120_000, tmp_path, limit_s=200)
+    (one, _), (other, _) = run_of(ROOT / "examples" / "images.py", "images", 120_000, tmp_path)
     assert one == other
     assert float(one.removeprefix("held-out accuracy ")) > 0.6
 
@@ -87,7 +79,7 @@ def test_a_model_of_transformers_ends_in_a_folder_that_loads(tmp_path: Path) -> 
     """Each learner's folder has the run's weights, which are not the first ones, bit for bit."""
     from transformers import AutoModelForCausalLM
 
-    run_of(ROOT / "examples" / "hf_model.py", "hf-model", 100_000, tmp_path, limit_s=300)
+    run_of(ROOT / "examples" / "hf_model.py", "hf-model", 100_000, tmp_path)
     one, other = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in tmp_path.glob("hf-model-*"))
     assert one.keys() == other.keys()
     assert all(bool((one[name] == other[name]).all()) for name in one)

@@ -1,7 +1,6 @@
 """What `diloco export --hf` writes is what transformers and peft load: after real training, and after a real run."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,10 +15,11 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.recipe import held_out_loss
+from tests import HANGING_S
+from tests.parties import ROOT, environment
 from tests.workers.test_device_encoding import a_syncer
 
 pytestmark = [pytest.mark.trainers, pytest.mark.redis]
-ROOT = Path(__file__).parents[2]
 SYNC = SyncSettings(
     fragments=2,
     sync_interval=2,
@@ -142,17 +142,15 @@ def test_a_run_of_a_folders_model_is_exported_and_loads(tmp_path: Path) -> None:
     tiny(tie_word_embeddings=True).save_pretrained(tmp_path / "llama")
     book = tmp_path / "book.txt"
     book.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(800)))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-    environ |= {"DILOCO_EVAL_EVERY": "500ms", "DILOCO_EVAL_TOKENS": "2048", "PYTHONPATH": str(ROOT)}
     small = "--fragments 4 --sync-interval 6 --seq-len 64 --batch 4 --tokens 60k --learners 2"
     command = ["run", "--model", f"hf:{tmp_path / 'llama'}", "--data", book, "--out", tmp_path / "out", *small.split()]
     done = subprocess.run(
         [sys.executable, "-m", "diloco", *map(str, command)],
-        env=environ,
+        env=environment(DILOCO_EVAL_EVERY="500ms", DILOCO_EVAL_TOKENS="2048"),
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=HANGING_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,8 @@ import pytest
 
 from diloco_studies.bench.kills.plan import METHODS
 from diloco_studies.strikes.evidence import left_running
-from tests.system.test_processes import ROOT, diloco, environment, wait_for
+from tests.parties import ROOT, environment, wait_for
+from tests.system.test_processes import QUICK, diloco
 
 pytestmark = [
     pytest.mark.slow,
@@ -43,7 +44,7 @@ def test_each_method_spends_the_budget_under_the_same_kills(tmp_path: Path) -> N
 
 def test_ctrl_c_leaves_no_process_and_no_result(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "diloco", "bench", "kills", "--out", str(tmp_path), "--only", "elastic", *SMALL]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT) as running:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(**QUICK), cwd=ROOT) as running:
         wait_for(lambda: list(tmp_path.glob("elastic/learners/*/losses.jsonl")))
         assert left_running(running.pid, set()), "there is something to be ended"
         running.send_signal(signal.SIGINT)

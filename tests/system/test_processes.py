@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,24 +25,19 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.tape import read_archive
 from tests import HANGING_S
+from tests.parties import ROOT, environment, wait_for
 
 pytestmark = [pytest.mark.slow]
 
-ROOT = Path(__file__).parents[2]
 SMALL = ["--fragments", "4", "--sync-interval", "6", "--seq-len", "64", "--batch", "4"]
 QUICK = {"DILOCO_EVAL_EVERY": "500ms", "DILOCO_EVAL_TOKENS": "2048"}
-
-
-def environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-    return kept | QUICK | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "studies")))}
 
 
 def diloco(*arguments: object, limit_s: float = HANGING_S) -> subprocess.CompletedProcess[str]:
     """A command, run to its end."""
     command = [sys.executable, "-m", "diloco", *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=limit_s, env=environment(), cwd=ROOT, check=False
+        command, capture_output=True, text=True, timeout=limit_s, env=environment(**QUICK), cwd=ROOT, check=False
     )
 
 
@@ -54,14 +49,6 @@ def is_running(pid: int) -> bool:
     return True
 
 
-def wait_for(condition: Callable[[], Any], limit_s: float = HANGING_S) -> Any:
-    until = time.monotonic() + limit_s
-    while not (found := condition()):
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.1)
-    return found
-
-
 class Run:
     """`diloco run`, or `diloco demo`, in the background."""
 
@@ -70,7 +57,7 @@ class Run:
         small = SMALL if "data-parallel" not in arguments else SMALL[SMALL.index("--seq-len") :]  # it has no fragments
         command = [sys.executable, "-m", "diloco", name, "--out", str(out), *small, *map(str, arguments)]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(**QUICK), cwd=ROOT
         )
 
     @property
@@ -112,7 +99,7 @@ class Run:
     def left_nothing_running(self) -> None:
         pids = self.pids
         assert {"launcher", "redis", "syncer", "evaluator", "learner-0"} <= set(pids)
-        wait_for(lambda: not any(is_running(pid) for pid in pids.values()), 10)
+        wait_for(lambda: not any(is_running(pid) for pid in pids.values()))
 
 
 @contextmanager
@@ -360,7 +347,9 @@ def test_all_syncers_are_replaced_while_training_goes_on(tmp_path: Path) -> None
             command += ["--checkpoint-dir", str(run.out / "checkpoints"), "--tape-dir", str(run.out / "tape")]
             command += ["--http-port", "0"]
             log = (run.out / "logs" / f"{name}.log").open("w")
-            late.append(subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment(), cwd=ROOT))
+            late.append(
+                subprocess.Popen(command, stdout=log, stderr=log, text=True, env=environment(**QUICK), cwd=ROOT)
+            )
             log.close()
 
         def share(*names: str) -> None:
@@ -373,10 +362,10 @@ def test_all_syncers_are_replaced_while_training_goes_on(tmp_path: Path) -> None
                     *range(4)
                 ]
 
-            wait_for(there, 30)
+            wait_for(there)
             before = [fragment["version"] for fragment in run.status()["fragments"]]
             after = [was + 2 for was in before]
-            wait_for(lambda: all(f["version"] >= v for f, v in zip(run.status()["fragments"], after, strict=True)), 30)
+            wait_for(lambda: all(f["version"] >= v for f, v in zip(run.status()["fragments"], after, strict=True)))
 
         try:
             run.reaches(5_000)
@@ -409,7 +398,7 @@ def test_all_syncers_are_replaced_while_training_goes_on(tmp_path: Path) -> None
     for fragment in range(4):
         versions = [record.version for record in merged if record.fragment == fragment]
         assert versions == list(range(len(versions)))
-    wait_for(lambda: not any(is_running(pid) for pid in run.pids.values()), 10)
+    wait_for(lambda: not any(is_running(pid) for pid in run.pids.values()))
 
 
 def test_the_baseline_runs_from_the_same_command(tmp_path: Path) -> None:

@@ -2,21 +2,16 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
-from diloco.pipeline.bus.embedded import EmbeddedRedis
-from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
-from tests import HANGING_S
+from tests.parties import Parties
 
 pytestmark = [pytest.mark.slow]
 
@@ -42,64 +37,33 @@ def test_a_killed_learner_comes_back_with_moments(tmp_path: Path, source: str) -
     assert max(after[:5]) < sum(before[-20:]) / len(before[-20:]) + 0.5
 
 
-@contextmanager
-def party(url: str, log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """`diloco ARGUMENTS` in the background, logging to a file."""
-    with log.open("ab") as output:
-        command = [sys.executable, "-m", "diloco", *arguments]
-        process = subprocess.Popen(command, env={**os.environ, "DILOCO_REDIS_URL": url}, stdout=output, stderr=output)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
+async def newest(url: str) -> int:
+    """Version of the fragment that is furthest on."""
+    async with open_bus(url, "run") as bus:
+        return max((head.version for head in await bus.read_heads(range(8)) if head), default=0)
 
 
-def wait_for_steps(losses: Path, incarnations: int) -> None:
-    """Until the learner has written losses of that many incarnations."""
-    deadline = time.monotonic() + HANGING_S
-    while not losses.is_file() or len({json.loads(x)["incarnation"] for x in _whole(losses)}) < incarnations:
-        assert time.monotonic() < deadline, "the learner made no step"
-        time.sleep(0.1)
-
-
-def wait_for_merge(url: str) -> None:
-    """Until some fragment is past version 0."""
-
-    async def newest() -> int:
-        bus = await connect(url, "run")
-        try:
-            return max((head.version for head in await bus.read_heads(range(8)) if head), default=0)
-        finally:
-            await bus.close()
-
-    deadline = time.monotonic() + HANGING_S
-    while asyncio.run(newest()) == 0:
-        assert time.monotonic() < deadline, "nothing was merged"
-        time.sleep(0.1)
-
-
-def _whole(path: Path) -> list[str]:
-    return [line for line in path.read_text().splitlines() if line.endswith("}")]
+def lives_in(losses: Path) -> list[str]:
+    """The incarnation of each step that a learner has written the loss of."""
+    lines = losses.read_text().splitlines() if losses.exists() else []
+    return [json.loads(line)["incarnation"] for line in lines if line.endswith("}")]
 
 
 def test_a_learner_that_leaves_at_sigterm_saves_its_state_and_goes_on_from_it(tmp_path: Path) -> None:
     """No time for a regular saving was there: what it comes back with was saved as it left."""
-    state, log = tmp_path / "state", tmp_path / "learner.log"
+    state = tmp_path / "state"
     learner = ["learner", "--tokens", "100000000", "--learner-id", "l0", "--state-dir", str(state)]
     learner += ["--config", str(tmp_path / "own.toml"), "--threads", "1", "--sync-interval", "4"]
     (tmp_path / "own.toml").write_text('state_every = "1h"\nlog_losses = true\n')
-    with ExitStack() as stack:
-        url = stack.enter_context(EmbeddedRedis()).url
-        stack.enter_context(party(url, tmp_path / "syncer.log", "syncer", "--http-port", "0"))
-        for incarnation in (1, 2):
-            process = stack.enter_context(party(url, log, *learner))
-            wait_for_steps(state / "losses.jsonl", incarnation)
-            wait_for_merge(url)  # at version 0 nothing is recovered
+    with Parties(tmp_path) as here:
+        here.syncer()
+        for life in (1, 2):
+            process = here.diloco("learner", *learner)
+            here.until(lambda life=life: len({*lives_in(state / "losses.jsonl")}) == life)
+            here.until(lambda: asyncio.run(newest(here.url)))  # at version 0 nothing is recovered
             process.send_signal(signal.SIGTERM)
-            assert process.wait(HANGING_S) == AGAIN_STATUS
+            assert here.ends(process) == [AGAIN_STATUS]
             saved = json.loads((state / "state.json").read_text())
-            steps = len(_whole(state / "losses.jsonl"))
-            assert saved["steps"] == steps > 0
-    events = [json.loads(line) for line in _whole(log) if line.startswith("{")]
-    assert [one["source"] for one in events if one["event"] == "moments_recovered"] == ["checkpoint"]
+            assert saved["steps"] == len(lives_in(state / "losses.jsonl")) > 0
+        recovered = [one["source"] for one in here.events("learner") if one["event"] == "moments_recovered"]
+    assert recovered == ["checkpoint"]

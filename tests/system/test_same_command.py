@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import RunState
 from diloco.syncer.checkpoints.loading import newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from tests import HANGING_S
+from tests.parties import Parties, environment, wait_for
 
 pytestmark = [pytest.mark.slow]
 
@@ -44,45 +44,29 @@ def saved(folder: Path) -> tuple[float, int]:
     return (0.0, 0) if found is None else (found.state.began_unix_s, found.state.tokens)
 
 
-def until(reached: Any, *processes: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + HANGING_S
-    while not reached():
-        assert time.monotonic() < deadline
-        assert not any(one.poll() not in (None, 0) for one in processes), [one.args for one in processes if one.poll()]
-        time.sleep(0.2)
+def well(*processes: subprocess.Popen[bytes]) -> bool:
+    assert not any(one.poll() not in (None, 0) for one in processes), [one.args for one in processes if one.poll()]
+    return True
 
 
-def test_parties_of_their_own(tmp_path: Path, popen: Any) -> None:
+def test_parties_of_their_own(tmp_path: Path) -> None:
     """One line for the syncer, one for each learner, and a Redis that keeps nothing."""
     moments, folder = random.Random(7), tmp_path / "checkpoints"
     for life in range(LIVES):
         began, had = saved(folder)
-        with EmbeddedRedis() as server, (tmp_path / f"{life}.log").open("wb") as log:
-            env = {**os.environ, "DILOCO_REDIS_URL": server.url}
-
-            def start(*line: str, env: Any = env, log: Any = log) -> subprocess.Popen[bytes]:
-                command = [sys.executable, "-m", "diloco", *line]
-                process: subprocess.Popen[bytes] = popen(command, env=env, stdout=log, stderr=log)
-                return process
-
-            every = ["--checkpoint-dir", str(folder), "--checkpoint-every", "2s", "--http-port", "0"]
-            syncer = start("syncer", *every)
+        (tmp_path / str(life)).mkdir()
+        with Parties(tmp_path / str(life)) as here:
+            syncer = here.syncer("--checkpoint-dir", folder, "--checkpoint-every", "2s")
             names = [f"l{i}" for i in range(LEARNERS)]
             moments.shuffle(names)
-            party = [
-                start("learner", *MODEL, "--threads", "1", "--learner-id", name, "--state-dir", str(tmp_path / name))
-                for name in names
-            ]
+            given = ("learner", *MODEL, "--threads", "1")
+            party = [here.diloco(one, *given, "--learner-id", one, "--state-dir", tmp_path / one) for one in names]
             if life == LIVES - 1:
-                assert syncer.wait(HANGING_S) == 0
-                assert [one.wait(HANGING_S) for one in party] == [0] * LEARNERS
+                assert here.ends(syncer, *party) == [0] * (1 + LEARNERS)
                 continue
-            until(lambda url=server.url, had=had: (now := state_of(url)) and now.tokens > had, syncer, *party)
+            here.until(lambda: well(syncer, *party) and (now := state_of(here.url)) and now.tokens > had)  # noqa: B023
             time.sleep(moments.uniform(0.0, 6.0))
-            now = state_of(server.url)
-            for one in (syncer, *party):
-                one.send_signal(signal.SIGKILL)
-                one.wait()
+            now = state_of(here.url)
         assert now is not None
         assert now.base_tokens == had
         assert began in (0.0, now.began_unix_s), "it goes on in the same run, once it has a checkpoint"
@@ -99,8 +83,8 @@ def test_a_whole_run(tmp_path: Path, popen: Any) -> None:
     for ending in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL):
         had = saved(out / "checkpoints")[1]
         with (tmp_path / "out.log").open("ab") as log:
-            process = popen(line, stdout=log, stderr=log, start_new_session=True)
-            until(lambda had=had: saved(out / "checkpoints")[1] > had, process)
+            process = popen(line, env=environment(), stdout=log, stderr=log, start_new_session=True)
+            wait_for(lambda: well(process) and saved(out / "checkpoints")[1] > had)  # noqa: B023
             if ending is signal.SIGINT:
                 process.send_signal(ending)
                 assert process.wait(HANGING_S) == 0
@@ -108,7 +92,7 @@ def test_a_whole_run(tmp_path: Path, popen: Any) -> None:
                 os.killpg(process.pid, ending)
                 process.wait()
     for _ in range(2):
-        done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=HANGING_S)
+        done = subprocess.run(line, env=environment(), capture_output=True, text=True, check=False, timeout=HANGING_S)
         assert done.returncode == 0, done.stdout + done.stderr
     assert "is finished, with" in done.stdout
     report = json.loads((out / "report.json").read_text())

@@ -9,7 +9,8 @@ import pytest
 
 from diloco.pipeline.messages.tape import Committed
 from diloco.tape import read_archive
-from tests.system.test_processes import Run, diloco, is_running, started, wait_for
+from tests.parties import wait_for
+from tests.system.test_processes import Run, diloco, is_running, started
 
 pytestmark = [
     pytest.mark.redis,

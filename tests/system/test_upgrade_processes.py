@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import re
 import shutil
 import signal
@@ -33,17 +32,14 @@ from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import LedgerInputs, read_ledger_inputs
 from diloco.pipeline.view.status_reader import read_status
 from tests import HANGING_S
-from tests.system.test_processes import wait_for
+from tests.parties import ROOT, environment, wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-ROOT = Path(__file__).parents[2]
 OLD, NEW = "this", "patched"
 RUN = "run"
 SMALL = ("--model", "nano", "--seq-len", "16", "--batch", "1", "--fragments", "2", "--sync-interval", "4")
 LEARNER = ("learner", "--device", "cpu", "--threads", "1", "--pace", "50ms")
-STOP_S = 60.0
-"""For a stop in order."""
 
 
 def merges(tape: list[Any]) -> Iterator[Committed]:
@@ -66,8 +62,7 @@ class Place:
         return f"redis://{user}:pw-{user}-1234@127.0.0.1:{self.port}"
 
     def command(self, release: str, user: str, *arguments: str) -> dict[str, Any]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-        kept |= {"DILOCO_REDIS_URL": self.url(user), "DILOCO_RUN": RUN, "PYTHONPATH": str(self.trees[release])}
+        kept = environment(DILOCO_REDIS_URL=self.url(user), DILOCO_RUN=RUN, PYTHONPATH=str(self.trees[release]))
         # A machine that does much else: no party is to give up while another one starts.
         kept |= {"DILOCO_LEASE_S": "15"}
         kept |= {"OMP_NUM_THREADS": "1", "DILOCO_EVAL_EVERY": "500ms", "DILOCO_EVAL_TOKENS": "256"}
@@ -93,7 +88,7 @@ class Place:
     def replace(self, name: str, release: str) -> None:
         """End a party in order, and start the other release's in its place."""
         self.parties[name].send_signal(signal.SIGTERM)
-        assert self.parties[name].wait(STOP_S) in (0, 75), self.said(name)
+        assert self.parties[name].wait(HANGING_S) in (0, 75), self.said(name)
         _, tape, _, _ = wait_for(self.read_if_there)
         self.gone |= {one.incarnation for record in merges(tape) for one in record.contributions if one.learner == name}
         self.start(name, release)
@@ -223,7 +218,7 @@ def test_each_party_of_a_live_run_is_replaced_by_one_of_another_release_with_the
     done = place.done(NEW, "operator", "finish")
     assert done.returncode == 0, done.stdout + done.stderr
     for name, process in place.parties.items():
-        assert process.wait(STOP_S) == 0, place.said(name)
+        assert process.wait(HANGING_S) == 0, place.said(name)
     status, tape, spec, _ = place.read()
     assert status["phase"] == "finished"
     assert {one.reason for one in tape if isinstance(one, Rejected)} <= TOO_LATE

@@ -2,18 +2,12 @@
 
 import asyncio
 import multiprocessing
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diloco.pipeline.bus.embedded import EmbeddedRedis
-from diloco.pipeline.bus.redis_streams import connect
+from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import SeenReport
 from diloco.pipeline.messages.spec import Spec
@@ -22,6 +16,7 @@ from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import LedgerInputs, read_ledger_inputs
 from diloco.tape import read_archive
 from tests import HANGING_S
+from tests.parties import Parties
 from tests.trainers import scripts
 
 pytestmark = [
@@ -29,67 +24,50 @@ pytestmark = [
     pytest.mark.redis,
     pytest.mark.filterwarnings("default"),  # of libraries that are not ours
 ]
-ROOT = Path(__file__).parents[2]
 KINDS = ("transformers", "trl", "lightning", "accelerate", "attach")
 KILLED = "transformers"
 
 
 async def left(url: str) -> tuple[Spec, LedgerInputs, list[SeenReport]]:
-    bus = await connect(url, "trainers")
-    try:
+    async with open_bus(url, "trainers") as bus:
         spec = decode(Spec, await bus.read_spec() or b"")
         return spec, await read_ledger_inputs(bus, spec.sync.fragments, 5.0), await bus.read_reports()
-    finally:
-        await bus.close()
 
 
 def test_five_trainers_make_one_model_and_a_killed_one_comes_back(tmp_path: Path) -> None:
     """The ledger closes to the token, each counted what its trainer made, and all save the same learned model."""
     forks = multiprocessing.get_context("forkserver")  # whose parent has read the libraries, which takes long
     forks.set_forkserver_preload([*scripts.LIBRARIES, scripts.__name__])
-    with EmbeddedRedis(dies_with_us=True) as redis:
-        environment = {"DILOCO_REDIS_URL": redis.url, "DILOCO_SYNC_INTERVAL": "8", "DILOCO_FRAGMENTS": "4"}
-        started: list[Any] = []
+    started: list[Any] = []
+    with Parties(tmp_path) as here:
+        settings = {"DILOCO_REDIS_URL": here.url, "DILOCO_SYNC_INTERVAL": "8", "DILOCO_FRAGMENTS": "4"}
 
         def learner(kind: str) -> Any:
-            started.append(forks.Process(target=scripts.main, args=(kind, tmp_path, KINDS, environment)))
+            started.append(forks.Process(target=scripts.main, args=(kind, tmp_path, KINDS, settings)))
             started[-1].start()
             return started[-1]
 
-        def logs() -> str:
-            return "\n".join(f"{file.name}:\n{file.read_text()[-3000:]}" for file in tmp_path.glob("*.log"))
+        def all_trained() -> bool:
+            said = {kind: here.said(kind).splitlines().count("trained") for kind in KINDS}
+            return all(said[kind] == 1 + (kind == KILLED) for kind in KINDS)
 
-        def said(kind: str, what: str) -> int:
-            return (tmp_path / f"{kind}.log").read_text().splitlines().count(what)
-
-        def until(true: Callable[[], Any]) -> None:
-            deadline = time.monotonic() + HANGING_S
-            while not true():
-                assert time.monotonic() < deadline, logs()
-                time.sleep(0.05)
-
-        command = [sys.executable, "-m", "diloco", "syncer", "--run", "trainers", "--http-port", "0", "--tape-dir"]
-        with (tmp_path / "syncer.log").open("ab") as output:
-            own = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-            where = {"env": own | {"PYTHONPATH": str(ROOT)} | environment, "stdout": output, "stderr": output}
-            syncer = subprocess.Popen([*command, tmp_path / "tape"], **where)
+        syncer = here.syncer("--run", "trainers", "--tape-dir", tmp_path / "tape", env=settings)
         try:
             learners = {kind: learner(kind) for kind in KINDS}
-            until(lambda: list((tmp_path / f"{KILLED}-checkpoints").glob("checkpoint-*/trainer_state.json")))
+            here.until(lambda: list((tmp_path / f"{KILLED}-checkpoints").glob("checkpoint-*/trainer_state.json")))
             learners[KILLED].kill()
             learners[KILLED].join()
             learners[KILLED] = learner(KILLED)
-            until(lambda: all(said(kind, "trained") == 1 + (kind == KILLED) for kind in KINDS))
+            here.until(all_trained)
             (tmp_path / "hurry").touch()
             for one in learners.values():
                 one.join(HANGING_S)
-            assert [one.exitcode for one in learners.values()] == [0] * 5, logs()
-            assert syncer.wait(60) == 0
+            assert [one.exitcode for one in learners.values()] == [0] * 5, here.shown()
+            assert here.ends(syncer) == [0]
         finally:
-            for process in (*started, syncer):
+            for process in started:
                 process.kill()
-            syncer.wait()
-        spec, inputs, reports = asyncio.run(left(redis.url))
+        spec, inputs, reports = asyncio.run(left(here.url))
     parts = accounts(read_archive(tmp_path / "tape"), inputs, layout_of(spec.tensors))
     assert problems(parts) == []
     assert [part.unaccounted for part in parts] == [0] * 6
