@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests import HANGING_S
+
 ROOT = Path(__file__).parents[2]
 PARTIES = {"syncer", "learner", "evaluator"}
 """Services that end with the run."""
@@ -66,7 +68,7 @@ class Project:
         with urllib.request.urlopen(f"http://{address}/status", timeout=10) as answer:
             return json.load(answer)
 
-    def until(self, true: Callable[[dict[str, Any]], bool], what: str, limit_s: float = 120) -> dict[str, Any]:
+    def until(self, true: Callable[[dict[str, Any]], bool], what: str, limit_s: float = HANGING_S) -> dict[str, Any]:
         """The first status for which `true` holds."""
         status: dict[str, Any] = {}
         deadline = time.monotonic() + limit_s

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import HANGING_S
 from tests.docker.project import ROOT, Project, docker, merging, step
 
 TOKENS = 400_000
@@ -41,7 +42,7 @@ def test_a_run_goes_on_to_its_end_after_the_container_of_a_primary_was_killed_fo
     project.scale(3)
     three = project.learner_ids()
     assert len(three) == 3
-    status = project.until(merging(8, three), "three learners merge", limit_s=240)
+    status = project.until(merging(8, three), "three learners merge")
 
     step("kill the primary's container")
     assert (
@@ -52,7 +53,7 @@ def test_a_run_goes_on_to_its_end_after_the_container_of_a_primary_was_killed_fo
     )
     docker("kill", "--signal", "KILL", project.compose("ps", "--quiet", "redis").strip())
     at = time.monotonic()
-    status = project.until(merging(status["outer_steps"] + 4, three), "versions go on without it", limit_s=180)
+    status = project.until(merging(status["outer_steps"] + 4, three), "versions go on without it")
     step(f"four versions on {time.monotonic() - at:.0f} s later")
     assert status["phase"] == "running", "the budget was too small for this machine to see all of this"
     assert "redis" not in project.running()
@@ -62,7 +63,7 @@ def test_a_run_goes_on_to_its_end_after_the_container_of_a_primary_was_killed_fo
 
     step("start the dead one again: it is a replica")
     project.compose("start", "redis")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + HANGING_S
     while "role:slave" not in _replication(project):
         assert time.monotonic() < deadline, project.logs()
         time.sleep(1)

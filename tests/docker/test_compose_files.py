@@ -26,6 +26,7 @@ from diloco.pipeline.settings import (
     defaults,
     load,
 )
+from tests import HANGING_S
 
 ROOT = Path(__file__).parents[2]
 FILES = [ROOT / "compose.yaml", *sorted((ROOT / "deploy" / "compose").glob("*.yaml"))]
@@ -294,7 +295,7 @@ class Containers:
     def ask(self, number: int, *words: str, user: str = "tester") -> Any:
         """Its answer, once it is up."""
         at, password = self._ports[number], f"secret-of-REDIS_{user.upper()}_PASSWORD"
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + HANGING_S
         while True:
             try:
                 with Redis(port=at, username=user, password=password, decode_responses=True, protocol=2) as client:

@@ -15,9 +15,10 @@ from typing import Any, Self
 
 import yaml
 
+from tests import HANGING_S
+
 FILES = Path(__file__).parents[2] / "deploy/monitoring"
 PROGRAMS = ("prometheus", "promtool")
-LIMIT_S = 60.0
 
 
 def why_not() -> str:
@@ -77,7 +78,7 @@ class LocalPrometheus:
                 stdout=log,
                 stderr=log,
             )
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + HANGING_S
         while True:
             try:
                 self.ask("/-/ready")

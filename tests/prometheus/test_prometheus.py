@@ -17,7 +17,7 @@ from diloco.pipeline.view.reading import Reading
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import RunMetrics
 from diloco.syncer.serving.http import start_http
-from tests import samples
+from tests import HANGING_S, samples
 from tests.deploy.test_monitoring import BOARD, FOLDER, RULES, expressions
 from tests.parties import Parties, wait_for
 from tests.prometheus.local import LocalPrometheus, config_for, promtool, why_not
@@ -70,7 +70,7 @@ async def test_a_syncer_is_scraped_with_its_token_and_without_one(tmp_path: Path
         prometheus = LocalPrometheus(tmp_path / "prometheus", free_port(), [target], given)
         await asyncio.to_thread(prometheus.__enter__)
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(HANGING_S):
                 while not (found := await asyncio.to_thread(prometheus.values, "up")):
                     await asyncio.sleep(0.2)
             assert [value for _, value in found] == [0 if error else 1]

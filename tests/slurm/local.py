@@ -19,8 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests import HANGING_S
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
-LIMIT_S = 60.0
 NODE = "here"
 CONF = """
 ClusterName=local
@@ -116,7 +117,7 @@ class LocalSlurm:
         if len(self._processes) == 3:
             self.ask("scancel", "--user=root")  # what has yet to begin
             self.ask("scancel", "--user=root", "--signal=KILL", "--full")
-            ended = time.monotonic() + LIMIT_S
+            ended = time.monotonic() + HANGING_S
             while self.ask("squeue", "--noheader") and time.monotonic() < ended:
                 time.sleep(0.2)
         for process in reversed(self._processes):
@@ -144,7 +145,7 @@ class LocalSlurm:
             self._processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
 
     def _until(self, true: Callable[[], bool]) -> None:
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + HANGING_S
         while not true():
             ended = [process.args for process in self._processes if process.poll() is not None]
             assert not ended, f"{ended} ended\n{self.told()}"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.bus.embedded import free_port
+from tests import HANGING_S
 from tests.slurm.local import LocalSlurm, why_not
 
 pytestmark = [
@@ -22,7 +23,6 @@ pytestmark = [
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "deploy/slurm"
-LIMIT_S = 300.0
 
 
 class Cluster:
@@ -70,7 +70,7 @@ class Cluster:
 
     def until(self, true: Callable[[], Any]) -> None:
         """Wait, with all that there is to read should it not come."""
-        until = time.monotonic() + LIMIT_S
+        until = time.monotonic() + HANGING_S
         while not true():
             logs = "\n".join(f"--- {log.name}\n{log.read_text()[-2500:]}" for log in sorted(self.folder.glob("*.log")))
             assert time.monotonic() < until, f"{self.jobs()}\n{logs}\n{self.slurm.told()}"

@@ -29,9 +29,7 @@ KILLS = ["--kill", "learner:4s,syncer:8s,redis:15s", "--lease-s", "2s"]
 
 
 def chaos(out: Path, *arguments: object) -> dict[str, Any]:
-    done = diloco(
-        "chaos", "--out", out, "--learners", 2, "--json", out.parent / "c.json", *SMALL, *arguments, limit_s=240
-    )
+    done = diloco("chaos", "--out", out, "--learners", 2, "--json", out.parent / "c.json", *SMALL, *arguments)
     assert (out.parent / "c.json").exists(), done.stdout + done.stderr
     report: dict[str, Any] = json.loads((out.parent / "c.json").read_text())
     assert report["violations"] == [], done.stdout
