@@ -188,15 +188,16 @@ class VirtualRun:
         self.settings = settings
         self.stop = asyncio.Event()
         self.syncer: asyncio.Task[None] | None = None
+        self.service: SyncerService
 
     def start_syncer(self, skew_s: float = 0.0, **settings: Any) -> SyncerService:
         """Its wall clock, not the bus's, is `skew_s` ahead."""
         bus = MemoryBus(RUN, self.clock, self.store)
         process = SyncerProcess(**({"syncer_id": "syncer"} | self.settings | settings))
-        service = SyncerService(bus, VirtualClock(skew_s), process, Metrics(), offload=inline)
+        self.service = SyncerService(bus, VirtualClock(skew_s), process, Metrics(), offload=inline)
         self.stop = asyncio.Event()
-        self.syncer = asyncio.create_task(service.run(self.stop))
-        return service
+        self.syncer = asyncio.create_task(self.service.run(self.stop))
+        return self.service
 
     async def heads(self) -> list[Head]:
         return [head for head in await self.bus.read_heads(range(self.spec.sync.fragments)) if head]

@@ -18,7 +18,7 @@ from diloco.workers.moments.state_folder import StateFolder
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint import file_of, folder_of, save
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 
 @pytest.fixture
@@ -89,8 +89,7 @@ def test_checkpoints_that_find_no_room_are_said_and_tried_again_while_merging_go
         world.stop.set()
         await world.syncer
         assert service.in_order
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 
@@ -108,8 +107,7 @@ def test_a_syncer_that_stops_with_a_full_disk_says_that_its_last_checkpoint_is_m
         await world.syncer
         assert not service.in_order
         assert count(told, "checkpoint_failed") == 1
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 
@@ -129,8 +127,7 @@ def test_the_archive_of_a_full_disk_has_every_record_once_there_is_room(disk: Pa
         empty(disk)
         await asyncio.sleep(3.0)
         assert (await service.status())["warnings"] == []
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
         await asyncio.sleep(2.0)
         tape = await world.tape()
         (file,) = (disk / "tape").iterdir()
@@ -153,8 +150,7 @@ def test_a_recording_with_gaps_is_shown_and_merging_goes_on(disk: Path, told) ->
         await world.until_version(9)
         assert count(told, "recording_failed") == 1
         assert any("the recording has gaps" in warning for warning in (await service.status())["warnings"])
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 

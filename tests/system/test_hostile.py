@@ -28,7 +28,7 @@ from diloco.workers.rounds import RENEWED_BY
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples, slow_beyond
 from tests.samples import encode_chunks
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 BAD = "l7"
 Spoil = Callable[[VirtualLearner], None]
@@ -112,8 +112,7 @@ async def merges_of(world: VirtualRun, spoil: Spoil | None, seconds: float) -> l
     before = len(await world.tape())
     await asyncio.sleep(seconds)
     merged = [record for record in (await world.tape())[before:] if isinstance(record, Committed)]
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
     return merged
 
 
@@ -148,10 +147,7 @@ def test_a_scale_that_is_none_is_refused_with_its_reason(scale: float, reason: R
     """Not finite, decoding to what is not, absurd, or negative: nothing of it is merged, and the others go on."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1, codec="int4"))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
-        await world.until_version(2)
+        world, learners = await under_way(2, learners=3, quorum=2, fragments=1, codec="int4")
         forged(scale)(learners[2])
         was = (await world.versions())[0]
         await world.until_version(was + 6)
@@ -161,8 +157,7 @@ def test_a_scale_that_is_none_is_refused_with_its_reason(scale: float, reason: R
         late = [r for r in tape if isinstance(r, Committed) and r.version > was + 2]
         assert late
         assert not any(part.learner == "l2" for r in late for part in r.contributions)
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 
@@ -230,8 +225,7 @@ def test_a_learner_that_renews_what_it_never_uploads_is_doubted_however_quick_it
         async with asyncio.timeout(20):
             while service.owners[0].doubted != {"l2"}:
                 await asyncio.sleep(0.05)
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 
@@ -240,25 +234,21 @@ def test_a_doubted_learner_that_sends_a_sound_delta_is_waited_for_again() -> Non
     """Nothing is held against it: its delta is merged, and the next window expects it."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
-        service = world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
-        await world.until_version(2)
+        world, learners = await under_way(2, learners=3, quorum=2, fragments=1)
         train = learners[2].train
         poisoned(np.nan)(learners[2])
         async with asyncio.timeout(30):
-            while service.owners[0].doubted != {"l2"}:
+            while world.service.owners[0].doubted != {"l2"}:
                 await asyncio.sleep(0.05)
         learners[2].train = train  # type: ignore[method-assign]
         learners[2].values[0][:] = 0.5
         async with asyncio.timeout(30):
-            while service.owners[0].doubted:
+            while world.service.owners[0].doubted:
                 await asyncio.sleep(0.05)
         await asyncio.sleep(3.0)
         last = [record for record in await world.tape() if isinstance(record, Committed)][-1]
         assert {part.learner for part in last.contributions} == {"l0", "l1", "l2"}
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 
@@ -286,8 +276,7 @@ def test_a_doubted_learner_opens_no_window_again_with_each_of_its_steps() -> Non
         tape = await world.tape()
         assert max(r.attempt for r in tape if isinstance(r, WindowChanged)) <= DOUBTED_AFTER
         assert DOUBTED_AFTER < sum(isinstance(r, Rejected) for r in tape) < 30, "it renews, less and less often"
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 
@@ -296,11 +285,8 @@ def test_no_number_of_attempts_ends_a_window() -> None:
     """A window that was opened a million times is opened once more, and its deltas are merged."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
-        service = world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
-        session = service.owners[0].session
+        world, learners = await under_way(2, quorum=2, fragments=1)
+        session = world.service.owners[0].session
         assert session is not None
         session.window.attempt = 10**6
         damaged(learners[1])
@@ -311,8 +297,7 @@ def test_no_number_of_attempts_ends_a_window() -> None:
         await world.until_version(session.window.version + 1)
         merged = [r for r in await world.tape() if isinstance(r, Committed)][-1].contributions
         assert max(part.attempt for part in merged) > 10**6
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 
@@ -336,8 +321,7 @@ def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_is_men
         async with asyncio.timeout(3.0 if restarted else 0.1 * 700 / RENEWED_BY):
             while (await world.versions())[0] == was:
                 await asyncio.sleep(0.1)
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 
@@ -346,10 +330,7 @@ def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> No
     """Thousands in another's name and in many names of its own; the others' merges go on meanwhile."""
 
     async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
-        service = world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
+        world, learners = await under_way(2, quorum=2, fragments=1)
         (head,) = await world.heads()
         real = next(r for r in await world.tape() if isinstance(r, Committed) and r.contributions).contributions[0]
         records = len(await world.tape())
@@ -359,7 +340,7 @@ def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> No
                 incarnation=f"{n:08x}",
                 base_version=head.version,
                 base_digest=head.digest,
-                layout=service.serving.context.layout.digest,
+                layout=world.service.serving.context.layout.digest,
                 codec=world.spec.sync.codec,
                 chunks=1,
                 due=False,
@@ -369,8 +350,8 @@ def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> No
         async with asyncio.timeout(60):
             while (await world.versions())[0] < was + 5:
                 await asyncio.sleep(0.1)
-        assert service.owners[0].session is not None
-        assert len(service.owners[0].session.window.pending()) < 20
+        assert world.service.owners[0].session is not None
+        assert len(world.service.owners[0].session.window.pending()) < 20
         assert len(await world.bus.read_offers(0)) < 20
         (head,) = await world.heads()
         assert sum(head.refused.values()) > 3 * MOST_ARRIVED - 20
@@ -444,7 +425,6 @@ def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_on_when
         async with asyncio.timeout(120):
             while not all(now >= was + 2 for now, was in zip(await world.versions(), versions, strict=True)):
                 await asyncio.sleep(0.5)
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
