@@ -34,7 +34,7 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco_studies.virtual.virtual_time import inline
-from tests import HANGING_S
+from tests import HANGING_S, samples
 from tests.backdoor import RedisBackdoor
 from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, spec_of, sync_spec
@@ -164,24 +164,16 @@ class Forger:
     async def header(self, **changes: Any) -> DeltaHeader:
         head = (await self.run.heads())[0]
         self.serial += 1
-        values: dict[str, Any] = {
+        values = {
             "learner": "forger",
             "incarnation": "f" * 16,
-            "fragment": 0,
             "base_version": head.version,
             "base_digest": head.digest,
-            "attempt": 0,
             "serial": self.serial,
-            "steps": 4,
-            "tokens": 40,
-            "due": True,
-            "codec": "fp32",
             "chunks": 1,
             "layout": layout_of(self.run.spec.tensors).digest,
-            "step_s": 0.1,
-            "pull_s": 0.02,
         }
-        return DeltaHeader(**values | changes)
+        return samples.header(**values | changes)
 
     async def send(self, values: Any = None, spoil: Callable[[bytes], bytes] = bytes, **changes: Any) -> DeltaHeader:
         """Offer a delta with this payload, or with none."""
