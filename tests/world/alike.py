@@ -62,7 +62,6 @@ class Alike:
         self._counted = [0 for _ in fragments]
         """The same that rank 0 has counted."""
         self._snapshots: list[dict[int, _Done]] = [{} for _ in fragments]
-        self._current: list[Callable[[int], Float32]] = []
         self._made: dict[int, tuple[int, int]] = {}
         """Serial -> (fragment's adoptions counted, steps counted) as it was made."""
 
