@@ -32,6 +32,12 @@ def wait_for(condition: Callable[[], Any], limit_s: float = HANGING_S, shown: Ca
     return found
 
 
+def ends_of_logs(folder: Path) -> str:
+    """For a test that fails."""
+    logs = sorted(folder.glob("*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2500:]}" for log in logs)
+
+
 class Parties:
     """A Redis, and whoever is started beside it; all end with the block. Their output is in `folder`/NAME.log."""
 
@@ -87,7 +93,7 @@ class Parties:
 
     def shown(self) -> str:
         """The ends of all logs, for a test that fails."""
-        return "\n".join(f"--- {log.name}\n{log.read_text()[-2500:]}" for log in sorted(self.folder.glob("*.log")))
+        return ends_of_logs(self.folder)
 
     def until(self, condition: Callable[[], Any]) -> Any:
         """Wait for something."""

@@ -14,14 +14,16 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from tests import HANGING_S
+from tests.parties import ends_of_logs, wait_for
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scontrol")
+ENDS_S = 60.0
+"""For jobs that were killed, before their Slurm ends too."""
 NODE = "here"
 CONF = """
 ClusterName=local
@@ -117,7 +119,7 @@ class LocalSlurm:
         if len(self._processes) == 3:
             self.ask("scancel", "--user=root")  # what has yet to begin
             self.ask("scancel", "--user=root", "--signal=KILL", "--full")
-            ended = time.monotonic() + HANGING_S
+            ended = time.monotonic() + ENDS_S
             while self.ask("squeue", "--noheader") and time.monotonic() < ended:
                 time.sleep(0.2)
         for process in reversed(self._processes):
@@ -128,16 +130,15 @@ class LocalSlurm:
                 process.kill()
                 process.wait()
 
-    def ask(self, *command: str) -> str:
-        """What a command of Slurm says, errors too."""
-        environ = os.environ | self.environ
+    def ask(self, *command: str, environ: Mapping[str, str] = os.environ) -> str:
+        """What a command of Slurm says, errors too. environ: a job's is that of its `sbatch`."""
+        environ = {**environ, **self.environ}
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         return subprocess.run(command, env=environ, text=True, check=False, **output).stdout
 
     def told(self) -> str:
         """The ends of its logs."""
-        logs = sorted(self.folder.glob("*.log"))
-        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-2000:]}" for log in logs)
+        return ends_of_logs(self.folder)
 
     def _start(self, *command: str) -> None:
         with (self.folder / f"{command[0]}.out.log").open("wb") as log:
@@ -145,12 +146,12 @@ class LocalSlurm:
             self._processes.append(subprocess.Popen(command, env=environ, stdout=log, stderr=log))
 
     def _until(self, true: Callable[[], bool]) -> None:
-        until = time.monotonic() + HANGING_S
-        while not true():
+        def there() -> bool:
             ended = [process.args for process in self._processes if process.poll() is not None]
             assert not ended, f"{ended} ended\n{self.told()}"
-            assert time.monotonic() < until, self.told()
-            time.sleep(0.1)
+            return true()
+
+        wait_for(there, shown=self.told)
 
 
 if __name__ == "__main__":

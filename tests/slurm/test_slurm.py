@@ -4,7 +4,6 @@ import json
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.bus.embedded import free_port
-from tests import HANGING_S
+from tests.parties import ROOT, ends_of_logs, environment, wait_for
 from tests.slurm.local import LocalSlurm, why_not
 
 pytestmark = [
@@ -21,7 +20,6 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not() or "there is one"),
 ]
 
-ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "deploy/slurm"
 
 
@@ -33,11 +31,9 @@ class Cluster:
 
     def submit(self, job: str, *more: str, **settings: str) -> str:
         """The job's number. settings: DILOCO_* variables."""
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-        os.environ.clear()
-        os.environ.update(kept | {"PATH": f"{Path(sys.executable).parent}:{kept['PATH']}", "PYTHONPATH": str(ROOT)})
-        os.environ.update(settings)
-        said = self.slurm.ask("sbatch", "--parsable", f"--chdir={self.folder}", *more[:-1], str(JOBS / job), more[-1])
+        given = environment(PATH=f"{Path(sys.executable).parent}:{os.environ['PATH']}", **settings)
+        command = ["sbatch", "--parsable", f"--chdir={self.folder}", *more[:-1], str(JOBS / job), more[-1]]
+        said = self.slurm.ask(*command, environ=given)
         assert said.strip().isdecimal(), said
         return said.strip()
 
@@ -70,23 +66,14 @@ class Cluster:
 
     def until(self, true: Callable[[], Any]) -> None:
         """Wait, with all that there is to read should it not come."""
-        until = time.monotonic() + HANGING_S
-        while not true():
-            logs = "\n".join(f"--- {log.name}\n{log.read_text()[-2500:]}" for log in sorted(self.folder.glob("*.log")))
-            assert time.monotonic() < until, f"{self.jobs()}\n{logs}\n{self.slurm.told()}"
-            time.sleep(0.2)
+        wait_for(true, shown=lambda: f"{self.jobs()}\n{ends_of_logs(self.folder)}\n{self.slurm.told()}")
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    before = dict(os.environ)
     (tmp_path / "run").mkdir()
-    try:
-        with LocalSlurm(tmp_path / "slurm") as slurm:
-            yield Cluster(slurm, tmp_path / "run")
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with LocalSlurm(tmp_path / "slurm") as slurm:
+        yield Cluster(slurm, tmp_path / "run")
 
 
 def test_learners_that_reach_their_time_limit_are_requeued_and_the_run_is_finished(cluster: Cluster) -> None:

@@ -7,8 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,6 +53,7 @@ class Place:
     folder: Path
     trees: dict[str, Path]
     """Version -> the tree of that release."""
+    popen: Callable[..., Any]
     parties: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     """Incarnations of learners that were replaced."""
@@ -83,7 +83,7 @@ class Place:
         else:
             given = self.command(release, "evaluator", "evaluator")
         with (self.folder / f"{name}.log").open("ab") as log:
-            self.parties[name] = subprocess.Popen(**given, stdout=log, stderr=log)
+            self.parties[name] = self.popen(given.pop("args"), **given, stdout=log, stderr=log)
 
     def replace(self, name: str, release: str) -> None:
         """End a party in order, and start the other release's in its place."""
@@ -163,29 +163,17 @@ def trees(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture
-def place(tmp_path: Path, trees: dict[str, Path], redis_binary: Path | None) -> Iterator[Place]:
-    with ExitStack() as stack:
-        port = free_port()
-        passwords = {variable(user.name): f"pw-{user.name}-1234" for user in acl.users(RUN)}
-        admin = "user admin on >pw-admin-1234 ~* &* +@all\n"
-        (tmp_path / "users.acl").write_text(acl_file(acl.users(RUN), passwords) + admin)
-        command = [str(redis_binary or find_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--dir", str(tmp_path), "--aclfile", str(tmp_path / "users.acl")]
-        with (tmp_path / "redis.log").open("wb") as log:
-            server = subprocess.Popen(command, stdout=log, stderr=log)
-        stack.callback(server.wait)
-        stack.callback(server.kill)
-        wait_for(lambda: "Ready to accept connections" in (tmp_path / "redis.log").read_text())
-        place = Place(port, tmp_path, trees)
-        stack.callback(end_all, place)
-        yield place
-
-
-def end_all(place: Place) -> None:
-    for process in place.parties.values():
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        process.wait()
+def place(tmp_path: Path, trees: dict[str, Path], redis_binary: Path | None, popen: Callable[..., Any]) -> Place:
+    port = free_port()
+    passwords = {variable(user.name): f"pw-{user.name}-1234" for user in acl.users(RUN)}
+    admin = "user admin on >pw-admin-1234 ~* &* +@all\n"
+    (tmp_path / "users.acl").write_text(acl_file(acl.users(RUN), passwords) + admin)
+    command = [str(redis_binary or find_server()), "--port", str(port), "--bind", "127.0.0.1", "--save", ""]
+    command += ["--dir", str(tmp_path), "--aclfile", str(tmp_path / "users.acl")]
+    with (tmp_path / "redis.log").open("wb") as log:
+        popen(command, stdout=log, stderr=log)
+    wait_for(lambda: "Ready to accept connections" in (tmp_path / "redis.log").read_text())
+    return Place(port, tmp_path, trees, popen)
 
 
 TOO_LATE = {
