@@ -35,14 +35,6 @@ class Drawing:
         return [batch.indices[0] for batch in self.in_hand.stepped()]
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 9])
-@pytest.mark.parametrize("accumulate", [1, 4])
-def test_a_step_has_trained_what_the_loop_was_handed_since_the_last_one(accumulate: int, ahead: int) -> None:
-    drawing = Drawing(accumulate, ahead)
-    for _ in range(40):
-        assert drawing.take(accumulate) == drawing.step()
-
-
 @pytest.mark.parametrize("ahead", [0, 5])
 def test_what_a_loop_lets_go_by_without_a_step_goes_with_the_next_one(ahead: int) -> None:
     """A step that a GradScaler skipped; batches that a filter left out."""
@@ -67,18 +59,6 @@ def test_at_the_end_of_a_pass_each_step_has_trained_what_was_said() -> None:
     assert drawing.take(2) == drawing.step()
     drawing.in_hand.end()
     assert [drawing.step() for _ in range(4)] == [[3, 4], [5, 6], [7, 8], []]
-
-
-def test_a_pass_that_is_given_up_gives_its_batches_back_in_their_order() -> None:
-    drawing = Drawing(1, 3)
-    assert drawing.take() == drawing.step() == [1]
-    assert drawing.take() == [2]
-    drawing.begin()
-    assert [at for _ in range(5) for at in drawing.take()] == [2, 3, 4, 5, 6]
-    drawing.begin()
-    assert drawing.take() == drawing.step() == [2]
-    drawing.begin()
-    assert drawing.take(7) == [3, 4, 5, 6, 7, 8, 9]
 
 
 def test_skips_before_the_first_step_of_a_pass_cost_as_many_batches_again_and_lose_none() -> None:
