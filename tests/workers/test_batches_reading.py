@@ -10,10 +10,11 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from diloco.pipeline.errors import SpecMismatch
+from diloco.pipeline.errors import BusUnavailable, SpecMismatch
 from diloco.pipeline.messages.shards import DataOrder
 from diloco.workers.batches import Batches
 from diloco.workers.exchange.work_queue import SILENT_S, ShardsInTurn
@@ -21,7 +22,6 @@ from diloco.workers.trainer.data.blocks import permuted
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
-from tests.workers.reading_chaos import chaos
 
 ORDER = DataOrder(length=301, seed=5)
 PER_SHARD = 8
@@ -165,6 +165,49 @@ def test_what_a_killed_learner_had_in_hand_is_trained_by_another(at_s: float) ->
     run_virtual(main())
 
 
+async def chaos(seed: int, strikes: int, world: VirtualRun) -> tuple[list[BatchLearner], list[BatchLearner]]:
+    """Kills, leaves, joins and lost answers in a random order; one learner lives at least.
+
+    Returns: all that there were, and those that live.
+    """
+    chance = random.Random(seed)
+    everybody = [BatchLearner(0, world, 0.07)]
+    everybody[0].start()
+    living = everybody.copy()
+    for number in range(1, strikes + 1):
+        await asyncio.sleep(chance.uniform(0.3, 6.0))
+        one = chance.choice(living)
+        match chance.choice(("kill", "leave", "join", "lose")):
+            case "kill" if len(living) > 1:
+                living.remove(one)
+                await one.kill()
+            case "leave" if len(living) > 1:
+                living.remove(one)
+                one.stop = True
+            case "lose" if one.joined:
+                lose_an_answer(one, chance.choice(("claim_shard", "finish_shard", "save_position")))
+            case _:
+                living.append(BatchLearner(number, world, chance.uniform(0.05, 0.3)))
+                living[-1].start()
+                everybody.append(living[-1])
+    return everybody, living
+
+
+def lose_an_answer(learner: VirtualLearner, name: str) -> None:
+    """The next such call acts on the bus, and the learner never knows."""
+    bus = learner.bus
+    act, lost = getattr(bus, name), []
+
+    async def once(*args: Any) -> Any:
+        answer = await act(*args)
+        if not lost:
+            lost.append(True)
+            raise BusUnavailable("the answer was lost")
+        return answer
+
+    setattr(bus, name, once)
+
+
 @pytest.mark.parametrize("seed", slow_beyond(2, range(6)))
 def test_whatever_happens_no_index_is_left_out(seed: int) -> None:
     """Kills, leaves, joins and lost answers in a random order; at the end one learner finishes the epochs."""
@@ -172,7 +215,7 @@ def test_whatever_happens_no_index_is_left_out(seed: int) -> None:
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=10**9))
         world.start_syncer()
-        everybody, living = await chaos(seed, 9, lambda number, step_s: BatchLearner(number, world, step_s))
+        everybody, living = await chaos(seed, 9, world)
         epochs, _ = await unread(world)
         await until_epoch(world, epochs - 1)
         trained: Counter[int] = sum((Counter(learner.trained) for learner in everybody), Counter())

@@ -14,15 +14,8 @@ from torch.utils._device import _device_constructors
 
 import diloco
 from diloco.workers.learner import Learner
-from diloco.workers.moments.optimizer_state import OptimizerState
-from diloco.workers.names import state_with
-from diloco.workers.parameters import FragmentParameters
-from diloco.workers.trainer.models.gpt import build
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import SYNC, a_merge
-from tests.workers.test_optimizer_state import MAKERS, layout, taken, trained
-from tests.workers.test_parameters import Net
-from tests.workers.test_recovery import Party, left, same
 
 ROOT = Path(diloco.__file__).parents[1]
 MAKE = {f"torch.{made.__name__}" for made in _device_constructors()} | {"torch.Generator"}
@@ -48,33 +41,6 @@ def test_every_tensor_that_the_product_makes_names_its_device() -> None:
     found = {str(one.relative_to(ROOT)): unnamed(one.read_text()) for one in files}
     assert len(files) > 200
     assert {name: calls for name, calls in found.items() if calls} == {}
-
-
-def test_a_restart_finds_its_state_folder(tmp_path: Path, elsewhere: None) -> None:
-    """And its random numbers, which torch takes from host memory alone."""
-    with torch.device("cpu"):
-        first, again = left(tmp_path), Party(tmp_path)
-    assert again.join() == "checkpoint"
-    assert same(again.moments(), first.moments())
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_moments_are_copied_and_put_back(name: str, elsewhere: None) -> None:
-    with torch.device("cpu"):
-        model, optimizer = trained(MAKERS[name])
-        fresh = MAKERS[name]([one for one in model.parameters() if one.requires_grad])
-        old, new = (OptimizerState(model, one, layout(model)) for one in (optimizer, fresh))  # torch's own steps
-    new.load(taken(old))
-    assert {one.device.type for kept in fresh.state.values() for one in kept.values()} == {"cpu"}
-
-
-def test_global_values_are_in_host_memory(elsewhere: None) -> None:
-    with torch.device("cpu"):
-        model = Net()
-    parameters = FragmentParameters(model, layout(model))
-    values = layout(model).whole([parameters.snapshot(p).numpy() for p in range(2)])
-    assert {one.device.type for one in state_with(model, values).values()} == {"cpu"}
-    assert next(build("tiny", seed=0).parameters()).device.type == "cpu"
 
 
 @pytest.mark.redis

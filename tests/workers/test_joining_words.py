@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 from torch import nn
 
-from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, load
 from diloco.workers.learner import Learner, TorchModel
 from diloco.workers.proposal import fitting
@@ -39,12 +39,6 @@ def test_a_number_of_fragments_that_nobody_asked_for_fits_the_model(monkeypatch:
     assert fitting(SyncSettings(fragments=8), TorchModel(small())).fragments == 8
     monkeypatch.setenv("DILOCO_FRAGMENTS", "5")
     assert fitting(load(SyncSettings), TorchModel(small())).fragments == 5
-
-
-def test_too_many_fragments_that_were_asked_for_are_refused_still() -> None:
-    with pytest.raises(UsageError, match="fragments=8, but the model has 3 trained tensors"):
-        learner_of("redis://127.0.0.1:1", "r", sync=SyncSettings(fragments=8))
-    learner_of("redis://127.0.0.1:1", "r", sync=SyncSettings(quorum=2))
 
 
 @pytest.mark.redis

@@ -53,11 +53,6 @@ def test_rda_of_rows_is_for_matrices() -> None:
     assert rows == {"table.weight": "mean", "body.weight": "rda-row", "body.bias": "rda", "head.weight": "rda-row"}
 
 
-def test_two_builds_of_a_model_have_one_layout() -> None:
-    sync = SyncSettings(fragments=3)
-    assert layout_of(tensor_table(Net(), sync)) == layout_of(tensor_table(Net(), sync))
-
-
 @pytest.mark.parametrize("merge", ["mean", "rda"])
 def test_matrices_of_an_orthogonalised_outer_step_are_no_embeddings_and_no_vectors(merge: str) -> None:
     """Whatever the merge rule; with Nesterov's none is said to be one, so that tables stay as they were."""
@@ -70,26 +65,6 @@ def test_matrices_of_an_orthogonalised_outer_step_are_no_embeddings_and_no_vecto
 def test_an_orthogonalised_outer_step_without_momentum_is_refused() -> None:
     with pytest.raises(UsageError, match="momentum above 0"):
         tensor_table(Net(), SyncSettings(fragments=2, outer="halley", outer_momentum=0))
-
-
-def test_more_fragments_than_tensors_are_refused() -> None:
-    with pytest.raises(UsageError, match="4 trained tensors"):
-        tensor_table(Net(), SyncSettings(fragments=9))
-
-
-def test_a_model_with_nothing_to_train_is_refused() -> None:
-    with pytest.raises(UsageError, match="no parameter"):
-        tensor_table(nn.ReLU(), SyncSettings(fragments=1))
-
-
-def test_snapshot_and_overwrite_are_inverse() -> None:
-    """What one model's snapshots hold makes another model equal to it, bit for bit."""
-    torch.manual_seed(1)
-    source, target = Net(), Net()
-    outgoing, incoming = fragments_of(source), fragments_of(target)
-    for p in range(2):
-        incoming.overwrite(p, outgoing.snapshot(p).numpy())
-    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
 
 
 def test_a_snapshot_keeps_its_moment() -> None:

@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.shards import Shard
 from diloco.workers.exchange.work_queue import SILENT_S
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import run_virtual
-from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
-from tests.workers.reading_chaos import chaos
 
 DATA = (64, 8)
 """Blocks in an epoch, blocks in a shard."""
@@ -190,60 +187,6 @@ def test_the_shard_of_a_killed_learner_is_finished_by_another_from_its_saved_pos
     run_virtual(main())
 
 
-def test_a_learner_killed_while_it_claims_leaves_nothing_unread() -> None:
-    """The bus has given it a shard that it never heard of."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        killed = learner_of(world, 0).start()
-        other = learner_of(world, 1).start()
-        await until_joined(killed, other)
-        await asyncio.sleep(1.0)
-        claim, unheard = killed.bus.claim_shard, []
-
-        async def mute(*args: Any) -> Any:
-            unheard.append(await claim(*args))
-            await asyncio.Event().wait()
-
-        killed.bus.claim_shard = mute  # type: ignore[method-assign]
-        async with asyncio.timeout(20):
-            while not unheard:
-                await asyncio.sleep(0.01)
-        await killed.kill()
-        await until_epoch(world, 1)
-        assert times_read(2, killed.read, other.read)[0] == 0
-        shard = unheard[0].shard
-        assert set(other.read) >= {(shard.epoch, at) for at in range(shard.start, shard.stop)}
-        await other.kill()
-
-    run_virtual(main())
-
-
-def test_a_claim_whose_answer_was_lost_loses_no_shard_of_a_living_learner() -> None:
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        learner = learner_of(world, 0).start()
-        await asyncio.sleep(1.0)
-        claim, unheard = learner.bus.claim_shard, []
-
-        async def once(*args: Any) -> Any:
-            claimed = await claim(*args)
-            if len(unheard) < 2:
-                unheard.append(claimed)
-                raise BusUnavailable("the answer was lost")
-            return claimed
-
-        learner.bus.claim_shard = once  # type: ignore[method-assign]
-        await until_epoch(world, 1)
-        assert len(unheard) == 2
-        assert times_read(2, learner.read) == {1: 2 * DATA[0]}
-        await learner.kill()
-
-    run_virtual(main())
-
-
 def test_a_learner_taken_for_dead_reads_on_and_acknowledges_nothing() -> None:
     """It was paused for longer than the silence that is waited for: both read its shard, the taker acknowledges it."""
 
@@ -285,24 +228,6 @@ def test_a_learner_taken_for_dead_reads_on_and_acknowledges_nothing() -> None:
         counts = times_read(3, paused.read, other.read)
         assert counts.keys() == {1, 2}
         for learner in (paused, other):
-            await learner.kill()
-
-    run_virtual(main())
-
-
-@pytest.mark.parametrize("seed", slow_beyond(2, range(8)))
-def test_whatever_happens_no_block_is_left_out(seed: int) -> None:
-    """Kills, leaves, joins and lost answers in a random order; at the end one learner finishes the epochs."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        everybody, living = await chaos(seed, 11, lambda number, step_s: learner_of(world, number, step_s))
-        epochs, _ = await unread(world)
-        await until_epoch(world, epochs - 1)
-        counts = times_read(epochs, *(learner.read for learner in everybody))
-        assert counts[0] == 0, f"seed {seed}: {counts}"
-        for learner in living:
             await learner.kill()
 
     run_virtual(main())
