@@ -52,21 +52,6 @@ async def test_what_is_gathered_is_the_payload_and_nothing_else_is_kept(codec: C
     assert one.base == Base(0, 3, b"", None)
 
 
-async def test_the_values_are_kept_where_they_are_encoded_later() -> None:
-    """A codec in blocks begins at the first element, and leaves what it has lost."""
-    base = Base(0, 3, b"", BASE)
-    one = await gathered("int8", base, CUTS)
-    assert not one.encoded
-    assert one.base is base
-    np.testing.assert_array_equal(one.values(), VALUES)
-
-
-async def test_without_a_base_the_values_are_gathered() -> None:
-    """As version 0 of a run."""
-    one = await gathered("bf16", None, CUTS)
-    np.testing.assert_array_equal(one.values(), VALUES)
-
-
 @pytest.mark.parametrize("codec", ["bf16", "fp32"])
 async def test_what_one_rank_has_alone_needs_no_more_room(codec: Codec) -> None:
     """The payload lies where its values did."""

@@ -25,7 +25,7 @@ from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found
 from diloco.workers.ranks.joined import JoinedRank, Rank
 from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.under_way import SMALL, UnderWay
+from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wishes import Wishes
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import Stopping
@@ -62,22 +62,7 @@ class NoWires:
         asyncio.run(self._handlers[what](rank, *said))
 
 
-class BesideAnother(Alone):
-    """Sums over two ranks: the other one trains as many tokens, and takes the snapshots that it has heard of."""
-
-    def __init__(self) -> None:
-        self.heard = False
-
-    def start_sum(self, numbers: Sequence[int]) -> Any:
-        """It is there at once."""
-        tokens, stop, over, progress, taken, adopted = numbers
-        both = [2 * tokens, stop, over, progress, taken + self.heard, adopted]
-        return SimpleNamespace(there=True, wait=lambda within_s=None: both)
-
-
-def learner(
-    interval: int, told: list[tuple[Publication, tuple[int, int]]], sums: Alone | None = None, ranks: int = 1
-) -> JoinedRank:
+def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]], sums: Alone | None = None) -> JoinedRank:
     """Rank 0 of one that has adopted version 3; what it publishes is told, with the step of its snapshot."""
     layout = layout_of((TENSOR,))
     rounds = Rounds(layout, SyncSettings(fragments=1, sync_interval=interval, first_interval=0).sync_spec())
@@ -105,7 +90,7 @@ def learner(
     )
     training: Any = SimpleNamespace(rounds=rounds, layout=layout, parameters=parameters)
     thread: Any = SimpleNamespace(call=lambda what, *args: what(*args))
-    return JoinedRank(training, rank, thread, sums or Alone(), Shares(layout, [{"t": (0, 2)}] * ranks), Stopping())
+    return JoinedRank(training, rank, thread, sums or Alone(), Shares(layout, [{"t": (0, 2)}]), Stopping())
 
 
 @pytest.mark.parametrize("interval", [3, 4, 24])
@@ -135,28 +120,6 @@ def test_a_window_that_opens_is_followed_at_the_end_of_the_step() -> None:
     ((publication, taken),) = told
     assert taken == (6, 0)
     assert (publication.steps, publication.tokens, publication.due) == (6, 60, False)
-
-
-def test_a_snapshot_counts_once_all_ranks_have_taken_it_at_the_same_step() -> None:
-    """Who has heard of it later takes it later; what the others took before is thrown away."""
-    told: list[tuple[Publication, tuple[int, int]]] = []
-    joined = learner(24, told, other := BesideAnother(), 2)
-    joined.adopt()
-    for _ in range(5):
-        joined.stepped(10)
-    joined.shared.windows[0] = OpenWindow(3, 0, member=False)
-    joined.shared.window_seen()
-    for _ in range(3):
-        joined.stepped(10)
-    assert told == []
-    other.heard = True
-    joined.stepped(10)
-    ((publication, taken),) = told
-    assert taken == (9, 0)
-    assert (publication.steps, publication.tokens) == (9, 180)
-    other.heard = False
-    joined.stepped(10)
-    assert len(told) == 1
 
 
 def follower() -> Any:
@@ -241,71 +204,6 @@ def test_what_is_due_as_a_learner_leaves_may_open_a_window(steps: int, due: bool
         rounds.trained(10)
     (publication,) = rounds.last({}, due=False)
     assert (publication.steps, publication.due) == (steps, due)
-
-
-def leaving(joined: Any) -> Any:
-    """Rank 0's, which leaves at once and in order."""
-    joined.training.keeper = SimpleNamespace(close=lambda *given: None)
-    joined._rank.part.still = SimpleNamespace(set=lambda: None)
-    joined.thread.ask = lambda work: work.close()
-    joined._left = lambda asked: True
-    return joined
-
-
-def test_what_is_adopted_as_the_ranks_leave_is_counted() -> None:
-    """It was decided in the last step, whose sum is read on leaving: what was trained before is overwritten then.
-
-    Else that would be published once more, as trained on a base that no rank has.
-    """
-    told: list[tuple[Publication, Any]] = []
-    joined = leaving(learner(24, told))
-    joined.adopt()
-    for _ in range(5):
-        joined.stepped(10)
-    joined._rank.part.pulled[0, 2] = 0, np.zeros(2)
-    joined.shared.adoptions[0] = Base(0, 4, b"", 2)
-    joined.stepped(10)
-    rounds = joined.training.rounds
-    assert rounds.versions == (3,)
-    assert joined.leave(1.0, True)
-    assert rounds.versions == (4,)
-    assert told == []
-    assert (rounds.tokens, rounds.overwritten) == (60, 60 * 2)
-
-
-def test_an_upload_that_goes_on_keeps_its_room_though_its_fragment_is_adopted_as_the_ranks_leave() -> None:
-    """The last snapshot of another one waits for it."""
-    told: list[tuple[Publication, Any]] = []
-    joined = leaving(learner(2, told))
-    joined._rank.under_way = under_way = UnderWay([SMALL, SMALL])
-    joined.adopt()
-    while not told:
-        joined.stepped(10)
-    joined._rank.part.pulled[0, 2] = 0, np.zeros(2)
-    joined.shared.adoptions[0] = Base(0, 4, b"", 2)
-    joined.stepped(10)
-    assert joined.leave(1.0, True)
-    assert joined.training.rounds.versions == (4,)
-    assert not under_way.last(1, 0)
-    under_way.uploaded(0)
-    assert under_way.last(1, 0)
-
-
-def test_a_snapshot_that_was_wanted_too_late_holds_up_no_last_one() -> None:
-    """Rank 0 wants it, and not all ranks come to another step: as they leave, the server is free for the last ones."""
-    told: list[tuple[Publication, Any]] = []
-    joined = leaving(learner(24, told, BesideAnother(), 2))
-    joined._rank.under_way = under_way = UnderWay([SMALL])
-    joined.adopt()
-    joined.stepped(10)
-    joined.shared.windows[0] = OpenWindow(3, 0, member=False)
-    joined.shared.window_seen()
-    joined.stepped(10)
-    assert not under_way.last(0, 0)
-    assert joined.leave(1.0, True)
-    ((publication, (tag, server)),) = told
-    assert (publication.tokens, tag, server) == (40, None, 0)
-    assert under_way.last(0, server)
 
 
 class Late(Alone):

@@ -62,8 +62,7 @@ class Crew:
 
     def __init__(self, wires: Sequence[Wires], monkeypatch: pytest.MonkeyPatch) -> None:
         self.under_way, self.rng = UnderWay([ELEMENTS]), np.random.default_rng(0)
-        self.encoding, self.pulling = asyncio.Event(), asyncio.Event()
-        self.encoding.set()
+        self.pulling = asyncio.Event()
         self.pulling.set()
         """Cleared: it takes until it is set."""
         member: Any = SimpleNamespace(
@@ -97,8 +96,6 @@ class Crew:
         self.sent: Any = None
 
     async def _offload(self, work: Any, *args: Any) -> Any:
-        if work is OnHost.encode:
-            await self.encoding.wait()
         return work(*args)
 
     async def _write_chunks(self, key: str, first: int, batch: Sequence[Any], ttl_s: float) -> None:
@@ -201,26 +198,6 @@ async def test_a_rank_that_has_left_holds_nothing_of_fragments(monkeypatch: pyte
     assert all(one() is None for one in held)
 
 
-async def test_a_fragment_stays_while_a_delta_of_it_is_in_the_making(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the decision until all is uploaded: its residual is fed once, and its error comes home."""
-    async with wired(2) as wires:
-        crew = Crew(wires, monkeypatch)
-        await crew.go_on()
-        crew.merge()
-        crew.adopt(await crew.pull(0))
-        await crew.until(crew.decide)
-        crew.encoding.clear()
-        publishing = asyncio.create_task(crew.publish())
-        number = await crew.pull(1)
-        crew.encoding.set()
-        await publishing
-        crew.merge()
-        await crew.check()
-        crew.adopt(number)
-        assert crew.server == 0
-        await crew.check()
-
-
 async def test_a_fragment_whose_deltas_are_undecided_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale delta may still be merged; the next global may go."""
     async with wired(2) as wires:
@@ -235,22 +212,6 @@ async def test_a_fragment_whose_deltas_are_undecided_stays(monkeypatch: pytest.M
         await crew.until(crew.decide)
         await crew.check()
         assert crew.residuals[0] is None
-
-
-async def test_a_fragment_that_goes_is_not_snapshot_until_it_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the server before would feed a residual that the next one has got."""
-    async with wired(2) as wires:
-        crew = Crew(wires, monkeypatch)
-        crew.adopt(await crew.pull(0))
-        crew.pulling.clear()
-        pulling = asyncio.create_task(crew.pull(1))
-        await crew.until(lambda: crew.carrier._room.taken.get(0) == 1)
-        assert not crew.decide()
-        crew.pulling.set()
-        number = await pulling
-        assert not crew.decide()
-        crew.adopt(number)
-        await crew.until(crew.decide)
 
 
 async def test_a_pull_that_is_cancelled_leaves_the_fragment_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
