@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import PartyName
-from diloco.pipeline.settings import SECRETS, BusSettings, EncodeOn, SyncSettings, load
+from diloco.pipeline.settings import SECRETS, STATE_S, BusSettings, EncodeOn, SyncSettings, load
 from diloco.pipeline.units import parse_whole
 from diloco.workers.copies.losses import LossCopy
 
@@ -31,12 +31,12 @@ class Arguments(BaseModel):
     tokens: Annotated[int, BeforeValidator(parse_whole), Field(ge=1, le=2**62)] | None
     trainer: Annotated[dict[str, str | int | bool | _Finite | None] | None, Field(max_length=64)]
     leave_s: Annotated[_Finite, Field(ge=0)]
-    state_dir: str | Path | None
-    state_every_s: Annotated[_Finite, Field(gt=0)]
-    recover: Literal["auto", "peer", "fresh"]
-    log_losses: bool
-    encode_on: EncodeOn
-    same_frozen: bool
+    state_dir: str | Path | None = None
+    state_every_s: Annotated[_Finite, Field(gt=0)] = STATE_S
+    recover: Literal["auto", "peer", "fresh"] = "auto"
+    log_losses: bool = False
+    encode_on: EncodeOn = "cpu"
+    same_frozen: bool = True
 
 
 class _Named(BusSettings):

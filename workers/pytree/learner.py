@@ -20,7 +20,7 @@ import structlog
 
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.settings import LEAVE_S, STATE_S, SyncSettings
+from diloco.pipeline.settings import LEAVE_S, SyncSettings
 from diloco.workers.any_learner import AnyLearner
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.copies.losses import Loss
@@ -81,12 +81,6 @@ class Learner(AnyLearner):
             tokens=tokens,
             trainer=dict(trainer) if isinstance(trainer, Mapping) else trainer,
             leave_s=leave_s,
-            state_dir=None,
-            state_every_s=STATE_S,
-            recover="auto",
-            log_losses=False,
-            encode_on="cpu",
-            same_frozen=True,
         )
         if not isinstance(moments_kept, bool):
             raise UsageError(f"Learner: moments_kept={moments_kept!r}: pass True or False")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -62,27 +62,11 @@ def _values(tensor: Tensor) -> torch.Tensor:
     return torch.from_numpy(flat).reshape(tensor.shape)
 
 
-class Words(Protocol):
-    """Text to a model's tokens and back."""
-
-    end: int
-    """Token between documents."""
-    count: int
-    """How many tokens there are."""
-
-    def encode(self, text: str) -> list[int]:
-        """Its tokens."""
-        ...
-
-    def decode(self, tokens: list[int]) -> str:
-        """Their text."""
-        ...
-
-
 class _Bytes:
     """A token is a byte."""
 
     end, count = BOUNDARY, BYTES
+    """Token between documents, and how many tokens there are."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -109,7 +93,7 @@ class _Pairs:
         return bpe.decode(self._tokenizer, tokens)
 
 
-def words_of(spec: TrainerSpec, data: Path | None) -> Words:
+def words_of(spec: TrainerSpec, data: Path | None) -> _Bytes | _Pairs:
     """What reads and writes a model's tokens; of token shards the tokenizer at `data`, or where the spec says.
 
     Raises:

@@ -5,14 +5,13 @@ text.parquet[,column=T]                        a table, also text.arrow, its tex
 hf:owner/name[,config=C][,split=S][,column=T]  a data set of the Hugging Face hub, its text as bytes
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data.sources import TABLES, load_hub, table_parts
+from diloco.workers.trainer.data.sources import TABLES, documents, open_sources
 from diloco.workers.trainer.data.tokens import MIN_BYTES, TextData, gather, split
 
 _PIECE = 2**24
@@ -40,34 +39,17 @@ def open_tokens(path: Path) -> TextData:
     return replace(split(tokens, files=1, skipped=0), entries=largest + 1, made_by=())
 
 
-def open_hub(data: str) -> TextData:
-    """A data set by name; documents are held out by a hash of their place in it. All of its text goes to memory.
-
-    Raises:
-        UsageError: the extra `data` is missing, no such data set or column, or too little text.
-    """
-    table, column = load_hub(data)
-    return gather(_named(str(row[column] or "") for row in table), data)
-
-
 def is_table(data: str) -> bool:
     """Whether `data` names a table's file; a folder may have such a name too."""
     return data.partition(",column=")[0].endswith(TABLES) and not Path(data).is_dir()
 
 
-def open_table(data: str) -> TextData:
-    """A table's file; documents are held out by a hash of their place in it. All of its text goes to memory.
+def open_documents(data: str) -> TextData:
+    """A table, or a data set by name; documents are held out by a hash of their place in it. All of it goes to memory.
 
     Raises:
-        UsageError: the extra `data` is missing, no such file or column, or too little text.
+        UsageError: the extra `data` is missing, no such file, data set or column, or too little text.
     """
-    name, _, column = data.partition(",column=")
-    if not Path(name).is_file():
-        raise UsageError(f"data={data!r}: no such file")
-    rows = (text for part in table_parts(Path(name), column or "text") for text in part())
-    return gather(_named(rows), data)
-
-
-def _named(texts: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    for place, text in enumerate(texts):
-        yield str(place), text.encode().replace(b"\0", b"")
+    name, _, column = data.partition(",column=") if is_table(data) else (data, "", "")
+    texts = documents(open_sources([name], column or "text", streaming=False))
+    return gather(((str(place), text.encode().replace(b"\0", b"")) for place, text in enumerate(texts)), data)

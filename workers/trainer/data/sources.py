@@ -108,7 +108,7 @@ def _of_files(files: Iterable[Path], column: str) -> Source:
     parts: list[Part] = []
     skipped = 0
     for file in files:
-        made = table_parts(file, column) if file.suffix in TABLES else _text_parts(file)
+        made = _table_parts(file, column) if file.suffix in TABLES else _text_parts(file)
         skipped += not made
         parts += made
     return Source(parts, counted=True, skipped=skipped)
@@ -166,7 +166,7 @@ def shortened(text: str) -> Iterator[str]:
 # --- tables --------------------------------------------------------------------------------------------------
 
 
-def table_parts(path: Path, column: str) -> list[Part]:
+def _table_parts(path: Path, column: str) -> list[Part]:
     """Row groups of a parquet file, or an arrow file (as of `datasets`, on disk) as one part.
 
     Raises:
@@ -241,12 +241,8 @@ def _rows(path: Path, batches: Iterator[Any]) -> Iterator[str]:
 # --- data sets by name ---------------------------------------------------------------------------------------
 
 
-def load_hub(data: str, streaming: bool = False, usual: str = "text") -> tuple[Any, str]:
-    """A data set hf:OWNER/NAME[,config=C][,split=S][,column=T], and the column of its text.
-
-    Raises:
-        UsageError: the extra `data` is missing, or no such data set or column.
-    """
+def _open_hub(data: str, usual: str, streaming: bool) -> Source:
+    """A data set hf:OWNER/NAME[,config=C][,split=S][,column=T]. usual: column of its text."""
     name, *more = data.removeprefix(DATA_SET).split(",")
     told = dict(part.partition("=")[::2] for part in more)
     if wrong := [key for key in told if key not in _KNOWN]:
@@ -261,17 +257,11 @@ def load_hub(data: str, streaming: bool = False, usual: str = "text") -> tuple[A
     names = table.column_names or list(next(iter(table), {}))  # a stream may not know them before its first row
     if column not in names:
         raise UsageError(f"data={data!r} has no column {column!r}; it has {', '.join(names)}")
-    return table.select_columns([column]), column
-
-
-def _open_hub(data: str, column: str, streaming: bool) -> Source:
-    table, column = load_hub(data, streaming, column)
+    table = table.select_columns([column])
     if streaming:
         return Source([lambda: _hub_rows(data, iter(table), column)], counted=False, skipped=0)
-    parts = [
-        partial(_hub_range, table, column, start, min(start + _ROWS, len(table)))
-        for start in range(0, len(table), _ROWS)
-    ]
+    starts = range(0, len(table), _ROWS)
+    parts = [partial(_hub_range, table, column, start, min(start + _ROWS, len(table))) for start in starts]
     return Source(parts, counted=True, skipped=0)
 
 

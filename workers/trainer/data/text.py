@@ -38,10 +38,8 @@ def open_text(data: str) -> TextData:
     if data == "stdlib":
         return _open_stdlib()
     path = Path(data)
-    if data.startswith(DATA_SET):
-        return other.open_hub(data)
-    if other.is_table(data):
-        return other.open_table(data)
+    if data.startswith(DATA_SET) or other.is_table(data):
+        return other.open_documents(data)
     if path.suffix == TOKENS:
         return other.open_tokens(path)
     if path.is_file():
