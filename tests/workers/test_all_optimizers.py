@@ -4,7 +4,6 @@ Of each: it trains; what is adopted stays; its state folder brings it back, and 
 the table says which of these it cannot, and the learner says so too.
 """
 
-import asyncio
 import inspect
 import threading
 import time
@@ -22,18 +21,14 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.workers.attached import unwrapped
 from diloco.workers.learner import Learner
 from diloco.workers.moments import peers as peers_module
-from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
-from diloco.workers.moments.peers import Peers
 from diloco.workers.parameters import FragmentParameters
-from diloco_studies.virtual.memory import MemoryBus, MemoryStore
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
-from tests import HANGING_S, samples
+from tests import HANGING_S
 from tests.workers import odd_optimizers as odd
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import a_merge
-from tests.workers.test_mixed_optimizers import come_back, leave
-from tests.workers.test_optimizer_state import layout, taken
+from tests.workers.test_mixed_optimizers import asked, come_back, leave
+from tests.workers.test_optimizer_state import layout
 from tests.workers.test_trial_step import Accelerated, Managed, Sharp, patched
 
 Make = Callable[[list[nn.Parameter]], Any]
@@ -223,25 +218,7 @@ def test_these_go_on_from_a_peers_moments_to_the_last_bit(name: str) -> None:
     again.load_state_dict(model.state_dict())
     ours, new = (OptimizerState(one, kept, layout(one)) for one, kept in ((model, inner), (again, its)))
     assert ours.for_peers
-
-    async def donor() -> Moments:
-        return taken(ours)
-
-    async def main() -> Moments | None:
-        store = MemoryStore()
-
-        def peers(learner: str, state: OptimizerState) -> Peers:
-            bus = MemoryBus("run", VirtualClock(), store)
-            return Peers(bus, VirtualClock(), learner, state.layout, state.kind, 4096)
-
-        await MemoryBus("run", VirtualClock(), store).write_report(samples.report("l0", step=100))
-        answering = asyncio.create_task(peers("l0", ours).answer(lambda: 100, donor))
-        found = await peers("l1", new).ask()
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
-        return found
-
-    found = run_virtual(main())
+    (found,) = asked(ours, new)
     assert found is not None
     new.load(found)
     assert train(model, optimizer, 3) == train(again, fresh, 3)

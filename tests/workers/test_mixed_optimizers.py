@@ -240,6 +240,28 @@ def test_each_moment_is_copied_for_those_tensors_only_that_keep_it() -> None:
     assert sizes == {"exp_avg": rest, "exp_avg_sq": rest, "momentum_buffer": matrices}
 
 
+def asked(ours: OptimizerState, *asking: OptimizerState) -> list[Moments | None]:
+    """What each gets by way of the bus from a learner that has this state, one after another."""
+
+    def peers(learner: str, state: OptimizerState, store: MemoryStore) -> Peers:
+        bus = MemoryBus("run", VirtualClock(), store)
+        return Peers(bus, VirtualClock(), learner, state.layout, state.kind, 1024)
+
+    async def donor() -> Moments:
+        return taken(ours)
+
+    async def main() -> list[Moments | None]:
+        store = MemoryStore()
+        await MemoryBus("run", VirtualClock(), store).write_report(samples.report("l0", step=100))
+        answering = asyncio.create_task(peers("l0", ours, store).answer(lambda: 100, donor))
+        found = [await peers("l1", one, store).ask() for one in asking]
+        answering.cancel()
+        await asyncio.gather(answering, return_exceptions=True)
+        return found
+
+    return run_virtual(main())
+
+
 @pytest.mark.parametrize("name", FOR_PEERS)
 def test_they_go_on_from_a_peers_moments(name: str) -> None:
     """By way of the bus, to the last bit. One whose tensors are in other groups asks for another kind."""
@@ -248,25 +270,7 @@ def test_they_go_on_from_a_peers_moments(name: str) -> None:
     again, fresh, its = another(model, name)
     strangers = [another(model, other)[2] for other in FOR_PEERS if other != name]
 
-    async def donor() -> Moments:
-        return taken(ours)
-
-    async def main() -> tuple[Moments | None, list[Moments | None]]:
-        store = MemoryStore()
-
-        def peers(learner: str, state: OptimizerState) -> Peers:
-            bus = MemoryBus("run", VirtualClock(), store)
-            return Peers(bus, VirtualClock(), learner, state.layout, state.kind, 1024)
-
-        await MemoryBus("run", VirtualClock(), store).write_report(samples.report("l0", step=100))
-        answering = asyncio.create_task(peers("l0", ours).answer(lambda: 100, donor))
-        found = await peers("l1", its).ask()
-        others = [await peers("l2", one).ask() for one in strangers]
-        answering.cancel()
-        await asyncio.gather(answering, return_exceptions=True)
-        return found, others
-
-    found, others = run_virtual(main())
+    found, *others = asked(ours, its, *strangers)
     assert others == [None, None]
     assert found is not None
     its.load(found)

@@ -115,23 +115,6 @@ def test_learning_rates_and_groups_stay_the_new_ones() -> None:
         assert torch.equal(other.state[parameter]["exp_avg"], state["exp_avg"])
 
 
-def test_asking_what_an_optimizer_keeps_leaves_it_as_it_was() -> None:
-    """No hook of the user's runs, no state appears, no parameter moves, and a scheduler counts nothing."""
-    model = Net()
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    called: list[int] = []
-    optimizer.register_step_post_hook(lambda *_: called.append(1))
-    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    counted = optimizer._opt_called if hasattr(optimizer, "_opt_called") else None
-    assert recoverable_state(model, optimizer, layout(model)) is not None
-    assert not called
-    assert not optimizer.state
-    assert len(optimizer.param_groups[0]["params"]) == len(before)
-    assert (optimizer._opt_called if hasattr(optimizer, "_opt_called") else None) == counted
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
-
-
 def test_a_copy_is_one_fragment_a_step_and_keeps_its_moment() -> None:
     """Each fragment is as it was at its own step boundary, numbers included, whatever is trained on."""
     model, optimizer = trained(MAKERS["AdamW"])
@@ -185,15 +168,6 @@ def test_a_tensor_that_was_never_stepped_begins_fresh() -> None:
     again = torch.optim.AdamW(model.parameters(), lr=0.1)
     OptimizerState(model, again, layout(model)).load(moments)
     assert list(again.state) == [model.head.weight]
-
-
-def test_an_optimizer_that_cannot_be_known_is_left_alone() -> None:
-    class Strange(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            raise RuntimeError("not without my closure")
-
-    model = Net()
-    assert recoverable_state(model, Strange(model.parameters(), lr=0.1), layout(model)) is None
 
 
 @pytest.mark.parametrize("keeps", ["a number that changes", "a tensor that changes in place", "a new one"])
