@@ -12,22 +12,17 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
-from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
-from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
-from diloco.workers.moments.own import OwnMoments, RecoveryOptions, own_moments
 from diloco.workers.moments.peers import Peers
-from diloco.workers.moments.recovery import Found, Recovery
-from diloco.workers.rounds import Rounds
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_optimizer_state import layout, taken
 from tests.workers.test_parameters import Net
-from tests.workers.test_recovery import STATE
+from tests.workers.test_recovery import Party
 
 Optimizers = list[torch.optim.Optimizer]
 BETAS = {"exp_avg": 0.9, "exp_avg_sq": 0.95}
@@ -170,29 +165,18 @@ def go_on_alike(one: tuple[nn.Module, Optimizers], other: tuple[nn.Module, Optim
     return all(torch.equal(a, b) for a, b in zip(one[0].parameters(), other[0].parameters(), strict=True))
 
 
-def kept(model: nn.Module, optimizers: Optimizers, folder: Path) -> tuple[OwnMoments, Keeper]:
-    """A learner's, without a network."""
-    who = {"run": "run", "learner": "l0", "incarnation": "0" * 16}
-    own = own_moments(model, optimizers, layout(model), **who, options=RecoveryOptions(state_dir=folder))
-    return own, Keeper(own, Rounds(layout(model), SyncSettings(fragments=2).sync_spec()))
-
-
 def leave(model: nn.Module, optimizers: Optimizers, folder: Path) -> None:
-    """A state folder is left behind."""
-    own, keeper = kept(model, optimizers, folder)
-    keeper.restore(Found("start"))
-    keeper._rounds.trained(10)
-    shared = Shared()
-    shared.state = STATE
-    keeper.close(shared, save=True, within_s=60.0)
-    assert own.state is not None
+    """A state folder is left behind, without a network."""
+    party = Party(folder, model=model, made=optimizers)
+    party.join((0, 0))
+    party.rounds.trained(10)
+    party.leave()
+    assert party.own.state is not None
 
 
 def come_back(model: nn.Module, optimizers: Optimizers, folder: Path) -> str:
     """Whence the moments are."""
-    own, keeper = kept(model, optimizers, folder)
-    keeper.restore(asyncio.run(Recovery(own).find(None, (3, 4), STATE)))
-    return keeper.source
+    return Party(folder, model=model, made=optimizers).join()
 
 
 @pytest.mark.parametrize("name", MAKERS)
