@@ -46,20 +46,12 @@ def model(config: dict[str, Any]) -> str:
     return "hf:" + json.dumps(config)
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
-    return path
-
-
-def tokenizer(folder: Path, text: str, entries: int) -> None:
-    """A model's folder without weights: its config, and a tokenizer of so many entries."""
+def tokenizer(folder: Path, text: str, entries: int = 260) -> None:
+    """Trained on a text, and put beside a model: of so many entries."""
     library = pytest.importorskip("tokenizers")
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(LLAMA))
     made = library.Tokenizer(library.models.BPE())
     made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
     made.train_from_iterator([text], library.trainers.BpeTrainer(vocab_size=entries, initial_alphabet=alphabet))
     made.save(str(folder / "tokenizer.json"))
@@ -210,6 +202,8 @@ def test_a_tokenizer_of_more_entries_than_the_model_is_refused_by_all(
 ) -> None:
     """With both numbers: `diloco run` begins nothing, the others neither tokenise nor build."""
     folder, out = tmp_path / "model", tmp_path / "out"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA))
     tokenizer(folder, book.read_text(), 300)
     told = r"tokenizer.json has 300 entries, and the model's vocab_size is 260"
     assert main(["run", "--model", f"hf:{folder}", "--data", str(book), "--seq-len", "32", "--out", str(out)]) == 2

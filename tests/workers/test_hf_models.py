@@ -29,6 +29,7 @@ from diloco.workers.trainer.precision import training_forward
 from diloco.workers.trainer.recipe import add_gradients, forward_of, held_out_loss, loss_of, trainer_spec
 from diloco.workers.trainer.together import Ranks
 from diloco.workers.trainer.trainer import follow
+from tests.workers.test_hf_checks import tokenizer
 
 CONFIG: dict[str, Any] = {
     **{"model_type": "llama", "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -60,30 +61,12 @@ def named(config: dict[str, Any]) -> hf_config.HfModel:
 
 
 @pytest.fixture
-def book(tmp_path: Path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
-    return path
-
-
-@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A model with its weights."""
     path = tmp_path / "model"
     model: Any = build_hf(named(CONFIG), 7)
     model.save_pretrained(path)
     return path
-
-
-def tokenizer(folder: Path, text: str) -> None:
-    """Trained on a text, and put beside a model."""
-    library = pytest.importorskip("tokenizers")
-    made = library.Tokenizer(library.models.BPE())
-    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = library.decoders.ByteLevel()
-    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator([text], library.trainers.BpeTrainer(vocab_size=260, initial_alphabet=alphabet))
-    made.save(str(folder / "tokenizer.json"))
 
 
 # What a name names: without transformers.

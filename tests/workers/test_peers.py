@@ -276,22 +276,6 @@ def test_a_slow_upload_is_waited_for_while_its_donor_holds_the_claim(monkeypatch
     scene(play)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        ADAM.model_copy(update={"optimizer": "torch.Adam"}),
-        ADAM.model_copy(update={"moments": ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")}),
-    ],
-)
-def test_moments_of_another_optimizer_are_refused(kind: OptimizerKind) -> None:
-    async def play(world: World) -> None:
-        await world.trains("l0", 3.0)
-        assert await world.party("l1", kind).ask() is None
-        assert not world.uploads
-
-    scene(play)
-
-
 def test_another_optimizers_offer_does_not_stand_in_the_way() -> None:
     """Of two kinds of peers, those of the asker's own answer, and the others upload nothing for it."""
 

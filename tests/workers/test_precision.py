@@ -190,12 +190,10 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kept]]:
 
 @pytest.mark.redis
 def test_a_run_in_bf16_is_one_of_fp32_parameters(
-    redis_server: str, tmp_path: Path, kept: list[Kept], monkeypatch: pytest.MonkeyPatch
+    redis_server: str, tmp_path: Path, book: Path, kept: list[Kept], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It goes to its end; the learner's parameters are the heads' to the last bit, and finer than bf16. One that leaves
     on the way has its moments again when it comes back, and takes up the run's fp32 parameters."""
-    book = tmp_path / "book.txt"
-    book.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
     told: dict[str, Any] = {
         **{"redis_url": redis_server, "run": "bf16", "learner_id": "l0", "model": "nano", "data": str(book)},
         **{"seq_len": 32, "batch": 4, "threads": 1, "tokens": 128 * 100, "fragments": 2, "sync_interval": 2},

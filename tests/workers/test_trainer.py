@@ -108,13 +108,6 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[FakeLearner]]:
         signal.signal(number, handler)
 
 
-@pytest.fixture
-def book(tmp_path: Path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_text("".join(f"line {i}: the quick brown fox jumps over the lazy dog\n" for i in range(400)))
-    return path
-
-
 def settings(book: Path, **told: Any) -> LearnerProcess:
     small = {"redis_url": "unix:///nowhere", "data": str(book), "seq_len": 32, "batch": 4, "threads": 1}
     return load(LearnerProcess, small | told)
