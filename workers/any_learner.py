@@ -1,7 +1,7 @@
 """What a learner does whatever its model is made of: it joins, counts steps, reads its data, and leaves.
 
 A learner of one framework says what its model looks like to a run (`proposal.Proposed`), and copies fragments out of it
-and into it (`Fragments`). All else is here and below, and the same.
+and into it, as `FragmentParameters` does for torch. All else is here and below, and the same.
 """
 
 import secrets
@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
 import structlog
 
@@ -31,31 +31,6 @@ from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
 from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS
 from diloco.workers.training import Training
-
-
-class Snapshot(Protocol):
-    """A fragment's values at one moment, perhaps still on their way to host memory."""
-
-    def numpy(self) -> Float32:
-        """The flat vector (elements,), to be overwritten; may wait for a device."""
-
-
-class Fragments(Protocol):
-    """Copies fragments out of a model and into it. The training thread's; while it joins, and waits, the other's."""
-
-    def snapshot(self, p: int) -> Snapshot:
-        """Fragment p as it is now; later steps do not change it. Waits for no device.
-
-        Raises:
-            UsageError: the model is no longer the one that joined.
-        """
-
-    def overwrite(self, p: int, flat: Float32) -> None:
-        """Put a flat vector (elements,) into fragment p. It is not written to afterwards, nor kept.
-
-        Raises:
-            UsageError: as `snapshot`.
-        """
 
 
 class AnyLearner:

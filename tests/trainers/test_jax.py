@@ -28,7 +28,6 @@ from diloco.jax import Learner  # noqa: E402
 from diloco.pipeline.errors import SpecMismatch, UsageError  # noqa: E402
 from diloco.pipeline.fragments import layout_of  # noqa: E402
 from diloco.pipeline.settings import SyncSettings  # noqa: E402
-from diloco.workers.any_learner import Fragments  # noqa: E402
 from diloco.workers.parameters import FragmentParameters, tensor_table  # noqa: E402
 from diloco.workers.pytree.parameters import PytreeParameters  # noqa: E402
 from diloco.workers.pytree.table import PytreeModel  # noqa: E402
@@ -121,7 +120,7 @@ def test_a_pytree_follows_the_order_of_a_run_that_is_there():
     assert proposed.tensor_table(sync, held) == held
 
 
-def both(dtype: str) -> tuple[Fragments, Fragments, int]:
+def both(dtype: str) -> tuple[FragmentParameters, PytreeParameters, int]:
     """The same values, in a module and in a pytree; and the number of fragments."""
     torch.manual_seed(0)
     model = Language(getattr(torch, dtype))

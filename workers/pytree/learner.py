@@ -196,7 +196,7 @@ class Learner(AnyLearner):
             spec,
             layout,
             rounds,
-            parameters=cast(Any, parameters),  # a `Fragments`, which is all that is asked of it
+            parameters=cast(Any, parameters),  # its `snapshot` and `overwrite` are all that is asked of it
             encode_on_device=False,
             watch=cast(Any, parameters),
             recovery=Recovery(moments),

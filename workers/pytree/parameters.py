@@ -36,13 +36,13 @@ class Where:
 
 
 class Copied:
-    """A fragment's leaves at one moment. It is a `Snapshot`."""
+    """A fragment's leaves at one moment."""
 
     def __init__(self, parts: Sequence[tuple[Slot, Leaf, Any]], elements: int) -> None:
         self._parts, self._elements = parts, elements
 
     def numpy(self) -> Float32:
-        """As `Snapshot`."""
+        """The flat vector (elements,), to be overwritten; waits for the device."""
         flat = pooled(self._elements, np.float32)
         for slot, leaf, part in self._parts:
             flat[slot.start : slot.stop].reshape(slot.shape)[...] = np.asarray(part).transpose(leaf.axes)
@@ -50,7 +50,7 @@ class Copied:
 
 
 class PytreeParameters:
-    """Copies fragments out of the present leaves, and puts others in their place. It is a `Fragments`."""
+    """Copies fragments out of the present leaves, and puts others in their place. The training thread's."""
 
     def __init__(self, tree: Tree, layout: Layout, leaves: Sequence[Any]) -> None:
         """layout: of the tree's tensors. leaves: all of the pytree's, to begin with."""
@@ -69,7 +69,11 @@ class PytreeParameters:
         self._leaves = list(leaves)
 
     def snapshot(self, p: int) -> Copied:
-        """As `Fragments`."""
+        """Fragment p as it is now; later steps do not change it. Waits for no device.
+
+        Raises:
+            UsageError: a leaf is no longer there.
+        """
         fragment = self._layout.fragments[p]
         return Copied([(slot, *self._copied(slot)) for slot in fragment.slots], fragment.elements)
 
@@ -85,7 +89,7 @@ class PytreeParameters:
         return leaf, jax.lax.slice_in_dim(array, *slot.tensor.rows, axis=leaf.axes[0])
 
     def overwrite(self, p: int, flat: Float32) -> None:
-        """As `Fragments`."""
+        """Put a flat vector (elements,) into fragment p. It is not written to afterwards, nor kept."""
         for slot in self._layout.fragments[p].slots:
             leaf = self._by_name[slot.tensor.name]
             part = leaf.own(flat[slot.start : slot.stop].reshape(slot.shape))
