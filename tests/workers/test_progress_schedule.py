@@ -18,7 +18,6 @@ from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.learner import Learner
 from diloco.workers.progress_schedule import Shape, ShareByProgress, share_by_progress
-from diloco.workers.trainer.schedule import learning_rate
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus, until
 from tests.workers.test_trial_step import Accelerated
@@ -47,13 +46,6 @@ def test_each_shape_rises_and_falls_where_it_was_told_to(shape: Shape) -> None:
     assert 0 < share(0.0, 0, 0) < 0.1
     without = share_by_progress(shape, warmup=0.0, decay=0.0, final=1.0)
     assert {without(progress / 10, 0, 0) for progress in range(11)} == {1.0}
-
-
-def test_the_cosine_is_the_built_in_trainers() -> None:
-    share = share_by_progress("cosine", 0.03, 0.2, 0.1)
-    for progress in (0.0, 0.02, 0.5, 1.0):
-        for steps in (0, 7, 50):
-            assert share(progress, steps, 20) == learning_rate(progress, steps, peak=1.0, min_ratio=0.1, warmup=0.03)
 
 
 @pytest.mark.parametrize(

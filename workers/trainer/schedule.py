@@ -21,7 +21,7 @@ def learning_rate(
     """Learning rate of the next inner step.
 
     Linear warm-up until `progress` = `warmup`, then a cosine to `min_ratio * peak` at progress 1. Progress, not
-    steps, since learners differ in steps. one that begins with fresh moments also ramps up over its own first steps.
+    steps, since learners differ in steps. One that begins with fresh moments also ramps up over its own first steps.
 
     Args:
         progress: trained tokens of the run / budget, 0..1.
