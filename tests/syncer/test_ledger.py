@@ -5,10 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, Rewound, TapeRecord
@@ -300,109 +298,6 @@ def test_while_a_run_goes_on_the_rest_is_pending(tmp_path: Path) -> None:
     books_of(story, tmp_path, quorum=2)
 
 
-def test_a_learner_killed_while_it_publishes_and_started_again(tmp_path: Path) -> None:
-    """Its half delta is refused or gone; each life has an account, and both close."""
-
-    async def story(run: Run) -> None:
-        other, killed = run.learner(0), run.learner(1)
-        await run.world.until_version(3)
-        write, begun = killed.bus.write_chunks, asyncio.Event()
-
-        async def half(*args: Any) -> None:
-            begun.set()
-            await asyncio.Event().wait()
-            await write(*args)
-
-        killed.bus.write_chunks = half  # type: ignore[method-assign]
-        await begun.wait()
-        await killed.kill()
-        again = run.learner(1, life=1)
-        await asyncio.sleep(5.0)
-        await run.drain(other, again)
-        parts = {(one.learner, one.incarnation): one for one in await run.books()}
-        assert len(parts) == 3
-        dead = parts["l1", killed.incarnation]
-        assert not dead.left
-        assert dead.died + dead.rejected > 0
-        assert all(one.died == 0 for one in parts.values() if one is not dead)
-
-    books_of(story, tmp_path)
-
-
-def test_a_learner_that_leaves_in_the_middle(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        other, leaver = run.learner(0), run.learner(1)
-        await run.world.until_version(3)
-        await asyncio.sleep(0.15)
-        leaver.stop = True
-        assert leaver.task is not None
-        await leaver.task
-        await asyncio.sleep(3.0)
-        await run.drain(other)
-        parts = await run.books()
-        assert all(one.left and one.died == 0 for one in parts)
-
-    books_of(story, tmp_path)
-
-
-def test_a_refused_delta_that_is_offered_again(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        learners = [run.learner(0), run.learner(1, 0.6)]
-        await run.world.until_version(2)
-        train = learners[0].train
-
-        def poisoned() -> None:
-            train()
-            learners[0].values[0][0] = np.nan
-
-        learners[0].train = poisoned  # type: ignore[method-assign]
-        async with asyncio.timeout(30):
-            while not run.refusals(RefusalReason.NON_FINITE):
-                await asyncio.sleep(0.01)
-        learners[0].train = train  # type: ignore[method-assign]
-        learners[0].values[0][0] = 0.5
-        await asyncio.sleep(8.0)
-        await run.drain(*learners)
-        refused = {
-            (r.learner, r.incarnation, r.fragment, r.base_version)
-            for r in read_archive(run.folder)
-            if isinstance(r, Rejected) and r.lost_tokens
-        }
-        merged = {
-            (c.learner, c.incarnation, r.fragment, c.base_version)
-            for r in read_archive(run.folder)
-            if isinstance(r, Committed)
-            for c in r.contributions
-        }
-        assert refused & merged, "one of them was merged in the end"
-        await run.books()
-
-    books_of(story, tmp_path, quorum=2)
-
-
-def test_a_stale_delta_that_is_merged(tmp_path: Path) -> None:
-    """A straggler's delta misses its merge and joins the next one."""
-
-    async def story(run: Run) -> None:
-        learners = [run.learner(i) for i in range(3)]
-        await run.world.until_version(3)
-        offer = learners[2].bus.offer
-
-        async def slowly(header: Any, renews: str = "") -> str:
-            await asyncio.sleep(0.45)
-            answer: str = await offer(header, renews)
-            return answer
-
-        learners[2].bus.offer = slowly  # type: ignore[method-assign]
-        await asyncio.sleep(20.0)
-        await run.drain(*learners)
-        commits = [r for r in read_archive(run.folder) if isinstance(r, Committed)]
-        assert any(c.base_version < r.version - 1 for r in commits for c in r.contributions)
-        await run.books()
-
-    books_of(story, tmp_path)
-
-
 @pytest.mark.parametrize("told", [True, False])
 def test_a_bus_that_loses_its_last_second(tmp_path: Path, told: bool) -> None:
     """Merges that it lost do not count, what went with them died; also when a new syncer never knew of them."""
@@ -462,33 +357,6 @@ def test_a_bus_that_loses_all_while_everybody_stays(tmp_path: Path, syncer_too: 
         assert lost
         assert (sum(len(commit.contributions) for commit in commits) < everything) is syncer_too
         await run.books()
-
-    books_of(story, tmp_path)
-
-
-def test_headers_that_come_twice(tmp_path: Path) -> None:
-    """Every answer to an offer is lost once, so that each header stands on its stream twice."""
-
-    async def story(run: Run) -> None:
-        learners = [run.learner(i) for i in range(2)]
-        await run.world.until_version(1)
-        for learner in learners:
-            offer, seen = learner.bus.offer, set[int]()
-
-            async def twice(header: Any, renews: str = "", offer: Any = offer, seen: set[int] = seen) -> str:
-                answer: str = await offer(header, renews)
-                if header.serial not in seen:
-                    seen.add(header.serial)
-                    raise BusUnavailable("the answer was lost")
-                return answer
-
-            learner.bus.offer = twice  # type: ignore[method-assign]
-        await asyncio.sleep(10.0)
-        await run.drain(*learners)
-        assert len(run.refusals(RefusalReason.DUPLICATE) + run.refusals(RefusalReason.ALREADY_MERGED)) > 4
-        parts = await run.books()
-        assert sum(one.died for one in parts) == 0
-        assert all(one.bus_lost for one in parts), "its failed calls are in its report"
 
     books_of(story, tmp_path)
 

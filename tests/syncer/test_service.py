@@ -34,34 +34,6 @@ from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 
-def test_a_run_ends_by_itself_and_every_token_is_accounted_for() -> None:
-    """Trained = merged + overwritten + rejected, to the token-element, when all leave cleanly."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(sync_interval=16, tokens=12_000))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, step_s=0.1 + 0.01 * i, incarnation=f"{i:016x}") for i in range(4)]
-        for learner in learners:
-            learner.start()
-        await world.finish(*learners)
-        state = await world.bus.read_state()
-        assert state is not None
-        assert state.phase is Phase.FINISHED
-        assert state.tokens >= 12_000
-        assert all(learner.left for learner in learners)
-        heads = await world.heads()
-        assert [(h.version, h.digest) for h in heads] == list(state.manifest)
-        elements = [f.elements for f in learners[0].exchange.member.layout.fragments]
-        trained = sum(learner.rounds.tokens for learner in learners) * sum(elements)
-        overwritten = sum(learner.rounds.overwritten for learner in learners)
-        merged = sum(h.merged_tokens * n for h, n in zip(heads, elements, strict=True))
-        rejected = sum(h.rejected_tokens * n for h, n in zip(heads, elements, strict=True))
-        assert merged + overwritten + rejected == trained
-        assert merged > 0.85 * trained
-
-    run_virtual(main())
-
-
 def test_the_log_tells_who_is_there_falls_silent_and_leaves() -> None:
     """Whoever reads the syncer's log finds a killed learner in it, apart from one that has left."""
 
@@ -165,31 +137,6 @@ def test_the_bus_holds_few_fragments_of_version_0_twice(monkeypatch: pytest.Monk
         assert len(most) >= 8
         assert max(most) == AT_ONCE
         await learner.kill()
-
-    run_virtual(main())
-
-
-def test_versions_rise_by_one_and_no_base_is_merged_twice() -> None:
-    """The tape of a run has each version once, and each (learner, incarnation, base) once a fragment."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=8000))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.05 * (i + 1), f"{i:016x}").start() for i in range(3)]
-        await world.finish(*learners)
-        seen: dict[int, list[int]] = {}
-        merged = set()
-        for record in await world.tape():
-            if isinstance(record, Committed):
-                seen.setdefault(record.fragment, []).append(record.version)
-                for c in record.contributions:
-                    key = (record.fragment, c.learner, c.incarnation, c.base_version)
-                    assert key not in merged
-                    merged.add(key)
-                assert not record.contributions or math.isclose(sum(c.weight for c in record.contributions), 1.0)
-        for versions in seen.values():
-            assert versions == list(range(len(versions)))
-        assert len(merged) > 20
 
     run_virtual(main())
 
@@ -339,52 +286,6 @@ def test_windows_after_a_long_time_without_a_quorum_wait_for_who_is_a_bit_slower
         assert commits[was + 1].quorum_s > 100.0
         assert [len(commits[version].contributions) for version in (was, *range(was + 2, was + 8))] == [3] * 7
         await end(*learners)
-
-    run_virtual(main())
-
-
-def test_a_restarted_syncer_goes_on_from_the_last_commit() -> None:
-    """The successor takes the leases over, merges what is pending, and nothing is merged twice."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=12_000))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
-        assert world.syncer is not None
-        world.syncer.cancel()
-        await asyncio.gather(world.syncer, return_exceptions=True)
-        before = await world.versions()
-        world.start_syncer()
-        await asyncio.sleep(12.0)
-        assert all(after > was for after, was in zip(await world.versions(), before, strict=True))
-        await world.finish(*learners)
-        merged = [
-            (r.fragment, c.learner, c.incarnation, c.base_version)
-            for r in await world.tape()
-            if isinstance(r, Committed)
-            for c in r.contributions
-        ]
-        assert len(merged) == len(set(merged))
-
-    run_virtual(main())
-
-
-def test_stopping_the_syncer_commits_what_is_in_hand_and_lets_the_leases_go() -> None:
-    """A second syncer can start at once, without waiting for a lease to lapse."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=12_000))
-        world.start_syncer()
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await world.until_version(2)
-        world.stop.set()
-        assert world.syncer is not None
-        await world.syncer
-        assert await world.bus.acquire_lease(0, "b" * 16, 0.2)
-        await asyncio.sleep(0.3)
-        world.start_syncer()
-        await world.finish(learner)
 
     run_virtual(main())
 

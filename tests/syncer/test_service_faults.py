@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-from collections.abc import Sequence
 from typing import Any
 from unittest.mock import AsyncMock
 
@@ -13,8 +12,7 @@ from diloco.pipeline.bus.commits import Commit, Refusal
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadMessage, BusError, BusUnavailable, DilocoError, HeadMoved, NotPermitted
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
-from diloco.pipeline.transfer.payloads import pull
+from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
@@ -228,79 +226,6 @@ def test_a_report_that_cannot_be_read_does_not_keep_the_run_from_ending() -> Non
     run_virtual(main())
 
 
-def test_a_huge_delta_is_refused_even_before_any_was_merged() -> None:
-    """One of the size of float32's largest numbers does not reach the global."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(codec="fp32", tokens=10**9))
-        world.start_syncer()
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await asyncio.sleep(0)
-        learner.train = lambda: (learner.values[0].fill(3e38), learner.rounds.trained(10))  # type: ignore[assignment, func-returns-value]
-        await asyncio.sleep(3.0)
-        reasons = [r.reason for r in await world.tape() if isinstance(r, Rejected)]
-        assert RefusalReason.ABSURD_NORM in reasons or RefusalReason.NON_FINITE in reasons
-        for head, fragment in zip(await world.heads(), learner.exchange.member.layout.fragments, strict=True):
-            values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
-            assert np.all(np.abs(values) < 10)
-        await learner.kill()
-
-    run_virtual(main())
-
-
-def test_a_read_lost_while_joining_is_made_again() -> None:
-    """A learner that joins through a hiccup of the bus joins all the same."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        first = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await world.until_version(1)
-        late = VirtualLearner("l1", world, 0.1, "b" * 16).start()
-        await asyncio.sleep(0)
-        read, failed = late.bus.read_chunks, []
-
-        async def fail_once(*args: Any, **more: Any) -> Sequence[bytes]:
-            if not failed:
-                failed.append(True)
-                raise BusUnavailable("one read was lost")
-            return await read(*args, **more)
-
-        late.bus.read_chunks = fail_once  # type: ignore[method-assign, assignment]
-        await asyncio.sleep(3.0)
-        assert failed
-        assert late.rounds.steps > 10
-        for party in (first, late):
-            await party.kill()
-
-    run_virtual(main())
-
-
-def test_a_pull_that_failed_is_made_again() -> None:
-    """One lost read does not leave the only learner on an old version."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await world.until_version(2)
-        read, failed = learner.bus.read_chunks, []
-
-        async def fail_once(*args: Any, **more: Any) -> Sequence[bytes]:
-            if not failed:
-                failed.append(True)
-                raise BusUnavailable("one read was lost")
-            return await read(*args, **more)
-
-        learner.bus.read_chunks = fail_once  # type: ignore[method-assign, assignment]
-        await asyncio.sleep(1.0)
-        assert failed
-        assert await rises(world, 4.0)
-        await learner.kill()
-
-    run_virtual(main())
-
-
 def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
     """No exception reaches the user's program; the leave is not called orderly."""
 
@@ -504,37 +429,6 @@ def test_an_outage_in_the_drain_takes_nobody_for_gone() -> None:
         await world.finish(*learners)
         assert all(after > before for after, before in zip(await world.versions(), was, strict=True))
         assert [await world.bus.read_offers(p) for p in range(2)] == [[], []]
-
-    run_virtual(main())
-
-
-def test_no_base_is_merged_twice_whatever_happens() -> None:
-    """Restarts of the bus and a syncer that is replaced, over and over: the surviving tape has each base once."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.03 * i, f"{i:016x}").start() for i in range(3)]
-        await world.until_version(1)
-        for round_ in range(6):
-            await asyncio.sleep(1.3)
-            world.store.restart(world.store.snapshot())
-            if round_ % 2:
-                assert world.syncer is not None
-                world.syncer.cancel()
-                await asyncio.gather(world.syncer, return_exceptions=True)
-                world.start_syncer()
-        assert await rises(world, 10.0)
-        merged = [
-            (r.fragment, c.learner, c.incarnation, c.base_version)
-            for r in await world.tape()
-            if isinstance(r, Committed)
-            for c in r.contributions
-        ]
-        assert len(merged) == len(set(merged))
-        for learner in learners:
-            assert learner.longest_step_s < 0.25
-            await learner.kill()
 
     run_virtual(main())
 
