@@ -120,7 +120,7 @@ def test_every_choice_of_a_merge_gives_each_tensor_a_rule_that_is_there(name: Me
 
 # --- the fast form ------------------------------------------------------------------------------------------
 
-SHAPES = ((12,), (40, 3), (3, 2, 4), (9, 1), (), (0, 3), (1, 30), (BLOCK + 9,), (2, BLOCK // 2 + 1))
+SHAPES = ((12,), (40, 3), (3, 2, 4), (9, 1), (), (0, 3), (1, 30), (BLOCK + 9,), (2, BLOCK // 2 + 1), (40, BLOCK // 16))
 FLAT = tuple(shape for shape in SHAPES if math.prod(shape) >= 12)
 """In float32 two or three numbers nearly cancel every now and then, and what is left of them is rounding."""
 ROWS = tuple(shape for shape in SHAPES if not shape or shape[0] < BLOCK)
@@ -182,13 +182,6 @@ def test_weights_of_learners_that_are_alike_are_the_papers(steps: list[int], rat
     counters = [(one, rate * one) for one in steps]
     raw = np.array([algorithm.token_weight(*one) for one in counters])
     np.testing.assert_array_equal(algorithm.merge_weights(counters, interval=24), raw / raw.sum())
-
-
-@given(st.lists(COUNTERS, min_size=1, max_size=20), st.sampled_from(sorted(algorithm.WEIGHTS)))
-def test_shares_are_the_weights_but_for_their_sum(counters: list[tuple[int, int]], rule: WeightsName) -> None:
-    """Whatever learners claim to have trained."""
-    shares = np.array(merge.merge_shares(counters, rule, interval=24))
-    np.testing.assert_allclose(shares / sum(shares), algorithm.merge_weights(counters, rule, interval=24), rtol=1e-12)
 
 
 @settings(deadline=None, max_examples=40)

@@ -176,11 +176,3 @@ async def test_a_taken_port_is_said_in_words():
             await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, "127.0.0.1", port)
     finally:
         await runner.cleanup()
-
-
-async def test_two_syncers_in_one_process_count_apart():
-    """Metrics live in a registry of their own, not in the process's."""
-    one, other = Metrics(), Metrics()
-    one.lease_losses.inc()
-    assert other.registry.get_sample_value("diloco_lease_losses_total") == 0.0
-    assert one.registry.get_sample_value("diloco_lease_losses_total") == 1.0

@@ -13,7 +13,6 @@ from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.quantize import KINDS
-from diloco.syncer import algorithm
 from diloco.syncer.algorithm import merge_weights
 from diloco.syncer.merging.fragment import outer_step
 from diloco.syncer.merging.merge import BLOCK, Reduced, Sum, delta_norms
@@ -45,60 +44,12 @@ def random_deltas(fragment: FragmentLayout, count: int, dtype: type, seed: int =
     return [(rng.standard_normal(fragment.elements) * (i + 1)).astype(dtype) for i in range(count)]
 
 
-def test_weights_are_tokens_times_tokens_per_step():
-    """w = c_tokens * (c_tokens / c_steps), normalised: computed by hand."""
-    # 100 * 100/10 = 1000; 300 * 300/10 = 9000; 200 * 200/40 = 1000
-    np.testing.assert_allclose(merge_weights([(10, 100), (10, 300), (40, 200)], interval=24), [1 / 11, 9 / 11, 1 / 11])
-
-
-def test_equal_weights_look_at_nothing():
-    """Neither at tokens nor at steps."""
-    np.testing.assert_array_equal(merge_weights([(10, 100), (10, 300), (40, 200)], "equal", interval=24), [1 / 3] * 3)
-
-
 @given(st.lists(st.tuples(st.integers(1, 2**40), st.integers(1, 2**62)), min_size=1, max_size=20))
 def test_weights_are_never_negative_and_sum_to_one(counters):
     """Whatever positive counters learners claim, the weights are a convex combination."""
     weights = merge_weights(counters, interval=24)
     assert (weights >= 0).all()
     assert weights.sum() == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("count", [1, 2, 8])
-def test_merge_equals_the_plain_formula(dtype, count):
-    """Blockwise float32 agrees with whole-array float64, on tensors below, at and above the block size."""
-    fragment = layout((7, "rda"), (1, "mean"), (BLOCK, "rda"), (2 * BLOCK + 5, "mean"), (BLOCK + 1, "rda"))
-    deltas = random_deltas(fragment, count, dtype)
-    weights = merge_weights([(4 + i, 1000 * (i + 1)) for i in range(count)], interval=24)
-    out, norm = run(fragment, deltas, weights)
-    expected = algorithm.pseudogradient(fragment, deltas, weights)
-    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
-    assert norm == pytest.approx(np.linalg.norm(expected), rel=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("shape", [(1, 7), (5, 3), (3, 2, 4), (40, BLOCK // 16), (3, BLOCK + 1), (6,), (), (0, 3)])
-def test_rows_are_merged_as_if_each_were_a_tensor(shape, dtype):
-    """Also rows longer than a block, where many fit into one, and tensors without rows; zero rows stay zero."""
-    table = [
-        TensorSpec(name="first", shape=(3,), dtype="float32", rule="mean", fragment=0),
-        TensorSpec(name="rows", shape=shape, dtype="float32", rule="rda-row", fragment=0),
-    ]
-    fragment = layout_of(table).fragments[0]
-    deltas, weights = random_deltas(fragment, 3, dtype), np.array([0.5, 0.3, 0.2])
-    slot = fragment.slots[1]
-    rows = np.split(np.arange(slot.start, slot.stop), shape[0] if shape else 1) if slot.stop > slot.start else []
-    if len(rows) > 1:
-        for delta in deltas:
-            delta[rows[0]] = 0
-    out, norm = run(fragment, deltas, weights)
-    for row in rows:
-        alone = algorithm.pseudogradient(layout((len(row), "rda")), [delta[row] for delta in deltas], weights)
-        np.testing.assert_allclose(out[row], alone, rtol=2e-4, atol=1e-5)
-    assert norm == pytest.approx(float(np.linalg.norm(out.astype(np.float64))), rel=1e-5)
-    again, _ = run(fragment, deltas, weights)
-    assert np.array_equal(out, again)
 
 
 @pytest.mark.parametrize("rule", ["rda", "mean"])
@@ -123,34 +74,6 @@ def test_quantized_deltas_merge_as_their_decoded_values_do(kind):
     for vector, array in zip(vectors, arrays, strict=True):
         assert delta_norms(fragment, vector).tobytes() == delta_norms(fragment, array).tobytes()
     assert run(fragment, vectors, weights)[0].tobytes() == run(fragment, arrays, weights)[0].tobytes()
-
-
-def test_equal_deltas_merge_to_themselves():
-    """Learners that agree are not scaled, under both rules."""
-    fragment = layout((100, "rda"), (100, "mean"))
-    (delta,) = random_deltas(fragment, 1, np.float32)
-    out, _ = run(fragment, [delta] * 3, np.array([0.2, 0.3, 0.5]))
-    np.testing.assert_allclose(out, delta, rtol=1e-6)
-
-
-def test_rda_keeps_the_length_of_orthogonal_deltas_and_the_mean_does_not():
-    """M orthogonal deltas of norm R give norm R by RDA and R / sqrt(M) by the mean: the reason for RDA."""
-    deltas = [np.eye(4, dtype=np.float32)[i] * 3 for i in range(4)]
-    weights = np.full(4, 0.25)
-    assert run(layout((4, "rda")), deltas, weights)[1] == pytest.approx(3.0)
-    assert run(layout((4, "mean")), deltas, weights)[1] == pytest.approx(1.5)
-
-
-def test_a_zero_delta_has_no_direction_but_shortens_the_mean_length():
-    """phi(0) = 0: the other's direction, at the mean of both lengths; all zero gives zero."""
-    fragment = layout((2, "rda"))
-    zero, v = np.zeros(2, np.float32), np.array([3, 4], np.float32)
-    out, norm = run(fragment, [zero, v], np.array([0.5, 0.5]))
-    np.testing.assert_allclose(out, [1.5, 2.0])
-    assert norm == pytest.approx(2.5)
-    out, norm = run(fragment, [zero, zero], np.array([0.5, 0.5]))
-    assert norm == 0
-    assert not out.any()
 
 
 def test_opposite_directions_give_zero_and_not_amplified_noise():

@@ -58,17 +58,6 @@ def test_without_values_a_step_is_what_would_be_subtracted_from_them():
         assert step.any()
 
 
-def test_golden_history_of_a_constant_pseudogradient():
-    """D = 1, lr = 1, mu = 0.5: by hand, b = 1, 1.5, 1.75 and theta = 0 - 1.5 - 1.75 - 1.875."""
-    theta, momentum, d = np.zeros(3, np.float32), np.zeros(3, np.float32), np.ones(3, np.float32)
-    seen = []
-    for _ in range(3):
-        nesterov_step(theta, momentum, d, 1.0, 0.5)
-        seen.append((float(momentum[0]), float(theta[0])))
-    assert seen == [(1.0, -1.5), (1.5, -3.25), (1.75, -5.125)]
-    assert (d == 1).all()
-
-
 SHAPES = [(8, 8), (12, 40), (40, 12), (2, 2)]
 HALLEY = samples.sync_spec(fragments=1, outer="halley", outer_lr=0.7, outer_momentum=0.6)
 MIXED = layout_of(

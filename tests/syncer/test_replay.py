@@ -16,7 +16,7 @@ from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec, TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution
-from diloco.pipeline.messages.wire import FORMAT, Message
+from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.payload.codec import as_bytes, decode, encode, payload_digest
 from diloco.pipeline.settings import BusSettings
 from diloco.syncer.merging import outer
@@ -207,15 +207,6 @@ def test_a_damaged_or_missing_orthogonalised_step_is_found(orthogonal, tmp_path)
     ]
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int4"])
-def test_a_run_with_rounded_globals_is_replayed_bit_for_bit(tmp_path, codec: str) -> None:
-    """Deltas are measured from what learners have, and merged into what was never rounded."""
-    commits = record_run(tmp_path, codec=codec, global_codec="bf16", outer_momentum=0.9)
-    outcome = check(tmp_path, commits)
-    assert told(outcome) == []
-    assert outcome.merges == outcome.repeated >= 10
-
-
 @pytest.mark.parametrize("outer", ["nesterov", "halley"])
 @pytest.mark.parametrize("rewind", [False, True])
 def test_a_run_whose_globals_are_updates_is_replayed_bit_for_bit(tmp_path, outer: str, rewind: bool) -> None:
@@ -398,30 +389,6 @@ def test_a_rebased_delta_whose_base_was_not_replayed_is_told(stragglers, tmp_pat
     made = replay.repeat(layout, spec.sync, replay.Values(theta, None), recorded, bad)
     assert made.values is None
     assert any(problem.endswith("was rebased: the values of its own base are not known") for problem in made.problems)
-
-
-def test_tapes_and_recordings_from_before_stale_deltas_were_rebased_are_replayed(tmp_path, monkeypatch) -> None:
-    """They do not say so of any, and merged them as they were."""
-    monkeypatch.setattr(FragmentState, "rebases", lambda state, delta: False)
-    commits = record_stragglers(tmp_path)
-    assert stale_parts(commits)
-
-    def without(message: Message) -> bytes:
-        fields = message.model_dump()
-        parts = [{k: v for k, v in part.items() if k != "rebased"} for part in fields["contributions"]]
-        packed: bytes = msgpack.packb(fields | {"contributions": parts})
-        return packed
-
-    for commit in (c for c in commits if c.contributions):
-        path = file_of(tmp_path, commit)
-        data = path.read_bytes()
-        _, length = _PREFIX.unpack(data[: _PREFIX.size])
-        packed = without(decode(MergeHeader, data[_PREFIX.size : _PREFIX.size + length]))
-        assert len(packed) < length
-        path.write_bytes(_PREFIX.pack(b"DLRC", len(packed)) + packed + data[_PREFIX.size + length :])
-    outcome = check(tmp_path, [decode(Committed, without(c)) for c in commits])
-    assert told(outcome) == []
-    assert outcome.repeated == outcome.merges
 
 
 # --- other lives ------------------------------------------------------------------------------------------
@@ -953,15 +920,3 @@ def test_a_merge_can_be_read_back_as_it_was_written(true) -> None:
     assert [d.dtype.name for d in found.deltas] == ["bfloat16", "bfloat16"]
     for norms, contribution in zip(found.norms, commit.contributions, strict=True):
         assert float(np.linalg.norm(norms)) == contribution.norm
-
-
-def test_recording_is_off_unless_asked_for(tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=1000))
-        world.start_syncer()
-        await world.finish(VirtualLearner("l", world).start())
-
-    run_virtual(main())
-    assert list(tmp_path.iterdir()) == []

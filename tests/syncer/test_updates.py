@@ -405,28 +405,6 @@ def test_versions_go_on_as_updates_with_a_key_frame_every_few(changes: dict[str,
     in_a_run(story, key_frame_interval=4, **changes)
 
 
-def test_a_syncer_that_takes_over_goes_on_where_the_other_was() -> None:
-    async def story(world: VirtualRun) -> None:
-        learner = VirtualLearner("l0", world).start()
-        await world.until_version(6)
-        before = [owner.loaded.fragment for owner in world.service.owners]
-        world.stop.set()
-        await world.syncer
-        was = [(one.version, one.theta.copy(), one.momentum.copy()) for one in before]
-        service = world.start_syncer()
-        async with asyncio.timeout(10):
-            while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
-                await asyncio.sleep(0.001)
-        for (version, theta, momentum), owner in zip(was, service.owners, strict=True):
-            now = owner.loaded.fragment
-            assert (now.version, now.theta.tobytes()) == (version, theta.tobytes())
-            assert now.momentum.tobytes() == momentum.tobytes()
-        await world.until_version(12)
-        await learner.kill()
-
-    in_a_run(story)
-
-
 def damage(world: VirtualRun, key: str) -> None:
     """Another element's code, with digests that are right for it: nobody who looks at the payload alone sees it."""
     stream = world.store.values[key]

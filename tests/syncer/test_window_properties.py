@@ -392,17 +392,6 @@ class WindowMachine(RuleBasedStateMachine):
             assert [o.header.learner for o in self.window.pending()[: len(members)]] == list(members)
 
 
-def test_a_learner_that_left_a_delta_behind_and_came_back_opens_the_window() -> None:
-    """What it sent on leaving was not due; its due delta after the restart, on the same base, is for the next window.
-    Did that one open nothing, a run whose learners were all restarted would wait for ever."""
-    window = Window(samples.head(), FORMAT, 0.0)
-    window.offer(Offer("1-0", samples.header("l0", incarnation="a" * 8, due=False)), 0.0)
-    assert window.state is State.IDLE
-    assert window.offer(Offer("2-0", samples.header("l0", incarnation="b" * 8)), 1.0) == Late()
-    assert window.phase == Collecting(1.0)
-    assert window.members == ("l0",)
-
-
 def test_a_window_that_was_open_is_open_for_its_next_owner() -> None:
     """Since it has it: what the learners of the former one wait for."""
     head = samples.head(window=samples.IDLE.model_copy(update={"state": "collecting", "attempt": 2}))
