@@ -107,21 +107,6 @@ def test_a_party_without_redis_is_told_how_to_name_one(command, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--tokens", "many"], ["tokens", "many", "at least 1", "DILOCO_TOKENS"]),
-        (["--codec", "fp8"], ["codec", "fp8", "bf16, fp32, int8, int4"]),
-        (["--pace", "2 weeks"], ["pace", "2 weeks"]),
-    ],
-)
-def test_a_bad_value_is_named_with_what_is_allowed(arguments, named, capsys):
-    assert cli.main(["learner", "--redis-url", URL, *arguments]) == 2
-    message = capsys.readouterr().err
-    for part in named:
-        assert part in message
-
-
-@pytest.mark.parametrize(
     ("arguments", "instead"),
     [
         (["learner", "--clip", "2"], "DILOCO_CLIP, or clip in a file for --config"),

@@ -11,7 +11,7 @@ import pytest
 from typer.main import get_command
 
 from diloco import cli, commands
-from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, takes
+from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncerProcess, SyncSettings, load
 from diloco_studies.strikes.settings import NOT_OF_CHAOS
@@ -186,16 +186,6 @@ def test_a_settings_file_may_have_been_saved_with_a_mark_of_its_encoding(tmp_pat
     """As Windows' editors do."""
     (tmp_path / "some.toml").write_bytes(b"\xef\xbb\xbfquorum = 3\n")
     assert load(SyncSettings, config=tmp_path / "some.toml").quorum == 3
-
-
-def test_every_command_made_by_takes_knows_its_settings():
-    """The reference page reads them there."""
-
-    @takes(SyncSettings)
-    def one(settings: SyncSettings) -> None:
-        pass
-
-    assert one.kind is SyncSettings  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,6 @@ async def go_on(world: VirtualRun, folder: Path, learner: VirtualLearner | None 
         assert versions[-1] > fragment.version
 
 
-def test_a_resumed_run_goes_on_to_its_budget(tmp_path) -> None:
-    """Versions continue, tokens continue, and what is left of the budget is trained."""
-    stopped_run(tmp_path)
-    run_virtual(go_on(new_world(), tmp_path))
-
-
 def test_a_run_that_is_resumed_again_and_again_knows_when_it_began(tmp_path) -> None:
     """By that learners tell their own saved moments from another run's, whatever the name of the run."""
     stopped_run(tmp_path)
