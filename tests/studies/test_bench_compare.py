@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 import time
-import zipfile
 from contextlib import nullcontext, suppress
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from diloco_studies.bench.beside.command import notes, rows, sizes
 from diloco_studies.bench.beside.compare import OURS, Comparison, Outcome, Rival, Size, measure, shapes, systems
 from diloco_studies.bench.beside.compare_plot import draw
 from diloco_studies.bench.beside.crew import Crew, alike
-from diloco_studies.bench.beside.environments import PEERS, Peer, Unavailable, installed, python_of, version_wanted
+from diloco_studies.bench.beside.environments import PEERS, Peer, Unavailable, python_of, version_wanted
 from diloco_studies.bench.end_to_end import PYTHONPATH
 from diloco_studies.bench.machine import family, peaks_mb
 from tests import HANGING_S
@@ -38,7 +38,6 @@ for line in sys.stdin:
         if given["how"] == "hang": time.sleep(1000)
         if given["how"] == "die": sys.exit("something is wrong")
         if given["how"] == "noise": print("no JSON", flush=True)
-        if given["how"] == "list": say([1])
         if given["how"] == "flood": print("x" * 200000, flush=True)
         if given["how"] == "empty": say({})
     if command == "round":
@@ -85,96 +84,20 @@ def all_of(running: Crew) -> list[int]:
 # --- environments ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def shop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that pip finds packages in, and that holds their lists of versions."""
-    folder = tmp_path_factory.mktemp("shop")
-    with zipfile.ZipFile(folder / "fakepeer-1.5-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("fakepeer.py", "")
-        about = "fakepeer-1.5.dist-info"
-        wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: fakepeer\nVersion: 1.5\n")
-        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(f"{about}/RECORD", "")
-    (folder / "fakepeer.txt").write_text("# versions\nfakepeer==1.5\n")
-    return folder
-
-
-@pytest.fixture
-def only_the_shop(shop: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in [name for name in os.environ if name.startswith("PIP_")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(shop))
-    return shop
-
-
-@pytest.mark.slow
-def test_an_environment_is_made_when_asked_and_then_taken_as_it_is(only_the_shop: Path, tmp_path: Path) -> None:
-    """Made once; what pip cannot have is named with the reason, torch with what to do about it."""
-    peer = Peer("fakepeer", ("fakepeer",), drivers=only_the_shop)
-    with pytest.raises(Unavailable, match=r"no environment with fakepeer 1\.5 in .*--install"):
-        python_of(peer, tmp_path, None, install=False)
-    assert list(tmp_path.iterdir()) == []
-    python = python_of(peer, tmp_path, None, install=True)
-    assert installed(python, "fakepeer") == "1.5"
-    assert python_of(peer, tmp_path, None, install=False) == python
-    (python.parent.parent / "lib").rename(tmp_path / "lib")  # without its packages it is none
-    with pytest.raises(Unavailable, match="no environment"):
-        python_of(peer, tmp_path, None, install=False)
-    (tmp_path / "lib").rename(python.parent.parent / "lib")
-    newer = tmp_path / "newer"
-    newer.mkdir()
-    (newer / "fakepeer.txt").write_text("fakepeer==2.0\n")
-    with pytest.raises(
-        Unavailable, match=r"pip: ERROR.*torch==2\.13\.0\+cpu .*CPU builds of torch for this Python, or make"
-    ):
-        python_of(Peer("fakepeer", ("torch==2.13.0+cpu",), drivers=newer), tmp_path, None, install=True)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (None, r"wants Python 9\.9, and python9\.9 is not on PATH: give --python312"),
-        ("/no/such/python", "is not a program"),
-        (sys.executable, rf"is 3\.{sys.version_info[1]}: give --python312"),
-        ("false", "exit status 1"),
-    ],
-)
-def test_without_a_python_that_is_new_enough_the_peer_is_not_available(
-    given: str | None, said: str, shop: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(Unavailable, match=said):
-        python_of(Peer("fakepeer", (), (9, 9), shop), tmp_path, given, install=True)
-
-
-def test_half_an_environment_is_not_left_in_the_way(shop: Path, tmp_path: Path) -> None:
-    """The next attempt begins anew; a folder that is none of ours is left alone."""
-    broken, folder = tmp_path / "python9.9", tmp_path / "environments"
-    making = f"mkdir -p {folder}/fakepeer/bin && touch {folder}/fakepeer/bin/python && echo no ensurepip >&2 && exit 1"
-    broken.write_text(f"#!/bin/sh\n[ $1 = -c ] && echo 9 9 && exit 0\n{making}\n")
-    broken.chmod(0o755)
-    peer = Peer("fakepeer", (), (9, 9), shop)
-    with pytest.raises(Unavailable, match="venv: no ensurepip"):
-        python_of(peer, folder, str(broken), install=True)
-    assert list(folder.iterdir()) == []
-    (folder / "fakepeer").mkdir()
-    (folder / "fakepeer" / "thesis.txt").touch()
-    with pytest.raises(Unavailable, match="is no environment: remove it"):
-        python_of(peer, folder, str(broken), install=True)
-    assert (folder / "fakepeer" / "thesis.txt").exists()
-
-
-def test_a_program_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
-    code = (
-        "import pathlib, subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)'])\n"
-        "pathlib.Path(sys.argv[1]).write_text(str(child.pid)); time.sleep(1000)\n"
-    )
-    note = tmp_path / "pid"
-    with pytest.raises(Unavailable, match="pip took longer than 2 s"):
-        environments._output([sys.executable, "-c", code, str(note)], 2.0, "pip")
-    assert gone([int(note.read_text())])
+def test_an_environment_is_taken_as_it_is_where_it_has_the_right_version(tmp_path: Path) -> None:
+    """However it was made: here by hand, with a package of this Python's. Else it is said how to make it."""
+    (tmp_path / "numpy" / "bin").mkdir(parents=True)
+    python = tmp_path / "numpy" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "numpy.txt").write_text(f"# versions\nnumpy=={version('numpy')}\n")
+    peer = Peer("numpy", tmp_path)
+    assert python_of(peer, tmp_path) == python
+    (tmp_path / "numpy.txt").write_text("numpy==0.1\n")
+    with pytest.raises(Unavailable, match=r"no environment with numpy 0\.1: python3\.12 -m venv .*/numpy && .* -c .*"):
+        python_of(peer, tmp_path)
+    with pytest.raises(Unavailable, match="no environment with numpy"):
+        python_of(peer, tmp_path / "none")
 
 
 def test_every_peer_has_a_driver_and_its_versions() -> None:
@@ -213,7 +136,6 @@ def test_a_crew_is_joined_measured_and_gone(driver: Path) -> None:
         ("hang", "fake-0 gave no answer to `round` within 1 s"),
         ("die", r"fake-0 has ended \(1\): something is wrong"),
         ("noise", "with no JSON object: b'no JSON'"),
-        ("list", "with no JSON object"),
         ("flood", "with more than 65536 bytes"),
         ("empty", "other things than figures: KeyError"),
     ],
@@ -357,7 +279,7 @@ def test_all_systems_move_the_same_elements_in_fragments_of_equal_size() -> None
 
 
 def test_a_peer_without_an_environment_is_missing_in_all_its_settings(tmp_path: Path) -> None:
-    starts, missing = systems(Comparison((Size(100_000),)), tmp_path, None, install=False)
+    starts, missing = systems(Comparison((Size(100_000),)), tmp_path)
     assert list(starts) == [OURS, "ours, bf16"]
     assert set(missing) == {"gradientmail", "torchft", "torchft, buckets", "hivemind"}
     assert missing["torchft"] == missing["torchft, buckets"]
@@ -366,10 +288,10 @@ def test_a_peer_without_an_environment_is_missing_in_all_its_settings(tmp_path: 
 def test_a_peer_that_is_there_is_started_with_its_settings(
     driver: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    peer = Peer("fake", (), drivers=driver.parent)
+    peer = Peer("fake", driver.parent)
     monkeypatch.setattr("diloco_studies.bench.beside.compare.python_of", lambda *_: Path(sys.executable))
     rivals = [Rival("fake", peer), Rival("fake, apart", peer, options={"apart": 1.0})]
-    starts, missing = systems(Comparison((Size(100_000),)), tmp_path, None, False, rivals)
+    starts, missing = systems(Comparison((Size(100_000),)), tmp_path, rivals)
     assert missing == {}
     with starts["fake"](Size(100_000)) as running:
         assert running.round()["publish_to_adopted_s"] > 0
@@ -409,7 +331,7 @@ def test_the_command_measures_ours_and_names_those_that_are_not_there(tmp_path: 
         }
         assert all(figure["min"] > 0 for figure in found[name].values())
     for name in ("gradientmail", "torchft", "hivemind"):
-        assert "--install makes it" in found[name]["not_available"]
+        assert "-m venv" in found[name]["not_available"]
         assert f"{name} at 0.1M: not available" in done.stdout.replace("\n", " ")
     assert picture.stat().st_size > 1000
     assert not (tmp_path / "none").exists()

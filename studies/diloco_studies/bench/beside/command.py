@@ -55,12 +55,6 @@ def main(
     environments: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Folder of the environments; default: in your cache folder")
     ] = None,
-    install: Annotated[
-        bool, typer.Option("--install", help="Make the environments that are not there, with venv and your pip")
-    ] = False,
-    python312: Annotated[
-        str | None, typer.Option(metavar="PATH", help="A Python for what wants 3.12; default: python3.12 from PATH")
-    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")
     ] = None,
@@ -68,7 +62,8 @@ def main(
 ) -> None:
     """The same work through gradientmail, torchft and hivemind, in environments of their own, in the same run.
 
-    Two learners on this machine, fp32, systems in turn. One that cannot be had here is named with the reason.
+    Two learners on this machine, fp32, systems in turn. One that is not there is named, with how to make its
+    environment.
     """
     console = Console()
     check_files(json_file, plot)
@@ -76,9 +71,7 @@ def main(
     measuring = importlib.import_module("diloco_studies.bench.beside.compare")
     given = measuring.Comparison(tuple(measuring.Size(*one) for one in asked), momentum, rounds, passes)
     folder = (environments or default_folder()).expanduser().absolute()
-    if install:
-        console.print(f"[dim]environments in {folder}: the first time this takes minutes[/dim]", highlight=False)
-    starts, missing = measuring.systems(given, folder, python312, install)
+    starts, missing = measuring.systems(given, folder)
     outcome = measuring.measure(given, starts, missing, console)
     report = outcome.report()
     for size, systems in report["sizes"].items():

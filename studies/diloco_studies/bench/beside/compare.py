@@ -172,7 +172,7 @@ def spreads(figures: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
 
 
 def systems(
-    given: Comparison, folder: Path, python312: str | None, install: bool, rivals: Sequence[Rival] = RIVALS
+    given: Comparison, folder: Path, rivals: Sequence[Rival] = RIVALS
 ) -> tuple[dict[str, Start], dict[str, str]]:
     """How to start each, ours first; and why some cannot be."""
     starts: dict[str, Start] = {}
@@ -184,7 +184,7 @@ def systems(
         peer = rival.peer
         if peer.name not in pythons:
             try:
-                pythons[peer.name] = python_of(peer, folder, python312, install)
+                pythons[peer.name] = python_of(peer, folder)
             except Unavailable as error:
                 pythons[peer.name] = str(error)
         python = pythons[peer.name]
