@@ -58,7 +58,6 @@ def main(
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write everything as JSON")
     ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Also draw it, as PNG")] = None,
 ) -> None:
     """The same work through gradientmail, torchft and hivemind, in environments of their own, in the same run.
 
@@ -66,7 +65,7 @@ def main(
     environment.
     """
     console = Console()
-    check_files(json_file, plot)
+    check_files(json_file)
     asked = sizes(sizes_text)
     measuring = importlib.import_module("diloco_studies.bench.beside.compare")
     given = measuring.Comparison(tuple(measuring.Size(*one) for one in asked), momentum, rounds, passes)
@@ -82,8 +81,6 @@ def main(
     machine = describe(report["systems"].get(measuring.OURS, {}).get("versions", {}).get("redis", "not used"))
     show_machine(console, machine)
     write_json(json_file, {"benchmark": "compare", "settings": asdict(given), "machine": machine, **report})
-    if plot:
-        importlib.import_module("diloco_studies.bench.beside.compare_plot").draw(report["sizes"], plot)
 
 
 def rows(systems: Mapping[str, Mapping[str, Any]], ours: str) -> Iterator[list[str]]:
