@@ -9,8 +9,8 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
 
+from diloco.launcher.launch import Child, Children
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco_studies.strikes.failing.topology import Topology
 from diloco_studies.strikes.proxy import Door, Proxy
@@ -39,49 +39,13 @@ UNDONE = {
 }
 
 
-class Victim(Protocol):
-    """What can be done to a process (`launch.Child`)."""
-
-    name: str
-    expected_end: bool
-
-    @property
-    def alive(self) -> bool:
-        """It runs."""
-        ...
-
-    def kill_group(self) -> None:
-        """SIGKILL."""
-        ...
-
-    def restart(self) -> None:
-        """Start it again."""
-        ...
-
-    def send(self, number: signal.Signals) -> None:
-        """Send a signal."""
-        ...
-
-
-class Processes(Protocol):
-    """Processes by name, or by its beginning (`launch.Children`)."""
-
-    def __getitem__(self, name: str) -> Victim:
-        """The one of this name."""
-        ...
-
-    def named(self, prefix: str) -> Sequence[Victim]:
-        """Those whose name starts so."""
-        ...
-
-
 class Monkey:
     """One plan of strikes, carried out once."""
 
     def __init__(
         self,
         strikes: Sequence[Strike],
-        children: Processes,
+        children: Children,
         server: EmbeddedRedis | None,
         proxy: Proxy | None,
         note: Callable[[str], None],
@@ -191,7 +155,7 @@ class Monkey:
     # --- processes ----------------------------------------------------------------------------------------
 
     @staticmethod
-    def _begin_child(manner: Manner, child: Victim, doors: Sequence[Door]) -> None:
+    def _begin_child(manner: Manner, child: Child, doors: Sequence[Door]) -> None:
         match manner:
             case Manner.KILL:
                 child.expected_end = True
@@ -202,7 +166,7 @@ class Monkey:
                 _shut(manner, doors)
 
     @staticmethod
-    def _end_child(manner: Manner, child: Victim, doors: Sequence[Door]) -> None:
+    def _end_child(manner: Manner, child: Child, doors: Sequence[Door]) -> None:
         match manner:
             case Manner.KILL:
                 child.restart()
