@@ -70,8 +70,6 @@ PURE = (
     "pipeline/units.py",
     "studies/diloco_studies/bench/kills/curves.py",
     "studies/diloco_studies/quality/experiment.py",
-    "studies/diloco_studies/quality/fragment.py",
-    "studies/diloco_studies/quality/outer.py",
     "studies/diloco_studies/quality/results/report.py",
     "studies/diloco_studies/quality/schedule.py",
     "studies/diloco_studies/quality/settings.py",

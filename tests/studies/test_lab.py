@@ -9,9 +9,7 @@ from diloco.workers.trainer import trainer
 from diloco_studies.quality import learner
 from diloco_studies.quality.curve import Stopped
 from diloco_studies.quality.engine import train
-from diloco_studies.quality.outer import RULES
 from diloco_studies.quality.settings import PRESETS, LabRun
-from tests import slow_beyond
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,10 +91,9 @@ def test_quick_learners_do_not_wait_for_slow_ones(text):
     assert train(small(text, "data-parallel", slowdown=1.0), "cpu")["goodput"] == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("moments", slow_beyond(1, ["peer", "own", "fresh"]))
-def test_a_learner_that_fails_comes_back(text, moments):
+def test_a_learner_that_fails_comes_back(text):
     """The others go on, nothing is merged twice, and the budget is met."""
-    run = small(text, steps=30, learners=3, fail_every_s=15.0, fail_down_s=4.0, moments=moments)
+    run = small(text, steps=30, learners=3, fail_every_s=15.0, fail_down_s=4.0)
     result = train(run, "cpu")
     assert result["failures"] >= 2
     assert result["tokens"] == run.budget_examples * 16
@@ -154,7 +151,6 @@ def test_a_run_stops_when_told_to(text, method):
         {"wait": True, "quorum": "all", "late_join_s": 1e9},
         {"latency_s": 1e7},
         {"method": "data-parallel", "fail_every_s": 20.0, "resize_s": 1e300},
-        {"method": "data-parallel", "elastic": False, "late_join_s": 1e18},
     ],
 )
 def test_a_run_that_comes_to_no_end_is_given_up(text, told):
@@ -188,9 +184,7 @@ def test_guard_rails_are_the_production_ones(text):
 @pytest.mark.parametrize(
     "told",
     [
-        {"outer": "nesterov"},
-        *({"outer": name} for name in RULES if name != "extrapolated"),  # which has no say where deltas agree
-        *({"beta2": 0.5}, {"eps": 1e-3}),
+        *({"outer": "nesterov"}, {"beta2": 0.5}, {"eps": 1e-3}),
     ],
 )
 def test_what_is_tried_out_changes_a_run(text, told):
@@ -206,16 +200,3 @@ def test_inner_settings_are_every_method_s(text, method):
     """Else a comparison would not be at equal settings."""
     runs = [train(small(text, method, steps=4, **told), "cpu") for told in ({}, {"beta2": 0.5}, {"eps": 1e-3})]
     assert len({run["digest"] for run in runs}) == 3
-
-
-@pytest.mark.slow
-def test_stale_deltas_fare_as_told(text):
-    """Without grace slow learners are late for their window: what is dropped counts as rejected, not as merged."""
-    runs = {}
-    for fate in (None, "drop", "keep"):
-        runs[fate] = run = train(small(text, learners=3, slowdown=0.3, grace_gamma=0.0, stale=fate), "cpu")
-        assert run["stale_share"] > 0
-        assert run["merged_share"] + run["overwritten_share"] + run["rejected_share"] == pytest.approx(1.0)
-    assert len({run["digest"] for run in runs.values()}) == 3
-    assert runs["drop"]["rejected_share"] > runs[None]["rejected_share"]
-    assert runs["keep"]["merged_share"] == pytest.approx(runs[None]["merged_share"])

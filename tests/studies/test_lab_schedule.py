@@ -58,14 +58,6 @@ def test_an_elastic_job_pauses_at_each_change_and_goes_on_with_fewer(monkeypatch
     ]
 
 
-def test_a_job_that_is_not_elastic_stands_still_until_all_are_back(monkeypatch):
-    """The same outage without elasticity: nothing from 3.5 to 7.2 but the pauses."""
-    monkeypatch.setattr(Schedule, "outages", lambda self, m: iter([(3.5, 7.2)] if m == 0 else []))
-    run = LabRun(method="data-parallel", learners=2, fail_every_s=1e3, resize_s=2.0, elastic=False)
-    assert [round(at, 6) for at, _, _ in islice(step_times(run), 5)] == [1.0, 2.0, 3.0, 10.2, 11.2]
-    assert {members for _, _, members in islice(step_times(run), 9)} == {2}
-
-
 @pytest.mark.parametrize("method", ["data-parallel", "decoupled"])
 def test_scavengers_are_there_for_a_part_of_the_run(method):
     """Two besides the two, from 5 s for 10 s; the others are there throughout."""

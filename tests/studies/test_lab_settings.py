@@ -69,7 +69,6 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("[settings]\nmethod = 'magic'", "no such choice (allowed: 'decoupled'"),
         ("[settings]\nlr = []", "lr is an empty list"),
         ("lr = 1", "unknown 'lr' at the top"),
-        ("[settings]\nglobal_codec = 'int8'\nouter = 'agreement'", "goes with no other 'outer'"),
         ("question = 1", "question must be a str"),
         ("reference = 'x'", "reference='x' is no variant"),
         ("best_of = ['x']", "best_of names 'x'"),
@@ -107,10 +106,6 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
             "steps x batch x learners x seq_len=",
         ),
         ("[settings]\nfail_every_s = 1e-2", "one step of 2.69e+43 would be done"),
-        (
-            "[settings]\nmethod = 'data-parallel'\nlearners = 64\nfail_every_s = 60.0\nelastic = false",
-            "with 64 learners, steps of 1 s and 60 s until one is back, one step of",
-        ),
         ("[[variants]]\nname = 'a\\u000db'".replace("'", '"'), "the name 'a\\rb' cannot stand in a table"),
         (
             "[[variants]]\nname = 'r0'\n"
@@ -130,7 +125,7 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, text, said):
 
 def test_too_many_runs_are_refused_before_they_are_made(tmp_path):
     """Of sweeps whose crossing would take hours to write down."""
-    sweeps = "".join(f"{name} = {list(range(1, 101))}\n" for name in ("steps", "batch", "outer_delay", "doubling"))
+    sweeps = "".join(f"{name} = {list(range(1, 101))}\n" for name in ("steps", "batch", "sync_interval", "doubling"))
     with pytest.raises(UsageError, match="more than 10000 runs"):
         experiment(tmp_path, f"[settings]\n{sweeps}")
 
@@ -195,9 +190,6 @@ def test_settings_that_a_method_does_not_look_at_do_not_make_another_run():
     assert relevant(method="single", learners=2) == relevant(method="single", learners=8)
     assert relevant(method="data-parallel", learners=2) != relevant(method="data-parallel", learners=8)
     assert relevant(sync_interval=2) != relevant(sync_interval=24)
-    assert relevant(moments="own") == relevant(moments="peer")
-    assert relevant(moments="own", late_join_s=9.0) != relevant(moments="peer", late_join_s=9.0)
-    assert relevant(moments="own", scavengers=1) != relevant(moments="peer", scavengers=1)
     late = {"method": "data-parallel", "late_join_s": 9.0}
     assert relevant(**late) != relevant(method="data-parallel")
     assert relevant(**late, resize_s=1.0) != relevant(**late, resize_s=2.0)

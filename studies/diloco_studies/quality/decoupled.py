@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -26,10 +25,9 @@ from diloco.pipeline.settings import SyncerProcess, SyncerSettings
 from diloco.pipeline.transfer.payloads import pull_exact
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
-from diloco.workers.parameters import FragmentParameters, tensor_table, whole_tensors
+from diloco.workers.parameters import FragmentParameters, tensor_table
 from diloco_studies.quality.bus import RUN, LabBus
 from diloco_studies.quality.curve import Recorder
-from diloco_studies.quality.fragment import LabFragment, Stale, packed
 from diloco_studies.quality.learner import LabLearner
 from diloco_studies.quality.schedule import Schedule
 from diloco_studies.virtual.chance import Chance
@@ -72,7 +70,6 @@ class LabWorld:
         self.spec = self._spec()
         self.layout = layout_of(self.spec.tensors)
         self.failures = 0
-        self._stale = Stale()
         self._globals = model
         self._parameters = FragmentParameters(self._globals, self.layout)
         self._held: dict[int, bytes] = {}
@@ -90,10 +87,7 @@ class LabWorld:
 
     def _spec(self) -> Spec:
         sync = self.run.sync_spec(self.recorder.budget_tokens)
-        tensors = tensor_table(self._initial, sync)
-        if self.run.packing is not None:
-            tensors = packed(whole_tensors(self._initial, sync), sync.fragments, self.run.packing)
-        return Spec(sync=sync, tensors=tensors, trainer={})
+        return Spec(sync=sync, tensors=tensor_table(self._initial, sync), trainer={})
 
     # --- what learners see -------------------------------------------------------------------------------
 
@@ -135,16 +129,7 @@ class LabWorld:
         # All of it is given, so that no DILOCO_* variable of this machine has a say.
         own = {name: info.default for name, info in SyncerSettings.model_fields.items()} | {"syncer_id": "syncer"}
         settings = SyncerProcess(**own, **self.spec.sync.model_dump())
-        make = partial(LabFragment, self.run, self._stale)
-        return SyncerService(
-            self._link(),
-            self._clock,
-            settings,
-            Metrics(),
-            offload=self._timed,
-            random_hex=self._hex,
-            make_fragment=make,
-        )
+        return SyncerService(self._link(), self._clock, settings, Metrics(), offload=self._timed, random_hex=self._hex)
 
     async def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
         """`inline`, with the processor time that it takes."""
@@ -182,10 +167,10 @@ class LabWorld:
                     return  # who is away when training ends stays away
 
     def _begin(self, number: int, life: int, model: nn.Module, before: LabLearner | None) -> LabLearner:
-        """A learner's next incarnation, with the moments that the run's settings give it."""
+        """A learner's next incarnation, with the moments of a peer, or else its own."""
         learner = LabLearner(self, number, life, model)
         peers = [peer for _, peer in sorted(self._learners.items()) if peer.optimizers[0].state]
-        source = {"own": before, "peer": peers[0] if peers else before, "fresh": None}[self.run.moments]
+        source = peers[0] if peers else before
         if source is not None and (before is not None or self._clock.now() > 0):
             for own, other in zip(learner.optimizers, source.optimizers, strict=True):
                 own.load_state_dict(copy.deepcopy(other.state_dict()))
@@ -229,11 +214,8 @@ class LabWorld:
         return found
 
     def _mean(self, heads: Sequence[Head], counter: str) -> float:
-        """Mean of a counter of the heads over the elements; what a merge left out counts as rejected."""
-        elements = [self.layout.fragments[head.fragment].elements for head in heads]
-        left_out = {"merged_tokens": -1, "rejected_tokens": 1}[counter]
-        counts = [getattr(head, counter) + left_out * self._stale.dropped_tokens[head.fragment] for head in heads]
-        total = sum(count * n for count, n in zip(counts, elements, strict=True))
+        """Mean of a counter of the heads over the elements."""
+        total = sum(getattr(head, counter) * self.layout.fragments[head.fragment].elements for head in heads)
         return float(total / self.layout.elements)
 
     async def _books(self, heads: Sequence[Head]) -> dict[str, Any]:
@@ -243,8 +225,7 @@ class LabWorld:
         merges = sum(head.version for head in heads)
         return {
             "merges": merges,
-            "contributions_a_merge": (deltas := sum(head.merged_deltas for head in heads)) / max(1, merges),
-            "stale_share": self._stale.deltas / max(1, deltas),
+            "contributions_a_merge": sum(head.merged_deltas for head in heads) / max(1, merges),
             "merged_share": self._mean(heads, "merged_tokens") / trained,
             "overwritten_share": sum(r.overwritten for r in reports) / self.layout.elements / trained,
             "rejected_share": self._mean(heads, "rejected_tokens") / trained,

@@ -5,23 +5,18 @@ of earlier runs valid.
 """
 
 import math
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.wire import MAX_FRAGMENTS, Codec, GlobalCodec, MergeName, WeightsName
-from diloco.pipeline.messages.wire import OuterName as Production
+from diloco.pipeline.messages.wire import MAX_FRAGMENTS, Codec, GlobalCodec, MergeName, OuterName, WeightsName
 from diloco.pipeline.methods import METHODS, RunMethod
 from diloco.pipeline.settings import SyncSettings, TrainerSettings, defaults
 from diloco.pipeline.sources import meant
 from diloco.workers.trainer.models.sizes import SIZES
 
 Method = Literal[RunMethod, "single"]
-Turned = Literal["halves", "gram-schmidt", "clipped", "by-turns", "by-turns-clipped"]
-"""Research that turns matrices (`turns`)."""
-OuterName = Literal[Production, Turned, "delayed", "agreement", "extrapolated", "schedule-free"]
-Packing = Literal["contiguous", "strided"]
 TEXT = ("text", "keywords")
 """Tasks of the GPT alone."""
 VIT_SIZES = ("tiny", "small", "base")
@@ -49,19 +44,12 @@ class LabRun(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # --- what is trained -----------------------------------------------------------------------------
-    task: Literal["text", "digits", "images", "captions", "keywords"] = Field("text", description="What is learnt")
-    model: str = Field(
-        USUAL["model"], description=f"Size: {', '.join(SIZES)}; of digits and images {', '.join(VIT_SIZES)}"
-    )
+    task: Literal["text", "digits", "captions", "keywords"] = Field("text", description="What is learnt")
+    model: str = Field(USUAL["model"], description=f"Size: {', '.join(SIZES)}; of digits {', '.join(VIT_SIZES)}")
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, le=1024, description="Experts that a token goes through")
     balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
-    data: str = Field(
-        USUAL["data"],
-        description="Text file or folder, or 'stdlib'; for images a folder with a folder of them for each class",
-    )
-    image_size: int = Field(32, ge=8, le=1024, description="What images are made to be, pixels a side")
-    patch_size: int = Field(4, ge=1, description="Pixels a side of what the ViT sees as one token")
+    data: str = Field(USUAL["data"], description="Text file or folder, or 'stdlib'")
     seq_len: int = Field(USUAL["seq_len"], ge=8, le=65536, description="Tokens in a sequence")
     eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
     evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
@@ -112,28 +100,12 @@ class LabRun(BaseModel):
     outer_warmup: int = Field(
         USUAL["outer_warmup"], ge=0, description="First outer steps of each fragment that average only"
     )
-    outer: OuterName = Field(
-        USUAL["outer"],
-        description="Outer optimizer: production's nesterov or halley, or one for research "
-        "(diloco_studies/quality/outer.py)",
-    )
-    packing: Packing | None = Field(
-        None,
-        description="How tensors are shared among fragments. off: balanced; contiguous: neighbours together; strided: "
-        "neighbours apart",
-    )
-    outer_delay: int = Field(4, ge=1, description="Outer steps between two of outer='delayed' with momentum")
-    stale: Literal["keep", "drop"] | None = Field(
-        None,
-        description="What becomes of a delta whose base is the one before the present one. off: its learner's values "
-        "are merged, measured from the present base; keep: merged as it is; drop: left out of the merge",
-    )
+    outer: OuterName = Field(USUAL["outer"], description="Outer optimizer")
     first_interval: int = Field(
         USUAL["first_interval"], ge=0, description="H at the start, doubled again and again; 0: H from the start"
     )
     doubling: int = Field(USUAL["doubling"], ge=1, description="Outer steps after which it doubles")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
-    delta_clip: float | None = Field(None, ge=1, description="Longest delta, in medians of its window; off: any")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
         description="What becomes of a learner's fragment when a newer global arrives. overwrite: the global; blend: "
@@ -148,9 +120,7 @@ class LabRun(BaseModel):
     link_mb_s: float | None = Field(None, gt=0, description="Megabytes a second between a party and the bus")
     fail_every_s: float | None = Field(None, gt=0, description="Mean time between failures of one learner")
     fail_down_s: float = Field(60.0, gt=0, description="Time until a failed learner is back")
-    moments: Literal["own", "peer", "fresh"] = Field("peer", description="Whose moments a learner comes back with")
     resize_s: float = Field(10.0, ge=0, description="Pause of data-parallel when its size changes; one for all in it")
-    elastic: bool = Field(True, description="Data-parallel goes on with fewer; if not, it stops until all are back")
     late_join_s: float | None = Field(None, gt=0, description="When the last learner joins")
     scavengers: int | None = Field(
         None, ge=1, le=256, description="Learners besides the M, there for a part of the run: the budget stays"
@@ -162,7 +132,7 @@ class LabRun(BaseModel):
     @classmethod
     def _is_a_size(cls, model: str, info: ValidationInfo) -> str:
         task = info.data.get("task")
-        known = VIT_SIZES if task in ("digits", "images") else tuple(SIZES)
+        known = VIT_SIZES if task == "digits" else tuple(SIZES)
         if model not in known:
             raise ValueError(f"task={task!r} has no such size{meant(model, known)}")
         return model
@@ -190,14 +160,8 @@ class LabRun(BaseModel):
                 f"fail_every_s={self.fail_every_s:g}: with {self.learners} learners, steps of {self.step_s:g} s and "
                 f"{self.fail_down_s:g} s until one is back, one step of {1 / max(done, 1e-99):.3g} would be done"
             )
-        if self.task == "images" and self.image_size % self.patch_size:
-            raise ValueError(f"image_size={self.image_size} is no multiple of patch_size={self.patch_size}")
         if self.late_join_s is not None and self.learners < 2:
             raise ValueError("late_join_s needs 2 learners or more")
-        if self.global_codec == "int8" and self.outer not in get_args(Production):
-            raise ValueError("global_codec='int8' publishes production's outer step: it goes with no other 'outer'")
-        if self.scavengers is not None and not self.elastic:
-            raise ValueError("scavengers come and go: a job that is not elastic has no use for them")
         return self
 
     @property
@@ -212,15 +176,13 @@ class LabRun(BaseModel):
 
     def _steps_done(self) -> float:
         """Share of the steps that no failure interrupts. Failures are Poisson; of data-parallel any learner's counts,
-        those that come back too, and without elasticity none is done before all are there."""
+        those that come back too."""
         every_s = self.fail_every_s or math.inf
         steps = self.step_s * (1 + self.slowdown) * (1 + self.jitter / 2) / every_s
         there = 1 / (1 + self.fail_down_s / every_s)
         if self.decoupled:
             return math.exp(-steps)
-        if self.elastic:
-            return math.exp(-2 * max(1.0, self.learners * there) * steps)
-        return math.exp(-self.learners * steps) * there**self.learners
+        return math.exp(-2 * max(1.0, self.learners * there) * steps)
 
     @property
     def patience_s(self) -> float:
@@ -255,8 +217,8 @@ class LabRun(BaseModel):
             global_codec=self.global_codec or USUAL["global_codec"],
             merge=self.merge,
             weights=self.weights or USUAL["weights"],
-            outer=self._production(),
-            delta_clip=self.delta_clip or USUAL["delta_clip"],
+            outer=self.outer,
+            delta_clip=USUAL["delta_clip"],
             outer_lr=self.outer_lr,
             outer_momentum=self.outer_momentum,
             outer_warmup=self.outer_warmup,
@@ -272,12 +234,6 @@ class LabRun(BaseModel):
         """Two runs whose models have the same tensors agree in it."""
         return self.task in TEXT or self.task, self.model, self.experts
 
-    def _production(self) -> Production:
-        """The outer optimizer that is nearest: what turns matrices must know them."""
-        if self.outer in get_args(Turned):
-            return "halley"
-        return next((name for name in get_args(Production) if name == self.outer), "nesterov")
-
     def relevant(self) -> dict[str, Any]:
         """The settings that decide this run's result: those its method looks at, without what is off."""
         given = self.model_dump(exclude_none=True)
@@ -288,8 +244,6 @@ class LabRun(BaseModel):
             left_out.add("seq_len")
         if self.task in ("digits", "captions"):
             left_out |= {"data", "eval_tokens"}
-        if self.task != "images":
-            left_out |= {"image_size", "patch_size"}
         if self.experts is None:
             left_out |= {"experts_a_token", "balance"}
         if self.method == "single":
@@ -299,14 +253,10 @@ class LabRun(BaseModel):
         if self.scavengers is None:
             left_out.add("scavenge_from_s")
         alike = self.fail_every_s is None and self.late_join_s is None and self.scavengers is None
-        if alike:
-            left_out.add("moments")
         if alike or self.decoupled:
-            left_out |= {"resize_s", "elastic"}
+            left_out.add("resize_s")
         if not self.first_interval:
             left_out.add("doubling")
-        if self.outer != "delayed":
-            left_out.add("outer_delay")
         if self.adopt != "blend":
             left_out.add("mixing")
         return {name: value for name, value in given.items() if name not in left_out}
@@ -314,12 +264,11 @@ class LabRun(BaseModel):
 
 PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
-    *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s", "moments"),
-    *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "outer_delay", "stale"),
-    *("delta_clip", "packing"),
+    *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s"),
+    *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (
-    *("learners", "fail_every_s", "fail_down_s", "resize_s", "elastic"),
+    *("learners", "fail_every_s", "fail_down_s", "resize_s"),
     *("scavengers", "scavenge_from_s", "scavenge_s", "late_join_s"),
 )

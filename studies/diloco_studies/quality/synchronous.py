@@ -2,9 +2,9 @@
 
 Data-parallel here is what its processes compute together: the mean of all learners' gradients at each step, on the
 same order of data that the decoupled methods draw from. Its steps take as long as the slowest learner's. A failure of
-any learner costs all of them a pause, and then the failed one's share of the batch until it is back (elastic), or
-all the time until then (not elastic); what was computed since the last step is lost. What happens in a pause is dealt
-with by it, as in the simulator (`diloco_studies/goodput/job.py`).
+any learner costs all of them a pause, and then the failed one's share of the batch until it is back; what was computed
+since the last step is lost. What happens in a pause is dealt with by it, as in the simulator
+(`diloco_studies/goodput/job.py`).
 """
 
 import heapq
@@ -74,7 +74,7 @@ def step_times(run: LabRun) -> Iterator[tuple[float, float, int]]:
             _push_next(changes, learner, schedule.outages(learner))
     present, now, done = set(range(members)), 0.0, [0] * members
     while now <= run.patience_s:
-        ready = sorted(present) if run.elastic or len(present) == members else []
+        ready = sorted(present)
         takes = [schedule.step_s(m, done[m]) for m in ready]
         end = now + max(takes, default=math.inf)
         if not changes or changes[0][0] > end:

@@ -22,7 +22,6 @@ from diloco_studies.quality.packages import FOLDER
 from diloco_studies.quality.results.source import code_digest
 from diloco_studies.quality.results.summary import RunSummary, summary_of
 from diloco_studies.quality.settings import TEXT, LabRun
-from diloco_studies.quality.tasks import images
 
 Result = dict[str, Any]
 
@@ -44,8 +43,6 @@ def _digest(run: LabRun, more: str) -> str:
 def data_fingerprint(run: LabRun) -> str:
     """Of a run's data, as they are on this machine; nothing where they come with a library."""
     before = "" if run.after is None else f" {data_fingerprint(run.after)}"
-    if run.task == "images":
-        return images.fingerprint(run.data) + before
     names = f" {_names_fingerprint(run.data)}" if run.task == "keywords" and run.data != "stdlib" else ""
     return (_text_fingerprint(run.data) if run.task in TEXT else "") + names + before
 

@@ -18,7 +18,7 @@ from diloco.pipeline.wrong_values import told
 
 COLUMNS = (
     *("experiment", "run", "seed", "settings", "measure", "better", "value"),
-    *("merged_share", "overwritten_share", "stale_share", "bytes_a_token", "syncer_s", "goodput", "virtual_s", "curve"),
+    *("merged_share", "overwritten_share", "bytes_a_token", "syncer_s", "goodput", "virtual_s", "curve"),
 )
 BETTER = {"more": True, "less": False}
 Number = Annotated[float, Field(strict=True)]
@@ -62,10 +62,8 @@ class RunSummary:
     value: Number
     """At the end."""
     merged_share: Finite | None
-    """Of the trained tokens; None where there is no protocol, as for the other two shares."""
+    """Of the trained tokens; None where there is no protocol, as for the next one."""
     overwritten_share: Finite | None
-    stale_share: Finite | None
-    """Of the merged deltas."""
     bytes_a_token: Finite | None
     """Of deltas and globals, to and from all learners, for each trained token; None where there is no protocol, or in
     results of earlier code, as the next one is."""
@@ -97,7 +95,6 @@ def summary_of(result: Mapping[str, Any], settings: str) -> RunSummary:
         "value": number(result["final"]["value"]),
         "merged_share": result.get("merged_share"),
         "overwritten_share": result.get("overwritten_share"),
-        "stale_share": result.get("stale_share"),
         "bytes_a_token": result["learner_bytes"] / result["tokens"] if "learner_bytes" in result else None,
         "syncer_s": result.get("syncer_s"),
         "goodput": result["goodput"],
@@ -121,7 +118,7 @@ def encode(summaries: Mapping[RunName, RunSummary]) -> str:
     writer.writerow(COLUMNS)
     for name, one in sorted(summaries.items(), key=lambda item: item[0].experiment):
         better = "more" if one.higher_is_better else "less"
-        shares = (one.merged_share, one.overwritten_share, one.stale_share, one.bytes_a_token, one.syncer_s)
+        shares = (one.merged_share, one.overwritten_share, one.bytes_a_token, one.syncer_s)
         curve = ";".join(map(_cell, _thinned(one.curve)))
         cells = ["" if share is None else f"{share:.4g}" for share in shares]
         ends = (f"{one.value:.8g}", *cells, f"{one.goodput:.4g}", f"{one.virtual_s:.6g}")
@@ -163,7 +160,6 @@ def _summary(
     value: str,
     merged: str,
     overwritten: str,
-    stale: str,
     bytes_a_token: str,
     syncer_s: str,
     goodput: str,
@@ -179,7 +175,6 @@ def _summary(
         value=float(value),
         merged_share=_known(merged),
         overwritten_share=_known(overwritten),
-        stale_share=_known(stale),
         bytes_a_token=_known(bytes_a_token),
         syncer_s=_known(syncer_s),
         goodput=_number(goodput),

@@ -21,7 +21,7 @@ def load_digits() -> tuple[Pixels, npt.NDArray[np.int64]]:
 
 
 class Digits:
-    """`vision.Pictures`."""
+    """Those to train on, and those held out."""
 
     side, channels, patch, classes = 8, 1, 2, 10
 

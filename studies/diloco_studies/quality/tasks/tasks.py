@@ -11,8 +11,6 @@ from torch import nn
 
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.captions import CaptionTask
-from diloco_studies.quality.tasks.digits import Digits
-from diloco_studies.quality.tasks.images import ImageFolder
 from diloco_studies.quality.tasks.keywords import KeywordTask
 from diloco_studies.quality.tasks.text import TextTask
 from diloco_studies.quality.tasks.vision import VisionTask
@@ -68,6 +66,4 @@ def open_task(run: LabRun, device: torch.device) -> Task:
         case "captions":
             return CaptionTask(run, device)
         case "digits":
-            return VisionTask(run, device, Digits())
-        case "images":
-            return VisionTask(run, device, ImageFolder(run))
+            return VisionTask(run, device)

@@ -1,13 +1,11 @@
-"""Image classification with a small ViT, on digits or on any folder of images.
+"""Image classification with a small ViT, on handwritten digits.
 
 Each epoch shows the training images in another order, each moved by up to an eighth of its side either way.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 import xxhash
@@ -16,30 +14,9 @@ from torch import nn
 from diloco.workers.trainer.data.blocks import permuted
 from diloco_studies.quality.models.vit import Images, build_vit
 from diloco_studies.quality.settings import LabRun
-from diloco_studies.quality.tasks.digits import Pixels
+from diloco_studies.quality.tasks.digits import Digits, Pixels
 
 EVALUATED_AT_ONCE = 512
-
-
-class Pictures(Protocol):
-    """Where images come from."""
-
-    side: int
-    """Pixels."""
-    channels: int
-    patch: int
-    classes: int
-    train_classes: npt.NDArray[np.int64]
-    """(N,), and so many images."""
-    held_out_classes: npt.NDArray[np.int64]
-
-    def train(self, index: int) -> Pixels:
-        """(C, S, S) in 0..1."""
-        ...
-
-    def held_out(self, index: int) -> Pixels:
-        """(C, S, S) in 0..1."""
-        ...
 
 
 def moved(image: Pixels, far: int, key: bytes, seed: int) -> Pixels:
@@ -58,9 +35,9 @@ class VisionTask:
     same_kernels = False
     example_tokens = 1
 
-    def __init__(self, run: LabRun, device: torch.device, pictures: Pictures) -> None:
-        self._run, self._device, self._pictures = run, device, pictures
-        self.examples = len(pictures.train_classes)
+    def __init__(self, run: LabRun, device: torch.device) -> None:
+        self._run, self._device, self._pictures = run, device, Digits()
+        self.examples = len(self._pictures.train_classes)
 
     def build(self) -> nn.Module:
         """A ViT."""
