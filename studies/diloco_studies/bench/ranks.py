@@ -69,12 +69,6 @@ class Ranks:
         """Of a rank, without those in which all begins."""
         return self.said(rank, "t")[WARM_STEPS:]
 
-    def let_go(self) -> None:
-        """They may leave."""
-        for process in self.processes:
-            assert process.stdin is not None  # noqa: S101  # it was asked for
-            process.stdin.close()
-
     def have(self, name: str) -> bool:
         """Whether all have said a line with this field."""
         for rank, process in enumerate(self.processes):

@@ -140,7 +140,7 @@ def decode(text: str) -> dict[RunName, RunSummary]:
         for line in lines:
             if len(line) != len(COLUMNS):
                 raise UsageError(f"line {lines.line_num} has {len(line)} cells, and the columns are {len(COLUMNS)}")
-            name, one = _summary(*line)
+            name, one = _summary(line)
             if name in summaries:
                 run = f"{name.experiment}'s {name.run!r}, seed {name.seed}"
                 raise UsageError(f"line {lines.line_num} is of a run that an earlier line has: {run}")
@@ -150,36 +150,22 @@ def decode(text: str) -> dict[RunName, RunSummary]:
     return summaries
 
 
-def _summary(
-    experiment: str,
-    run: str,
-    seed: str,
-    settings: str,
-    measure: str,
-    better: str,
-    value: str,
-    merged: str,
-    overwritten: str,
-    bytes_a_token: str,
-    syncer_s: str,
-    goodput: str,
-    virtual_s: str,
-    curve: str,
-) -> tuple[RunName, RunSummary]:
-    if better not in BETTER:
-        raise ValueError(f"{better!r} is neither {' nor '.join(BETTER)}")
-    return RunName(experiment, run, int(seed)), RunSummary(
-        settings=settings,
-        measure=measure,
-        higher_is_better=BETTER[better],
-        value=float(value),
-        merged_share=_known(merged),
-        overwritten_share=_known(overwritten),
-        bytes_a_token=_known(bytes_a_token),
-        syncer_s=_known(syncer_s),
-        goodput=_number(goodput),
-        virtual_s=_number(virtual_s),
-        curve=tuple(_mark(*point.split(" ")) for point in curve.split(";")),
+def _summary(line: Sequence[str]) -> tuple[RunName, RunSummary]:
+    cells = dict(zip(COLUMNS, line, strict=True))
+    if cells["better"] not in BETTER:
+        raise ValueError(f"{cells['better']!r} is neither {' nor '.join(BETTER)}")
+    return RunName(cells["experiment"], cells["run"], int(cells["seed"])), RunSummary(
+        settings=cells["settings"],
+        measure=cells["measure"],
+        higher_is_better=BETTER[cells["better"]],
+        value=float(cells["value"]),
+        merged_share=_known(cells["merged_share"]),
+        overwritten_share=_known(cells["overwritten_share"]),
+        bytes_a_token=_known(cells["bytes_a_token"]),
+        syncer_s=_known(cells["syncer_s"]),
+        goodput=_number(cells["goodput"]),
+        virtual_s=_number(cells["virtual_s"]),
+        curve=tuple(_mark(*point.split(" ")) for point in cells["curve"].split(";")),
     )
 
 
