@@ -118,40 +118,6 @@ def test_runs_are_done_once_and_a_failed_one_is_named(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_parameters_are_kept_of_runs_that_others_begin_from(text, tmp_path):
-    """Two jobs at a time, and yet none begins before what it begins from is there."""
-    file, out = tiny(tmp_path, text, method="single", model="nano"), tmp_path / "out"
-    row = '[[variants]]\nname = "{}"\n'
-    variants = row.format("pre") + row.format("fine") + 'after = "pre"\nlr = [1e-3, 2e-3]\n'
-    file.write_text(file.read_text() + variants)
-    done = subprocess.run(
-        lab("run", file, "--out", out, "--jobs", "2"), cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    pre = read_experiment(file).rows[0].runs[0]
-    assert list(out.glob("*.safetensors")) == [Store(out).parameters(pre)]
-    assert sorted(path.suffix for path in out.iterdir()) == [".json", ".json", ".json", ".safetensors"]
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_leaves_out_those_that_begin_with_it_alone(text, tmp_path):
-    """They are named; the others are done."""
-    file, out = tiny(tmp_path, text, method="single", model="nano", experts=4), tmp_path / "out"
-    file.write_text(
-        file.read_text()
-        + "".join(
-            f'[[variants]]\nname = "pre {chosen}"\nexperts_a_token = {chosen}\n'
-            f'[[variants]]\nname = "fine {chosen}"\nexperts_a_token = {chosen}\nafter = "pre {chosen}"\nlr = 1e-3\n'
-            for chosen in (3, 2)
-        )
-    )
-    done = subprocess.run(lab("run", file, "--out", out), cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "left out  fine 3, seed 0" in done.stderr
-    assert [file.suffix for file in sorted(out.iterdir())].count(".json") == 2
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_or_a_closed_terminal_keeps_what_is_done(number, text, tmp_path, begun):
     """The long run is given up within a step, the short one's result is there, nothing else is, and no process.
@@ -256,11 +222,11 @@ def test_an_error_that_nobody_expected_is_one_run_s_alone(text, tmp_path, monkey
     monkeypatch.setattr("diloco_studies.quality.engine.train", lambda *_: result(1.0))
     with monkeypatch.context() as full:
         full.setattr(Store, "write", refuse)
-        failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu", ())
+        failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu")
     assert isinstance(failed, DilocoError)
     assert str(failed) == "OSError: [Errno 28] No space left on device"
     monkeypatch.setattr("diloco_studies.quality.engine.train", lambda *_: [][1])
-    failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu", ())
+    failed = sweep._train(0, LabRun(data=str(text)), tmp_path / "out", "cpu")
     assert str(failed) == "IndexError: list index out of range"
 
 
@@ -271,9 +237,9 @@ def test_text_that_changes_during_a_sweep_makes_the_next_run_another(text, tmp_p
     monkeypatch.setattr(sweep, "_news", queue.Queue())
     monkeypatch.setattr("diloco_studies.quality.engine.train", lambda *_: result(1.0))
     run, out = LabRun(data=str(text)), tmp_path / "out"
-    assert sweep._train(0, run, out, "cpu", ()) == result(1.0)
+    assert sweep._train(0, run, out, "cpu") == result(1.0)
     text.write_text(text.read_text() + "one more line\n")
-    assert sweep._train(1, run, out, "cpu", ()) == result(1.0)
+    assert sweep._train(1, run, out, "cpu") == result(1.0)
     assert len(list(out.glob("*.json"))) == 2
 
 
@@ -292,7 +258,7 @@ def test_the_bar_ends_where_all_runs_do(last, said, tmp_path, monkeypatch):
         [LabRun(), LabRun(seed=1)],
         Console(file=StringIO(), force_terminal=True, width=120, color_system=None),
     )
-    _sweep(shown, dict(zip(runs, ("first", "second"), strict=True)), runs, tmp_path, (), 1, 1, "cpu")
+    _sweep(shown, dict(zip(runs, ("first", "second"), strict=True)), runs, tmp_path, 1, 1, "cpu")
     bars = [line for line in shown.file.getvalue().splitlines() if " 2/2 " in line]
     assert said in bars[-1]
 

@@ -9,14 +9,12 @@ import pytest
 
 from diloco.cli import main
 from diloco.pipeline.errors import UsageError
-from diloco_studies.quality.command import _missing, _read_csv
+from diloco_studies.quality.command import _read_csv
 from diloco_studies.quality.experiment import read_experiment
 from diloco_studies.quality.results import source
 from diloco_studies.quality.results.report import markdown, table_of
 from diloco_studies.quality.results.store import (
     Store,
-    _names_fingerprint,
-    _text_fingerprint,
     code_of,
     settings_digest,
     told_digest,
@@ -100,7 +98,7 @@ def test_a_damaged_result_is_named_and_done_again(text, tmp_path, capsys, damage
     store, run = Store(tmp_path / "out"), LabRun(data=str(text))
     store.write(run, result(1.0))
     store.path(run).write_text(damaged, "latin-1")
-    assert _missing([run], store) == [run]
+    assert store.read(run) is None
     assert f"warning: {store.path(run)} is no whole result" in capsys.readouterr().err
     assert store.summary(run) is None
     store.path(run).unlink()
@@ -117,54 +115,6 @@ def test_the_text_itself_is_part_of_a_run(text):
     other = text.with_name("other.txt")
     other.write_text(text.read_text() + "one more line\n")
     assert settings_digest(LabRun(data=str(other))) != before
-
-
-def test_which_files_are_python_is_part_of_a_run_that_learns_keywords(tmp_path):
-    """A file that is renamed has the same text, and no statements any more; other tasks do not care."""
-    runs = [LabRun(data=str(tmp_path), task=task) for task in ("text", "keywords")]
-    for name in "ab":
-        (tmp_path / f"{name}.py").write_text("if True:\n    pass\n" * 300)
-    before = [settings_digest(run) for run in runs]
-    (tmp_path / "b.py").rename(tmp_path / "b.txt")
-    _text_fingerprint.cache_clear()
-    _names_fingerprint.cache_clear()
-    assert [settings_digest(run) == digest for run, digest in zip(runs, before, strict=True)] == [True, False]
-
-
-def test_a_run_that_begins_from_another_is_told_by_that_one_s_settings_data_and_code(text, monkeypatch):
-    """A data-parallel run depends on the protocol's code where it begins from a decoupled one."""
-    other = text.with_name("other.txt")
-    other.write_text(text.read_text() + "one more line\n")
-    loop = {"method": "data-parallel", "data": str(text)}
-    before = [LabRun(data=str(text)), LabRun(data=str(text), lr=1.0), LabRun(data=str(other)), None]
-    runs = [LabRun(after=one, **loop) for one in before]
-    assert len({settings_digest(run) for run in runs}) == len(runs)
-    assert code_of(runs[-1]) == code_of(LabRun(**loop)) != code_of(runs[0])
-    usual = source.code_digest
-    monkeypatch.setattr(
-        "diloco_studies.quality.results.store.code_digest",
-        lambda name: "new" if name.endswith("decoupled") else usual(name),
-    )
-    assert code_of(runs[0]) != code_of(LabRun(after=LabRun(**loop), **loop))
-
-
-def test_what_a_run_begins_from_is_done_before_it_where_it_is_not_there(text, tmp_path):
-    """Its result alone is not enough; where its parameters are kept, or nobody needs them, it is not done again."""
-    store, given = Store(tmp_path / "out"), {"data": str(text), "method": "single"}
-    first = LabRun(**given)
-    second = LabRun(**given, after=first)
-    third = LabRun(**given, after=second)
-    assert _missing([third, first], store) == [first, second, third]
-    assert [run.before for run in (first, second, third)] == [0, 1, 2]
-    for run in (first, second):
-        store.write(run, result(2.0))
-    assert _missing([first, second], store) == []
-    assert _missing([first, second, third], store) == [first, second, third]
-    store.parameters(first).touch()
-    assert _missing([first, second, third], store) == [second, third]
-    store.write(third, result(2.0))
-    store.parameters(first).unlink()
-    assert _missing([first, second, third], store) == []
 
 
 def test_the_code_that_decides_is_found_by_its_imports():
@@ -334,17 +284,6 @@ def test_a_reference_of_nothing_is_at_no_distance(experiment):
     assert "| ours, lr=0.002 | 0.5000 | 0.0000 | 0.5000, 0.5000, 0.5000 | 3 |  | 90.0 %" in markdown(
         told(experiment, values)
     )
-
-
-def test_rows_are_compared_with_those_of_their_own_task(tmp_path):
-    """What was pre-trained has another loss than what was fine-tuned from it."""
-    path = tmp_path / "trial.toml"
-    path.write_text(
-        'reference = "fine"\n[[variants]]\nname = "pre"\n[[variants]]\nname = "fine"\ntask = "keywords"\n'
-        'after = "pre"\n[[variants]]\nname = "other"\ntask = "keywords"\n'
-    )
-    table = table_of(read_experiment(path), lambda row, run: summary_of(result(2.0), ""))
-    assert [line and line.label for line in map(table.reference, table.lines)] == [None, "fine", "fine"]
 
 
 def test_an_experiment_that_was_not_run_is_reported_as_such(experiment, tmp_path, capsys):

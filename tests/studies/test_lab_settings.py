@@ -107,11 +107,6 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ),
         ("[settings]\nfail_every_s = 1e-2", "one step of 2.69e+43 would be done"),
         ("[[variants]]\nname = 'a\\u000db'".replace("'", '"'), "the name 'a\\rb' cannot stand in a table"),
-        (
-            "[[variants]]\nname = 'r0'\n"
-            + "".join(f"[[variants]]\nname = 'r{n}'\nafter = 'r{n - 1}'\n" for n in range(1, 20)),
-            "9 runs one after the other, and 8 are allowed",
-        ),
         ("[settings]\nmodel = 'nano'\ntask = 'digits'", "task='digits' has no such size (Size: "),
     ],
 )
@@ -130,53 +125,10 @@ def test_too_many_runs_are_refused_before_they_are_made(tmp_path):
         experiment(tmp_path, f"[settings]\n{sweeps}")
 
 
-AFTER = """
-[settings]
-learners = 2
-seed = [0, 1]
-[[variants]]
-name = "pre"
-method = ["single", "data-parallel"]
-[[variants]]
-name = "fine"
-task = "keywords"
-after = ["pre, method=single", "pre, method=data-parallel"]
-"""
-
-
-def test_a_row_may_begin_with_what_a_row_above_ended_with(tmp_path):
-    """Seed by seed, and swept as any setting; which run that was is a part of the run."""
-    single, parallel, fine_single, fine_parallel = experiment(tmp_path, AFTER).rows
-    assert fine_single.label == "fine, after=pre, method=single"
-    assert [run.after for run in fine_single.runs] == list(single.runs)
-    assert [run.after for run in fine_parallel.runs] == list(parallel.runs)
-    first, other = fine_single.runs[0], fine_parallel.runs[0]
-    assert first.relevant() != other.relevant()
-    assert first.relevant()["after"] == single.runs[0].relevant()
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        (
-            ("seed = [0, 1]\n[[variants]]", "[[variants]]\nseed = 3"),
-            "after='pre, method=single' is no row above with seed 0",
-        ),
-        (('name = "pre"', 'name = "post"'), "above are post, method=single, post, method=data-parallel"),
-        (('task = "keywords"', 'model = "nano"'), "another model"),
-        (('task = "keywords"', 'task = "captions"'), "another model"),
-    ],
-)
-def test_a_row_that_cannot_begin_so_is_refused(tmp_path, changed, said):
-    """No such row, none of its seed, or one of another model."""
-    with pytest.raises(UsageError, match=said):
-        experiment(tmp_path, AFTER.replace(*changed))
-
-
 def test_what_a_run_does_not_look_at_does_not_refuse_it(tmp_path):
     """One learner alone has no failures, and a preset's fragments are those that the model can have."""
     assert LabRun(method="single", fail_every_s=1e-2).method == "single"
-    (row,) = experiment(tmp_path, "[settings]\nmethod = 'paper'\nmodel = 'nano'\ntask = 'keywords'").rows
+    (row,) = experiment(tmp_path, "[settings]\nmethod = 'paper'\nmodel = 'nano'").rows
     assert row.runs[0].fragments == 11
 
 

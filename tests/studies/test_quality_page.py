@@ -103,6 +103,8 @@ def best(run: str, *rates: str) -> str:
 # --- the pages --------------------------------------------------------------------------------------------
 
 FIGURE = re.compile(r"(?<![\w.])[-+]?\d+\.\d+(?![\d.]*[Me])|\d+(?= [%s]\b| %)")
+HISTORY = "Post-training"
+"""A section whose runs only an earlier commit can make."""
 WITHOUT_DATA = {
     # its run is older than the results that were kept
     "From scratch: the defaults": [["1.416", "+2.2"]],
@@ -126,7 +128,12 @@ def page_tables() -> dict[str, list[list[str]]]:
     for line, below in pairwise([*lines, ""]):
         if line.startswith("#"):
             section = line.lstrip("# ")
-        elif line.startswith("|") and not line.startswith("| `--") and not below.startswith("|---"):
+        elif (
+            section != HISTORY
+            and line.startswith("|")
+            and not line.startswith("| `--")
+            and not below.startswith("|---")
+        ):
             cells = line.removeprefix("|").removesuffix("|").split("|")
             figures = FIGURE.findall(" | ".join(cells[1:]))
             if figures:
@@ -493,33 +500,6 @@ def vision_language() -> Iterator[list[float]]:
         yield first(*(f"vision-language/{label}, rates, lr={lr}" for lr in (0.002, 0.004, 0.008)))
 
 
-def post_training() -> Iterator[list[float]]:
-    base, ours = "post-training/pre-trained data-parallel", "post-training/pre-trained decoupled"
-    yield [*mid(base), *values(base)]
-    yield [*mid(ours), *values(ours), change(ours, base)]
-    base = "post-training/data-parallel, then data-parallel"
-    yield [*mid(base), *values(base), exact(base)]
-    twice = "post-training/decoupled, then decoupled"
-    for run in (
-        "post-training/decoupled, then data-parallel",
-        "post-training/data-parallel, then decoupled",
-        twice,
-        "post-training/not pre-trained, data-parallel",
-    ):
-        yield [*mid(run), *values(run), change(run, base), exact(run)]
-    for label in ("data-parallel", "decoupled"):
-        rates = (0.002, 0.004, 0.008, 0.016, 0.032)
-        yield first(*(f"post-training/{label}, then {label}, rates, lr={lr}" for lr in rates))
-    for run in (base, twice):
-        yield first(*(f"{run}, 400 steps, lr={lr}" for lr in (0.004, 0.008, 0.016)))
-    large, ours = (f"{run}, 16 examples a step" for run in (base, twice))
-    yield [*first(large), exact(large)]
-    yield [*first(ours), change(ours, large), exact(ours)]
-    for label in ("low rate", "lower rate"):
-        halves, whole = (f"{twice}, {label}, globals in {codec}" for codec in ("bf16", "fp32"))
-        yield [*values(halves), *values(whole), *changes(halves, whole)]
-
-
 def failures() -> Iterator[list[float]]:
     same = "failures/data-parallel with the same outer step, no failures"
     none, some = "failures/decoupled, no failures", "failures/decoupled, failures"
@@ -592,7 +572,6 @@ TABLES = {
     "Handwritten digits": digits,
     "Mixture of experts": experts,
     "Vision and language": vision_language,
-    "Post-training": post_training,
     "Failures": failures,
     "More learners for a part of the run": scavenging,
     "Virtual time and real time": agreement,

@@ -1,9 +1,8 @@
 """`diloco lab`: run experiments and show their results. Neither torch nor matplotlib is loaded before it is needed."""
 
 import importlib
-import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated
@@ -60,27 +59,15 @@ def run(
     """
     experiments, store = _experiments(files), Store(out)
     runs = list(dict.fromkeys(one for experiment in experiments for one in experiment.runs))
-    missing = _missing(runs, store)
+    missing = list({store.path(one): one for one in runs if store.read(one) is None}.values())
     console = Console(stderr=True)
     console.print(f"{len(runs)} runs, {len(missing)} to do; results in {out}")
     if dry_run or not missing:
         return
     _try_to_write(out)
     names = {run: f"{row.label}, seed {run.seed}" for one in experiments for row in one.rows for run in row.runs}
-    kept = {store.parameters(one.after) for one in missing if one.after is not None}
-    status, at_once = 0, jobs or max(1, usable_cores() // threads)
-    for _, group in itertools.groupby(sorted(missing, key=lambda one: one.before), lambda one: one.before):
-        wave, able = list(group), []
-        for one in wave:
-            if one.after is None or store.parameters(one.after).exists():
-                able.append(one)
-            else:
-                console.print(f"left out  {names[one]}: what it begins with failed", style="red", markup=False)
-        failed, left = _sweep(console, names, able, out, kept, at_once, threads, device) if able else (0, 0)
-        if left:
-            raise typer.Exit(AGAIN_STATUS)
-        status = 1 if failed or len(able) < len(wave) else status
-    raise typer.Exit(status)
+    failed, left = _sweep(console, names, missing, out, jobs or max(1, usable_cores() // threads), threads, device)
+    raise typer.Exit(AGAIN_STATUS if left else 1 if failed else 0)
 
 
 def _experiments(files: Sequence[Path]) -> list[Experiment]:
@@ -101,27 +88,11 @@ def _try_to_write(folder: Path) -> None:
         raise UsageError(f"--out {folder}: nothing can be written there: {error}; name another folder") from error
 
 
-def _missing(runs: Sequence[LabRun], store: Store) -> list[LabRun]:
-    """Those without a result, and those whose parameters they begin from where these are not there."""
-    found: dict[Path, LabRun] = {}
-
-    def add(run: LabRun) -> None:
-        if run.after is not None and not store.parameters(run.after).exists():
-            add(run.after)
-        found[store.path(run)] = run
-
-    for run in runs:
-        if store.read(run) is None:
-            add(run)
-    return list(found.values())
-
-
 def _sweep(
     console: Console,
     names: dict[LabRun, str],
     runs: Sequence[LabRun],
     out: Path,
-    kept: Collection[Path],
     jobs: int,
     threads: int,
     device: str,
@@ -140,7 +111,7 @@ def _sweep(
             last = "" if math.isnan(news.last) else f"  {news.last:.3f}"
             bar.update(task, completed=sum(shares), description=f"{names[runs[news.run]]} {news.share:.0%}{last}")
 
-        for number, result in sweep(runs, out, kept, jobs=jobs, threads=threads, device=device, heard=heard):
+        for number, result in sweep(runs, out, jobs=jobs, threads=threads, device=device, heard=heard):
             if isinstance(result, DilocoError):
                 shares[number] = 1.0
                 bar.update(task, completed=sum(shares), description=f"{names[runs[number]]} failed")

@@ -3,16 +3,11 @@
 import logging
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import structlog
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_model, save_model
-from torch import nn
 
-from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.recipe import choose_device
 from diloco_studies.quality.curve import Progress, Recorder
 from diloco_studies.quality.decoupled import train_decoupled
@@ -25,8 +20,6 @@ def train(
     run: LabRun,
     device: str = "auto",
     progress: Progress = lambda share, last: True,
-    begin_from: Path | None = None,
-    keep: Path | None = None,
 ) -> dict[str, Any]:
     """Train one run; its result in JSON types.
 
@@ -34,8 +27,6 @@ def train(
         run: its settings.
         device: as `choose_device`.
         progress: asked at each step whether to go on.
-        begin_from: safetensors with the final parameters of `run.after`.
-        keep: where to write this run's final global parameters, as safetensors.
 
     Raises:
         UsageError: it cannot be run as its settings say.
@@ -45,31 +36,9 @@ def train(
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # of thousands of merges
     torch.manual_seed(run.seed)  # for tasks whose models draw while they train
     task = open_task(run, chosen)
-    model = task.build()
-    if begin_from is not None:
-        _load(model, begin_from)
     method = train_decoupled if run.decoupled else train_synchronous
-    result = method(Recorder(run, task, progress), model)
-    if keep is not None:
-        _save(model, keep)
+    result = method(Recorder(run, task, progress), task.build())
     return {"settings": run.model_dump(mode="json"), **result, "machine": machine(chosen)}
-
-
-def _load(model: nn.Module, file: Path) -> None:
-    try:
-        load_model(model, file)
-    except (OSError, RuntimeError, SafetensorError) as error:
-        raise UsageError(
-            f"{file} has no parameters that the run could begin from ({error}): delete it, and they are made again"
-        ) from error
-
-
-def _save(model: nn.Module, file: Path) -> None:
-    """Whole, or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_suffix(f".{os.getpid()}.partial")
-    save_model(model, str(partial))
-    partial.replace(file)
 
 
 def machine(device: torch.device) -> dict[str, Any]:

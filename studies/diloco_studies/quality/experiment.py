@@ -8,7 +8,7 @@ import math
 import reprlib
 import tomllib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -18,7 +18,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.sources import meant
 from diloco.pipeline.wrong_values import told
 from diloco.workers.trainer.models.sizes import SIZES
-from diloco_studies.quality.settings import PRESETS, TEXT, USUAL, LabRun
+from diloco_studies.quality.settings import PRESETS, USUAL, LabRun
 
 MOST_RUNS = 10_000
 SKELETON = """\
@@ -99,7 +99,7 @@ def read_experiment(path: Path) -> Experiment:
         if not isinstance(given, dict) or not isinstance(given.get("name"), str):
             raise UsageError(f"{path}: variant {number + 1} needs a name")
         variant = dict(given)
-        rows += _rows(path, variant.pop("name"), {**settings, **variant}, rows)
+        rows += _rows(path, variant.pop("name"), {**settings, **variant}, sum(len(row.runs) for row in rows))
     if odd := next((name for name in (path.stem, *(row.label for row in rows)) if not name.isprintable()), None):
         raise UsageError(f"{path}: the name {odd!r} cannot stand in a table: leave out what cannot be printed")
     names = [given["name"] for given in variants]
@@ -112,7 +112,7 @@ def read_experiment(path: Path) -> Experiment:
         raise UsageError(f"{path}: reference={reference!r} is no variant{_told(reference, names)}")
     if wrong := [name for name in best_of if name not in list(LabRun.model_fields)]:
         raise UsageError(f"{path}: best_of names {wrong[0]!r}, which is no setting")
-    measured = {"text" if run.task in TEXT else run.task for row in rows for run in row.runs}
+    measured = {run.task for row in rows for run in row.runs}
     if len(measured) > 1 and (reference is not None or best_of):
         raise UsageError(
             f"{path}: tasks {', '.join(sorted(measured))} measure different things, which reference and best_of would "
@@ -132,8 +132,8 @@ def _told(name: str, known: Iterable[str]) -> str:
     return meant(name, known) or f"; known are {', '.join(known)}"
 
 
-def _rows(path: Path, variant: str, given: Mapping[str, Any], above: Sequence[Row]) -> Iterator[Row]:
-    """A variant's sweeps crossed with each other, in the file's order; seeds stay together."""
+def _rows(path: Path, variant: str, given: Mapping[str, Any], above: int) -> Iterator[Row]:
+    """A variant's sweeps crossed with each other, in the file's order; seeds stay together. above: runs before it."""
     where = f"{path}, variant {variant!r}"
     for name, value in given.items():
         if name not in LabRun.model_fields:
@@ -144,26 +144,18 @@ def _rows(path: Path, variant: str, given: Mapping[str, Any], above: Sequence[Ro
             raise UsageError(f"{where}: {name}={wrong[0]!r}: give one value, or a plain list of values to sweep")
     swept = {name: value for name, value in given.items() if isinstance(value, list) and name != "seed"}
     seeds = given["seed"] if isinstance(given.get("seed"), list) else [given.get("seed", 0)]
-    if sum(len(row.runs) for row in above) + math.prod(map(len, swept.values())) * len(seeds) > MOST_RUNS:
+    if above + math.prod(map(len, swept.values())) * len(seeds) > MOST_RUNS:
         raise UsageError(f"{path}: more than {MOST_RUNS} runs; make the sweeps smaller")
     for values in itertools.product(*swept.values()):
         chosen = dict(zip(swept, values, strict=True))
-        runs = [_lab_run(where, {**given, **chosen, "seed": seed}, above) for seed in dict.fromkeys(seeds)]
+        runs = [_lab_run(where, {**given, **chosen, "seed": seed}) for seed in dict.fromkeys(seeds)]
         yield Row(variant=variant, swept=chosen, runs=tuple(dict.fromkeys(runs)))
 
 
-def _lab_run(where: str, given: dict[str, Any], above: Sequence[Row]) -> LabRun:
-    if (after := given.get("after")) is not None:
-        found = [run for row in above if row.label == after for run in row.runs if run.seed == given["seed"]]
-        if not found:
-            raise UsageError(
-                f"{where}: after={after!r} is no row above with seed {given['seed']}; above are "
-                f"{', '.join(row.label for row in above) or 'none'}"
-            )
-        given = given | {"after": found[0]}
+def _lab_run(where: str, given: dict[str, Any]) -> LabRun:
     method = given.get("method", LabRun.model_fields["method"].default)
     preset = dict(PRESETS.get(method, {})) if isinstance(method, str) else {}
-    dense = given.get("task", "text") in TEXT and given.get("experts") is None
+    dense = given.get("task", "text") == "text" and given.get("experts") is None
     if dense and method == "paper" and (size := SIZES.get(given.get("model", USUAL["model"]))):
         preset["fragments"] = min(preset["fragments"], size.tensors)
     try:

@@ -17,12 +17,8 @@ from diloco.pipeline.sources import meant
 from diloco.workers.trainer.models.sizes import SIZES
 
 Method = Literal[RunMethod, "single"]
-TEXT = ("text", "keywords")
-"""Tasks of the GPT alone."""
 VIT_SIZES = ("tiny", "small", "base")
 """Sizes of what tells classes of images apart; torch would be loaded to look them up."""
-MOST_BEFORE = 8
-"""Runs that one begins from, one after the other."""
 LEAST_DONE = 0.01
 """Of the steps, where learners fail: with less, a run would have no end."""
 PATIENCE = 100
@@ -44,7 +40,7 @@ class LabRun(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     # --- what is trained -----------------------------------------------------------------------------
-    task: Literal["text", "digits", "captions", "keywords"] = Field("text", description="What is learnt")
+    task: Literal["text", "digits", "captions"] = Field("text", description="What is learnt")
     model: str = Field(USUAL["model"], description=f"Size: {', '.join(SIZES)}; of digits {', '.join(VIT_SIZES)}")
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, le=1024, description="Experts that a token goes through")
@@ -55,10 +51,6 @@ class LabRun(BaseModel):
     evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")
     seed: int = Field(
         USUAL["seed"], ge=0, le=2**63 - 1, description="Of the parameters, the data's order and the world"
-    )
-    after: "LabRun | None" = Field(
-        None,
-        description="A row above in the file: this run begins with the final parameters of that row's run of its seed",
     )
     # --- by whom, and for how long -------------------------------------------------------------------
     method: Method = Field("decoupled", description="How learners come together")
@@ -143,15 +135,11 @@ class LabRun(BaseModel):
             object.__setattr__(self, "quorum", self.learners)
         elif self.quorum > self.learners:
             raise ValueError(f"quorum={self.quorum} of {self.learners} learners: there would never be a merge")
-        if self.after is not None and self._architecture() != self.after._architecture():
-            raise ValueError("after: it has another model, whose parameters do not fit")
-        if self.after is not None and self.before > MOST_BEFORE:
-            raise ValueError(f"after: {self.before} runs one after the other, and {MOST_BEFORE} are allowed")
         if self.experts is not None and self.task != "text":
             raise ValueError("experts are for task='text'")
         if self.experts is not None and self.experts_a_token > self.experts:
             raise ValueError(f"experts_a_token={self.experts_a_token} of experts={self.experts}: a token has no more")
-        dense = self.task in TEXT and self.experts is None
+        dense = self.task == "text" and self.experts is None
         if self.decoupled and dense and self.fragments > (tensors := SIZES[self.model].tensors):
             raise ValueError(f"fragments={self.fragments} of the {tensors} tensors of model={self.model!r}")
         fails = self.fail_every_s is not None and self.method != "single"
@@ -168,11 +156,6 @@ class LabRun(BaseModel):
     def decoupled(self) -> bool:
         """It runs the protocol; else it is one loop."""
         return self.method not in ("data-parallel", "single")
-
-    @property
-    def before(self) -> int:
-        """How many runs it begins from, one after the other."""
-        return 0 if self.after is None else 1 + self.after.before
 
     def _steps_done(self) -> float:
         """Share of the steps that no failure interrupts. Failures are Poisson; of data-parallel any learner's counts,
@@ -230,20 +213,12 @@ class LabRun(BaseModel):
             key_frame_interval=USUAL["key_frame_interval"],
         )
 
-    def _architecture(self) -> tuple[object, ...]:
-        """Two runs whose models have the same tensors agree in it."""
-        return self.task in TEXT or self.task, self.model, self.experts
-
     def relevant(self) -> dict[str, Any]:
         """The settings that decide this run's result: those its method looks at, without what is off."""
         given = self.model_dump(exclude_none=True)
         left_out = set() if self.decoupled else set(PROTOCOL)
-        if self.after is not None:
-            given["after"] = self.after.relevant()
-        if self.task not in TEXT:
-            left_out.add("seq_len")
-        if self.task in ("digits", "captions"):
-            left_out |= {"data", "eval_tokens"}
+        if self.task != "text":
+            left_out |= {"seq_len", "data", "eval_tokens"}
         if self.experts is None:
             left_out |= {"experts_a_token", "balance"}
         if self.method == "single":

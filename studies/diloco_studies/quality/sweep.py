@@ -7,7 +7,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -44,7 +44,6 @@ class News(NamedTuple):
 def sweep(
     runs: Sequence[LabRun],
     folder: Path,
-    kept: Collection[Path] = (),
     *,
     jobs: int,
     threads: int,
@@ -52,8 +51,6 @@ def sweep(
     heard: Callable[[News], None] = lambda news: None,
 ) -> Iterator[tuple[int, Result | DilocoError]]:
     """Do these runs; yields (index, result or why there is none) as they end, and keeps the results in `folder`.
-
-    kept: files of parameters to keep; those that a run begins from must be there.
 
     Where the system kills a process, the runs under way have no result, and the others go on. On Ctrl-C runs under way
     are given up within a step, or killed after `STOP_S`, and the iterator ends. At a second one they are killed at
@@ -67,7 +64,7 @@ def sweep(
     left = dict(enumerate(runs))
     with _interrupted() as asked:
         while left and not asked.is_set():
-            for number, result in _in_one_pool(left, folder, kept, jobs, threads, device, heard, asked):
+            for number, result in _in_one_pool(left, folder, jobs, threads, device, heard, asked):
                 del left[number]
                 yield number, result
 
@@ -75,7 +72,6 @@ def sweep(
 def _in_one_pool(
     runs: Mapping[int, LabRun],
     folder: Path,
-    kept: Collection[Path],
     jobs: int,
     threads: int,
     device: str,
@@ -88,7 +84,7 @@ def _in_one_pool(
     told = os.getpid(), stop, news, threads
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=told) as pool:
         doing: dict[Future[Result | DilocoError | None], int] = {
-            pool.submit(_train, number, run, folder, device, kept): number for number, run in runs.items()
+            pool.submit(_train, number, run, folder, device): number for number, run in runs.items()
         }
         until = math.inf
         while doing:
@@ -178,12 +174,12 @@ def _begin(parent: int, stop: Any, news: Any, threads: int) -> None:
     _stop, _news = stop, news
 
 
-def _train(number: int, run: LabRun, folder: Path, device: str, kept: Collection[Path]) -> Result | DilocoError | None:
+def _train(number: int, run: LabRun, folder: Path, device: str) -> Result | DilocoError | None:
     """One run; None: asked to stop."""
     from diloco_studies.quality.curve import Stopped
     from diloco_studies.quality.engine import train
 
-    told, store = 0.0, Store(folder)
+    told = 0.0
 
     def progress(share: float, last: float) -> bool:
         nonlocal told
@@ -197,10 +193,8 @@ def _train(number: int, run: LabRun, folder: Path, device: str, kept: Collection
     _news.put(News(number, 0.0, math.nan))
     look_again()
     try:
-        begin_from = None if run.after is None else store.parameters(run.after)
-        own = store.parameters(run)
-        result = train(run, device, progress, begin_from, own if own in kept else None)
-        store.write(run, result)
+        result = train(run, device, progress)
+        Store(folder).write(run, result)
     except Stopped:
         return None
     except DilocoError as error:

@@ -18,7 +18,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.models.sizes import SIZES
 from diloco_studies.pictures import save
 from diloco_studies.quality.results.report import Distance, Line, Table
-from diloco_studies.quality.settings import TEXT, LabRun
+from diloco_studies.quality.settings import LabRun
 
 matplotlib.rcParams["text.parse_math"] = False  # a dollar in a name is one
 
@@ -147,7 +147,7 @@ def _by_variant(tables: Sequence[Table]) -> dict[str, dict[str, list[Place]]]:
     for table in tables:
         for line in table.best():
             distance, run = table.distance(line), line.row.runs[0]
-            if run.task not in TEXT or run.experts is not None:
+            if run.task != "text" or run.experts is not None:
                 raise UsageError(f"--sizes draws dense models of text alone: {table.experiment.name} has others")
             if distance is not None and line.row.variant != table.experiment.reference and run.model in SIZES:
                 place = SIZES[run.model].parameters() / 1e6, distance

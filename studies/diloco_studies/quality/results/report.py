@@ -88,26 +88,22 @@ class Table:
 
     def best(self) -> list[Line]:
         """Of the rows that differ in `best_of` only, the best one by its median; one that diverged only among such."""
-        chosen: dict[tuple[str, ...], Line] = {}
+        chosen: dict[tuple[str, str], Line] = {}
         for line in self.lines:
             others = {n: v for n, v in line.row.swept.items() if n not in self.experiment.best_of}
-            key = (line.row.variant, line.row.runs[0].task, repr(others))
+            key = (line.row.variant, repr(others))
             held = chosen.get(key)
             if held is None or (line.done and (not held.done or self._better(line.mid, held.mid))):
                 chosen[key] = line
         return list(chosen.values())
 
     def reference(self, line: Line) -> Line | None:
-        """The reference's best row that a line is compared with: one of the line's task that has not diverged; where
-        it can, one with the line's learners."""
-        task = line.row.runs[0].task
+        """The reference's best row that a line is compared with: one that has not diverged; where it can, one with the
+        line's learners."""
         of_it = [
             other
             for other in self.best()
-            if other.row.variant == self.experiment.reference
-            and other.row.runs[0].task == task
-            and other.done
-            and math.isfinite(other.mid)
+            if other.row.variant == self.experiment.reference and other.done and math.isfinite(other.mid)
         ]
         same = [other for other in of_it if _shape(other) == _shape(line)]
         best = None

@@ -16,18 +16,17 @@ import xxhash
 from diloco.launcher.option_checks import check_data
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.workers.trainer.data.files import visible_files
 from diloco.workers.trainer.data.text import open_text
 from diloco_studies.quality.packages import FOLDER
 from diloco_studies.quality.results.source import code_digest
 from diloco_studies.quality.results.summary import RunSummary, summary_of
-from diloco_studies.quality.settings import TEXT, LabRun
+from diloco_studies.quality.settings import LabRun
 
 Result = dict[str, Any]
 
 
 def told_digest(run: LabRun) -> str:
-    """Of all that a run is told; of the run that it begins from too."""
+    """Of all that a run is told."""
     return _digest(run, "")
 
 
@@ -42,15 +41,12 @@ def _digest(run: LabRun, more: str) -> str:
 
 def data_fingerprint(run: LabRun) -> str:
     """Of a run's data, as they are on this machine; nothing where they come with a library."""
-    before = "" if run.after is None else f" {data_fingerprint(run.after)}"
-    names = f" {_names_fingerprint(run.data)}" if run.task == "keywords" and run.data != "stdlib" else ""
-    return (_text_fingerprint(run.data) if run.task in TEXT else "") + names + before
+    return _text_fingerprint(run.data) if run.task == "text" else ""
 
 
 def look_again() -> None:
     """Forget what the data were: they may have changed since this process looked."""
     _text_fingerprint.cache_clear()
-    _names_fingerprint.cache_clear()
 
 
 @cache
@@ -61,17 +57,9 @@ def _text_fingerprint(data: str) -> str:
     return open_text(data).fingerprint
 
 
-@cache
-def _names_fingerprint(folder: str) -> str:
-    """Of the names of a folder's files: which are Python, and which are held out."""
-    names = [path.relative_to(folder).as_posix() for path in visible_files(Path(folder))]
-    return xxhash.xxh3_64_hexdigest("\0".join(names).encode())
-
-
 def code_of(run: LabRun) -> str:
-    """Digest of the code that decides a run's result, or that of the run that it begins from."""
-    code = code_digest("diloco_studies.quality.decoupled" if run.decoupled else "diloco_studies.quality.synchronous")
-    return code if run.after is None else xxhash.xxh3_64_hexdigest(f"{code} {code_of(run.after)}".encode())
+    """Digest of the code that decides a run's result."""
+    return code_digest("diloco_studies.quality.decoupled" if run.decoupled else "diloco_studies.quality.synchronous")
 
 
 class Store:
@@ -83,10 +71,6 @@ class Store:
     def path(self, run: LabRun) -> Path:
         """Where a run's result lies, or would."""
         return self.folder / f"{settings_digest(run)}-{code_of(run)}.json"
-
-    def parameters(self, run: LabRun) -> Path:
-        """Where a run's final parameters lie, or would: those of runs that others begin from."""
-        return self.path(run).with_suffix(".safetensors")
 
     def read(self, run: LabRun, any_code: bool = False) -> Result | None:
         """A run's result, or None. `any_code`: the newest of another code, if there is none of this one.

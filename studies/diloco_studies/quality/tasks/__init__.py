@@ -1,1 +1,1 @@
-"""What the lab trains: text, keywords left out of it, digits and their classes or their words."""
+"""What the lab trains: text, digits and their classes or their words."""

@@ -11,7 +11,6 @@ from torch import nn
 
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.captions import CaptionTask
-from diloco_studies.quality.tasks.keywords import KeywordTask
 from diloco_studies.quality.tasks.text import TextTask
 from diloco_studies.quality.tasks.vision import VisionTask
 
@@ -61,8 +60,6 @@ def open_task(run: LabRun, device: torch.device) -> Task:
     match run.task:
         case "text":
             return TextTask(run, device)
-        case "keywords":
-            return KeywordTask(run, device)
         case "captions":
             return CaptionTask(run, device)
         case "digits":
