@@ -19,7 +19,7 @@ from diloco.pipeline.settings import SyncSettings, defaults
 from diloco.pipeline.site import Site
 from diloco_studies.bench import floor, machine
 from diloco_studies.bench.end_to_end import PYTHONPATH, Case
-from diloco_studies.bench.figures import shown, spread
+from diloco_studies.bench.figures import spread
 from diloco_studies.bench.merging import Sizes, Work, alternate
 from diloco_studies.bench.plain import Plain
 from tests import HANGING_S
@@ -34,11 +34,6 @@ def bench(*arguments: str, path: str | None = None) -> subprocess.CompletedProce
     environ |= {"PYTHONPATH": PYTHONPATH} | ({"PATH": path} if path is not None else {})
     command = [sys.executable, "-m", "diloco", "bench", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environ)
-
-
-def test_a_spread_is_median_least_and_most():
-    assert spread([3.0, 1.0, 10.0]) == {"median": 3.0, "min": 1.0, "max": 10.0, "n": 3}
-    assert shown(spread([3.0, 1.0, 10.0])) == "3 (1 - 10)"
 
 
 def test_ways_take_turns_and_the_first_turn_does_not_count():

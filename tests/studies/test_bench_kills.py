@@ -152,11 +152,8 @@ WHOLE = RESULT | {"plan": PLAN.written()}
 DAMAGED = {
     "a number for a plan": WHOLE | {"plan": 5},
     "no curve": WHOLE | {"curve": []},
-    "a short point": WHOLE | {"curve": [[1.0, 2]]},
     "no kills": {name: value for name, value in WHOLE.items() if name != "kills"},
-    "no lost tokens": WHOLE | {"tokens": {"trained": 1, "final": 1}},
     "a word for a time": WHOLE | {"ended_s": "late"},
-    "only its plan": {"plan": PLAN.written()},
 }
 
 

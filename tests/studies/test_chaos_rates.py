@@ -6,25 +6,15 @@ from diloco_studies.strikes.rates import (
     Gap,
     Struck,
     around,
-    as_rates,
-    gaps,
     goodput,
-    longest,
     longest_by_kind,
     outages,
-    rates_around,
 )
 from diloco_studies.strikes.schedule import Manner, Party
 
 
 def struck(manner: Manner, party: Party, began_s: float, ended_s: float) -> Struck:
     return Struck(manner, party, party, began_s, ended_s)
-
-
-def test_the_time_before_the_first_and_after_the_last_commit_is_a_gap_too() -> None:
-    assert gaps([12.0, 11.0, 99.0], 10.0, 20.0) == [Gap(10.0, 11.0), Gap(11.0, 12.0), Gap(12.0, 20.0)]
-    assert longest(gaps([], 10.0, 20.0)) == 10.0
-    assert longest([]) == 0.0
 
 
 def test_a_gap_counts_for_the_kind_of_strike_that_began_in_it() -> None:
@@ -65,15 +55,6 @@ def test_outages_that_overlap_are_one() -> None:
         struck(Manner.KILL, Party.REDIS, 20, 21),
     ]
     assert outages(strikes, [Party.REDIS, Party.SYNCER]) == [Gap(10, 15), Gap(20, 21)]
-
-
-def test_rates_of_learners_are_summed_by_time() -> None:
-    steps = {"a": [("1", [0.0, 1.0, 2.0, 3.0, 4.0])], "b": [("2", [0.0, 2.0, 4.0]), ("3", [50.0])]}
-    rates = as_rates(rates_around(steps, [Gap(1.0, 3.0)]))
-    assert rates["during"] == pytest.approx((2 + 2) / (2 + 4))
-    assert rates["before"] == pytest.approx(1 / 1)
-    assert rates["ratio"] == pytest.approx(2 / 3)
-    assert as_rates(rates_around(steps, [])) == {"before": None, "during": None, "after": None, "ratio": None}
 
 
 def test_goodput_is_the_share_of_time_that_went_into_merged_tokens() -> None:

@@ -1,6 +1,5 @@
 """The failure simulator: time lines, accounts, and the formulas that they must meet."""
 
-import itertools
 from math import gamma
 
 import numpy as np
@@ -133,41 +132,6 @@ def test_the_formula_refuses_what_it_does_not_cover():
     """Pauses of two lengths."""
     with pytest.raises(ValueError, match="one length"):
         renewal.elastic(Constants(down=5, up=6), 1000)
-
-
-@given(
-    chips=st.integers(1000, 3_000_000),
-    more=st.integers(1, 1_000_000),
-    gather=st.floats(0, 60),
-    pause=st.floats(0.1, 300),
-)
-@settings(max_examples=60, deadline=None)
-def test_more_chips_never_raise_the_trained_share(chips, more, gather, pause):
-    """By the formulas, for any constants."""
-    constants = Constants(gather=gather, down=pause, up=pause)
-    assert renewal.elastic(constants, chips + more) <= renewal.elastic(constants, chips)
-    rates = [n / constants.mtbi for n in (chips, chips + more)]
-    few, many = (renewal.trained_share(rate, gather, pause) for rate in rates)
-    assert many <= few
-
-
-def test_more_chips_never_raise_goodput_and_more_learners_never_lower_it():
-    """In the simulation, beyond the error of three seeds."""
-
-    def cell(method, chips, learners):
-        runs = [
-            together(jobs(Constants(), chips, learners, 6, rng(s), rigid=method == "data-parallel"))[0]
-            for s in range(3)
-        ]
-        return np.mean(runs), np.std(runs, ddof=1) / 3**0.5
-
-    for method, learners in (("data-parallel", 1), ("elastic", 1), ("decoupled", 4)):
-        cells = [cell(method, chips, learners) for chips in (75_000, 300_000, 1_200_000, 2_400_000)]
-        for (few, e1), (many, e2) in itertools.pairwise(cells):
-            assert many <= few + 4 * (e1 + e2)
-    cells = [cell("decoupled", 600_000, learners) for learners in (1, 2, 4, 16, 64)]
-    for (few, e1), (many, e2) in itertools.pairwise(cells):
-        assert many >= few - 4 * (e1 + e2)
 
 
 @given(

@@ -8,21 +8,17 @@ import subprocess
 import sys
 import threading
 import time
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from diloco.cli import main
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco_studies.quality import sweep
-from diloco_studies.quality.command import _sweep
 from diloco_studies.quality.experiment import read_experiment
 from diloco_studies.quality.results.store import Store
 from diloco_studies.quality.settings import LabRun
-from diloco_studies.quality.sweep import News
 from tests import HANGING_S
 from tests.studies.test_lab_results import result
 from tests.studies.test_lab_settings import SWEEP
@@ -243,26 +239,6 @@ def test_text_that_changes_during_a_sweep_makes_the_next_run_another(text, tmp_p
     assert len(list(out.glob("*.json"))) == 2
 
 
-@pytest.mark.parametrize(("last", "said"), [(result(2.0), "second 100%  2.000"), (DilocoError("no"), "second failed")])
-def test_the_bar_ends_where_all_runs_do(last, said, tmp_path, monkeypatch):
-    """Though a run's last news is of its end but one step, and may come after its result."""
-
-    def sweep(*_, heard, **__):
-        for number, ends in enumerate((result(1.0), last)):
-            heard(News(number, 0.99, 3.0))
-            yield number, ends
-            heard(News(number, 0.995, 3.0))
-
-    monkeypatch.setattr("diloco_studies.quality.command.sweep", sweep)
-    runs, shown = (
-        [LabRun(), LabRun(seed=1)],
-        Console(file=StringIO(), force_terminal=True, width=120, color_system=None),
-    )
-    _sweep(shown, dict(zip(runs, ("first", "second"), strict=True)), runs, tmp_path, 1, 1, "cpu")
-    bars = [line for line in shown.file.getvalue().splitlines() if " 2/2 " in line]
-    assert said in bars[-1]
-
-
 @pytest.mark.parametrize("command", ["run", "report"])
 def test_two_experiments_of_one_name_are_refused(command, tmp_path, capsys):
     """Their lines of a CSV could not be told apart."""
@@ -272,10 +248,3 @@ def test_two_experiments_of_one_name_are_refused(command, tmp_path, capsys):
         file.write_text(SWEEP)
     assert main(["lab", command, str(tmp_path / "trial.toml"), str(other)]) == 2
     assert f"of one name in one command: {tmp_path / 'trial.toml'}, {other}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", [(), ("run",), ("report",), ("settings",)])
-def test_help_is_there(command, capsys):
-    """Of the group and of each of its commands."""
-    assert main(["lab", *command, "--help"]) == 0
-    assert "Usage: diloco lab" in capsys.readouterr().out

@@ -223,13 +223,6 @@ def test_a_seed_that_was_not_done_keeps_its_place(experiment):
     assert "| -, 3.000, 4.000 | 2 of 3 | +0.00 % (-, +0.00, -) |" in written
 
 
-def test_single_seeds_need_no_column(experiment):
-    """A median of one is its value."""
-    written = markdown(table_of(experiment, lambda row, run: summary_of(result(2.0), "") if run.seed == 0 else None))
-    assert "by seed" not in written
-    assert "| 1 of 3 | +0.00 % | 90.0 % |" in written
-
-
 SAME = "ended with the same values to the last digit: their settings made no difference"
 
 

@@ -76,28 +76,18 @@ def test_a_method_brings_its_settings_and_the_file_has_the_last_word(tmp_path):
         ("[[variants]]\nname = 'a'\n[[variants]]\nname = 'a'", "two variants are named 'a'"),
         ("[settings]\nseed = " + str(list(range(101))) + "\nlearners = " + str(list(range(1, 101))), "more than 10000"),
         ("[settings]\nseed = [[0], [1]]", "seed=[0]: give one value, or a plain list"),
-        ("[settings]\nmethod = 'paper'\nmodel = {a = 1}", "model={'a': 1}: give one value, or a plain list"),
-        ("best_of = [['lr']]", "best_of names ['lr']"),
         ("variants = []", "variants is an empty list"),
         ("[settings]\nlr = [1e-3, 2e-3, 1e-3]", "two rows are 'trial, lr=0.001'"),
         (
             "[settings]\nlr = 1e-3\n[[variants]]\nname = 'a, batch=1'\n[[variants]]\nname = 'a'\nbatch = [1, 2]",
             "two rows are 'a, batch=1'",
         ),
-        ("[settings]\nseed = " + str(2**63), "too large (allowed: at most 9223372036854775807)"),
         (SWEEP + "task = 'digits'", "tasks digits, text measure different things"),
-        ("best_of = ['task']\n[settings]\ntask = ['digits', 'text']", "tasks digits, text measure different things"),
         ("[settings", "cannot read experiment"),
-        ("[settings]\nlr = " + 5000 * "9", "cannot read experiment"),
         ("question = " + 5000 * "[", "cannot read experiment"),
         ("[settings]\nquorum = 0", "quorum=0: too small (allowed: at least 1) (K; 'all': M)"),
-        ("[settings]\ndoubling = 10000000", "doubling=10000000: too large (allowed: at most 1000000)"),
         ("[settings]\nmodel = 'huge'", "model='huge': task='text' has no such size (Size: nano, deep, tiny, 2m, small"),
         ("[settings]\nmodel = 'lagre'", "has no such size (is 'large' meant?)"),
-        (
-            "[settings]\nmodel = ['base', 'bsae']\ntask = 'captions'",
-            "'bsae': task='captions' has no such size (is 'b",
-        ),
         ("[settings]\nfragments = 99\nmodel = 'nano'", "fragments=99 of the 11 tensors of model='nano'"),
         ("[settings]\nexperts = 2\nexperts_a_token = 3", "experts_a_token=3 of experts=2"),
         ("[settings]\nbatch = 1" + 400 * "0", "batch=1000000"),
@@ -116,13 +106,6 @@ def test_what_is_wrong_with_a_file_is_named(tmp_path, text, said):
         experiment(tmp_path, text)
     assert said in str(error.value)
     assert "trial.toml" in str(error.value)
-
-
-def test_too_many_runs_are_refused_before_they_are_made(tmp_path):
-    """Of sweeps whose crossing would take hours to write down."""
-    sweeps = "".join(f"{name} = {list(range(1, 101))}\n" for name in ("steps", "batch", "sync_interval", "doubling"))
-    with pytest.raises(UsageError, match="more than 10000 runs"):
-        experiment(tmp_path, f"[settings]\n{sweeps}")
 
 
 def test_what_a_run_does_not_look_at_does_not_refuse_it(tmp_path):

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from diloco.cli import main
 from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.data.text import open_text
 from diloco_studies.quality import packages
@@ -105,11 +104,3 @@ def test_what_is_interrupted_leaves_nothing(site: Path, tmp_path: Path, monkeypa
     with pytest.raises(KeyboardInterrupt):
         write_packages(tmp_path / "text", distributions(path=[str(site)]))
     assert [file.name for file in tmp_path.iterdir()] == ["site"]
-
-
-def test_the_command_says_what_it_wrote(site: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the packages of this environment, in some seconds; nothing is downloaded."""
-    assert main(["lab", "packages", "--out", str(tmp_path / "text")]) == 0
-    said = capsys.readouterr().out
-    assert "held out: " in said
-    assert 0.9e6 < (tmp_path / "text" / "numpy.txt").stat().st_size <= 1e6 + 1000
