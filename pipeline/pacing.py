@@ -19,6 +19,8 @@ from diloco.pipeline.ramps import interval_at
 
 LEAST_STEP_S = 1e-6
 """What is said to be shorter is not known."""
+NEXT_INTERVAL = 48
+"""Twice the default: up to here longer rounds are advised before another outer step."""
 BLAS = "OPENBLAS_NUM_THREADS"
 MOST_THREADS = 64
 """Of one product of matrices: BLAS is built for no more."""
@@ -193,7 +195,7 @@ def _helps(
     )
     if by_outer:
         other = [f"start the run with {CHEAPER}"]
-        little = longer is not None and longer <= 2 * sync.sync_interval
+        little = longer is not None and longer <= NEXT_INTERVAL
         yield from rounds + other if little else other + rounds
         return
     yield from rounds

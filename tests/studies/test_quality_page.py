@@ -549,6 +549,12 @@ def packing() -> Iterator[list[float]]:
         yield [*losses, share, syncer_s, *row[8:]]
 
 
+def muon_inside() -> Iterator[list[float]]:
+    base = best("muon-first/data-parallel, Muon", "0.008", "0.016", "0.024")
+    for run in (base, best("muon-first/decoupled, Muon", "0.008", "0.016", "0.024", "0.032", "0.048")):
+        yield against(run, base)
+
+
 TABLES = {
     "From scratch: the defaults": defaults,
     "The gap at other lengths and batches": lengths_and_batches,
@@ -556,6 +562,7 @@ TABLES = {
     "The paper's cell": paper_cell,
     "Sizes": sizes,
     "Methods": methods,
+    "Muon inside": muon_inside,
     "What was tried with Nesterov's outer step": tried,
     "Outer steps": outer_steps,
     "The inner optimizer": inner_optimizer,

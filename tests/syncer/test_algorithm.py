@@ -22,9 +22,7 @@ from diloco.syncer.merging import merge
 from diloco.syncer.merging.fragment import Delta, FragmentState, outer_step
 from diloco.syncer.merging.merge import BLOCK, delta_norms
 from diloco.workers.parameters import tensor_table
-from diloco_studies.quality import outer as lab
 from diloco_studies.quality.settings import LabRun
-from diloco_studies.quality.settings import OuterName as LabOuterName
 from tests import samples
 from tests.world import plan
 
@@ -99,7 +97,6 @@ def test_the_tables_of_rules_and_the_allowed_values_have_the_same_names() -> Non
     assert rules == set(algorithm.MERGE_RULES) == set(merge.RULES) == {*plan.RULES, *plan.AVERAGED_RULES}
     assert set(get_args(WeightsName)) == set(algorithm.WEIGHTS)
     assert set(get_args(OuterName)) == set(algorithm.OUTER)
-    assert set(get_args(LabOuterName)) == {*algorithm.OUTER, *lab.RULES}
     for fields in (SyncSettings.model_fields, SyncSpec.model_fields):
         assert fields["merge"].annotation == MergeName
         assert fields["weights"].annotation == WeightsName
@@ -107,6 +104,7 @@ def test_the_tables_of_rules_and_the_allowed_values_have_the_same_names() -> Non
     assert TensorSpec.model_fields["rule"].annotation == MergeRule
     assert LabRun.model_fields["merge"].annotation == MergeName
     assert LabRun.model_fields["weights"].annotation == WeightsName | None
+    assert LabRun.model_fields["outer"].annotation == OuterName
 
 
 @pytest.mark.parametrize("name", get_args(MergeName))
