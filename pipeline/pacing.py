@@ -188,11 +188,8 @@ def _helps(
     if queue_s > room_s and syncers < sync.fragments and together_s / (syncers + 1) <= round_s + room_s:
         yield "start another syncer on another machine"
     longer = _longer(sync, worst, step_s, together_s)
-    rounds = (
-        [f"start the run with longer rounds (--sync-interval {longer}; what it costs was not measured)"]
-        if longer
-        else []
-    )
+    told = f"start the run with longer rounds (--sync-interval {longer}; what it costs was not measured)"
+    rounds = [told] if longer else []
     if by_outer:
         other = [f"start the run with {CHEAPER}"]
         little = longer is not None and longer <= NEXT_INTERVAL
