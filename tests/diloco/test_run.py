@@ -21,7 +21,7 @@ from diloco.pipeline.errors import BusUnavailable, DilocoError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.payload.codec import encode
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
 
 
@@ -176,20 +176,17 @@ async def test_syncers_elsewhere_and_a_finished_run_need_none_of_ours(
 
 @pytest.mark.parametrize(("name", "limit"), [("syncer", "shutdown_s"), ("learner-0", "leave_s")])
 @pytest.mark.parametrize(("more_s", "status"), [(-1.0, 0), (60.0, -9)])
-def test_who_is_told_to_stop_has_its_own_time_for_it(
+@in_virtual_time
+async def test_who_is_told_to_stop_has_its_own_time_for_it(
     tmp_path: Path, name: str, limit: str, more_s: float, status: int
 ) -> None:
     """A syncer that needs nearly all of its shutdown_s to commit and save is not killed in it; who needs more is."""
-
-    async def main() -> None:
-        launcher, children, *_ = launched(tmp_path, **{limit: 100.0})
-        for child in children.started.values():
-            child.status = 0
-        children[name].status, children[name].stops_s = None, 100.0 + more_s
-        await launcher.wind_down()
-        assert children[name].status == status
-
-    run_virtual(main())
+    launcher, children, *_ = launched(tmp_path, **{limit: 100.0})
+    for child in children.started.values():
+        child.status = 0
+    children[name].status, children[name].stops_s = None, 100.0 + more_s
+    await launcher.wind_down()
+    assert children[name].status == status
 
 
 async def test_what_came_back_is_told_once_in_a_line(tmp_path: Path) -> None:
@@ -206,23 +203,20 @@ async def test_what_came_back_is_told_once_in_a_line(tmp_path: Path) -> None:
     ]
 
 
-def test_whoever_is_waited_for_at_the_end_is_named(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_whoever_is_waited_for_at_the_end_is_named(tmp_path: Path) -> None:
     """One line each time, and none for those that are gone: the last half minute of a run is not silent."""
-
-    async def main() -> None:
-        launcher, children, screen, _ = launched(tmp_path, learners=2)
-        children["learner-0"].status = 0
-        ends = {"learner-1": 1.0, "evaluator": 2.0, "syncer": 3.0}
-        for name, end_s in ends.items():
-            asyncio.get_running_loop().call_later(end_s, setattr, children[name], "status", 0)
-        await launcher.wind_down()
-        assert screen.notes == [
-            "waiting for learner-1 to publish, save and leave",
-            "waiting for evaluator to measure the last global loss",
-            "waiting for syncer to save the last checkpoint",
-        ]
-
-    run_virtual(main())
+    launcher, children, screen, _ = launched(tmp_path, learners=2)
+    children["learner-0"].status = 0
+    ends = {"learner-1": 1.0, "evaluator": 2.0, "syncer": 3.0}
+    for name, end_s in ends.items():
+        asyncio.get_running_loop().call_later(end_s, setattr, children[name], "status", 0)
+    await launcher.wind_down()
+    assert screen.notes == [
+        "waiting for learner-1 to publish, save and leave",
+        "waiting for evaluator to measure the last global loss",
+        "waiting for syncer to save the last checkpoint",
+    ]
 
 
 async def test_a_run_whose_folder_is_moved_or_deleted_says_so_and_goes_on_to_a_clear_end(tmp_path: Path) -> None:
@@ -288,13 +282,11 @@ async def test_a_syncer_that_is_killed_by_another_is_a_warning(tmp_path: Path) -
     assert screen.notes == ["warning: syncer ended with status -9; its log: the log"]
 
 
-def test_a_syncer_that_the_launcher_has_to_kill_is_warned_of_once(tmp_path: Path) -> None:
-    async def main() -> None:
-        launcher, children, screen, _ = launched(tmp_path)
-        for child in children.started.values():
-            child.status = 0
-        children["syncer"].status, children["syncer"].stops_s = None, 10_000.0
-        await launcher.wind_down()
-        assert screen.notes[-1] == "warning: syncer did not end after SIGTERM: SIGKILL"
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_syncer_that_the_launcher_has_to_kill_is_warned_of_once(tmp_path: Path) -> None:
+    launcher, children, screen, _ = launched(tmp_path)
+    for child in children.started.values():
+        child.status = 0
+    children["syncer"].status, children["syncer"].stops_s = None, 10_000.0
+    await launcher.wind_down()
+    assert screen.notes[-1] == "warning: syncer did not end after SIGTERM: SIGKILL"

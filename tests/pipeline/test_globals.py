@@ -13,7 +13,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.payload.codec import PayloadReader, as_bytes, payload_digest
 from diloco.pipeline.transfer.payloads import pull_exact, pull_shown
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline, run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -58,25 +58,22 @@ async def committed(theta: np.ndarray = THETA, momentum: np.ndarray | None = Non
     return bus, head
 
 
-def test_a_head_names_the_exact_values_and_shows_the_nearest() -> None:
+@in_virtual_time
+async def test_a_head_names_the_exact_values_and_shows_the_nearest() -> None:
     """Half of the bytes for a learner, and all of them, no more than float32 has, for who needs the values."""
-
-    async def main() -> None:
-        bus, head = await committed()
-        assert head.digest == payload_digest(as_bytes(THETA), 1024)
-        shown = await pull_shown(bus, head, 600, SYNC, inline, 60.0)
-        np.testing.assert_array_equal(shown, nearest(THETA))
-        assert shown.dtype == np.float32
-        exact = await pull_exact(bus, head, 600, SYNC, inline)
-        assert exact.tobytes() == THETA.tobytes()
-        assert (await bus.count_chunks(head.payload), await bus.count_chunks(head.rest)) == (2, 2)
-        reader = PayloadReader(600, "bf16", 1024)
-        for chunk in await bus.read_chunks(head.payload, 0, 10, 2**20):
-            reader.feed(chunk)
-        assert reader.complete
-        assert reader.digest == head.payload_digest
-
-    run_virtual(main())
+    bus, head = await committed()
+    assert head.digest == payload_digest(as_bytes(THETA), 1024)
+    shown = await pull_shown(bus, head, 600, SYNC, inline, 60.0)
+    np.testing.assert_array_equal(shown, nearest(THETA))
+    assert shown.dtype == np.float32
+    exact = await pull_exact(bus, head, 600, SYNC, inline)
+    assert exact.tobytes() == THETA.tobytes()
+    assert (await bus.count_chunks(head.payload), await bus.count_chunks(head.rest)) == (2, 2)
+    reader = PayloadReader(600, "bf16", 1024)
+    for chunk in await bus.read_chunks(head.payload, 0, 10, 2**20):
+        reader.feed(chunk)
+    assert reader.complete
+    assert reader.digest == head.payload_digest
 
 
 @pytest.mark.parametrize(
@@ -88,15 +85,12 @@ def test_a_head_names_the_exact_values_and_shows_the_nearest() -> None:
         ({"digest": bytes(16)}, lambda *a: pull_exact(*a, inline)),
     ],
 )
-def test_a_payload_that_is_not_the_heads_is_not_taken(changes: dict[str, Any], pull_it: Any) -> None:
+@in_virtual_time
+async def test_a_payload_that_is_not_the_heads_is_not_taken(changes: dict[str, Any], pull_it: Any) -> None:
     """Nor one whose rest is another version's."""
-
-    async def main() -> None:
-        bus, head = await committed()
-        with pytest.raises(BadPayload):
-            await pull_it(bus, head.model_copy(update=changes), 600, SYNC)
-
-    run_virtual(main())
+    bus, head = await committed()
+    with pytest.raises(BadPayload):
+        await pull_it(bus, head.model_copy(update=changes), 600, SYNC)
 
 
 def test_steps_too_small_for_bf16_add_up_all_the_same() -> None:
@@ -153,23 +147,21 @@ def test_who_created_the_run_trains_from_what_others_get() -> None:
         np.testing.assert_array_equal(values, nearest(learners[0].begin(len(values))))
 
 
-def test_a_syncer_that_takes_over_goes_on_from_the_exact_values() -> None:
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=4000, outer_momentum=0.5, global_codec="bf16"))
-        world.start_syncer()
-        learner = Creeping("l0", world).start()
-        await world.until_version(3)
-        world.stop.set()
-        await world.syncer
-        heads = await world.heads()
-        service = world.start_syncer()
-        async with asyncio.timeout(10):
-            while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
-                await asyncio.sleep(0.001)
-        for head, owner in zip(heads, service.owners, strict=True):
-            assert owner.loaded.fragment.version == head.version
-            assert payload_digest(as_bytes(owner.loaded.fragment.theta), 1024) == head.digest
-            assert not np.array_equal(owner.loaded.fragment.theta, nearest(owner.loaded.fragment.theta))
-        await world.finish(learner)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_syncer_that_takes_over_goes_on_from_the_exact_values() -> None:
+    world = VirtualRun(sync_spec(tokens=4000, outer_momentum=0.5, global_codec="bf16"))
+    world.start_syncer()
+    learner = Creeping("l0", world).start()
+    await world.until_version(3)
+    world.stop.set()
+    await world.syncer
+    heads = await world.heads()
+    service = world.start_syncer()
+    async with asyncio.timeout(10):
+        while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
+            await asyncio.sleep(0.001)
+    for head, owner in zip(heads, service.owners, strict=True):
+        assert owner.loaded.fragment.version == head.version
+        assert payload_digest(as_bytes(owner.loaded.fragment.theta), 1024) == head.digest
+        assert not np.array_equal(owner.loaded.fragment.theta, nearest(owner.loaded.fragment.theta))
+    await world.finish(learner)

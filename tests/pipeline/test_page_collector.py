@@ -22,7 +22,7 @@ from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS,
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import LIVE_S, build_status
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
 from tests import samples
 from tests.pipeline.test_page_timeline import Follower
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way
@@ -90,117 +90,105 @@ async def next_event(events: AsyncIterator[bytes]) -> bytes:
         return await anext(events)
 
 
-def test_a_page_that_follows_has_what_one_that_is_opened_now_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_page_that_follows_has_what_one_that_is_opened_now_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Through merges, a kill, a restart and the doublings of the whole run's buckets, of which there are few here."""
     monkeypatch.setattr(Timeline.__init__, "__defaults__", (300,))
-
-    async def main() -> None:
-        world, (first, second) = await under_way(2)
-        collector, page = collector_of(world), Page()
-        running = asyncio.create_task(collector.run())
-        async with aclosing(collector.follow("")) as events:
-            for number in range(220):
-                page.take(await next_event(events))
-                if number == 60:
-                    await second.kill()
-                if number == 120:
-                    second = VirtualLearner("l1", world, 0.1, "f" * 16).start()
-            while page.last_id != f"e1-{collector._number}":
-                page.take(await next_event(events))
-            assert page.same_as(collector.model.snapshot())
-        assert page.kinds.count("snapshot") == 1
-        assert page.coarse.step_s > 0.25
-        running.cancel()
-        await end(first, second)
-
-    run_virtual(main())
+    world, (first, second) = await under_way(2)
+    collector, page = collector_of(world), Page()
+    running = asyncio.create_task(collector.run())
+    async with aclosing(collector.follow("")) as events:
+        for number in range(220):
+            page.take(await next_event(events))
+            if number == 60:
+                await second.kill()
+            if number == 120:
+                second = VirtualLearner("l1", world, 0.1, "f" * 16).start()
+        while page.last_id != f"e1-{collector._number}":
+            page.take(await next_event(events))
+        assert page.same_as(collector.model.snapshot())
+    assert page.kinds.count("snapshot") == 1
+    assert page.coarse.step_s > 0.25
+    running.cancel()
+    await end(first, second)
 
 
-def test_a_page_that_slept_gets_what_it_has_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_page_that_slept_gets_what_it_has_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only that, where it is still there; a snapshot, where it is not, and where the server is another one."""
     monkeypatch.setattr(page_collector, "KEPT_PATCHES", 30)
-
-    async def main() -> None:
-        world, party = await under_way(1)
-        collector, page = collector_of(world), Page()
-        running = asyncio.create_task(collector.run())
-        async with aclosing(collector.follow("")) as events:
+    world, party = await under_way(1)
+    collector, page = collector_of(world), Page()
+    running = asyncio.create_task(collector.run())
+    async with aclosing(collector.follow("")) as events:
+        page.take(await next_event(events))
+    await asyncio.sleep(30)  # it sleeps
+    async with aclosing(collector.follow(page.last_id)) as events:
+        while page.last_id != f"e1-{collector._number}":
             page.take(await next_event(events))
-        await asyncio.sleep(30)  # it sleeps
-        async with aclosing(collector.follow(page.last_id)) as events:
-            while page.last_id != f"e1-{collector._number}":
-                page.take(await next_event(events))
-        assert set(page.kinds[1:]) == {"patch"}
-        assert page.same_as(collector.model.snapshot())
-        for strange in (f"e2-{collector._number}", "e1-999999", "e1--1", "e1-٣", "e1-", "\x00", "e1-1e3"):
-            async with aclosing(collector.follow(strange)) as events:
-                assert b"event: snapshot\n" in await next_event(events)
-        await asyncio.sleep(page_collector.KEPT_PATCHES * page_collector.UNWATCHED_S + 60)
-        async with aclosing(collector.follow(page.last_id)) as events:
+    assert set(page.kinds[1:]) == {"patch"}
+    assert page.same_as(collector.model.snapshot())
+    for strange in (f"e2-{collector._number}", "e1-999999", "e1--1", "e1-٣", "e1-", "\x00", "e1-1e3"):
+        async with aclosing(collector.follow(strange)) as events:
             assert b"event: snapshot\n" in await next_event(events)
-        running.cancel()
-        await end(*party)
+    await asyncio.sleep(page_collector.KEPT_PATCHES * page_collector.UNWATCHED_S + 60)
+    async with aclosing(collector.follow(page.last_id)) as events:
+        assert b"event: snapshot\n" in await next_event(events)
+    running.cancel()
+    await end(*party)
 
-    run_virtual(main())
 
-
-def test_who_reads_too_slowly_gets_a_snapshot_and_not_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_who_reads_too_slowly_gets_a_snapshot_and_not_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two of its reads more has come than is kept."""
     monkeypatch.setattr(page_collector, "KEPT_PATCHES", 3)
-
-    async def main() -> None:
-        world, party = await under_way(1)
-        collector, page = collector_of(world), Page()
-        await collector.look()
-        async with aclosing(collector.follow("")) as events:
-            page.take(await next_event(events))
-            for _ in range(10):
-                await asyncio.sleep(1)
-                await collector.look()
-            page.take(await next_event(events))
-        assert page.kinds == ["snapshot", "snapshot"]
-        assert page.same_as(collector.model.snapshot())
-        await end(*party)
-
-    run_virtual(main())
+    world, party = await under_way(1)
+    collector, page = collector_of(world), Page()
+    await collector.look()
+    async with aclosing(collector.follow("")) as events:
+        page.take(await next_event(events))
+        for _ in range(10):
+            await asyncio.sleep(1)
+            await collector.look()
+        page.take(await next_event(events))
+    assert page.kinds == ["snapshot", "snapshot"]
+    assert page.same_as(collector.model.snapshot())
+    await end(*party)
 
 
-def test_a_kill_is_a_gap_in_the_lane_within_two_seconds() -> None:
+@in_virtual_time
+async def test_a_kill_is_a_gap_in_the_lane_within_two_seconds() -> None:
     """And it ends where the learner is back, as another life."""
-
-    async def main() -> None:
-        world, (first, second) = await under_way(2)
-        collector = collector_of(world)
-        running = asyncio.create_task(collector.run())
-        async with aclosing(collector.follow("")) as events:
-            await next_event(events)
-            await asyncio.sleep(10)
-            assert seconds(collector.model.snapshot()["fine"], "L/l1", Of.GONE) == 0
-            await second.kill()
-            await asyncio.sleep(2)
-            model = collector.model.snapshot()
-            assert seconds(model["fine"], "L/l1", Of.GONE) > 0
-            assert seconds(model["fine"], "L/l0", Of.GONE) == 0
-            assert (model["learners"]["l1"]["state"], model["learners"]["l0"]["state"]) == ("silent", "live")
-            await asyncio.sleep(10)
-            model = collector.model.snapshot()
-            assert model["learners"]["l1"]["state"] == "dead"
-            assert [(one["what"], one["who"]) for one in model["marks"] if one["what"] == "went silent"] == [
-                ("went silent", "l1")
-            ]
-            assert model["sentence"]["text"].startswith("The run goes on without l1")
-            second = VirtualLearner("l1", world, 0.1, "f" * 16).start()
-            await asyncio.sleep(10)
-            model = collector.model.snapshot()
-            assert (model["learners"]["l1"]["state"], model["learners"]["l1"]["lives"]) == ("live", 2)
-            assert 10 <= seconds(model["fine"], "L/l1", Of.GONE) <= 14
-            late = [bits for at, bits in lane(model["fine"], "L/l1") if at > world.clock.unix() - 5]
-            assert late
-            assert all(bits & Of.TRAINING and not bits & Of.GONE for bits in late[:-2])
-        running.cancel()
-        await end(first, second)
-
-    run_virtual(main())
+    world, (first, second) = await under_way(2)
+    collector = collector_of(world)
+    running = asyncio.create_task(collector.run())
+    async with aclosing(collector.follow("")) as events:
+        await next_event(events)
+        await asyncio.sleep(10)
+        assert seconds(collector.model.snapshot()["fine"], "L/l1", Of.GONE) == 0
+        await second.kill()
+        await asyncio.sleep(2)
+        model = collector.model.snapshot()
+        assert seconds(model["fine"], "L/l1", Of.GONE) > 0
+        assert seconds(model["fine"], "L/l0", Of.GONE) == 0
+        assert (model["learners"]["l1"]["state"], model["learners"]["l0"]["state"]) == ("silent", "live")
+        await asyncio.sleep(10)
+        model = collector.model.snapshot()
+        assert model["learners"]["l1"]["state"] == "dead"
+        assert [(one["what"], one["who"]) for one in model["marks"] if one["what"] == "went silent"] == [
+            ("went silent", "l1")
+        ]
+        assert model["sentence"]["text"].startswith("The run goes on without l1")
+        second = VirtualLearner("l1", world, 0.1, "f" * 16).start()
+        await asyncio.sleep(10)
+        model = collector.model.snapshot()
+        assert (model["learners"]["l1"]["state"], model["learners"]["l1"]["lives"]) == ("live", 2)
+        assert 10 <= seconds(model["fine"], "L/l1", Of.GONE) <= 14
+        late = [bits for at, bits in lane(model["fine"], "L/l1") if at > world.clock.unix() - 5]
+        assert late
+        assert all(bits & Of.TRAINING and not bits & Of.GONE for bits in late[:-2])
+    running.cancel()
+    await end(first, second)
 
 
 class Away(MemoryBus):
@@ -214,68 +202,62 @@ class Away(MemoryBus):
         return await super().read_reports()
 
 
-def test_a_bus_that_was_away_leaves_no_gap_in_the_lanes_of_who_went_on() -> None:
+@in_virtual_time
+async def test_a_bus_that_was_away_leaves_no_gap_in_the_lanes_of_who_went_on() -> None:
     """Meanwhile the sentence says so, and nothing that was on the tape is lost."""
-
-    async def main() -> None:
-        world, party = await under_way(2)
-        bus = Away(RUN, world.clock, world.store)
-        collector = Collector(bus, VirtualClock(), "e1")
-        running = asyncio.create_task(collector.run())
-        await asyncio.sleep(5)
-        bus.away = True
-        await asyncio.sleep(10)
-        said = collector.model.snapshot()["sentence"]
-        assert said["text"].startswith("Redis has not answered for")
-        assert "BusUnavailable: cut off" in said["text"]
-        bus.away = False
-        await asyncio.sleep(5)
-        await collector.look()
-        model = collector.model.snapshot()
-        assert model["sentence"]["level"] == "well"
-        assert seconds(model["fine"], "L/l0", Of.GONE) == 0
-        merged = sum(bool(bits & In.MERGED) for _, bits in lane(model["coarse"], "F/0"))
-        assert merged >= (await world.versions())[0]
-        running.cancel()
-        await end(*party)
-
-    run_virtual(main())
+    world, party = await under_way(2)
+    bus = Away(RUN, world.clock, world.store)
+    collector = Collector(bus, VirtualClock(), "e1")
+    running = asyncio.create_task(collector.run())
+    await asyncio.sleep(5)
+    bus.away = True
+    await asyncio.sleep(10)
+    said = collector.model.snapshot()["sentence"]
+    assert said["text"].startswith("Redis has not answered for")
+    assert "BusUnavailable: cut off" in said["text"]
+    bus.away = False
+    await asyncio.sleep(5)
+    await collector.look()
+    model = collector.model.snapshot()
+    assert model["sentence"]["level"] == "well"
+    assert seconds(model["fine"], "L/l0", Of.GONE) == 0
+    merged = sum(bool(bits & In.MERGED) for _, bits in lane(model["coarse"], "F/0"))
+    assert merged >= (await world.versions())[0]
+    running.cancel()
+    await end(*party)
 
 
-def test_a_server_that_took_over_with_less_is_read_from_its_start() -> None:
+@in_virtual_time
+async def test_a_server_that_took_over_with_less_is_read_from_its_start() -> None:
     """Its clock is behind: what comes next has lower ids than what was read last. Who follows gets a snapshot."""
-
-    async def main() -> None:
-        world, party = await under_way(2)
-        bus, page = Away(RUN, world.clock, world.store), Page()
-        collector = Collector(bus, VirtualClock(), "e1")
-        running = asyncio.create_task(collector.run())
-        async with aclosing(collector.follow("")) as events:
+    world, party = await under_way(2)
+    bus, page = Away(RUN, world.clock, world.store), Page()
+    collector = Collector(bus, VirtualClock(), "e1")
+    running = asyncio.create_task(collector.run())
+    async with aclosing(collector.follow("")) as events:
+        page.take(await next_event(events))
+        saved = world.store.snapshot()
+        await asyncio.sleep(10)
+        bus.away = True
+        await asyncio.sleep(2)
+        world.store.restart(saved)
+        await end(*party)
+        bus.away = False
+        while page.kinds.count("snapshot") == 1:
             page.take(await next_event(events))
-            saved = world.store.snapshot()
-            await asyncio.sleep(10)
-            bus.away = True
-            await asyncio.sleep(2)
-            world.store.restart(saved)
-            await end(*party)
-            bus.away = False
-            while page.kinds.count("snapshot") == 1:
-                page.take(await next_event(events))
-            while page.last_id != f"e1-{collector._number}":
-                page.take(await next_event(events))
-            assert page.same_as(collector.model.snapshot())
-        running.cancel()
-        await asyncio.sleep(LIVE_S + 1)  # who had no time to write since the outage is not silent yet
-        fresh = collector_of(world)
-        for one in (collector, fresh):
-            await one.look()
-        seen, wanted = collector.model.snapshot(), fresh.model.snapshot()
-        assert seen["totals"] == wanted["totals"]
-        for name in ("merges", "merged"):
-            of = [[one for one in model["coarse"]["series"][name] if one is not None] for model in (seen, wanted)]
-            assert of[0][-1] == of[1][-1]
-
-    run_virtual(main())
+        while page.last_id != f"e1-{collector._number}":
+            page.take(await next_event(events))
+        assert page.same_as(collector.model.snapshot())
+    running.cancel()
+    await asyncio.sleep(LIVE_S + 1)  # who had no time to write since the outage is not silent yet
+    fresh = collector_of(world)
+    for one in (collector, fresh):
+        await one.look()
+    seen, wanted = collector.model.snapshot(), fresh.model.snapshot()
+    assert seen["totals"] == wanted["totals"]
+    for name in ("merges", "merged"):
+        of = [[one for one in model["coarse"]["series"][name] if one is not None] for model in (seen, wanted)]
+        assert of[0][-1] == of[1][-1]
 
 
 class Timed(VirtualLearner):
@@ -289,38 +271,35 @@ class Timed(VirtualLearner):
         return report.model_copy(update={"wall_s": now_s - self.began_s})
 
 
-def test_who_comes_late_sees_the_run_from_its_first_second() -> None:
+@in_virtual_time
+async def test_who_comes_late_sees_the_run_from_its_first_second() -> None:
     """Merges by time from the tape, trained tokens and lives from reports, gaps of learners that are dead since."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        early = collector_of(world)
-        running = asyncio.create_task(early.run())
-        first = Timed("l0", world, 0.1, "0" * 16).start()
-        second = Timed("l1", world, 0.1, "1" * 16).start()
-        await asyncio.sleep(60)
-        await second.kill()
-        await asyncio.sleep(30)
-        second = Timed("l1", world, 0.1, "2" * 16).start()
-        await asyncio.sleep(60)
-        late = collector_of(world)
-        await late.look()
-        await early.look()
-        seen, came = early.model.snapshot(), late.model.snapshot()
-        begun_s = seen["coarse"]["first"] * seen["coarse"]["step_s"]
-        for name in ("tokens", "merged", "merges"):
-            for at_s in (20, 45, 75, 110, 140):
-                wanted, found = (at(one["coarse"], name, begun_s + at_s) for one in (seen, came))
-                assert found == pytest.approx(wanted, rel=0.1, abs=30), (name, at_s)
-        assert seconds(came["coarse"], "L/l1", Of.GONE) == pytest.approx(30, abs=4)
-        assert seconds(came["coarse"], "L/l0", Of.TRAINING) == pytest.approx(150, abs=4)
-        assert came["learners"]["l1"]["lives"] == 2
-        assert any("told apart from where" in note for note in came["notes"])
-        running.cancel()
-        await end(first, second)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    early = collector_of(world)
+    running = asyncio.create_task(early.run())
+    first = Timed("l0", world, 0.1, "0" * 16).start()
+    second = Timed("l1", world, 0.1, "1" * 16).start()
+    await asyncio.sleep(60)
+    await second.kill()
+    await asyncio.sleep(30)
+    second = Timed("l1", world, 0.1, "2" * 16).start()
+    await asyncio.sleep(60)
+    late = collector_of(world)
+    await late.look()
+    await early.look()
+    seen, came = early.model.snapshot(), late.model.snapshot()
+    begun_s = seen["coarse"]["first"] * seen["coarse"]["step_s"]
+    for name in ("tokens", "merged", "merges"):
+        for at_s in (20, 45, 75, 110, 140):
+            wanted, found = (at(one["coarse"], name, begun_s + at_s) for one in (seen, came))
+            assert found == pytest.approx(wanted, rel=0.1, abs=30), (name, at_s)
+    assert seconds(came["coarse"], "L/l1", Of.GONE) == pytest.approx(30, abs=4)
+    assert seconds(came["coarse"], "L/l0", Of.TRAINING) == pytest.approx(150, abs=4)
+    assert came["learners"]["l1"]["lives"] == 2
+    assert any("told apart from where" in note for note in came["notes"])
+    running.cancel()
+    await end(first, second)
 
 
 def at(times: Model, name: str, unix_s: float) -> float:
@@ -329,70 +308,61 @@ def at(times: Model, name: str, unix_s: float) -> float:
     return next((one for one in reversed(values) if one is not None), 0.0)
 
 
-def test_a_window_that_was_open_before_anybody_looked_is_open_since_then() -> None:
+@in_virtual_time
+async def test_a_window_that_was_open_before_anybody_looked_is_open_since_then() -> None:
     """The tape says when: a quorum that cannot be met is seen for as long as it lasts."""
-
-    async def main() -> None:
-        world, (first, second) = await under_way(3, quorum=2)
-        await second.kill()
-        await asyncio.sleep(60)
-        collector = collector_of(world)
-        await collector.look()
-        model = collector.model.snapshot()
-        assert model["fragments"]["0"]["state"] == "collecting"
-        assert seconds(model["coarse"], "F/0", In.COLLECTING) >= 50
-        assert model["sentence"]["text"].startswith("Nothing can be merged: a merge needs 2 learners, and 1 is live")
-        await end(first, second)
-
-    run_virtual(main())
+    world, (first, second) = await under_way(3, quorum=2)
+    await second.kill()
+    await asyncio.sleep(60)
+    collector = collector_of(world)
+    await collector.look()
+    model = collector.model.snapshot()
+    assert model["fragments"]["0"]["state"] == "collecting"
+    assert seconds(model["coarse"], "F/0", In.COLLECTING) >= 50
+    assert model["sentence"]["text"].startswith("Nothing can be merged: a merge needs 2 learners, and 1 is live")
+    await end(first, second)
 
 
-def test_a_tape_that_was_trimmed_is_said() -> None:
+@in_virtual_time
+async def test_a_tape_that_was_trimmed_is_said() -> None:
     """The sums are right all the same: what the tape lacks is in them from its beginning on."""
-
-    async def main() -> None:
-        world, party = await under_way(20)
-        entries = await world.bus.read_tape({0: START}, limit=10_000)
-        await world.bus.trim_tape(0, entries[len(entries) // 2].entry_id)
-        collector = collector_of(world)
-        await collector.look()
-        model = collector.model.snapshot()
-        assert any("What is earlier is in the sums" in note for note in model["notes"])
-        merged = [one for one in model["coarse"]["series"]["merged"] if one is not None]
-        assert merged[-1] == model["totals"]["merged_tokens"]
-        assert merged[0] > 0.4 * merged[-1]
-        assert merged == sorted(merged)
-        await end(*party)
-
-    run_virtual(main())
+    world, party = await under_way(20)
+    entries = await world.bus.read_tape({0: START}, limit=10_000)
+    await world.bus.trim_tape(0, entries[len(entries) // 2].entry_id)
+    collector = collector_of(world)
+    await collector.look()
+    model = collector.model.snapshot()
+    assert any("What is earlier is in the sums" in note for note in model["notes"])
+    merged = [one for one in model["coarse"]["series"]["merged"] if one is not None]
+    assert merged[-1] == model["totals"]["merged_tokens"]
+    assert merged[0] > 0.4 * merged[-1]
+    assert merged == sorted(merged)
+    await end(*party)
 
 
-def test_a_finished_run_stands_still_however_late_one_looks() -> None:
+@in_virtual_time
+async def test_a_finished_run_stands_still_however_late_one_looks() -> None:
     """Whoever follows it, or opens its page minutes later, sees the run, not the minutes; nobody is missed."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=3000))
-        world.start_syncer()
-        party = [VirtualLearner(f"l{n}", world, 0.1, f"{n:016x}").start() for n in range(2)]
-        follows, early, late = (collector_of(world) for _ in range(3))
-        running = asyncio.create_task(follows.run())
-        await world.finish(*party)
-        await early.look()
-        await asyncio.sleep(10)
-        before = follows.model.snapshot()
-        await asyncio.sleep(540)
-        await late.look()
-        running.cancel()
-        assert follows.model.snapshot()["coarse"] == before["coarse"]
-        assert before["learners"]["l0"]["state"] == "left"
-        assert seconds(before["coarse"], "L/l0", Of.GONE) == 0
-        first, second = early.model.snapshot(), late.model.snapshot()
-        assert (second["now_s"], second["coarse"]) == (first["now_s"], first["coarse"])
-        assert before["sentence"]["level"] == second["sentence"]["level"] == "over"
-        heard = [{name: row["heard_s"] for name, row in one["learners"].items()} for one in (first, second)]
-        assert heard[0] == heard[1]
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=3000))
+    world.start_syncer()
+    party = [VirtualLearner(f"l{n}", world, 0.1, f"{n:016x}").start() for n in range(2)]
+    follows, early, late = (collector_of(world) for _ in range(3))
+    running = asyncio.create_task(follows.run())
+    await world.finish(*party)
+    await early.look()
+    await asyncio.sleep(10)
+    before = follows.model.snapshot()
+    await asyncio.sleep(540)
+    await late.look()
+    running.cancel()
+    assert follows.model.snapshot()["coarse"] == before["coarse"]
+    assert before["learners"]["l0"]["state"] == "left"
+    assert seconds(before["coarse"], "L/l0", Of.GONE) == 0
+    first, second = early.model.snapshot(), late.model.snapshot()
+    assert (second["now_s"], second["coarse"]) == (first["now_s"], first["coarse"])
+    assert before["sentence"]["level"] == second["sentence"]["level"] == "over"
+    heard = [{name: row["heard_s"] for name, row in one["learners"].items()} for one in (first, second)]
+    assert heard[0] == heard[1]
 
 
 # --- bounds ----------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, WindowStatus, build_status
 from diloco.pipeline.view.status_reader import read_status
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
 from tests import samples
 
 
@@ -383,19 +383,16 @@ def test_nobody_is_silent_for_as_long_as_redis_took_no_writes(
 
 
 @pytest.mark.parametrize(("said", "asked", "live"), [(None, None, False), (20.0, None, True), (20.0, 5.0, False)])
-def test_who_is_live_follows_from_the_run(said, asked, live):
+@in_virtual_time
+async def test_who_is_live_follows_from_the_run(said, asked, live):
     """A learner that was heard from eight seconds ago is live where the run's syncers wait for twenty."""
-
-    async def main():
-        bus = MemoryBus("run", VirtualClock())
-        await bus.propose_spec(encode(samples.spec()))
-        await bus.write_report(samples.seen().report)
-        await bus.write_state(samples.run_state(liveness_s=said))
-        await asyncio.sleep(8)
-        (learner,) = (await read_status(bus, VirtualClock(), asked))["learners"]
-        assert learner["live"] is live
-
-    run_virtual(main())
+    bus = MemoryBus("run", VirtualClock())
+    await bus.propose_spec(encode(samples.spec()))
+    await bus.write_report(samples.seen().report)
+    await bus.write_state(samples.run_state(liveness_s=said))
+    await asyncio.sleep(8)
+    (learner,) = (await read_status(bus, VirtualClock(), asked))["learners"]
+    assert learner["live"] is live
 
 
 def test_the_status_says_how_the_outer_step_fits_and_warns_before_the_first_merge():

@@ -9,7 +9,7 @@ import pytest
 
 from diloco_studies.strikes.proxy import HOST, MADE_UP_S, Line, Proxy
 from diloco_studies.strikes.tail import Tail
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import HANGING_S
 
 SILENCE_S = 0.2
@@ -160,17 +160,14 @@ def test_without_a_file_nothing_is_lost() -> None:
     assert Tail().lose(1.0, None) == 0
 
 
-def test_a_slow_line_carries_its_pieces_one_after_the_other() -> None:
+@in_virtual_time
+async def test_a_slow_line_carries_its_pieces_one_after_the_other() -> None:
     """Whoever sends them; what it could have carried while idle is gone, but for a sleep's lateness."""
-
-    async def main() -> None:
-        loop, line = asyncio.get_running_loop(), Line()
-        await asyncio.sleep(5.0)
-        began = loop.time()
-        await asyncio.gather(*(line.carry(0.1) for _ in range(10)))
-        assert 1.0 - MADE_UP_S - 1e-6 <= loop.time() - began <= 1.0 + 1e-6
-
-    run_virtual(main())
+    loop, line = asyncio.get_running_loop(), Line()
+    await asyncio.sleep(5.0)
+    began = loop.time()
+    await asyncio.gather(*(line.carry(0.1) for _ in range(10)))
+    assert 1.0 - MADE_UP_S - 1e-6 <= loop.time() - began <= 1.0 + 1e-6
 
 
 async def test_a_slow_door_takes_as_long_as_its_line_says(tmp_path) -> None:

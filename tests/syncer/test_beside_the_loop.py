@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diloco.syncer.serving.service import SyncerService
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests.syncer.test_lost import flush, learners
 from tests.virtual_run import VirtualRun, end, sync_spec
 
@@ -51,24 +51,21 @@ class Beside:
         service._offload = self._offload
 
 
-def test_a_fragment_is_checked_and_split_beside_the_loop_as_it_gets_version_0_or_is_put_back(monkeypatch) -> None:
+@in_virtual_time
+async def test_a_fragment_is_checked_and_split_beside_the_loop_as_it_gets_version_0_or_is_put_back(monkeypatch) -> None:
     """On it, a large one would let the lease lapse before the commit, each time anew."""
-
-    async def main() -> None:
-        beside = Beside(monkeypatch)
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, global_codec="bf16", outer_momentum=0.5))
-        beside.serves(world.start_syncer())
-        party = learners(world)
-        await world.until_version(1)
-        assert not beside.on_the_loop
-        assert beside.done["split"] == world.spec.sync.fragments
-        flush(world)
-        await world.until_version(1)
-        assert not beside.on_the_loop
-        assert beside.done["split"] >= 2 * world.spec.sync.fragments
-        await end(*party)
-
-    run_virtual(main())
+    beside = Beside(monkeypatch)
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2, global_codec="bf16", outer_momentum=0.5))
+    beside.serves(world.start_syncer())
+    party = learners(world)
+    await world.until_version(1)
+    assert not beside.on_the_loop
+    assert beside.done["split"] == world.spec.sync.fragments
+    flush(world)
+    await world.until_version(1)
+    assert not beside.on_the_loop
+    assert beside.done["split"] >= 2 * world.spec.sync.fragments
+    await end(*party)
 
 
 def test_a_fragment_is_split_and_digested_beside_the_loop_as_a_checkpoint_is_restored(tmp_path, monkeypatch) -> None:

@@ -20,7 +20,7 @@ from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.saving import finish_checkpoint, run_folder
-from diloco_studies.virtual.virtual_time import inline, run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, inline, run_virtual
 from tests import samples
 from tests.saving import save_checkpoint
 from tests.syncer.test_checkpoint import THETA, folder_of, save, trained
@@ -176,39 +176,33 @@ def checkpoints_of(bus: Any, place: Path) -> Checkpoints:
     return Checkpoints(context, str(place), 5.0, lambda: [0, 1])
 
 
-def test_a_helper_tells_that_it_gets_on(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_helper_tells_that_it_gets_on(tmp_path: Path) -> None:
     """One that is told to stop while it helps with the last checkpoint has as much time again for each fragment."""
-
-    async def main() -> None:
-        checkpoints = checkpoints_of(await trained(samples.spec()), tmp_path)
-        for name in ("", NAME):
-            checkpoints.see(samples.run_state(checkpoint=name))
-        await checkpoints._help([0])
-        assert not checkpoints.went_on.is_set(), "it is in another place"
-        place_of(tmp_path / OWN).below(NAME).write(SUMS_FILE, [b""])
-        await checkpoints._help([0])
-        assert checkpoints.went_on.is_set()
-
-    run_virtual(main())
+    checkpoints = checkpoints_of(await trained(samples.spec()), tmp_path)
+    for name in ("", NAME):
+        checkpoints.see(samples.run_state(checkpoint=name))
+    await checkpoints._help([0])
+    assert not checkpoints.went_on.is_set(), "it is in another place"
+    place_of(tmp_path / OWN).below(NAME).write(SUMS_FILE, [b""])
+    await checkpoints._help([0])
+    assert checkpoints.went_on.is_set()
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_who_stops_names_its_checkpoint_unless_another_one_leads(tmp_path: Path, leads: bool) -> None:
+@in_virtual_time
+async def test_who_stops_names_its_checkpoint_unless_another_one_leads(tmp_path: Path, leads: bool) -> None:
     """The run's state is the lead's to write: samples of its own would be lost. It is saved all the same."""
-
-    async def main() -> None:
-        bus = await trained(samples.spec())
-        await bus.release_lease(0, "ab" * 8)
-        if not leads:
-            assert await bus.acquire_lease(0, "ef" * 8, 60.0)
-        checkpoints = checkpoints_of(bus, tmp_path)
-        await checkpoints.save_stopped([0])
-        state = await bus.read_state()
-        assert state is not None
-        assert state.checkpoint == (folder_of(tmp_path).name if leads else "")
-        assert await bus.acquire_lease(0, "ef" * 8, 60.0), "it is given back"
-
-    run_virtual(main())
+    bus = await trained(samples.spec())
+    await bus.release_lease(0, "ab" * 8)
+    if not leads:
+        assert await bus.acquire_lease(0, "ef" * 8, 60.0)
+    checkpoints = checkpoints_of(bus, tmp_path)
+    await checkpoints.save_stopped([0])
+    state = await bus.read_state()
+    assert state is not None
+    assert state.checkpoint == (folder_of(tmp_path).name if leads else "")
+    assert await bus.acquire_lease(0, "ef" * 8, 60.0), "it is given back"
 
 
 def help_with(place: Path, monkeypatch: pytest.MonkeyPatch, *seen: str | None) -> list[str]:

@@ -21,7 +21,7 @@ from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.saving import OLD_S, begin_checkpoint, checkpoint_name, finish_checkpoint
-from diloco_studies.virtual.virtual_time import inline, run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, inline, run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint import folder_of, save, trained
 from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, P, Syncer, learners_of, until
@@ -234,73 +234,64 @@ async def kill_all(*parties: Any) -> None:
         await party.kill()
 
 
-def test_each_syncer_saves_the_fragments_that_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_each_syncer_saves_the_fragments_that_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the same time, and the lead writes the manifest: in half of the time that it would take alone.
 
     What the lead saves for others is at most what they are at when it comes there.
     """
-
-    async def main() -> None:
-        slowly = Slowly(monkeypatch)
-        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path, checkpoint_every=20.0)
-        syncers = [Syncer(world, name) for name in "abc"]
-        learners = learners_of(world)
-        await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 2 * LEASE_S)
-        held = {p: s.bus for s in syncers for p in s.held}
-        took = await until(lambda: any(tmp_path.glob("*/latest")), 30.0)
-        assert all((p, bus) in {(p, bus) for _, p, bus in slowly.by} for p, bus in held.items())
-        assert len(slowly.by) <= P + 2
-        assert took < 20.0 + P / 2 + 0.5
-        assert load_checkpoint(tmp_path).state.tokens > 0
-        await kill_all(*learners, *syncers)
-
-    run_virtual(main())
+    slowly = Slowly(monkeypatch)
+    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path, checkpoint_every=20.0)
+    syncers = [Syncer(world, name) for name in "abc"]
+    learners = learners_of(world)
+    await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 2 * LEASE_S)
+    held = {p: s.bus for s in syncers for p in s.held}
+    took = await until(lambda: any(tmp_path.glob("*/latest")), 30.0)
+    assert all((p, bus) in {(p, bus) for _, p, bus in slowly.by} for p, bus in held.items())
+    assert len(slowly.by) <= P + 2
+    assert took < 20.0 + P / 2 + 0.5
+    assert load_checkpoint(tmp_path).state.tokens > 0
+    await kill_all(*learners, *syncers)
 
 
-def test_fragments_of_a_syncer_that_dies_meanwhile_are_saved_by_the_lead(
+@in_virtual_time
+async def test_fragments_of_a_syncer_that_dies_meanwhile_are_saved_by_the_lead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The checkpoint is whole all the same."""
-
-    async def main() -> None:
-        slowly = Slowly(monkeypatch)
-        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path, checkpoint_every=20.0)
-        syncers = [Syncer(world, name) for name in "abc"]
-        learners = learners_of(world)
-        await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 2 * LEASE_S)
-        (lead,) = [s for s in syncers if 0 in s.held]
-        dead = next(s for s in syncers if s is not lead)
-        lost = set(dead.held)
-        await until(lambda: bool(slowly.by), 30.0)
-        await dead.kill()
-        await until(lambda: any(tmp_path.glob("*/latest")), 20.0)
-        load_checkpoint(tmp_path)
-        assert {p for _, p, bus in slowly.by if bus is lead.bus} & lost
-        await kill_all(*learners, *(one for one in syncers if one is not dead))
-
-    run_virtual(main())
+    slowly = Slowly(monkeypatch)
+    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path, checkpoint_every=20.0)
+    syncers = [Syncer(world, name) for name in "abc"]
+    learners = learners_of(world)
+    await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 2 * LEASE_S)
+    (lead,) = [s for s in syncers if 0 in s.held]
+    dead = next(s for s in syncers if s is not lead)
+    lost = set(dead.held)
+    await until(lambda: bool(slowly.by), 30.0)
+    await dead.kill()
+    await until(lambda: any(tmp_path.glob("*/latest")), 20.0)
+    load_checkpoint(tmp_path)
+    assert {p for _, p, bus in slowly.by if bus is lead.bus} & lost
+    await kill_all(*learners, *(one for one in syncers if one is not dead))
 
 
 @pytest.mark.slow
-def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_saves(
+@in_virtual_time
+async def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others save nothing in vain."""
-
-    async def main() -> None:
-        Slowly(monkeypatch)
-        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_every=20.0)
-        syncers = [Syncer(world, name, checkpoint_dir=tmp_path / name) for name in "ab"]
-        learners = learners_of(world)
-        await until(lambda: [len(s.held) for s in syncers] == [3, 3], 2 * LEASE_S)
-        lead, other = ("a", "b") if 0 in syncers[0].held else ("b", "a")
-        await asyncio.sleep(150.0)
-        checkpoint = load_checkpoint(tmp_path / lead)
-        assert len(found_fragments(checkpoint.folder.names())) == P
-        assert not (tmp_path / other).exists()
-        await kill_all(*learners, *syncers)
-
-    run_virtual(main())
+    Slowly(monkeypatch)
+    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_every=20.0)
+    syncers = [Syncer(world, name, checkpoint_dir=tmp_path / name) for name in "ab"]
+    learners = learners_of(world)
+    await until(lambda: [len(s.held) for s in syncers] == [3, 3], 2 * LEASE_S)
+    lead, other = ("a", "b") if 0 in syncers[0].held else ("b", "a")
+    await asyncio.sleep(150.0)
+    checkpoint = load_checkpoint(tmp_path / lead)
+    assert len(found_fragments(checkpoint.folder.names())) == P
+    assert not (tmp_path / other).exists()
+    await kill_all(*learners, *syncers)
 
 
 @pytest.mark.parametrize(("each_s", "in_time"), [(0.6, True), (1.5, False)])
@@ -335,25 +326,22 @@ def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
         assert len(load_checkpoint(str(tmp_path)).fragments) == 8
 
 
-def test_who_reads_the_status_from_the_bus_hears_of_checkpoints_that_fail(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_who_reads_the_status_from_the_bus_hears_of_checkpoints_that_fail(tmp_path: Path) -> None:
     """As `diloco status` and the display of `diloco run` do, until one is saved."""
     place = tmp_path / "place"
     place.write_bytes(b"no folder")
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=place, checkpoint_every=5.0)
-        world.start_syncer()
-        learner = VirtualLearner("l", world).start()
-        await world.until_version(3)
-        await asyncio.sleep(6.0)
-        (warning,) = (await read_status(world.bus, world.clock))["warnings"]
-        assert f"could not be saved in {place}" in warning
-        place.unlink()
-        await asyncio.sleep(6.0)
-        assert (await read_status(world.bus, world.clock))["warnings"] == []
-        await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=place, checkpoint_every=5.0)
+    world.start_syncer()
+    learner = VirtualLearner("l", world).start()
+    await world.until_version(3)
+    await asyncio.sleep(6.0)
+    (warning,) = (await read_status(world.bus, world.clock))["warnings"]
+    assert f"could not be saved in {place}" in warning
+    place.unlink()
+    await asyncio.sleep(6.0)
+    assert (await read_status(world.bus, world.clock))["warnings"] == []
+    await learner.kill()
 
 
 def test_a_save_goes_on_where_the_bus_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,19 +405,16 @@ def test_a_save_that_the_bus_breaks_off_is_told_and_tried_again_soon(
     load_checkpoint(tmp_path)
 
 
-def test_a_run_in_which_nothing_happens_is_saved_once(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_run_in_which_nothing_happens_is_saved_once(tmp_path: Path) -> None:
     """Else the same state takes the place of all the checkpoints before it."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=5.0)
-        world.start_syncer()
-        learner = VirtualLearner("l", world).start()
-        await world.until_version(3)
-        await learner.kill()
-        await asyncio.sleep(60.0)
-        before = place_of(tmp_path).names()
-        await asyncio.sleep(60.0)
-        assert place_of(tmp_path).names() == before
-        load_checkpoint(tmp_path)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=5.0)
+    world.start_syncer()
+    learner = VirtualLearner("l", world).start()
+    await world.until_version(3)
+    await learner.kill()
+    await asyncio.sleep(60.0)
+    before = place_of(tmp_path).names()
+    await asyncio.sleep(60.0)
+    assert place_of(tmp_path).names() == before
+    load_checkpoint(tmp_path)

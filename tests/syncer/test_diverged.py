@@ -16,7 +16,7 @@ from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.serving.lead import Lead
 from diloco.syncer.watch import RunWatch
 from diloco.workers.exchange import refused
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -46,61 +46,55 @@ async def state_of(world: VirtualRun) -> RunState:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_what_a_learner_that_is_nan_trains_is_counted_and_brings_the_run_no_further(restarted: bool) -> None:
+@in_virtual_time
+async def test_what_a_learner_that_is_nan_trains_is_counted_and_brings_the_run_no_further(restarted: bool) -> None:
     """From its third refusal on; also after another syncer took over, which notices by its own refusals."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=4000))
-        world.start_syncer()
-        party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        bad = Poisoned("bad", world, 0.1, "b" * 16).start()
-        if restarted:
-            await world.until_version(8)
-            world.stop.set()
-            await world.syncer  # type: ignore[misc]
-            before = await state_of(world)
-            assert before.set_aside > 0
-            world.start_syncer()
-        await world.finish(*party, bad)
-        state = await state_of(world)
-        honest = sum(learner.rounds.tokens for learner in party)
-        assert state.tokens == honest + bad.rounds.tokens, "all of it is counted as trained"
-        assert bad.rounds.tokens - 400 * (1 + restarted) < state.set_aside < bad.rounds.tokens
-        assert state.counted_tokens >= 4000
-        assert honest > 3200 - 400 * restarted
-
-    run_virtual(main())
-
-
-def test_its_tokens_count_again_once_something_of_it_is_merged_and_nothing_is_taken_back(tmp_path) -> None:
-    """Progress never falls, and a checkpoint knows what was set aside."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**6), checkpoint_dir=str(tmp_path))
-        world.start_syncer()
-        honest = VirtualLearner("l0", world, 0.1, "0" * 16).start()
-        bad = Poisoned("bad", world, 0.1, "b" * 16).start()
-        await world.until_version(10)
-        bad.nan = False
-        seen, aside = [0], [0]
-        for _ in range(40):
-            await asyncio.sleep(0.5)
-            state = await state_of(world)
-            seen.append(state.counted_tokens)
-            aside.append(state.set_aside)
-        assert seen == sorted(seen)
-        assert 0 < aside[-1] == aside[20], "it counts again"
-        for learner in (honest, bad):
-            await learner.kill()
+    world = VirtualRun(sync_spec(tokens=4000))
+    world.start_syncer()
+    party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    bad = Poisoned("bad", world, 0.1, "b" * 16).start()
+    if restarted:
+        await world.until_version(8)
         world.stop.set()
         await world.syncer  # type: ignore[misc]
-        assert load_checkpoint(tmp_path).state.set_aside == aside[-1]
-        resumed = VirtualRun(sync_spec(tokens=10**6), resume=str(tmp_path))
-        resumed.start_syncer()
-        await resumed.until_version(0)
-        assert (await state_of(resumed)).counted_tokens == load_checkpoint(tmp_path).state.counted_tokens
+        before = await state_of(world)
+        assert before.set_aside > 0
+        world.start_syncer()
+    await world.finish(*party, bad)
+    state = await state_of(world)
+    honest = sum(learner.rounds.tokens for learner in party)
+    assert state.tokens == honest + bad.rounds.tokens, "all of it is counted as trained"
+    assert bad.rounds.tokens - 400 * (1 + restarted) < state.set_aside < bad.rounds.tokens
+    assert state.counted_tokens >= 4000
+    assert honest > 3200 - 400 * restarted
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_its_tokens_count_again_once_something_of_it_is_merged_and_nothing_is_taken_back(tmp_path) -> None:
+    """Progress never falls, and a checkpoint knows what was set aside."""
+    world = VirtualRun(sync_spec(tokens=10**6), checkpoint_dir=str(tmp_path))
+    world.start_syncer()
+    honest = VirtualLearner("l0", world, 0.1, "0" * 16).start()
+    bad = Poisoned("bad", world, 0.1, "b" * 16).start()
+    await world.until_version(10)
+    bad.nan = False
+    seen, aside = [0], [0]
+    for _ in range(40):
+        await asyncio.sleep(0.5)
+        state = await state_of(world)
+        seen.append(state.counted_tokens)
+        aside.append(state.set_aside)
+    assert seen == sorted(seen)
+    assert 0 < aside[-1] == aside[20], "it counts again"
+    for learner in (honest, bad):
+        await learner.kill()
+    world.stop.set()
+    await world.syncer  # type: ignore[misc]
+    assert load_checkpoint(tmp_path).state.set_aside == aside[-1]
+    resumed = VirtualRun(sync_spec(tokens=10**6), resume=str(tmp_path))
+    resumed.start_syncer()
+    await resumed.until_version(0)
+    assert (await state_of(resumed)).counted_tokens == load_checkpoint(tmp_path).state.counted_tokens
 
 
 async def test_a_report_that_falls_and_rises_takes_back_nothing_that_counts() -> None:

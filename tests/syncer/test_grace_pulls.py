@@ -21,7 +21,7 @@ from diloco_studies.goodput.job import Stops, Timeline
 from diloco_studies.goodput.parties import bare
 from diloco_studies.goodput.windows import SETTLED, Follower, Learner
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import slow_beyond
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
@@ -162,21 +162,18 @@ class CutOffLearner(FarLearner):
         return bus
 
 
-def test_an_outage_is_no_part_of_a_pull() -> None:
+@in_virtual_time
+async def test_an_outage_is_no_part_of_a_pull() -> None:
     """What comes only when the bus is back says nothing of the link: the grace is what it was before."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**12))
-        world.start_syncer()
-        learner = CutOffLearner("l0", world, 0.1, "0" * 16, pull_s=0.3)
-        learner.start()
-        before: list[float] = []
-        while world.clock.now() < CUT_S[1] + 30.0:
-            await asyncio.sleep(1.0)
-            before.append((await world.bus.read_reports())[0].report.pull_s)
-        assert (await world.versions())[0] > 10
-        assert learner.exchange.member.outages.count > 3, "it was cut off"
-        assert max(before) < 0.7, "at most one pull waits for the other fragment's"
-        await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**12))
+    world.start_syncer()
+    learner = CutOffLearner("l0", world, 0.1, "0" * 16, pull_s=0.3)
+    learner.start()
+    before: list[float] = []
+    while world.clock.now() < CUT_S[1] + 30.0:
+        await asyncio.sleep(1.0)
+        before.append((await world.bus.read_reports())[0].report.pull_s)
+    assert (await world.versions())[0] > 10
+    assert learner.exchange.member.outages.count > 3, "it was cut off"
+    assert max(before) < 0.7, "at most one pull waits for the other fragment's"
+    await learner.kill()

@@ -13,7 +13,7 @@ from diloco.syncer.replay.recording import Recorder, list_recording
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving.service import SyncerService
 from diloco.tape import read_archive
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 FRAGMENTS = 4
@@ -50,107 +50,96 @@ async def warnings(service: SyncerService) -> list[str]:
     return list(status["warnings"])
 
 
-def test_merges_go_on_without_their_recordings_and_are_recorded_again_once_the_disk_answers(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_merges_go_on_without_their_recordings_and_are_recorded_again_once_the_disk_answers(
+    tmp_path: Path,
+) -> None:
     """One thread waits for the disk, however many fragments there are; what would wait for it is missing, and told."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9), record_deltas=tmp_path)
-        service = world.start_syncer()
-        disk, party = Hanging(service), learners(world)
-        await world.until_version(3)
-        disk.answers.clear()
-        await world.until_version(max(await world.versions()) + 1, DISK_S + 10)
-        await world.until_version(max(await world.versions()) + 5, 30)  # nobody waits for it again
-        assert disk.held == 1
-        assert any("the recording has gaps" in one and "does not answer" in one for one in await warnings(service))
-        disk.answers.set()
-        await world.until_version(max(await world.versions()) + 3)
-        await end(*party)
-        commits = [record for record in await world.tape() if isinstance(record, Committed)]
-        recorded = {int(path.name.partition("-")[0]) for path in list_recording(tmp_path) if path.suffix == ".merge"}
-        newest = min(await world.versions())
-        assert {1, 2, newest} <= recorded, "before, and again"
-        missing = replay(tmp_path, commits, lambda merges: None).differences
-        assert missing
-        assert all("no recording" in one.what or "not computed again" in one.what for one in missing), (
-            "nothing is wrong"
-        )
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9), record_deltas=tmp_path)
+    service = world.start_syncer()
+    disk, party = Hanging(service), learners(world)
+    await world.until_version(3)
+    disk.answers.clear()
+    await world.until_version(max(await world.versions()) + 1, DISK_S + 10)
+    await world.until_version(max(await world.versions()) + 5, 30)  # nobody waits for it again
+    assert disk.held == 1
+    assert any("the recording has gaps" in one and "does not answer" in one for one in await warnings(service))
+    disk.answers.set()
+    await world.until_version(max(await world.versions()) + 3)
+    await end(*party)
+    commits = [record for record in await world.tape() if isinstance(record, Committed)]
+    recorded = {int(path.name.partition("-")[0]) for path in list_recording(tmp_path) if path.suffix == ".merge"}
+    newest = min(await world.versions())
+    assert {1, 2, newest} <= recorded, "before, and again"
+    missing = replay(tmp_path, commits, lambda merges: None).differences
+    assert missing
+    assert all("no recording" in one.what or "not computed again" in one.what for one in missing), "nothing is wrong"
 
 
-def test_a_tape_that_cannot_be_archived_for_now_is_told_and_archived_later(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_tape_that_cannot_be_archived_for_now_is_told_and_archived_later(tmp_path: Path) -> None:
     """Merges go on as if nothing were; the archive has each record in the end."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), tape_dir=tmp_path)
-        service = world.start_syncer()
-        disk, party = Hanging(service), learners(world)
-        await world.until_version(3)
-        disk.answers.clear()
-        await world.until_version(max(await world.versions()) + 5, 30)
-        await asyncio.sleep(DISK_S - 20)
-        assert disk.held == 1
-        assert any("cannot be archived" in one and "does not answer" in one for one in await warnings(service))
-        disk.answers.set()
-        await asyncio.sleep(5.0)
-        assert await warnings(service) == []
-        await end(*party)
-        await asyncio.sleep(2.0)
-        assert read_archive(tmp_path) == await world.tape()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), tape_dir=tmp_path)
+    service = world.start_syncer()
+    disk, party = Hanging(service), learners(world)
+    await world.until_version(3)
+    disk.answers.clear()
+    await world.until_version(max(await world.versions()) + 5, 30)
+    await asyncio.sleep(DISK_S - 20)
+    assert disk.held == 1
+    assert any("cannot be archived" in one and "does not answer" in one for one in await warnings(service))
+    disk.answers.set()
+    await asyncio.sleep(5.0)
+    assert await warnings(service) == []
+    await end(*party)
+    await asyncio.sleep(2.0)
+    assert read_archive(tmp_path) == await world.tape()
 
 
-def test_a_syncer_that_is_told_to_stop_ends_though_its_archives_disk_hangs(tmp_path: Path) -> None:
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), tape_dir=tmp_path)
-        service = world.start_syncer()
-        disk, party = Hanging(service), learners(world)
-        await world.until_version(3)
-        disk.answers.clear()
-        await asyncio.sleep(5.0)
-        world.stop.set()
-        assert world.syncer is not None
-        async with asyncio.timeout(DISK_S):
-            await world.syncer
-        assert not service.in_order, "and says that something is missing"
-        assert await world.bus.read_leases(range(2)) == [None, None]
-        await end(*party)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_syncer_that_is_told_to_stop_ends_though_its_archives_disk_hangs(tmp_path: Path) -> None:
+    world = VirtualRun(sync_spec(tokens=10**9), tape_dir=tmp_path)
+    service = world.start_syncer()
+    disk, party = Hanging(service), learners(world)
+    await world.until_version(3)
+    disk.answers.clear()
+    await asyncio.sleep(5.0)
+    world.stop.set()
+    assert world.syncer is not None
+    async with asyncio.timeout(DISK_S):
+        await world.syncer
+    assert not service.in_order, "and says that something is missing"
+    assert await world.bus.read_leases(range(2)) == [None, None]
+    await end(*party)
 
 
-def test_work_for_a_disk_that_hangs_is_let_go_of_but_for_the_piece_that_has_begun() -> None:
+@in_virtual_time
+async def test_work_for_a_disk_that_hangs_is_let_go_of_but_for_the_piece_that_has_begun() -> None:
     """That one ends, whoever has given it up; what it raises then is nobody's. The next piece has its turn after it."""
+    answers, done = asyncio.Event(), list[str]()
 
-    async def main() -> None:
-        answers, done = asyncio.Event(), list[str]()
+    async def offload(work: Any, *args: Any) -> Any:
+        await answers.wait()
+        return work(*args)
 
-        async def offload(work: Any, *args: Any) -> Any:
-            await answers.wait()
-            return work(*args)
+    def fails(name: str) -> None:
+        done.append(name)
+        raise OSError(5, "Input/output error")
 
-        def fails(name: str) -> None:
-            done.append(name)
-            raise OSError(5, "Input/output error")
-
-        disk = Disk(offload)
-        tries = [asyncio.create_task(disk.do(work, name)) for work, name in ((fails, "begun"), (done.append, "waits"))]
-        await asyncio.wait(tries)
-        assert asyncio.get_running_loop().time() == DISK_S
-        for one in tries:
-            with pytest.raises(TimeoutError, match="does not answer"):
-                one.result()
-        with pytest.raises(TimeoutError, match="still does not answer"):
-            await disk.do(done.append, "refused")
-        assert asyncio.get_running_loop().time() == DISK_S
-        answers.set()
-        await asyncio.sleep(0.1)
-        assert done == ["begun"]
-        with pytest.raises(OSError, match="Input/output"):
-            await disk.do(fails, "fails")
-        await disk.do(done.append, "last")
-        assert done == ["begun", "fails", "last"]
-
-    run_virtual(main())
+    disk = Disk(offload)
+    tries = [asyncio.create_task(disk.do(work, name)) for work, name in ((fails, "begun"), (done.append, "waits"))]
+    await asyncio.wait(tries)
+    assert asyncio.get_running_loop().time() == DISK_S
+    for one in tries:
+        with pytest.raises(TimeoutError, match="does not answer"):
+            one.result()
+    with pytest.raises(TimeoutError, match="still does not answer"):
+        await disk.do(done.append, "refused")
+    assert asyncio.get_running_loop().time() == DISK_S
+    answers.set()
+    await asyncio.sleep(0.1)
+    assert done == ["begun"]
+    with pytest.raises(OSError, match="Input/output"):
+        await disk.do(fails, "fails")
+    await disk.do(done.append, "last")
+    assert done == ["begun", "fails", "last"]

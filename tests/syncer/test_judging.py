@@ -10,7 +10,7 @@ from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.syncer.admission import Offer
 from diloco.syncer.merging.fragment import MERGES_NEEDED, Delta, FragmentState
 from diloco.syncer.merging.merge import delta_norms
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -116,7 +116,8 @@ def test_who_does_not_know_the_version_before_merges_a_stale_delta_as_it_is() ->
     assert state.rebased(fresh) is fresh
 
 
-def test_who_takes_a_fragment_over_or_resumes_it_judges_by_what_was_merged_before(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_who_takes_a_fragment_over_or_resumes_it_judges_by_what_was_merged_before(tmp_path: Path) -> None:
     """Its first merges take none that is a hundred times as long as the fragment, as little as the one before did."""
 
     class Diverged(VirtualLearner):
@@ -138,24 +139,21 @@ def test_who_takes_a_fragment_over_or_resumes_it_judges_by_what_was_merged_befor
         world.stop.set()
         await world.syncer  # type: ignore[misc]
 
-    async def main() -> None:
-        sync = sync_spec(tokens=10**9)
-        world = VirtualRun(sync, checkpoint_dir=str(tmp_path))
-        world.start_syncer()
-        party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(MERGES_NEEDED + 2)
-        world.stop.set()
-        await world.syncer  # type: ignore[misc]
-        world.start_syncer()
-        await judged(world, party)
-        for learner in party:
-            await learner.kill()
-        resumed = VirtualRun(sync, resume=str(tmp_path))
-        resumed.start_syncer()
-        party = [VirtualLearner(f"l{i}", resumed, 0.1, f"{i + 2:016x}").start() for i in range(2)]
-        await resumed.until_version(MERGES_NEEDED)
-        await judged(resumed, party)
-        for learner in party:
-            await learner.kill()
-
-    run_virtual(main())
+    sync = sync_spec(tokens=10**9)
+    world = VirtualRun(sync, checkpoint_dir=str(tmp_path))
+    world.start_syncer()
+    party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(MERGES_NEEDED + 2)
+    world.stop.set()
+    await world.syncer  # type: ignore[misc]
+    world.start_syncer()
+    await judged(world, party)
+    for learner in party:
+        await learner.kill()
+    resumed = VirtualRun(sync, resume=str(tmp_path))
+    resumed.start_syncer()
+    party = [VirtualLearner(f"l{i}", resumed, 0.1, f"{i + 2:016x}").start() for i in range(2)]
+    await resumed.until_version(MERGES_NEEDED)
+    await judged(resumed, party)
+    for learner in party:
+        await learner.kill()

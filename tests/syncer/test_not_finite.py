@@ -13,7 +13,7 @@ from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Stepped
 from diloco.syncer.merging.merge import all_finite
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -48,31 +48,29 @@ async def start(left: int, what: str = "theta", **sync) -> tuple[VirtualRun, lis
 
 @pytest.mark.parametrize("what", ["theta", "momentum"])
 @pytest.mark.parametrize("codec", ["fp32", "bf16"])
-def test_a_merge_that_is_not_finite_is_refused_with_the_reason_and_the_fragment_goes_on(what: str, codec: str) -> None:
+@in_virtual_time
+async def test_a_merge_that_is_not_finite_is_refused_with_the_reason_and_the_fragment_goes_on(
+    what: str, codec: str
+) -> None:
     """The version is kept, learners are asked for other deltas, and no array on the bus is not finite."""
-
-    async def main() -> None:
-        world, learners = await start(3, what, global_codec=codec)
-        await world.until_version(4)
-        assert Overflowing.times == 3
-        refused = [
-            r for r in await world.tape() if isinstance(r, Rejected) and r.reason is RefusalReason.MERGE_NOT_FINITE
-        ]
-        assert len(refused) == 6
-        assert "version" in refused[0].detail
-        for head in await world.heads():
-            elements = len(learners[0].values[head.fragment])
-            theta, momentum = await pull_state(world.bus, head, elements, world.spec.sync, inline)
-            assert np.isfinite(theta).all()
-            assert np.isfinite(momentum).all()
-        for learner in learners:
-            assert np.isfinite(np.concatenate(learner.values)).all()
-            await learner.kill()
-
-    run_virtual(main())
+    world, learners = await start(3, what, global_codec=codec)
+    await world.until_version(4)
+    assert Overflowing.times == 3
+    refused = [r for r in await world.tape() if isinstance(r, Rejected) and r.reason is RefusalReason.MERGE_NOT_FINITE]
+    assert len(refused) == 6
+    assert "version" in refused[0].detail
+    for head in await world.heads():
+        elements = len(learners[0].values[head.fragment])
+        theta, momentum = await pull_state(world.bus, head, elements, world.spec.sync, inline)
+        assert np.isfinite(theta).all()
+        assert np.isfinite(momentum).all()
+    for learner in learners:
+        assert np.isfinite(np.concatenate(learner.values)).all()
+        await learner.kill()
 
 
-def test_the_window_is_open_again_before_what_was_in_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_the_window_is_open_again_before_what_was_in_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """An owner that loses the bus in between leaves a window for which learners are asked again."""
     calls: list[tuple[str, Any]] = []
 
@@ -88,79 +86,66 @@ def test_the_window_is_open_again_before_what_was_in_it_is_refused(monkeypatch: 
 
     note("write_window", 2)
     note("refuse", 0)
-
-    async def main() -> None:
-        world, learners = await start(1)
-        await world.until_version(4)
-        assert Overflowing.times == 1
-        refused = [name for name, _ in calls].index("refuse")
-        assert calls[refused][1].records[0].reason is RefusalReason.MERGE_NOT_FINITE
-        name, window = calls[refused - 1]
-        assert (name, window.attempt, window.state) == ("write_window", 1, "collecting")
-        for learner in learners:
-            await learner.kill()
-
-    run_virtual(main())
+    world, learners = await start(1)
+    await world.until_version(4)
+    assert Overflowing.times == 1
+    refused = [name for name, _ in calls].index("refuse")
+    assert calls[refused][1].records[0].reason is RefusalReason.MERGE_NOT_FINITE
+    name, window = calls[refused - 1]
+    assert (name, window.attempt, window.state) == ("write_window", 1, "collecting")
+    for learner in learners:
+        await learner.kill()
 
 
-def test_a_fragment_that_never_merges_finitely_does_not_spin_and_holds_up_no_other() -> None:
+@in_virtual_time
+async def test_a_fragment_that_never_merges_finitely_does_not_spin_and_holds_up_no_other() -> None:
     """It is tried less and less often."""
-
-    async def main() -> None:
-        world, learners = await start(10**6)
-        await world.until_version(0)
-        await asyncio.sleep(100.0)
-        versions = await world.versions()
-        assert versions[0] == 0
-        assert versions[1] > 50
-        assert 4 <= Overflowing.times <= 10
-        for learner in learners:
-            await learner.kill()
-
-    run_virtual(main())
+    world, learners = await start(10**6)
+    await world.until_version(0)
+    await asyncio.sleep(100.0)
+    versions = await world.versions()
+    assert versions[0] == 0
+    assert versions[1] > 50
+    assert 4 <= Overflowing.times <= 10
+    for learner in learners:
+        await learner.kill()
 
 
-def test_a_syncer_that_is_told_to_stop_between_such_merges_stops_at_once() -> None:
+@in_virtual_time
+async def test_a_syncer_that_is_told_to_stop_between_such_merges_stops_at_once() -> None:
     """The pause after them, of up to half a minute, is nothing that is waited for."""
-
-    async def main() -> None:
-        world, learners = await start(10**6)
-        await asyncio.sleep(40.0)
-        began = asyncio.get_running_loop().time()
-        world.stop.set()
-        await world.syncer
-        assert asyncio.get_running_loop().time() - began < 5.0
-        for learner in learners:
-            await learner.kill()
-
-    run_virtual(main())
+    world, learners = await start(10**6)
+    await asyncio.sleep(40.0)
+    began = asyncio.get_running_loop().time()
+    world.stop.set()
+    await world.syncer
+    assert asyncio.get_running_loop().time() - began < 5.0
+    for learner in learners:
+        await learner.kill()
 
 
-def test_values_on_the_bus_that_are_not_finite_are_not_merged_into() -> None:
+@in_virtual_time
+async def test_values_on_the_bus_that_are_not_finite_are_not_merged_into() -> None:
     """Whoever wrote them: the owner says so, and waits."""
-
-    async def main() -> None:
-        world, learners = await start(0)
-        await world.until_version(2)
-        world.syncer.cancel()
-        await asyncio.gather(world.syncer, return_exceptions=True)
-        for learner in learners:
-            await learner.kill()
-        (head,) = await world.bus.read_heads([0])
-        elements = len(learners[0].values[0])
-        for key in list(world.store.values):
-            if ":lease:" in key:
-                world.store.delete(key)
-        assert await world.bus.acquire_lease(0, "ab" * 8, 1.0)
-        nan = np.full(elements, np.nan, np.float32)
-        await samples.commit(world.bus, 0, head.version + 1, nan, expected=(head.version, head.digest))
-        await world.bus.release_lease(0, "ab" * 8)
-        service = world.start_syncer()
-        await asyncio.sleep(10.0)
-        with pytest.raises(BadPayload, match=r"not finite: resume from an earlier checkpoint"):
-            await service.owners[0].load()
-
-    run_virtual(main())
+    world, learners = await start(0)
+    await world.until_version(2)
+    world.syncer.cancel()
+    await asyncio.gather(world.syncer, return_exceptions=True)
+    for learner in learners:
+        await learner.kill()
+    (head,) = await world.bus.read_heads([0])
+    elements = len(learners[0].values[0])
+    for key in list(world.store.values):
+        if ":lease:" in key:
+            world.store.delete(key)
+    assert await world.bus.acquire_lease(0, "ab" * 8, 1.0)
+    nan = np.full(elements, np.nan, np.float32)
+    await samples.commit(world.bus, 0, head.version + 1, nan, expected=(head.version, head.digest))
+    await world.bus.release_lease(0, "ab" * 8)
+    service = world.start_syncer()
+    await asyncio.sleep(10.0)
+    with pytest.raises(BadPayload, match=r"not finite: resume from an earlier checkpoint"):
+        await service.owners[0].load()
 
 
 def test_all_finite_sees_a_single_element() -> None:

@@ -16,7 +16,7 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.run_metrics import RunMetrics
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples
 from tests.virtual_run import RUN, end, under_way
 
@@ -52,35 +52,32 @@ def test_of_a_cluster_the_fullest_node_counts() -> None:
 
 
 @pytest.mark.parametrize("rounds_free", [0.9, 1.1])
-def test_status_page_metric_log_and_doctor_say_it_together(rounds_free: float) -> None:
+@in_virtual_time
+async def test_status_page_metric_log_and_doctor_say_it_together(rounds_free: float) -> None:
     """At 15 % free, which no share alone would tell; with a little more none of them says it."""
+    world, party = await under_way(2)
+    elements = layout_of(world.spec.tensors).elements
+    a_round = round_bytes(elements, 2, world.spec.sync.codec)
+    most = int(6 * a_round)
+    used = int(most - rounds_free * a_round)
 
-    async def main() -> None:
-        world, party = await under_way(2)
-        elements = layout_of(world.spec.tensors).elements
-        a_round = round_bytes(elements, 2, world.spec.sync.codec)
-        most = int(6 * a_round)
-        used = int(most - rounds_free * a_round)
+    async def info(_: MemoryBus) -> BusInfo:
+        return BusInfo("id", "7.2", most, used)
 
-        async def info(_: MemoryBus) -> BusInfo:
-            return BusInfo("id", "7.2", most, used)
-
-        with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
-            patch.setattr(MemoryBus, "info", info)
-            said = [any("of its maxmemory" in one for one in (await read_status(world.bus, world.clock))["warnings"])]
-            collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
-            await collector.look()
-            said.append("% full" in collector.model.snapshot()["sentence"]["text"])
-            registry = CollectorRegistry()
-            registry.register(RunMetrics(collector.reading, VirtualClock(), lambda: True))
-            said.append(bool(registry.get_sample_value("diloco_redis_nearly_full")))
-            await asyncio.sleep(20)
-            told = [one for one in log if "of its maxmemory" in one.get("detail", "")]
-            said.append(len(told) == 1)
-            run = Run(RUN, world.spec.sync, elements, 2, 0.1, (), live=2)
-            node = Server("7.2", used_bytes=used, maxmemory_bytes=most)
-            said += [one.level == "warning" for one in checks.fills([node], run)]
-        assert said == [rounds_free < 1] * 5
-        await end(*party)
-
-    run_virtual(main())
+    with pytest.MonkeyPatch.context() as patch, structlog.testing.capture_logs() as log:
+        patch.setattr(MemoryBus, "info", info)
+        said = [any("of its maxmemory" in one for one in (await read_status(world.bus, world.clock))["warnings"])]
+        collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
+        await collector.look()
+        said.append("% full" in collector.model.snapshot()["sentence"]["text"])
+        registry = CollectorRegistry()
+        registry.register(RunMetrics(collector.reading, VirtualClock(), lambda: True))
+        said.append(bool(registry.get_sample_value("diloco_redis_nearly_full")))
+        await asyncio.sleep(20)
+        told = [one for one in log if "of its maxmemory" in one.get("detail", "")]
+        said.append(len(told) == 1)
+        run = Run(RUN, world.spec.sync, elements, 2, 0.1, (), live=2)
+        node = Server("7.2", used_bytes=used, maxmemory_bytes=most)
+        said += [one.level == "warning" for one in checks.fills([node], run)]
+    assert said == [rounds_free < 1] * 5
+    await end(*party)

@@ -27,7 +27,7 @@ from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.rounds import Rounds
-from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline, run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -155,47 +155,41 @@ def anew(metrics: Metrics) -> float:
 ALL = [delta(i, counters) for i, counters in enumerate(COUNTERS)]
 
 
-def test_all_but_the_last_are_summed_when_a_window_closes() -> None:
+@in_virtual_time
+async def test_all_but_the_last_are_summed_when_a_window_closes() -> None:
     """One alone is not; what comes while others are being added is added next."""
-
-    async def main() -> None:
-        offload = Held()
-        sums, metrics = running(offload)
-        sums.follow(ALL[:1])
-        await asyncio.sleep(0)
-        assert offload.asked == 0
-        sums.follow(ALL[:2])
-        await asyncio.sleep(0)
-        sums.follow(ALL[:4])
-        assert offload.asked == 1
-        offload.go.set()
-        await asyncio.sleep(0.1)
-        assert offload.asked == 2
-        draft = await sums.draft(ALL)
-        assert draft.sum.count == 4
-        assert (await sums.draft(ALL)).sum.count == 0  # another window's
-        assert anew(metrics) == 0
-
-    run_virtual(main())
+    offload = Held()
+    sums, metrics = running(offload)
+    sums.follow(ALL[:1])
+    await asyncio.sleep(0)
+    assert offload.asked == 0
+    sums.follow(ALL[:2])
+    await asyncio.sleep(0)
+    sums.follow(ALL[:4])
+    assert offload.asked == 1
+    offload.go.set()
+    await asyncio.sleep(0.1)
+    assert offload.asked == 2
+    draft = await sums.draft(ALL)
+    assert draft.sum.count == 4
+    assert (await sums.draft(ALL)).sum.count == 0  # another window's
+    assert anew(metrics) == 0
 
 
-def test_a_merge_waits_for_what_is_being_added_and_for_nothing_more() -> None:
+@in_virtual_time
+async def test_a_merge_waits_for_what_is_being_added_and_for_nothing_more() -> None:
     """The last one goes into the pass that closes the window."""
-
-    async def main() -> None:
-        offload = Held()
-        sums, _ = running(offload)
-        sums.follow(ALL[:2])
-        await asyncio.sleep(0)
-        sums.follow(ALL[:3])
-        drafting = asyncio.create_task(sums.draft(ALL[:4]))
-        await asyncio.sleep(1)
-        assert not drafting.done()
-        offload.go.set()
-        assert (await drafting).sum.count == 2
-        assert offload.asked == 1
-
-    run_virtual(main())
+    offload = Held()
+    sums, _ = running(offload)
+    sums.follow(ALL[:2])
+    await asyncio.sleep(0)
+    sums.follow(ALL[:3])
+    drafting = asyncio.create_task(sums.draft(ALL[:4]))
+    await asyncio.sleep(1)
+    assert not drafting.done()
+    offload.go.set()
+    assert (await drafting).sum.count == 2
+    assert offload.asked == 1
 
 
 @pytest.mark.parametrize("while_adding", [False, True])
@@ -207,44 +201,39 @@ def test_a_merge_waits_for_what_is_being_added_and_for_nothing_more() -> None:
         pytest.param([*ALL[:2], delta(2, (24, 1)), delta(3, (24, 1))], id="others bound what the first count"),
     ],
 )
-def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list[Delta], while_adding: bool) -> None:
+@in_virtual_time
+async def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list[Delta], while_adding: bool) -> None:
     """When it is seen, or when the window closes; nothing of the old one is in the new one."""
-
-    async def main() -> None:
-        offload = Held()
-        sums, metrics = running(offload)
-        sums.follow(ALL[:2])
-        await asyncio.sleep(0)
-        if while_adding:
-            sums.follow(then)
-        offload.go.set()
-        await asyncio.sleep(0.1)
-        draft = await sums.draft(then)
-        assert anew(metrics) == 1
-        values, norms = [one.values for one in then], [one.norms for one in then]
-        shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in then], interval=INTERVAL)
-        draft.sum.close(values, norms, shares)
-        expected = np.empty(LAYOUT.elements, np.float32)
-        Sum(LAYOUT, expected).close(values, norms, shares)
-        assert draft.theta.tobytes() == expected.tobytes()
-
-    run_virtual(main())
+    offload = Held()
+    sums, metrics = running(offload)
+    sums.follow(ALL[:2])
+    await asyncio.sleep(0)
+    if while_adding:
+        sums.follow(then)
+    offload.go.set()
+    await asyncio.sleep(0.1)
+    draft = await sums.draft(then)
+    assert anew(metrics) == 1
+    values, norms = [one.values for one in then], [one.norms for one in then]
+    shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in then], interval=INTERVAL)
+    draft.sum.close(values, norms, shares)
+    expected = np.empty(LAYOUT.elements, np.float32)
+    Sum(LAYOUT, expected).close(values, norms, shares)
+    assert draft.theta.tobytes() == expected.tobytes()
 
 
-def test_a_sum_that_fails_is_not_passed_over() -> None:
+@in_virtual_time
+async def test_a_sum_that_fails_is_not_passed_over() -> None:
     """As a merge that fails: it would be a bug of ours."""
 
     async def broken(work: Callable[..., Any], *args: Any) -> Any:
         raise RuntimeError("broken")
 
-    async def main() -> None:
-        sums, _ = running(broken)
-        sums.follow(ALL[:2])
-        await asyncio.sleep(0)
-        with pytest.raises(RuntimeError, match="broken"):
-            sums.follow(ALL[:3])
-
-    run_virtual(main())
+    sums, _ = running(broken)
+    sums.follow(ALL[:2])
+    await asyncio.sleep(0)
+    with pytest.raises(RuntimeError, match="broken"):
+        sums.follow(ALL[:3])
 
 
 class ByHand(VirtualLearner):
@@ -348,46 +337,44 @@ def test_the_tape_tells_the_order_of_completion_and_a_replay_gives_the_same_bits
     assert outcome.repeated == 1
 
 
-def test_a_learner_that_publishes_on_a_newer_base_has_the_sum_begun_anew() -> None:
+@in_virtual_time
+async def test_a_learner_that_publishes_on_a_newer_base_has_the_sum_begun_anew() -> None:
     """Its delta on the base before was in it already; the merge is of what the window holds in the end."""
-
-    async def main() -> None:
-        world = VirtualRun(one_fragment(quorum=3))
-        service, (a, b, c, d) = await four(world)
-        for learner in (a, b, c):
-            await learner.send(0.1)
-        for learner in (a, b, c):
-            await learner.at(1)
-        head = (await world.heads())[0]
-        await d.send(0.3)  # on version 0: stale by one
-        await a.send(0.11)
-        assert anew(service.metrics) == 0
-        await d.at(1)
-        await d.send(0.05)
-        await b.send(0.12)
-        await a.at(2)
-        assert anew(service.metrics) == 1
-        record = [one for one in await world.tape() if isinstance(one, Committed)][-1]
-        assert [(part.learner, part.base_version) for part in record.contributions] == [
-            ("l0", 1),
-            ("l3", 1),
-            ("l1", 1),
-        ]
-        fragment, sync = layout_of(world.spec.tensors).fragments[0], world.spec.sync
-        before = (await pull(world.bus, head.payload, fragment.elements, "fp32", sync.chunk_bytes)).array()
-        ramp = np.arange(1, fragment.elements + 1)
-        weights = algorithm.merge_weights(
-            [(1, part.tokens) for part in record.contributions], sync.weights, interval=INTERVAL
-        )
-        gradient = algorithm.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
-        np.testing.assert_allclose(a.values[0], before - sync.outer_lr * gradient, rtol=1e-5)
-        for learner in (a, b, c, d):
-            await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(one_fragment(quorum=3))
+    service, (a, b, c, d) = await four(world)
+    for learner in (a, b, c):
+        await learner.send(0.1)
+    for learner in (a, b, c):
+        await learner.at(1)
+    head = (await world.heads())[0]
+    await d.send(0.3)  # on version 0: stale by one
+    await a.send(0.11)
+    assert anew(service.metrics) == 0
+    await d.at(1)
+    await d.send(0.05)
+    await b.send(0.12)
+    await a.at(2)
+    assert anew(service.metrics) == 1
+    record = [one for one in await world.tape() if isinstance(one, Committed)][-1]
+    assert [(part.learner, part.base_version) for part in record.contributions] == [
+        ("l0", 1),
+        ("l3", 1),
+        ("l1", 1),
+    ]
+    fragment, sync = layout_of(world.spec.tensors).fragments[0], world.spec.sync
+    before = (await pull(world.bus, head.payload, fragment.elements, "fp32", sync.chunk_bytes)).array()
+    ramp = np.arange(1, fragment.elements + 1)
+    weights = algorithm.merge_weights(
+        [(1, part.tokens) for part in record.contributions], sync.weights, interval=INTERVAL
+    )
+    gradient = algorithm.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
+    np.testing.assert_allclose(a.values[0], before - sync.outer_lr * gradient, rtol=1e-5)
+    for learner in (a, b, c, d):
+        await learner.kill()
 
 
-def test_a_stale_delta_is_rebased_before_it_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_stale_delta_is_rebased_before_it_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, although it is in the sum while another is awaited: as its learner's values, measured from the present."""
     rebased: list[int] = []
     rebase = fragment.rebase
@@ -398,35 +385,31 @@ def test_a_stale_delta_is_rebased_before_it_is_summed(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(fragment, "rebase", counted)
     added = counted_deltas(monkeypatch)
-
-    async def main() -> None:
-        world = VirtualRun(one_fragment(quorum=3))
-        _, (a, b, c, d) = await four(world)
-        for learner in (a, b, c):
-            await learner.send(0.1)
-        for learner in (a, b, c):
-            await learner.at(1)
-        present = a.values[0].copy()
-        await d.send(0.3)  # on version 0: stale by one
-        added.clear()
-        await a.send(0.11)
-        await asyncio.sleep(0.5)
-        assert added == [2]
-        await b.send(0.12)
-        await a.at(2)
-        record = [one for one in await world.tape() if isinstance(one, Committed)][-1]
-        assert [(part.learner, part.rebased) for part in record.contributions] == [
-            ("l3", True),
-            ("l0", False),
-            ("l1", False),
-        ]
-        weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions], interval=INTERVAL)
-        ramp = np.arange(1, len(present) + 1)
-        layout, lr = layout_of(world.spec.tensors).fragments[0], world.spec.sync.outer_lr
-        gradient = algorithm.pseudogradient(layout, [present - (10 + 0.3 * ramp), -0.11 * ramp, -0.12 * ramp], weights)
-        np.testing.assert_allclose(a.values[0], present - lr * gradient, rtol=1e-5)
-        assert rebased == [0]
-        for learner in (a, b, c, d):
-            await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(one_fragment(quorum=3))
+    _, (a, b, c, d) = await four(world)
+    for learner in (a, b, c):
+        await learner.send(0.1)
+    for learner in (a, b, c):
+        await learner.at(1)
+    present = a.values[0].copy()
+    await d.send(0.3)  # on version 0: stale by one
+    added.clear()
+    await a.send(0.11)
+    await asyncio.sleep(0.5)
+    assert added == [2]
+    await b.send(0.12)
+    await a.at(2)
+    record = [one for one in await world.tape() if isinstance(one, Committed)][-1]
+    assert [(part.learner, part.rebased) for part in record.contributions] == [
+        ("l3", True),
+        ("l0", False),
+        ("l1", False),
+    ]
+    weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions], interval=INTERVAL)
+    ramp = np.arange(1, len(present) + 1)
+    layout, lr = layout_of(world.spec.tensors).fragments[0], world.spec.sync.outer_lr
+    gradient = algorithm.pseudogradient(layout, [present - (10 + 0.3 * ramp), -0.11 * ramp, -0.12 * ramp], weights)
+    np.testing.assert_allclose(a.values[0], present - lr * gradient, rtol=1e-5)
+    assert rebased == [0]
+    for learner in (a, b, c, d):
+        await learner.kill()

@@ -29,7 +29,7 @@ from diloco.syncer.serving.serving import _Presence
 from diloco.syncer.serving.start import check_memory
 from diloco.syncer.watch import WATCH_S
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
@@ -70,46 +70,41 @@ def test_a_learner_that_is_back_in_another_life_has_not_fallen_silent() -> None:
 
 @pytest.mark.parametrize("global_codec", get_args(GlobalCodec))
 @pytest.mark.parametrize(("codec", "quorum", "learners"), [("bf16", 1, 4), ("int8", 4, 4), ("fp32", 6, 6)])
-def test_a_redis_is_refused_that_has_less_than_the_plan_says(
+@in_virtual_time
+async def test_a_redis_is_refused_that_has_less_than_the_plan_says(
     codec: str, quorum: int, learners: int, global_codec: str
 ) -> None:
     """Of a run of four learners, or of a quorum, before its first step; to the byte."""
-
-    async def main() -> None:
-        layout = layout_of((samples.tensor("wide", (10**6,)),))
-        site = Site(params=float(layout.elements))
-        pace = pace_of(site, learners, 2, codec, global_codec, "nesterov")
-        planned = math.ceil(needs_of(site, pace, learners, 2, "nesterov").redis_memory_bytes)
-        sync = samples.sync_spec(codec=codec, global_codec=global_codec, quorum=quorum)
-        await check_memory(MemoryBus("run", VirtualClock(), MemoryStore(maxmemory_bytes=planned)), layout, sync)
-        with pytest.raises(UsageError, match=rf"{learners} deltas, .*2 offers of moments"):
-            await check_memory(MemoryBus("run", VirtualClock(), MemoryStore(maxmemory_bytes=planned - 1)), layout, sync)
-
-    run_virtual(main())
+    layout = layout_of((samples.tensor("wide", (10**6,)),))
+    site = Site(params=float(layout.elements))
+    pace = pace_of(site, learners, 2, codec, global_codec, "nesterov")
+    planned = math.ceil(needs_of(site, pace, learners, 2, "nesterov").redis_memory_bytes)
+    sync = samples.sync_spec(codec=codec, global_codec=global_codec, quorum=quorum)
+    await check_memory(MemoryBus("run", VirtualClock(), MemoryStore(maxmemory_bytes=planned)), layout, sync)
+    with pytest.raises(UsageError, match=rf"{learners} deltas, .*2 offers of moments"):
+        await check_memory(MemoryBus("run", VirtualClock(), MemoryStore(maxmemory_bytes=planned - 1)), layout, sync)
 
 
-def test_a_syncer_that_waits_for_a_spec_says_at_once_what_is_wrong_with_its_redis(
+@in_virtual_time
+async def test_a_syncer_that_waits_for_a_spec_says_at_once_what_is_wrong_with_its_redis(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not hours later, when somebody begins to train; and once."""
-
-    async def main() -> None:
-        world = VirtualRun()
-        info = dataclasses.replace(await world.bus.info(), warnings=("keys may be evicted",))
-        monkeypatch.setattr(MemoryBus, "info", AsyncMock(return_value=info))
-        with capture_logs() as lines:
-            world.start_syncer()
-            await asyncio.sleep(1)
-            world.stop.set()
-            assert world.syncer is not None
-            await world.syncer
-        told = [line for line in lines if line["event"] in ("bus_warning", "waiting_for_spec")]
-        assert [line.get("detail") for line in told] == ["keys may be evicted", None]
-
-    run_virtual(main())
+    world = VirtualRun()
+    info = dataclasses.replace(await world.bus.info(), warnings=("keys may be evicted",))
+    monkeypatch.setattr(MemoryBus, "info", AsyncMock(return_value=info))
+    with capture_logs() as lines:
+        world.start_syncer()
+        await asyncio.sleep(1)
+        world.stop.set()
+        assert world.syncer is not None
+        await world.syncer
+    told = [line for line in lines if line["event"] in ("bus_warning", "waiting_for_spec")]
+    assert [line.get("detail") for line in told] == ["keys may be evicted", None]
 
 
-def test_the_bus_holds_few_fragments_of_version_0_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_the_bus_holds_few_fragments_of_version_0_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fragment's upload goes as its copy is committed; the next ones are copied then."""
     copied: set[int] = set()
     most = []
@@ -128,289 +123,243 @@ def test_the_bus_holds_few_fragments_of_version_0_twice(monkeypatch: pytest.Monk
     written, committed = MemoryBus.write_chunks, MemoryBus.commit
     monkeypatch.setattr(MemoryBus, "write_chunks", write_chunks)
     monkeypatch.setattr(MemoryBus, "commit", commit)
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=8))
-        world.start_syncer()
-        learner = VirtualLearner("l0", world).start()
-        await world.until_version(1)
-        assert len(most) >= 8
-        assert max(most) == AT_ONCE
-        await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(fragments=8))
+    world.start_syncer()
+    learner = VirtualLearner("l0", world).start()
+    await world.until_version(1)
+    assert len(most) >= 8
+    assert max(most) == AT_ONCE
+    await learner.kill()
 
 
-def test_merges_of_a_fragment_stay_an_interval_apart() -> None:
+@in_virtual_time
+async def test_merges_of_a_fragment_stay_an_interval_apart() -> None:
     """A fragment merges about every H steps of the fastest learner, not every time somebody reports."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=16_000))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1 * (1 + 0.3 * i), f"{i:016x}").start() for i in range(4)]
-        await world.finish(*learners)
-        commits = [r for r in await world.tape() if isinstance(r, Committed) and r.fragment == 0 and r.version > 0]
-        gaps = np.diff([c.unix_s for c in commits[:-4]])
-        assert np.median(gaps) >= 4 * 0.1
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=16_000))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1 * (1 + 0.3 * i), f"{i:016x}").start() for i in range(4)]
+    await world.finish(*learners)
+    commits = [r for r in await world.tape() if isinstance(r, Committed) and r.fragment == 0 and r.version > 0]
+    gaps = np.diff([c.unix_s for c in commits[:-4]])
+    assert np.median(gaps) >= 4 * 0.1
 
 
-def test_followers_join_the_window_within_its_grace() -> None:
+@in_virtual_time
+async def test_followers_join_the_window_within_its_grace() -> None:
     """Learners of equal speed are all in nearly every merge, although only one of them was due."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=20_000, sync_interval=8))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}") for i in range(4)]
-        for learner in learners:
-            learner.start()
-            await asyncio.sleep(0.023)
-        await world.finish(*learners)
-        commits = [r for r in await world.tape() if isinstance(r, Committed) and r.version > 1]
-        full = sum(len(c.contributions) == 4 for c in commits)
-        assert full >= 0.8 * len(commits)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=20_000, sync_interval=8))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}") for i in range(4)]
+    for learner in learners:
+        learner.start()
+        await asyncio.sleep(0.023)
+    await world.finish(*learners)
+    commits = [r for r in await world.tape() if isinstance(r, Committed) and r.version > 1]
+    full = sum(len(c.contributions) == 4 for c in commits)
+    assert full >= 0.8 * len(commits)
 
 
-def test_the_merged_model_learns() -> None:
+@in_virtual_time
+async def test_the_merged_model_learns() -> None:
     """Globals approach what all learners train towards."""
-
-    async def main() -> None:
-        world = VirtualRun()
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.finish(*learners)
-        for head, fragment in zip(await world.heads(), learners[0].exchange.member.layout.fragments, strict=True):
-            values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
-            assert np.all(np.abs(values - 1.0) < 0.1)
-
-    run_virtual(main())
+    world = VirtualRun()
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.finish(*learners)
+    for head, fragment in zip(await world.heads(), learners[0].exchange.member.layout.fragments, strict=True):
+        values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
+        assert np.all(np.abs(values - 1.0) < 0.1)
 
 
-def test_a_killed_learner_stops_nobody() -> None:
+@in_virtual_time
+async def test_a_killed_learner_stops_nobody() -> None:
     """With quorum 1 the others go on merging, and nobody's step ever takes longer."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=12_000))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
-        await world.until_version(3)
-        await learners[0].kill()
-        before = await world.versions()
-        await asyncio.sleep(2.0)
-        assert all(after >= was + 2 for after, was in zip(await world.versions(), before, strict=True))
-        await world.finish(*learners[1:])
-        assert max(learner.longest_step_s for learner in learners[1:]) < 0.11
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=12_000))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
+    await world.until_version(3)
+    await learners[0].kill()
+    before = await world.versions()
+    await asyncio.sleep(2.0)
+    assert all(after >= was + 2 for after, was in zip(await world.versions(), before, strict=True))
+    await world.finish(*learners[1:])
+    assert max(learner.longest_step_s for learner in learners[1:]) < 0.11
 
 
-def test_a_half_delta_of_the_dead_is_never_merged() -> None:
+@in_virtual_time
+async def test_a_half_delta_of_the_dead_is_never_merged() -> None:
     """A header without its chunks is refused at the upload deadline, recorded, and the window goes on."""
+    world = VirtualRun(sync_spec(tokens=6_000))
+    world.start_syncer()
+    learner = VirtualLearner("alive", world, 0.1, "a" * 16).start()
+    await world.until_version(2)
+    ghost = VirtualLearner("ghost", world, 0.1, "b" * 16).start()
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=6_000))
-        world.start_syncer()
-        learner = VirtualLearner("alive", world, 0.1, "a" * 16).start()
-        await world.until_version(2)
-        ghost = VirtualLearner("ghost", world, 0.1, "b" * 16).start()
+    async def never(*_: Any) -> None:
+        await asyncio.Event().wait()
 
-        async def never(*_: Any) -> None:
-            await asyncio.Event().wait()
-
-        await asyncio.sleep(0)
-        ghost.bus.write_chunks = never  # type: ignore[method-assign]
-        await asyncio.sleep(3.0)
-        await ghost.kill()
-        await world.finish(learner)
-        records = await world.tape()
-        assert any(isinstance(r, Rejected) and r.learner == "ghost" for r in records)
-        assert not any(isinstance(r, Committed) and any(c.learner == "ghost" for c in r.contributions) for r in records)
-
-    run_virtual(main())
+    await asyncio.sleep(0)
+    ghost.bus.write_chunks = never  # type: ignore[method-assign]
+    await asyncio.sleep(3.0)
+    await ghost.kill()
+    await world.finish(learner)
+    records = await world.tape()
+    assert any(isinstance(r, Rejected) and r.learner == "ghost" for r in records)
+    assert not any(isinstance(r, Committed) and any(c.learner == "ghost" for c in r.contributions) for r in records)
 
 
-def test_a_learner_added_mid_run_joins_and_contributes() -> None:
+@in_virtual_time
+async def test_a_learner_added_mid_run_joins_and_contributes() -> None:
     """It adopts the heads and is in a merge within two intervals."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=12_000))
-        world.start_syncer()
-        first = VirtualLearner("first", world, 0.1, "a" * 16).start()
-        await world.until_version(3)
-        late = VirtualLearner("late", world, 0.1, "b" * 16).start()
-        await asyncio.sleep(2.0)
-        commits = [r for r in await world.tape() if isinstance(r, Committed)]
-        assert any(c.learner == "late" for r in commits for c in r.contributions)
-        await world.finish(first, late)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=12_000))
+    world.start_syncer()
+    first = VirtualLearner("first", world, 0.1, "a" * 16).start()
+    await world.until_version(3)
+    late = VirtualLearner("late", world, 0.1, "b" * 16).start()
+    await asyncio.sleep(2.0)
+    commits = [r for r in await world.tape() if isinstance(r, Committed)]
+    assert any(c.learner == "late" for r in commits for c in r.contributions)
+    await world.finish(first, late)
 
 
-def test_a_quorum_that_cannot_be_met_is_never_lowered_but_said() -> None:
+@in_virtual_time
+async def test_a_quorum_that_cannot_be_met_is_never_lowered_but_said() -> None:
     """K = 2 with one live learner: no merge, a warning in the status; the second learner mends it."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(quorum=2, tokens=4_000))
-        service = world.start_syncer()
-        first = VirtualLearner("first", world, 0.1, "a" * 16).start()
-        await asyncio.sleep(5.0)
-        assert await world.versions() == [0, 0]
-        assert "quorum 2 > 1 live" in (await service.status())["warnings"]
-        second = VirtualLearner("second", world, 0.1, "b" * 16).start()
-        await asyncio.sleep(3.0)
-        assert min(await world.versions()) >= 1
-        await world.finish(first, second)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(quorum=2, tokens=4_000))
+    service = world.start_syncer()
+    first = VirtualLearner("first", world, 0.1, "a" * 16).start()
+    await asyncio.sleep(5.0)
+    assert await world.versions() == [0, 0]
+    assert "quorum 2 > 1 live" in (await service.status())["warnings"]
+    second = VirtualLearner("second", world, 0.1, "b" * 16).start()
+    await asyncio.sleep(3.0)
+    assert min(await world.versions()) >= 1
+    await world.finish(first, second)
 
 
-def test_windows_after_a_long_time_without_a_quorum_wait_for_who_is_a_bit_slower() -> None:
+@in_virtual_time
+async def test_windows_after_a_long_time_without_a_quorum_wait_for_who_is_a_bit_slower() -> None:
     """Two of three learners are away for two minutes: once they are back, all three are in every merge, as before."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(quorum=2, fragments=1, tokens=10**9))
-        world.start_syncer()
-        steps_s = (0.1, 0.1, 0.13)
-        learners = [VirtualLearner(f"l{i}", world, s, f"{i:016x}").start() for i, s in enumerate(steps_s)]
-        await world.until_version(6)
-        for learner in learners[1:]:
-            await learner.kill()
-        await asyncio.sleep(120.0)
-        (was,) = await world.versions()
-        learners[1:] = [VirtualLearner(f"l{i}", world, steps_s[i], f"{i + 2:016x}").start() for i in (1, 2)]
-        await world.until_version(was + 8)
-        commits = [r for r in await world.tape() if isinstance(r, Committed)]
-        assert commits[was + 1].quorum_s > 100.0
-        assert [len(commits[version].contributions) for version in (was, *range(was + 2, was + 8))] == [3] * 7
-        await end(*learners)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(quorum=2, fragments=1, tokens=10**9))
+    world.start_syncer()
+    steps_s = (0.1, 0.1, 0.13)
+    learners = [VirtualLearner(f"l{i}", world, s, f"{i:016x}").start() for i, s in enumerate(steps_s)]
+    await world.until_version(6)
+    for learner in learners[1:]:
+        await learner.kill()
+    await asyncio.sleep(120.0)
+    (was,) = await world.versions()
+    learners[1:] = [VirtualLearner(f"l{i}", world, steps_s[i], f"{i + 2:016x}").start() for i in (1, 2)]
+    await world.until_version(was + 8)
+    commits = [r for r in await world.tape() if isinstance(r, Committed)]
+    assert commits[was + 1].quorum_s > 100.0
+    assert [len(commits[version].contributions) for version in (was, *range(was + 2, was + 8))] == [3] * 7
+    await end(*learners)
 
 
-def test_a_syncer_that_is_stopped_in_the_runs_first_moments_saves_it(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_syncer_that_is_stopped_in_the_runs_first_moments_saves_it(tmp_path: Path) -> None:
     """Before its first look said how far the run is: nothing that was merged by then is missing from the checkpoint."""
-
-    async def main() -> None:
-        world = VirtualRun()
-        world.start_syncer(checkpoint_dir=tmp_path)
-        learner = VirtualLearner("l0", world, 0.001, "a" * 16).start()
-        async with asyncio.timeout(4 * WATCH_S):
-            while min(await world.versions(), default=0) < 1:
-                await asyncio.sleep(0.001)
-        world.stop.set()
-        assert world.syncer is not None
-        await world.syncer
-        await learner.kill()
-        saved = load_checkpoint(tmp_path)
-        assert [one.version for one in saved.fragments] == await world.versions()
-        assert saved.state.tokens > 0
-
-    run_virtual(main())
+    world = VirtualRun()
+    world.start_syncer(checkpoint_dir=tmp_path)
+    learner = VirtualLearner("l0", world, 0.001, "a" * 16).start()
+    async with asyncio.timeout(4 * WATCH_S):
+        while min(await world.versions(), default=0) < 1:
+            await asyncio.sleep(0.001)
+    world.stop.set()
+    assert world.syncer is not None
+    await world.syncer
+    await learner.kill()
+    saved = load_checkpoint(tmp_path)
+    assert [one.version for one in saved.fragments] == await world.versions()
+    assert saved.state.tokens > 0
 
 
-def test_the_metrics_count_open_windows() -> None:
+@in_virtual_time
+async def test_the_metrics_count_open_windows() -> None:
     """With one of two needed learners, its windows stay open; the gauge says how many."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(quorum=2))
-        service = world.start_syncer()
-        assert service.metrics.registry.get_sample_value("diloco_open_windows") == 0
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await asyncio.sleep(5.0)
-        assert service.metrics.registry.get_sample_value("diloco_open_windows") == 2
-        await learner.kill()
-        world.stop.set()
-        assert world.syncer is not None
-        await world.syncer
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(quorum=2))
+    service = world.start_syncer()
+    assert service.metrics.registry.get_sample_value("diloco_open_windows") == 0
+    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+    await asyncio.sleep(5.0)
+    assert service.metrics.registry.get_sample_value("diloco_open_windows") == 2
+    await learner.kill()
+    world.stop.set()
+    assert world.syncer is not None
+    await world.syncer
 
 
-def test_a_slow_end_is_still_an_end() -> None:
+@in_virtual_time
+async def test_a_slow_end_is_still_an_end() -> None:
     """A bus that takes seconds for the last reads delays the end of a finished run, and no more."""
+    world = VirtualRun()
+    service = world.start_syncer()
+    read_heads = service.bus.read_heads
 
-    async def main() -> None:
-        world = VirtualRun()
-        service = world.start_syncer()
-        read_heads = service.bus.read_heads
+    async def slowly(fragments: Sequence[int]) -> list[Head | None]:
+        if service.serving and service.serving.closing.done():
+            await asyncio.sleep(5.0)
+        return await read_heads(fragments)
 
-        async def slowly(fragments: Sequence[int]) -> list[Head | None]:
-            if service.serving and service.serving.closing.done():
-                await asyncio.sleep(5.0)
-            return await read_heads(fragments)
-
-        service.bus.read_heads = slowly  # type: ignore[method-assign]
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await world.finish(learner)
-        state = await world.bus.read_state()
-        assert state is not None
-        assert state.phase is Phase.FINISHED
-
-    run_virtual(main())
+    service.bus.read_heads = slowly  # type: ignore[method-assign]
+    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+    await world.finish(learner)
+    state = await world.bus.read_state()
+    assert state is not None
+    assert state.phase is Phase.FINISHED
 
 
-def test_a_shutdown_that_overruns_its_budget_says_so_and_ends(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_shutdown_that_overruns_its_budget_says_so_and_ends(tmp_path: Path) -> None:
     """What is committed is safe; the process does not hang, and its exit status shows it."""
+    world = VirtualRun(shutdown_s=3.0, checkpoint_dir=tmp_path)
+    service = world.start_syncer()
+    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+    await world.until_version(2)
+    read_heads = service.bus.read_heads
 
-    async def main() -> None:
-        world = VirtualRun(shutdown_s=3.0, checkpoint_dir=tmp_path)
-        service = world.start_syncer()
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await world.until_version(2)
-        read_heads = service.bus.read_heads
+    async def never(fragments: Sequence[int]) -> list[Head | None]:
+        await asyncio.sleep(3600.0)
+        return await read_heads(fragments)
 
-        async def never(fragments: Sequence[int]) -> list[Head | None]:
-            await asyncio.sleep(3600.0)
-            return await read_heads(fragments)
-
-        service.bus.read_heads = never  # type: ignore[method-assign]
-        world.stop.set()
-        assert world.syncer is not None
-        async with asyncio.timeout(5.0):
-            await world.syncer
-        assert not service.in_order
-        await learner.kill()
-
-    run_virtual(main())
+    service.bus.read_heads = never  # type: ignore[method-assign]
+    world.stop.set()
+    assert world.syncer is not None
+    async with asyncio.timeout(5.0):
+        await world.syncer
+    assert not service.in_order
+    await learner.kill()
 
 
-def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
+@in_virtual_time
+async def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
     """Writing the draining phase (Ctrl-C of a launcher) has everybody publish once more and leave."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10_000_000))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
-        state = await world.bus.read_state()
-        assert state is not None
-        asked = state.model_copy(update={"phase": Phase.DRAINING, "reason": "stopped by the user"})
-        await world.bus.write_state(asked)
-        await world.finish(*learners)
-        state = await world.bus.read_state()
-        assert state is not None
-        assert state.phase is Phase.FINISHED
-        assert all(learner.left for learner in learners)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10_000_000))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(2)
+    state = await world.bus.read_state()
+    assert state is not None
+    asked = state.model_copy(update={"phase": Phase.DRAINING, "reason": "stopped by the user"})
+    await world.bus.write_state(asked)
+    await world.finish(*learners)
+    state = await world.bus.read_state()
+    assert state is not None
+    assert state.phase is Phase.FINISHED
+    assert all(learner.left for learner in learners)
 
 
-def test_a_syncer_started_on_a_finished_run_saves_it_and_ends_at_once(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_syncer_started_on_a_finished_run_saves_it_and_ends_at_once(tmp_path: Path) -> None:
     """As when it was killed between the manifest and the last checkpoint; the manifest stays as it is."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=1000))
-        world.start_syncer()
-        await world.finish(VirtualLearner("l0", world).start())
-        finished = await world.bus.read_state()
-        assert finished is not None
-        assert finished.phase is Phase.FINISHED
-        world.start_syncer(checkpoint_dir=tmp_path)
-        await world.finish()
-        assert await world.bus.read_state() == finished
-        assert load_checkpoint(tmp_path).state.phase is Phase.FINISHED
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=1000))
+    world.start_syncer()
+    await world.finish(VirtualLearner("l0", world).start())
+    finished = await world.bus.read_state()
+    assert finished is not None
+    assert finished.phase is Phase.FINISHED
+    world.start_syncer(checkpoint_dir=tmp_path)
+    await world.finish()
+    assert await world.bus.read_state() == finished
+    assert load_checkpoint(tmp_path).state.phase is Phase.FINISHED

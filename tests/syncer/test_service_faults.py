@@ -14,7 +14,7 @@ from diloco.pipeline.errors import BadMessage, BusError, BusUnavailable, DilocoE
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 
@@ -26,34 +26,31 @@ async def rises(world: VirtualRun, within_s: float, by: int = 2) -> bool:
     return all(after >= was + by for after, was in zip(await world.versions(), before, strict=True))
 
 
-def test_a_network_that_becomes_slow_slows_the_merges_and_does_not_end_them() -> None:
+@in_virtual_time
+async def test_a_network_that_becomes_slow_slows_the_merges_and_does_not_end_them() -> None:
     """Uploads that take longer than any before lengthen the deadline instead of being refused for ever."""
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(3)
+    slowed = 0
+    for learner in learners:
+        write = learner.bus.write_chunks
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(3)
-        slowed = 0
-        for learner in learners:
-            write = learner.bus.write_chunks
+        async def slowly(key: str, *more: Any, write: Any = write) -> None:
+            nonlocal slowed
+            slowed += 1
+            await asyncio.sleep(1.5)
+            await write(key, *more)
 
-            async def slowly(key: str, *more: Any, write: Any = write) -> None:
-                nonlocal slowed
-                slowed += 1
-                await asyncio.sleep(1.5)
-                await write(key, *more)
-
-            learner.bus.write_chunks = slowly  # type: ignore[method-assign]
-        await asyncio.sleep(30.0)
-        assert slowed > 4
-        assert any(isinstance(r, Rejected) and r.reason is RefusalReason.UPLOAD_TIMEOUT for r in await world.tape())
-        assert await rises(world, 30.0)
-        assert max(learner.exchange.publishing._uploads[0].qsize() for learner in learners) <= 4
-        for party in learners:
-            await party.kill()
-
-    run_virtual(main())
+        learner.bus.write_chunks = slowly  # type: ignore[method-assign]
+    await asyncio.sleep(30.0)
+    assert slowed > 4
+    assert any(isinstance(r, Rejected) and r.reason is RefusalReason.UPLOAD_TIMEOUT for r in await world.tape())
+    assert await rises(world, 30.0)
+    assert max(learner.exchange.publishing._uploads[0].qsize() for learner in learners) <= 4
+    for party in learners:
+        await party.kill()
 
 
 def lose_the_window_after_a_refusal(bus: Any) -> None:
@@ -74,34 +71,31 @@ def lose_the_window_after_a_refusal(bus: Any) -> None:
 
 
 @pytest.mark.parametrize("loses", [False, True])
-def test_a_refused_delta_is_asked_for_again_where_the_quorum_needs_it(loses: bool) -> None:
+@in_virtual_time
+async def test_a_refused_delta_is_asked_for_again_where_the_quorum_needs_it(loses: bool) -> None:
     """K = 2 of 2: one delta with a NaN does not freeze its fragment, also if the bus fails right after the refusal."""
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
+    syncer = world.start_syncer()
+    if loses:
+        lose_the_window_after_a_refusal(syncer.bus)
+    # The second comes half a second after the first: the refusal falls into the time before the quorum.
+    learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.5 * i, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(2)
+    train = learners[0].train
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
-        syncer = world.start_syncer()
-        if loses:
-            lose_the_window_after_a_refusal(syncer.bus)
-        # The second comes half a second after the first: the refusal falls into the time before the quorum.
-        learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.5 * i, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
-        train = learners[0].train
+    def poisoned() -> None:
+        train()
+        learners[0].values[0][0] = np.nan
 
-        def poisoned() -> None:
-            train()
-            learners[0].values[0][0] = np.nan
-
-        learners[0].train = poisoned  # type: ignore[method-assign]
-        async with asyncio.timeout(30):
-            while not any(isinstance(r, Rejected) and r.reason is RefusalReason.NON_FINITE for r in await world.tape()):
-                await asyncio.sleep(0.01)
-        learners[0].train = train  # type: ignore[method-assign]
-        learners[0].values[0][0] = 0.5
-        assert await rises(world, 8.0)
-        for party in learners:
-            await party.kill()
-
-    run_virtual(main())
+    learners[0].train = poisoned  # type: ignore[method-assign]
+    async with asyncio.timeout(30):
+        while not any(isinstance(r, Rejected) and r.reason is RefusalReason.NON_FINITE for r in await world.tape()):
+            await asyncio.sleep(0.01)
+    learners[0].train = train  # type: ignore[method-assign]
+    learners[0].values[0][0] = 0.5
+    assert await rises(world, 8.0)
+    for party in learners:
+        await party.kill()
 
 
 def disconnect(learner: VirtualLearner) -> None:
@@ -118,160 +112,142 @@ def disconnect(learner: VirtualLearner) -> None:
     bus.read_tape = once  # type: ignore[method-assign]
 
 
-def test_headers_lost_with_the_bus_are_offered_again() -> None:
+@in_virtual_time
+async def test_headers_lost_with_the_bus_are_offered_again() -> None:
     """The bus comes back without headers it had acknowledged; nobody is due again, and yet it goes on."""
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(2)
+    for learner in learners:
+        write = learner.bus.write_chunks
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
-        for learner in learners:
-            write = learner.bus.write_chunks
+        async def slowly(*args: Any, write: Any = write) -> None:
+            await asyncio.sleep(0.4)
+            await write(*args)
 
-            async def slowly(*args: Any, write: Any = write) -> None:
-                await asyncio.sleep(0.4)
-                await write(*args)
-
-            learner.bus.write_chunks = slowly  # type: ignore[method-assign]
-        headers = [world.store.stream(world.bus.keys.deltas(0, f"l{i}")) for i in range(2)]
-        saved = world.store.snapshot()
-        async with asyncio.timeout(30):
-            while sum(len(stream.ids) for stream in headers) < 2:
-                if not any(stream.ids for stream in headers):
-                    saved = world.store.snapshot()
-                await asyncio.sleep(0.001)
-        assert world.syncer is not None
-        world.syncer.cancel()  # its memory would save the day: what the learners do is what is tested
-        await asyncio.gather(world.syncer, return_exceptions=True)
-        world.store.restart(saved)
-        for learner in learners:
-            disconnect(learner)
-        world.start_syncer()
-        assert await rises(world, 16.0)
-        for party in learners:
-            await party.kill()
-
-    run_virtual(main())
+        learner.bus.write_chunks = slowly  # type: ignore[method-assign]
+    headers = [world.store.stream(world.bus.keys.deltas(0, f"l{i}")) for i in range(2)]
+    saved = world.store.snapshot()
+    async with asyncio.timeout(30):
+        while sum(len(stream.ids) for stream in headers) < 2:
+            if not any(stream.ids for stream in headers):
+                saved = world.store.snapshot()
+            await asyncio.sleep(0.001)
+    assert world.syncer is not None
+    world.syncer.cancel()  # its memory would save the day: what the learners do is what is tested
+    await asyncio.gather(world.syncer, return_exceptions=True)
+    world.store.restart(saved)
+    for learner in learners:
+        disconnect(learner)
+    world.start_syncer()
+    assert await rises(world, 16.0)
+    for party in learners:
+        await party.kill()
 
 
-def test_a_bus_that_comes_back_a_second_earlier_is_adopted_by_all() -> None:
+@in_virtual_time
+async def test_a_bus_that_comes_back_a_second_earlier_is_adopted_by_all() -> None:
     """Heads go back, learners adopt the lower ones, and versions rise from there."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(3)
-        saved, before = world.store.snapshot(), await world.versions()
-        await asyncio.sleep(1.0)
-        assert await world.versions() > before
-        world.store.restart(saved)
-        await asyncio.sleep(0.5)
-        assert await rises(world, 4.0)
-        heads = await world.heads()
-        for learner in learners:
-            assert all(abs(v - h.version) <= 1 for v, h in zip(learner.rounds.versions, heads, strict=True))
-            await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(3)
+    saved, before = world.store.snapshot(), await world.versions()
+    await asyncio.sleep(1.0)
+    assert await world.versions() > before
+    world.store.restart(saved)
+    await asyncio.sleep(0.5)
+    assert await rises(world, 4.0)
+    heads = await world.heads()
+    for learner in learners:
+        assert all(abs(v - h.version) <= 1 for v, h in zip(learner.rounds.versions, heads, strict=True))
+        await learner.kill()
 
 
 @pytest.mark.parametrize("syncer_too", [False, True])
-def test_a_bus_that_comes_back_as_before_version_0_keeps_what_was_trained(syncer_too: bool) -> None:
+@in_virtual_time
+async def test_a_bus_that_comes_back_as_before_version_0_keeps_what_was_trained(syncer_too: bool) -> None:
     """No head is left: the syncer puts back what it has; where that is new too, learners upload what they adopted."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    while await world.bus.read_spec() is None:
+        await asyncio.sleep(0.0)
+    assert await world.bus.read_initial() is None
+    saved = world.store.snapshot()
+    await world.until_version(5)
+    trained = min(float(values.min()) for values in learners[0].values)
+    if syncer_too:
+        world.syncer.cancel()
+        await asyncio.gather(world.syncer, return_exceptions=True)
+    world.store.restart(saved)
+    for learner in learners:
+        disconnect(learner)
+    assert not await world.versions()
+    if syncer_too:
         world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        while await world.bus.read_spec() is None:
-            await asyncio.sleep(0.0)
-        assert await world.bus.read_initial() is None
-        saved = world.store.snapshot()
-        await world.until_version(5)
-        trained = min(float(values.min()) for values in learners[0].values)
-        if syncer_too:
-            world.syncer.cancel()
-            await asyncio.gather(world.syncer, return_exceptions=True)
-        world.store.restart(saved)
-        for learner in learners:
-            disconnect(learner)
-        assert not await world.versions()
-        if syncer_too:
-            world.start_syncer()
-        await world.until_version(3)
-        assert (max(await world.versions()) < 5) is syncer_too
-        assert min(float(values.min()) for values in learners[0].values) > trained > 0
-        for learner in learners:
-            await learner.kill()
-
-    run_virtual(main())
+    await world.until_version(3)
+    assert (max(await world.versions()) < 5) is syncer_too
+    assert min(float(values.min()) for values in learners[0].values) > trained > 0
+    for learner in learners:
+        await learner.kill()
 
 
-def test_a_report_that_cannot_be_read_does_not_keep_the_run_from_ending() -> None:
+@in_virtual_time
+async def test_a_report_that_cannot_be_read_does_not_keep_the_run_from_ending() -> None:
     """Garbage in the table of reports is as good as no report."""
-
-    async def main() -> None:
-        world = VirtualRun()
-        world.start_syncer()
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await world.until_version(1)
-        world.store.hset(world.bus.keys.learners, {"strange/0": b"\xc1"})
-        await world.finish(learner)
-        state = await world.bus.read_state()
-        assert state is not None
-        assert state.phase is Phase.FINISHED
-
-    run_virtual(main())
+    world = VirtualRun()
+    world.start_syncer()
+    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+    await world.until_version(1)
+    world.store.hset(world.bus.keys.learners, {"strange/0": b"\xc1"})
+    await world.finish(learner)
+    state = await world.bus.read_state()
+    assert state is not None
+    assert state.phase is Phase.FINISHED
 
 
-def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
+@in_virtual_time
+async def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
     """No exception reaches the user's program; the leave is not called orderly."""
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+    await world.until_version(2)
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await world.until_version(2)
+    async def away(*_: Any) -> Any:
+        raise BusUnavailable("gone")
 
-        async def away(*_: Any) -> Any:
-            raise BusUnavailable("gone")
-
-        for name in ("write_report", "finish_shard", "offer", "add_event"):
-            setattr(learner.bus, name, away)
-        learner.exchange.claims.finish("1-0")
-        async with asyncio.timeout(30):
-            assert not await learner.exchange.leave(3.0)
-        await learner.kill()
-
-    run_virtual(main())
+    for name in ("write_report", "finish_shard", "offer", "add_event"):
+        setattr(learner.bus, name, away)
+    learner.exchange.claims.finish("1-0")
+    async with asyncio.timeout(30):
+        assert not await learner.exchange.leave(3.0)
+    await learner.kill()
 
 
-def test_a_commit_that_is_always_refused_is_not_made_again_at_once() -> None:
+@in_virtual_time
+async def test_a_commit_that_is_always_refused_is_not_made_again_at_once() -> None:
     """A head that is not what it was read as (a damaged payload, say) has the owner wait longer and longer."""
+    world = VirtualRun(sync_spec(tokens=10**9))
+    service = world.start_syncer()
+    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+    await world.until_version(2)
+    commit, refused = service.bus.commit, 0
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        service = world.start_syncer()
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await world.until_version(2)
-        commit, refused = service.bus.commit, 0
+    async def refuses(_: Commit) -> None:
+        nonlocal refused
+        refused += 1
+        assert refused < 100, "without a pause"
+        raise HeadMoved("the head is another one")
 
-        async def refuses(_: Commit) -> None:
-            nonlocal refused
-            refused += 1
-            assert refused < 100, "without a pause"
-            raise HeadMoved("the head is another one")
-
-        service.bus.commit = refuses  # type: ignore[method-assign]
-        await asyncio.sleep(20.0)
-        assert 10 < refused < 40
-        service.bus.commit = commit  # type: ignore[method-assign]
-        assert await rises(world, 6.0)
-        await learner.kill()
-
-    run_virtual(main())
+    service.bus.commit = refuses  # type: ignore[method-assign]
+    await asyncio.sleep(20.0)
+    assert 10 < refused < 40
+    service.bus.commit = commit  # type: ignore[method-assign]
+    assert await rises(world, 6.0)
+    await learner.kill()
 
 
 @pytest.mark.parametrize(
@@ -283,179 +259,166 @@ def test_a_commit_that_is_always_refused_is_not_made_again_at_once() -> None:
     ],
     ids=["an unknown error", "a wrong type", "a right that is missing"],
 )
-def test_an_error_of_one_call_ends_a_syncer_only_where_a_person_has_to_mend_it(error: DilocoError, ends: bool) -> None:
+@in_virtual_time
+async def test_an_error_of_one_call_ends_a_syncer_only_where_a_person_has_to_mend_it(
+    error: DilocoError, ends: bool
+) -> None:
     """Whatever else Redis, or a proxy before it, answers: the fragment is loaded again, and all others go on."""
+    world = VirtualRun(sync_spec(tokens=10**9))
+    service = world.start_syncer()
+    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+    await world.until_version(2)
+    commit, answered = service.bus.commit, 0
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        service = world.start_syncer()
-        learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await world.until_version(2)
-        commit, answered = service.bus.commit, 0
+    async def answers(what: Commit) -> None:
+        nonlocal answered
+        answered += 1
+        if answered == 1:
+            raise error
+        await commit(what)
 
-        async def answers(what: Commit) -> None:
-            nonlocal answered
-            answered += 1
-            if answered == 1:
-                raise error
-            await commit(what)
+    service.bus.commit = answers  # type: ignore[method-assign]
+    goes_on = await rises(world, 6.0)
+    assert (answered >= 1, goes_on) == (True, not ends)
+    assert world.syncer is not None
+    if ends:
+        with pytest.raises(type(error)):
+            await world.syncer
+    await learner.kill()
 
-        service.bus.commit = answers  # type: ignore[method-assign]
-        goes_on = await rises(world, 6.0)
-        assert (answered >= 1, goes_on) == (True, not ends)
-        assert world.syncer is not None
-        if ends:
-            with pytest.raises(type(error)):
-                await world.syncer
+
+@in_virtual_time
+async def test_a_window_that_was_open_before_a_rewind_is_said_to_be_open_again() -> None:
+    """The rewind closes it on the bus; an owner that took it for open still would not say so when it opens."""
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
+    service = world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.1 * i, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(2)
+    async with asyncio.timeout(10):
+        while (head := (await world.heads())[0]).window.state == "idle":
+            await asyncio.sleep(0.001)
+    saved = world.store.snapshot()
+    async with asyncio.timeout(2):
+        while (await world.heads())[0].version == head.version:
+            await asyncio.sleep(0.01)
+    assert world.syncer is not None
+    world.syncer.cancel()
+    for task in (world.syncer, *(learner.task for learner in learners if learner.task)):
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    world.store.restart(saved)
+    assert await service.bus.acquire_lease(0, service.nonce, 5.0)
+    loaded = await service.owners[0].load()
+    assert loaded is not None
+    assert loaded.head.window == (await world.heads())[0].window
+    assert any(record.kind == "rewound" for record in await world.tape())
+    assert service.metrics.registry.get_sample_value("diloco_rewinds_total") == 1
+
+
+@in_virtual_time
+async def test_an_owner_that_cannot_read_any_more_decides_nothing_by_what_it_read_before() -> None:
+    """A rewind may have taken it. Headers come and the bus goes while a window is being written."""
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+    service = world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.03 * i, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(2)
+    bus, done, gone = service.bus, list[str](), asyncio.Event()
+    read_offers, write_window, read_heads = bus.read_offers, bus.write_window, bus.read_heads
+
+    async def read(*args: Any, **more: Any) -> Any:
+        found = asyncio.ensure_future(read_offers(*args, **more))
+        away = asyncio.ensure_future(gone.wait())
+        await asyncio.wait({found, away}, return_when=asyncio.FIRST_COMPLETED)
+        if gone.is_set():
+            raise BusUnavailable("the server went away")
+        return await found
+
+    async def slowly(fragment: int, nonce: str, expected: Any, window: Any, record: Any) -> None:
+        done.append(window.state)
+        if done.count("collecting") == 1 and window.state == "collecting":
+            arrived = len(await read_offers(0))
+            while len(await read_offers(0)) == arrived:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.001)
+            gone.set()
+            await asyncio.sleep(0.1)
+        await write_window(fragment, nonce, expected, window, record)
+
+    async def heads(fragments: Any) -> Any:
+        if gone.is_set():  # else somebody looks at how far the run is
+            done.append("heads")
+            gone.clear()
+        return await read_heads(fragments)
+
+    bus.read_offers, bus.read_heads = read, heads  # type: ignore[assignment,method-assign]
+    bus.write_window = slowly  # type: ignore[method-assign]
+    async with asyncio.timeout(10):
+        while "heads" not in done:
+            await asyncio.sleep(0.01)
+    first = done.index("collecting")
+    assert done[first : first + 2] == ["collecting", "heads"]
+    assert await rises(world, 6.0)
+    for learner in learners:
         await learner.kill()
 
-    run_virtual(main())
 
-
-def test_a_window_that_was_open_before_a_rewind_is_said_to_be_open_again() -> None:
-    """The rewind closes it on the bus; an owner that took it for open still would not say so when it opens."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
-        service = world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.1 * i, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
-        async with asyncio.timeout(10):
-            while (head := (await world.heads())[0]).window.state == "idle":
-                await asyncio.sleep(0.001)
-        saved = world.store.snapshot()
-        async with asyncio.timeout(2):
-            while (await world.heads())[0].version == head.version:
-                await asyncio.sleep(0.01)
-        assert world.syncer is not None
-        world.syncer.cancel()
-        for task in (world.syncer, *(learner.task for learner in learners if learner.task)):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-        world.store.restart(saved)
-        assert await service.bus.acquire_lease(0, service.nonce, 5.0)
-        loaded = await service.owners[0].load()
-        assert loaded is not None
-        assert loaded.head.window == (await world.heads())[0].window
-        assert any(record.kind == "rewound" for record in await world.tape())
-        assert service.metrics.registry.get_sample_value("diloco_rewinds_total") == 1
-
-    run_virtual(main())
-
-
-def test_an_owner_that_cannot_read_any_more_decides_nothing_by_what_it_read_before() -> None:
-    """A rewind may have taken it. Headers come and the bus goes while a window is being written."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
-        service = world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.03 * i, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
-        bus, done, gone = service.bus, list[str](), asyncio.Event()
-        read_offers, write_window, read_heads = bus.read_offers, bus.write_window, bus.read_heads
-
-        async def read(*args: Any, **more: Any) -> Any:
-            found = asyncio.ensure_future(read_offers(*args, **more))
-            away = asyncio.ensure_future(gone.wait())
-            await asyncio.wait({found, away}, return_when=asyncio.FIRST_COMPLETED)
-            if gone.is_set():
-                raise BusUnavailable("the server went away")
-            return await found
-
-        async def slowly(fragment: int, nonce: str, expected: Any, window: Any, record: Any) -> None:
-            done.append(window.state)
-            if done.count("collecting") == 1 and window.state == "collecting":
-                arrived = len(await read_offers(0))
-                while len(await read_offers(0)) == arrived:
-                    await asyncio.sleep(0.001)
-                await asyncio.sleep(0.001)
-                gone.set()
-                await asyncio.sleep(0.1)
-            await write_window(fragment, nonce, expected, window, record)
-
-        async def heads(fragments: Any) -> Any:
-            if gone.is_set():  # else somebody looks at how far the run is
-                done.append("heads")
-                gone.clear()
-            return await read_heads(fragments)
-
-        bus.read_offers, bus.read_heads = read, heads  # type: ignore[assignment,method-assign]
-        bus.write_window = slowly  # type: ignore[method-assign]
-        async with asyncio.timeout(10):
-            while "heads" not in done:
-                await asyncio.sleep(0.01)
-        first = done.index("collecting")
-        assert done[first : first + 2] == ["collecting", "heads"]
-        assert await rises(world, 6.0)
-        for learner in learners:
-            await learner.kill()
-
-    run_virtual(main())
-
-
-def test_an_outage_in_the_drain_takes_nobody_for_gone() -> None:
+@in_virtual_time
+async def test_an_outage_in_the_drain_takes_nobody_for_gone() -> None:
     """The bus is away for longer than the liveness time, before anybody could leave: all last deltas are merged.
 
     The syncer finds it again before the learners do, who wait up to two seconds between two tries.
     """
+    world = VirtualRun(sync_spec(tokens=10**9), drain_s=60.0)
+    service = world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(2)
+    away: set[Bus] = {service.bus, *(learner.bus for learner in learners)}
+    refused = []
+    for bus in list(away):
+        for name in (n for n in dir(Bus) if inspect.iscoroutinefunction(getattr(Bus, n))):
+            method = getattr(bus, name)
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), drain_s=60.0)
-        service = world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
-        away: set[Bus] = {service.bus, *(learner.bus for learner in learners)}
-        refused = []
-        for bus in list(away):
-            for name in (n for n in dir(Bus) if inspect.iscoroutinefunction(getattr(Bus, n))):
-                method = getattr(bus, name)
+            async def call(*args: Any, bus: Bus = bus, original: Any = method, **more: Any) -> Any:
+                if bus in away:
+                    refused.append(original.__name__)
+                    raise BusUnavailable("the server is away")
+                return await original(*args, **more)
 
-                async def call(*args: Any, bus: Bus = bus, original: Any = method, **more: Any) -> Any:
-                    if bus in away:
-                        refused.append(original.__name__)
-                        raise BusUnavailable("the server is away")
-                    return await original(*args, **more)
-
-                setattr(bus, name, call)
-        state = await world.bus.read_state()
-        assert state is not None
-        await world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
-        await asyncio.sleep(service.settings.liveness_s + 7.0)
-        assert {"write_report", "read_reports"} <= set(refused)
-        away.remove(service.bus)
-        await asyncio.sleep(2.0)
-        away.clear()
-        was = await world.versions()
-        await world.finish(*learners)
-        assert all(after > before for after, before in zip(await world.versions(), was, strict=True))
-        assert [await world.bus.read_offers(p) for p in range(2)] == [[], []]
-
-    run_virtual(main())
+            setattr(bus, name, call)
+    state = await world.bus.read_state()
+    assert state is not None
+    await world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
+    await asyncio.sleep(service.settings.liveness_s + 7.0)
+    assert {"write_report", "read_reports"} <= set(refused)
+    away.remove(service.bus)
+    await asyncio.sleep(2.0)
+    away.clear()
+    was = await world.versions()
+    await world.finish(*learners)
+    assert all(after > before for after, before in zip(await world.versions(), was, strict=True))
+    assert [await world.bus.read_offers(p) for p in range(2)] == [[], []]
 
 
-def test_only_outages_after_joining_count_in_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_only_outages_after_joining_count_in_the_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those before lost no training; a count that is not 0 would excuse every later gap of the ledger as a fault's."""
+    world, propose, refused = VirtualRun(sync_spec(tokens=10**9)), MemoryBus.propose_spec, []
 
-    async def main() -> None:
-        world, propose, refused = VirtualRun(sync_spec(tokens=10**9)), MemoryBus.propose_spec, []
+    async def once(self: MemoryBus, data: bytes) -> bytes:
+        if not refused:
+            refused.append(True)
+            raise BusUnavailable("not there yet")
+        return await propose(self, data)
 
-        async def once(self: MemoryBus, data: bytes) -> bytes:
-            if not refused:
-                refused.append(True)
-                raise BusUnavailable("not there yet")
-            return await propose(self, data)
-
-        monkeypatch.setattr(MemoryBus, "propose_spec", once)
-        world.start_syncer()
-        learner = VirtualLearner("l", world).start()
-        await world.until_version(2)
-        assert refused
-        (seen,) = await world.bus.read_reports()
-        assert seen.report.outages == 0
-        monkeypatch.setattr(learner.bus, "read_tape", AsyncMock(side_effect=BusUnavailable("away")))
-        await asyncio.sleep(5)
-        (seen,) = await world.bus.read_reports()
-        assert seen.report.outages > 0
-        await learner.kill()
-
-    run_virtual(main())
+    monkeypatch.setattr(MemoryBus, "propose_spec", once)
+    world.start_syncer()
+    learner = VirtualLearner("l", world).start()
+    await world.until_version(2)
+    assert refused
+    (seen,) = await world.bus.read_reports()
+    assert seen.report.outages == 0
+    monkeypatch.setattr(learner.bus, "read_tape", AsyncMock(side_effect=BusUnavailable("away")))
+    await asyncio.sleep(5)
+    (seen,) = await world.bus.read_reports()
+    assert seen.report.outages > 0
+    await learner.kill()

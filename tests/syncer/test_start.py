@@ -23,7 +23,7 @@ from diloco.syncer.checkpoints import restoring
 from diloco.syncer.checkpoints.loading import newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.serving.start import OnBus, Way, way_of
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
 
 BUDGET = 12_000
@@ -145,89 +145,80 @@ async def killed_all(world: VirtualRun, party: Sequence[VirtualLearner]) -> None
     empty(world)
 
 
-def test_the_same_command_is_right_from_the_first_start_to_the_end(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_the_same_command_is_right_from_the_first_start_to_the_end(tmp_path: Path) -> None:
     """Everything is killed three times; the run goes on from its newest checkpoint, and ends with 0 twice."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=BUDGET), checkpoint_dir=tmp_path, checkpoint_every=3.0)
-        began = set()
-        for life in range(3):
-            had = saved_tokens(tmp_path) if life else 0
-            service = world.start_syncer()
-            party = learners(world, first=10 * life)
-            await asyncio.sleep(9.0 + SETTLED_S)
-            now = await world.bus.read_state()
-            assert now is not None
-            began.add(now.began_unix_s)
-            assert now.tokens > had == now.base_tokens
-            await killed_all(world, party)
-        assert len(began) == 1
+    world = VirtualRun(sync_spec(tokens=BUDGET), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+    began = set()
+    for life in range(3):
+        had = saved_tokens(tmp_path) if life else 0
         service = world.start_syncer()
-        await world.finish(*learners(world, first=50))
-        assert service.status_at_exit == 0
-        empty(world)
-        again = world.start_syncer()
-        await world.syncer
-        assert again.status_at_exit == 0
-        late = learners(world, first=60)
-        async with asyncio.timeout(60):
-            await asyncio.gather(*(one.task for one in late if one.task))
-        assert [one.left for one in late] == [True, True], "who is started again ends with it"
+        party = learners(world, first=10 * life)
+        await asyncio.sleep(9.0 + SETTLED_S)
+        now = await world.bus.read_state()
+        assert now is not None
+        began.add(now.began_unix_s)
+        assert now.tokens > had == now.base_tokens
+        await killed_all(world, party)
+    assert len(began) == 1
+    service = world.start_syncer()
+    await world.finish(*learners(world, first=50))
+    assert service.status_at_exit == 0
+    empty(world)
+    again = world.start_syncer()
+    await world.syncer
+    assert again.status_at_exit == 0
+    late = learners(world, first=60)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(one.task for one in late if one.task))
+    assert [one.left for one in late] == [True, True], "who is started again ends with it"
 
-    run_virtual(main())
 
-
-def test_a_place_of_checkpoints_without_latest_goes_on_from_its_newest(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_place_of_checkpoints_without_latest_goes_on_from_its_newest(tmp_path: Path) -> None:
     """A copy was broken off, or the syncer died in its first save: no run begins anew beside whole checkpoints."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
-        world.start_syncer()
-        party = learners(world)
-        await asyncio.sleep(15.0)
-        await killed_all(world, party)
-        had = saved_tokens(tmp_path)
-        latest = next(tmp_path.glob("*/latest"))  # noqa: ASYNC240  # virtual time
-        latest.unlink()
-        assert saved_tokens(tmp_path) == had
-        world.start_syncer()
-        party = learners(world, first=20)
-        await asyncio.sleep(9.0 + SETTLED_S)
-        now = await world.bus.read_state()
-        assert now is not None
-        assert now.base_tokens == had
-        await killed_all(world, party)
-        latest.unlink()
-        latest.mkdir()
-        with pytest.raises(UsageError, match="cannot look for a checkpoint"):
-            newest_of_run(place_of(tmp_path), RUN)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+    world.start_syncer()
+    party = learners(world)
+    await asyncio.sleep(15.0)
+    await killed_all(world, party)
+    had = saved_tokens(tmp_path)
+    latest = next(tmp_path.glob("*/latest"))  # noqa: ASYNC240  # virtual time
+    latest.unlink()
+    assert saved_tokens(tmp_path) == had
+    world.start_syncer()
+    party = learners(world, first=20)
+    await asyncio.sleep(9.0 + SETTLED_S)
+    now = await world.bus.read_state()
+    assert now is not None
+    assert now.base_tokens == had
+    await killed_all(world, party)
+    latest.unlink()
+    latest.mkdir()
+    with pytest.raises(UsageError, match="cannot look for a checkpoint"):
+        newest_of_run(place_of(tmp_path), RUN)
 
 
-def test_a_bus_that_is_older_than_the_checkpoint_is_replaced_where_nobody_serves_it(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_bus_that_is_older_than_the_checkpoint_is_replaced_where_nobody_serves_it(tmp_path: Path) -> None:
     """Redis came back from a dump that is minutes old, and everybody else had died with it."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(2)
-        dump, expiries = copy.deepcopy(world.store.values), dict(world.store.expiries)
-        await asyncio.sleep(20.0)
-        await killed_all(world, party)
-        had = saved_tokens(tmp_path)
-        world.store.values.update({key: value for key, value in dump.items() if "lease" not in key})
-        world.store.expiries.update(expiries)
-        world.start_syncer()
-        party = learners(world, first=20)
-        await asyncio.sleep(9.0 + SETTLED_S)
-        now = await world.bus.read_state()
-        assert now is not None
-        assert now.base_tokens == had
-        await killed_all(world, party)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+    world.start_syncer()
+    party = learners(world)
+    await world.until_version(2)
+    dump, expiries = copy.deepcopy(world.store.values), dict(world.store.expiries)
+    await asyncio.sleep(20.0)
+    await killed_all(world, party)
+    had = saved_tokens(tmp_path)
+    world.store.values.update({key: value for key, value in dump.items() if "lease" not in key})
+    world.store.expiries.update(expiries)
+    world.start_syncer()
+    party = learners(world, first=20)
+    await asyncio.sleep(9.0 + SETTLED_S)
+    now = await world.bus.read_state()
+    assert now is not None
+    assert now.base_tokens == had
+    await killed_all(world, party)
 
 
 def damage(folder: Path) -> None:
@@ -235,87 +226,79 @@ def damage(folder: Path) -> None:
         file.write_bytes(b"damaged")
 
 
-def test_a_damaged_checkpoint_costs_nothing_of_what_the_bus_has(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_damaged_checkpoint_costs_nothing_of_what_the_bus_has(tmp_path: Path) -> None:
     """It is newer than the bus, and nobody serves that: the start is refused, with the file, and deletes nothing."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(2)
-        dump = copy.deepcopy(world.store.values)
-        await asyncio.sleep(20.0)
-        await killed_all(world, party)
-        world.store.values.update({key: value for key, value in dump.items() if "lease" not in key})
-        heads = await world.versions()
-        damage(tmp_path)
-        world.start_syncer()
-        with pytest.raises(UsageError, match="safetensors"):
-            async with asyncio.timeout(60):
-                await world.syncer
-        assert await world.versions() == heads != []
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+    world.start_syncer()
+    party = learners(world)
+    await world.until_version(2)
+    dump = copy.deepcopy(world.store.values)
+    await asyncio.sleep(20.0)
+    await killed_all(world, party)
+    world.store.values.update({key: value for key, value in dump.items() if "lease" not in key})
+    heads = await world.versions()
+    damage(tmp_path)
+    world.start_syncer()
+    with pytest.raises(UsageError, match="safetensors"):
+        async with asyncio.timeout(60):
+            await world.syncer
+    assert await world.versions() == heads != []
 
 
-def test_the_newest_checkpoint_of_several_syncers_is_taken(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_the_newest_checkpoint_of_several_syncers_is_taken(tmp_path: Path) -> None:
     """Each has a disk of its own; the others join what it puts there."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
-        for folder in ("old", "new"):
-            world.start_syncer(checkpoint_dir=tmp_path / "old")
-            party = learners(world, first=30 if folder == "new" else 0)
-            await asyncio.sleep(12.0 + SETTLED_S)
-            await killed_all(world, party)
-            if folder == "old":
-                shutil.copytree(tmp_path / "old", tmp_path / "copy")
-        newest = saved_tokens(tmp_path / "old")
-        assert newest > saved_tokens(tmp_path / "copy")
-        first = world.start_syncer(checkpoint_dir=tmp_path / "copy", syncer_id="a")
-        one = world.syncer
-        await asyncio.sleep(1.0)
-        second = world.start_syncer(checkpoint_dir=tmp_path / "old", syncer_id="b")
-        party = learners(world, first=40)
-        await asyncio.sleep(12.0)
-        now = await world.bus.read_state()
-        assert now is not None
-        assert now.base_tokens == newest
-        assert first.serving is not None
-        assert second.serving is not None
-        await cancelled(one)
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
+    for folder in ("old", "new"):
+        world.start_syncer(checkpoint_dir=tmp_path / "old")
+        party = learners(world, first=30 if folder == "new" else 0)
+        await asyncio.sleep(12.0 + SETTLED_S)
         await killed_all(world, party)
+        if folder == "old":
+            shutil.copytree(tmp_path / "old", tmp_path / "copy")
+    newest = saved_tokens(tmp_path / "old")
+    assert newest > saved_tokens(tmp_path / "copy")
+    first = world.start_syncer(checkpoint_dir=tmp_path / "copy", syncer_id="a")
+    one = world.syncer
+    await asyncio.sleep(1.0)
+    second = world.start_syncer(checkpoint_dir=tmp_path / "old", syncer_id="b")
+    party = learners(world, first=40)
+    await asyncio.sleep(12.0)
+    now = await world.bus.read_state()
+    assert now is not None
+    assert now.base_tokens == newest
+    assert first.serving is not None
+    assert second.serving is not None
+    await cancelled(one)
+    await killed_all(world, party)
 
-    run_virtual(main())
 
-
-def test_fresh_parameters_wait_for_a_syncer_that_has_trained_ones(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_fresh_parameters_wait_for_a_syncer_that_has_trained_ones(tmp_path: Path) -> None:
     """One without a checkpoint starts first, with a fresh learner: the one with it resumes."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
-        world.start_syncer(checkpoint_dir=tmp_path)
-        party = learners(world)
-        await asyncio.sleep(9.0)
-        await killed_all(world, party)
-        had = saved_tokens(tmp_path)
-        world.start_syncer(checkpoint_dir=tmp_path, syncer_id="saver")
-        saver = world.syncer
-        await asyncio.sleep(0.2)
-        world.start_syncer(syncer_id="none")
-        party = learners(world, first=40)
-        await asyncio.sleep(9.0 + SETTLED_S)
-        now = await world.bus.read_state()
-        assert now is not None
-        assert now.base_tokens == had
-        await cancelled(saver)
-        await killed_all(world, party)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
+    world.start_syncer(checkpoint_dir=tmp_path)
+    party = learners(world)
+    await asyncio.sleep(9.0)
+    await killed_all(world, party)
+    had = saved_tokens(tmp_path)
+    world.start_syncer(checkpoint_dir=tmp_path, syncer_id="saver")
+    saver = world.syncer
+    await asyncio.sleep(0.2)
+    world.start_syncer(syncer_id="none")
+    party = learners(world, first=40)
+    await asyncio.sleep(9.0 + SETTLED_S)
+    now = await world.bus.read_state()
+    assert now is not None
+    assert now.base_tokens == had
+    await cancelled(saver)
+    await killed_all(world, party)
 
 
 @pytest.mark.parametrize(("half_of", "other_has"), [("new", None), ("new", "old"), ("old", None)])
-def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
+@in_virtual_time
+async def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
     half_of: str, other_has: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A syncer dies while it resumes. Another one, with none or an older one, leaves the rest to its successor."""
@@ -327,250 +310,224 @@ def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
             await asyncio.sleep(1e9)
         await restore(bus, checkpoint, spec, fragment, *more)
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
-        world.start_syncer(checkpoint_dir=tmp_path / "new")
-        party = learners(world)
-        await asyncio.sleep(6.0)
-        shutil.copytree(tmp_path / "new", tmp_path / "old")
-        await asyncio.sleep(15.0)
-        await killed_all(world, party)
-        had = saved_tokens(tmp_path / "new")
-        assert had > saved_tokens(tmp_path / "old")
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_every=3.0)
+    world.start_syncer(checkpoint_dir=tmp_path / "new")
+    party = learners(world)
+    await asyncio.sleep(6.0)
+    shutil.copytree(tmp_path / "new", tmp_path / "old")
+    await asyncio.sleep(15.0)
+    await killed_all(world, party)
+    had = saved_tokens(tmp_path / "new")
+    assert had > saved_tokens(tmp_path / "old")
 
-        monkeypatch.setattr(restoring, "_restore_fragment", restore_half)
-        world.start_syncer(checkpoint_dir=tmp_path / half_of, syncer_id="resumes")
-        resumes = world.syncer
-        world.start_syncer(syncer_id="other", **({"checkpoint_dir": tmp_path / other_has} if other_has else {}))
-        other = world.syncer
-        party = learners(world, first=40)
-        await half.wait()
-        await cancelled(resumes)
-        monkeypatch.setattr(restoring, "_restore_fragment", restore)
-        await asyncio.sleep(30.0)
-        head, missing = await world.bus.read_heads([0, 1])
-        assert head is not None
-        assert missing is None
-        world.start_syncer(checkpoint_dir=tmp_path / "new", syncer_id="again")
-        async with asyncio.timeout(30):
-            while not all(one.joined for one in party):
-                await asyncio.sleep(0.1)
+    monkeypatch.setattr(restoring, "_restore_fragment", restore_half)
+    world.start_syncer(checkpoint_dir=tmp_path / half_of, syncer_id="resumes")
+    resumes = world.syncer
+    world.start_syncer(syncer_id="other", **({"checkpoint_dir": tmp_path / other_has} if other_has else {}))
+    other = world.syncer
+    party = learners(world, first=40)
+    await half.wait()
+    await cancelled(resumes)
+    monkeypatch.setattr(restoring, "_restore_fragment", restore)
+    await asyncio.sleep(30.0)
+    head, missing = await world.bus.read_heads([0, 1])
+    assert head is not None
+    assert missing is None
+    world.start_syncer(checkpoint_dir=tmp_path / "new", syncer_id="again")
+    async with asyncio.timeout(30):
+        while not all(one.joined for one in party):
+            await asyncio.sleep(0.1)
+    state = await world.bus.read_state()
+    assert state is not None
+    assert state.base_tokens == had
+    installed = [one.record for one in await world.bus.read_tape({0: START}, limit=1000)]
+    assert {one.fragment for one in installed if isinstance(one, Committed) and "restored" in one.reason} == {0, 1}
+    assert not any(isinstance(one, Committed) and one.version == 0 for one in installed)
+    await cancelled(other)
+    await killed_all(world, party)
+
+
+@in_virtual_time
+async def test_a_syncer_that_is_replaced_beside_live_learners_goes_on_with_their_run(tmp_path: Path) -> None:
+    """Its last checkpoint has more tokens than the state, which is written a few times a second, and no more merges."""
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+    world.start_syncer()
+    party, lives, ahead = learners(world), 0, 0
+    while not ahead and lives < 20:
+        lives, seen = lives + 1, saved_ones(tmp_path)
+        while saved_ones(tmp_path) <= seen:
+            await asyncio.sleep(0.01)
+        await cancelled(world.syncer)
+        for p in range(2):
+            world.store.delete(world.bus.keys.lease(p))  # as one that parts gives them back
         state = await world.bus.read_state()
         assert state is not None
-        assert state.base_tokens == had
-        installed = [one.record for one in await world.bus.read_tape({0: START}, limit=1000)]
-        assert {one.fragment for one in installed if isinstance(one, Committed) and "restored" in one.reason} == {0, 1}
-        assert not any(isinstance(one, Committed) and one.version == 0 for one in installed)
-        await cancelled(other)
-        await killed_all(world, party)
-
-    run_virtual(main())
-
-
-def test_a_syncer_that_is_replaced_beside_live_learners_goes_on_with_their_run(tmp_path: Path) -> None:
-    """Its last checkpoint has more tokens than the state, which is written a few times a second, and no more merges."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+        ahead = saved_tokens(tmp_path) - state.tokens
         world.start_syncer()
-        party, lives, ahead = learners(world), 0, 0
-        while not ahead and lives < 20:
-            lives, seen = lives + 1, saved_ones(tmp_path)
-            while saved_ones(tmp_path) <= seen:
-                await asyncio.sleep(0.01)
-            await cancelled(world.syncer)
-            for p in range(2):
-                world.store.delete(world.bus.keys.lease(p))  # as one that parts gives them back
-            state = await world.bus.read_state()
-            assert state is not None
-            ahead = saved_tokens(tmp_path) - state.tokens
-            world.start_syncer()
-        assert ahead > 0
-        await asyncio.sleep(10.0)
-        again = await world.bus.read_state()
-        assert again is not None
-        assert again.started_unix_s == state.started_unix_s
-        assert again.base_tokens == 0
-        await killed_all(world, party)
-
-    run_virtual(main())
+    assert ahead > 0
+    await asyncio.sleep(10.0)
+    again = await world.bus.read_state()
+    assert again is not None
+    assert again.started_unix_s == state.started_unix_s
+    assert again.base_tokens == 0
+    await killed_all(world, party)
 
 
-def test_fresh_parameters_never_take_the_place_of_a_lost_head() -> None:
+@in_virtual_time
+async def test_fresh_parameters_never_take_the_place_of_a_lost_head() -> None:
     """One node of a cluster comes back empty, and whoever remembers its fragments has died too."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        party = learners(world)
-        await asyncio.sleep(10.0)
-        await killed(world, party)
-        world.store.delete(world.bus.keys.head(1))
-        world.start_syncer()
-        party = learners(world, first=40)
-        await asyncio.sleep(60.0)
-        upload = await world.bus.read_initial()
-        assert upload is not None
-        assert upload.nonce in {f"{i:016x}" for i in (40, 41)}
-        assert [head is None for head in await world.bus.read_heads([0, 1])] == [False, True]
-        assert not any(one.joined for one in party)
-        await killed_all(world, party)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    party = learners(world)
+    await asyncio.sleep(10.0)
+    await killed(world, party)
+    world.store.delete(world.bus.keys.head(1))
+    world.start_syncer()
+    party = learners(world, first=40)
+    await asyncio.sleep(60.0)
+    upload = await world.bus.read_initial()
+    assert upload is not None
+    assert upload.nonce in {f"{i:016x}" for i in (40, 41)}
+    assert [head is None for head in await world.bus.read_heads([0, 1])] == [False, True]
+    assert not any(one.joined for one in party)
+    await killed_all(world, party)
 
 
-def test_a_learner_that_has_trained_waits_for_nobodys_fresh_parameters() -> None:
+@in_virtual_time
+async def test_a_learner_that_has_trained_waits_for_nobodys_fresh_parameters() -> None:
     """A head is lost. Who was cut off finds another one's upload, which the syncer refuses, and puts its own there."""
-
-    async def main() -> None:
-        world, fresh = VirtualRun(sync_spec(tokens=10**9)), "f" * 16
-        world.start_syncer()
-        party = learners(world, 1)
-        await asyncio.sleep(40.0)
-        await cancelled(world.syncer)
-        world.store.delete(world.bus.keys.head(1))
-        world.start_syncer()
-        bus = world.bus
-        assert await bus.claim_initial(fresh, 30.0)
-        await asyncio.sleep(25.0)  # the other one is about to upload
-        values = np.zeros(layout_of(world.spec.tensors).fragments[1].elements, np.float32)
-        await push(bus, bus.keys.initial_payload(1, fresh), values, world.spec.sync.chunk_bytes, 600.0)
-        assert await bus.finish_initial(InitialUpload(learner="fresh", nonce=fresh), 600.0)
-        await asyncio.sleep(20.0)
-        head = (await bus.read_heads([1]))[0]
-        assert head is not None
-        assert head.version > 0
-        await end(*party)
-        await cancelled(world.syncer)
-
-    run_virtual(main())
+    world, fresh = VirtualRun(sync_spec(tokens=10**9)), "f" * 16
+    world.start_syncer()
+    party = learners(world, 1)
+    await asyncio.sleep(40.0)
+    await cancelled(world.syncer)
+    world.store.delete(world.bus.keys.head(1))
+    world.start_syncer()
+    bus = world.bus
+    assert await bus.claim_initial(fresh, 30.0)
+    await asyncio.sleep(25.0)  # the other one is about to upload
+    values = np.zeros(layout_of(world.spec.tensors).fragments[1].elements, np.float32)
+    await push(bus, bus.keys.initial_payload(1, fresh), values, world.spec.sync.chunk_bytes, 600.0)
+    assert await bus.finish_initial(InitialUpload(learner="fresh", nonce=fresh), 600.0)
+    await asyncio.sleep(20.0)
+    head = (await bus.read_heads([1]))[0]
+    assert head is not None
+    assert head.version > 0
+    await end(*party)
+    await cancelled(world.syncer)
 
 
-def test_fresh_parameters_wait_for_a_learner_that_has_trained_ones() -> None:
+@in_virtual_time
+async def test_fresh_parameters_wait_for_a_learner_that_has_trained_ones() -> None:
     """Nobody has a checkpoint. A fresh learner is first; the trained one is there, and its parameters are taken."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        trained = learners(world, 1)[0]
-        await world.until_version(20)
-        was = await world.bus.read_state()
-        await cancelled(world.syncer)
-        empty(world)
-        await asyncio.sleep(1.0)
-        world.start_syncer()
-        fresh = VirtualLearner("fresh", world, 0.1, "f" * 16).start()
-        await asyncio.sleep(5.0)
-        assert await world.bus.read_state() is None, "it waits"
-        await world.until_version(3)
-        now = await world.bus.read_state()
-        assert was is not None
-        assert now is not None
-        assert now.began_unix_s == was.began_unix_s
-        assert now.base_merged > 0
-        assert trained.task is not None
-        assert not trained.task.done()
-        await killed_all(world, [trained, fresh])
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    trained = learners(world, 1)[0]
+    await world.until_version(20)
+    was = await world.bus.read_state()
+    await cancelled(world.syncer)
+    empty(world)
+    await asyncio.sleep(1.0)
+    world.start_syncer()
+    fresh = VirtualLearner("fresh", world, 0.1, "f" * 16).start()
+    await asyncio.sleep(5.0)
+    assert await world.bus.read_state() is None, "it waits"
+    await world.until_version(3)
+    now = await world.bus.read_state()
+    assert was is not None
+    assert now is not None
+    assert now.began_unix_s == was.began_unix_s
+    assert now.base_merged > 0
+    assert trained.task is not None
+    assert not trained.task.done()
+    await killed_all(world, [trained, fresh])
 
 
-def test_a_checkpoint_of_a_run_that_was_draining_is_gone_on_from(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_checkpoint_of_a_run_that_was_draining_is_gone_on_from(tmp_path: Path) -> None:
     """Its budget is used up, and it is not finished: it drains, and ends with 0."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=400), checkpoint_dir=tmp_path)
-        world.start_syncer()
-        party = learners(world)
-        async with asyncio.timeout(60):
-            while (now := await world.bus.read_state()) is None or now.phase is Phase.RUNNING:
-                await asyncio.sleep(0.01)
-        world.stop.set()
-        await world.syncer
-        await killed_all(world, party)
-        assert saved_tokens(tmp_path) >= 400
-        service = world.start_syncer()
-        await world.finish(*learners(world, first=20))
-        assert service.status_at_exit == 0
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=400), checkpoint_dir=tmp_path)
+    world.start_syncer()
+    party = learners(world)
+    async with asyncio.timeout(60):
+        while (now := await world.bus.read_state()) is None or now.phase is Phase.RUNNING:
+            await asyncio.sleep(0.01)
+    world.stop.set()
+    await world.syncer
+    await killed_all(world, party)
+    assert saved_tokens(tmp_path) >= 400
+    service = world.start_syncer()
+    await world.finish(*learners(world, first=20))
+    assert service.status_at_exit == 0
 
 
-def test_who_trained_does_not_go_on_in_a_run_that_began_anew() -> None:
+@in_virtual_time
+async def test_who_trained_does_not_go_on_in_a_run_that_began_anew() -> None:
     """Redis and syncer are lost; a fresh learner reaches the empty Redis first, while the trained one is cut off."""
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    trained = learners(world, 1)[0]
+    await world.until_version(5)
+    await cancelled(world.syncer)
+    empty(world)
+    calls = trained.bus
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        trained = learners(world, 1)[0]
-        await world.until_version(5)
-        await cancelled(world.syncer)
-        empty(world)
-        calls = trained.bus
+    async def away(*args: Any) -> Any:
+        raise BusUnavailable("cut off")
 
-        async def away(*args: Any) -> Any:
-            raise BusUnavailable("cut off")
-
-        for name in CALLS:
-            setattr(calls, name, away)
-        world.start_syncer()
-        fresh = VirtualLearner("fresh", world, 0.1, "f" * 16).start()
-        await world.until_version(2)
-        for name in CALLS:
-            delattr(calls, name)
-        assert trained.task is not None
-        with pytest.raises(ExceptionGroup) as ended:
-            async with asyncio.timeout(60):
-                await trained.task
-        assert ended.group_contains(RunReplaced, match="Learner l0 has version")
-        await killed_all(world, [fresh])
-
-    run_virtual(main())
+    for name in CALLS:
+        setattr(calls, name, away)
+    world.start_syncer()
+    fresh = VirtualLearner("fresh", world, 0.1, "f" * 16).start()
+    await world.until_version(2)
+    for name in CALLS:
+        delattr(calls, name)
+    assert trained.task is not None
+    with pytest.raises(ExceptionGroup) as ended:
+        async with asyncio.timeout(60):
+            await trained.task
+    assert ended.group_contains(RunReplaced, match="Learner l0 has version")
+    await killed_all(world, [fresh])
 
 
-def test_the_ledger_of_a_run_that_goes_on_from_a_learner_says_what_it_took_over() -> None:
+@in_virtual_time
+async def test_the_ledger_of_a_run_that_goes_on_from_a_learner_says_what_it_took_over() -> None:
     """Nobody has a checkpoint. What was merged stays merged, and the learner's earlier tokens count once."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        party = learners(world)
-        await world.until_version(100)
-        await cancelled(world.syncer)
-        before = await read_status(world.bus, world.clock)
-        empty(world)
-        world.start_syncer()
-        await asyncio.sleep(30.0)
-        await world.until_version(5)
-        after, now = await read_status(world.bus, world.clock), await world.bus.read_state()
-        assert now is not None
-        assert now.base_tokens == pytest.approx(before["tokens"], abs=100)
-        assert before["tokens"] >= now.base_merged >= before["merged_tokens"] - 100
-        assert after["merged_tokens"] > before["merged_tokens"]
-        lost = after["tokens_lost"]["rejected"] - before["tokens_lost"]["rejected"]
-        assert lost <= after["tokens"] - before["tokens"], "only what was trained while nobody merged"
-        assert before["merged_tokens"] > 2 * lost, "or this shows nothing"
-        for one in party:
-            one.stop = True
-        await asyncio.sleep(10.0)
-        inputs = await read_ledger_inputs(world.bus, world.spec.sync.fragments, 5.0)
-        end = await world.bus.read_state()
-        assert end is not None
-        assert end.tokens == end.base_tokens + sum(report.tokens for report in inputs.reports)
-        await cancelled(world.syncer)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    party = learners(world)
+    await world.until_version(100)
+    await cancelled(world.syncer)
+    before = await read_status(world.bus, world.clock)
+    empty(world)
+    world.start_syncer()
+    await asyncio.sleep(30.0)
+    await world.until_version(5)
+    after, now = await read_status(world.bus, world.clock), await world.bus.read_state()
+    assert now is not None
+    assert now.base_tokens == pytest.approx(before["tokens"], abs=100)
+    assert before["tokens"] >= now.base_merged >= before["merged_tokens"] - 100
+    assert after["merged_tokens"] > before["merged_tokens"]
+    lost = after["tokens_lost"]["rejected"] - before["tokens_lost"]["rejected"]
+    assert lost <= after["tokens"] - before["tokens"], "only what was trained while nobody merged"
+    assert before["merged_tokens"] > 2 * lost, "or this shows nothing"
+    for one in party:
+        one.stop = True
+    await asyncio.sleep(10.0)
+    inputs = await read_ledger_inputs(world.bus, world.spec.sync.fragments, 5.0)
+    end = await world.bus.read_state()
+    assert end is not None
+    assert end.tokens == end.base_tokens + sum(report.tokens for report in inputs.reports)
+    await cancelled(world.syncer)
 
 
-def test_a_finished_runs_start_is_no_error_and_a_stopped_ones_is_tried_again(tmp_path: Path) -> None:
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path)
-        service = world.start_syncer()
-        party = learners(world)
-        await world.until_version(3)
-        world.stop.set()
-        await world.syncer
-        assert service.status_at_exit == AGAIN_STATUS
-        await killed_all(world, party)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_finished_runs_start_is_no_error_and_a_stopped_ones_is_tried_again(tmp_path: Path) -> None:
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path)
+    service = world.start_syncer()
+    party = learners(world)
+    await world.until_version(3)
+    world.stop.set()
+    await world.syncer
+    assert service.status_at_exit == AGAIN_STATUS
+    await killed_all(world, party)

@@ -27,7 +27,7 @@ from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.merging.outer import NesterovStep
 from diloco_studies.strikes.growth import kind_of
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline, run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -190,91 +190,81 @@ def reading(bus: MemoryBus) -> list[str]:
     return read
 
 
-def test_a_learner_pulls_what_it_lacks_and_whoever_has_nothing_the_key_frame_too() -> None:
-    async def main() -> None:
-        chain = Chain()
-        head = await chain.head()
-        frame, updates = head.payload, [update.payload for update in head.updates]
-        for at in range(4):
-            read, before = reading(chain.bus), chain.theta[at].copy()
-            values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(at))
-            assert values.tobytes() == chain.theta[-1].tobytes()
-            assert read == updates[at:]
-            assert chain.theta[at].tobytes() == before.tobytes(), "deltas are measured from it"
-        strangers = [None, chain.held(4)._replace(version=9), chain.held(3)._replace(digest=bytes(16))]
-        for held in (*strangers, chain.held(2)._replace(version=1)):
-            read = reading(chain.bus)
-            values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=held)
-            assert values.tobytes() == chain.theta[-1].tobytes()
-            assert read == [frame, *updates]
-        exact = await pull_exact(chain.bus, head, ELEMENTS, SYNC, inline)
-        assert exact.tobytes() == chain.theta[-1].tobytes()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_learner_pulls_what_it_lacks_and_whoever_has_nothing_the_key_frame_too() -> None:
+    chain = Chain()
+    head = await chain.head()
+    frame, updates = head.payload, [update.payload for update in head.updates]
+    for at in range(4):
+        read, before = reading(chain.bus), chain.theta[at].copy()
+        values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(at))
+        assert values.tobytes() == chain.theta[-1].tobytes()
+        assert read == updates[at:]
+        assert chain.theta[at].tobytes() == before.tobytes(), "deltas are measured from it"
+    strangers = [None, chain.held(4)._replace(version=9), chain.held(3)._replace(digest=bytes(16))]
+    for held in (*strangers, chain.held(2)._replace(version=1)):
+        read = reading(chain.bus)
+        values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=held)
+        assert values.tobytes() == chain.theta[-1].tobytes()
+        assert read == [frame, *updates]
+    exact = await pull_exact(chain.bus, head, ELEMENTS, SYNC, inline)
+    assert exact.tobytes() == chain.theta[-1].tobytes()
 
 
-def test_who_takes_over_has_values_and_momentum_bit_for_bit() -> None:
+@in_virtual_time
+async def test_who_takes_over_has_values_and_momentum_bit_for_bit() -> None:
     """The momentum begins anew at a step that only averaged."""
-
-    async def main() -> None:
-        chain = Chain()
-        head = await chain.head()
-        theta, after = await pull_state(chain.bus, head, ELEMENTS, SYNC, inline)
-        assert theta.tobytes() == chain.theta[-1].tobytes()
-        assert after.tobytes() == chain.momenta[-1].tobytes()
-        short = head.model_copy(
-            update={"version": 5, "digest": head.updates[2].base, "updates": head.updates[:2], "behind": 2}
-        )
-        theta, after = await pull_state(chain.bus, short, ELEMENTS, SYNC, inline)
-        assert theta.tobytes() == chain.theta[2].tobytes()
-        assert after is None
-
-    run_virtual(main())
+    chain = Chain()
+    head = await chain.head()
+    theta, after = await pull_state(chain.bus, head, ELEMENTS, SYNC, inline)
+    assert theta.tobytes() == chain.theta[-1].tobytes()
+    assert after.tobytes() == chain.momenta[-1].tobytes()
+    short = head.model_copy(
+        update={"version": 5, "digest": head.updates[2].base, "updates": head.updates[:2], "behind": 2}
+    )
+    theta, after = await pull_state(chain.bus, short, ELEMENTS, SYNC, inline)
+    assert theta.tobytes() == chain.theta[2].tobytes()
+    assert after is None
 
 
 @pytest.mark.parametrize("lost", ["the last", "an earlier one"])
-def test_a_learner_that_cannot_follow_takes_the_key_frame(lost: str) -> None:
+@in_virtual_time
+async def test_a_learner_that_cannot_follow_takes_the_key_frame(lost: str) -> None:
     """Where updates before a key frame have gone, or led elsewhere."""
-
-    async def main() -> None:
-        chain = Chain()
-        head = await chain.head()
-        # The key frame is of version 6: it lacks the last update only.
-        frame = await push(chain.bus, chain.bus.keys.global_payload(0, 6, NONCE), chain.theta[3], 1024, 60)
-        head = head.model_copy(update={"payload": frame.key, "behind": 1})
-        gone = head.updates[1 if lost == "an earlier one" else 3].payload
-        chain.bus.store.delete(gone)
-        if lost == "an earlier one":
-            values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(0))
-            assert values.tobytes() == chain.theta[-1].tobytes()
-            wrong = chain.held(2)._replace(values=chain.theta[0])  # its digest is not that of its values
-            values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=wrong)
-            assert values.tobytes() == chain.theta[-1].tobytes()
-        else:
-            for pulling in (
-                pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(3)),
-                pull_exact(chain.bus, head, ELEMENTS, SYNC, inline),
-                pull_state(chain.bus, head, ELEMENTS, SYNC, inline),
-            ):
-                with pytest.raises(BadPayload):
-                    await pulling
-
-    run_virtual(main())
-
-
-def test_values_that_are_not_the_heads_are_not_taken() -> None:
-    async def main() -> None:
-        chain = Chain()
-        head = (await chain.head()).model_copy(update={"digest": bytes(16)})
+    chain = Chain()
+    head = await chain.head()
+    # The key frame is of version 6: it lacks the last update only.
+    frame = await push(chain.bus, chain.bus.keys.global_payload(0, 6, NONCE), chain.theta[3], 1024, 60)
+    head = head.model_copy(update={"payload": frame.key, "behind": 1})
+    gone = head.updates[1 if lost == "an earlier one" else 3].payload
+    chain.bus.store.delete(gone)
+    if lost == "an earlier one":
+        values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(0))
+        assert values.tobytes() == chain.theta[-1].tobytes()
+        wrong = chain.held(2)._replace(values=chain.theta[0])  # its digest is not that of its values
+        values = await pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=wrong)
+        assert values.tobytes() == chain.theta[-1].tobytes()
+    else:
         for pulling in (
             pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(3)),
             pull_exact(chain.bus, head, ELEMENTS, SYNC, inline),
             pull_state(chain.bus, head, ELEMENTS, SYNC, inline),
         ):
-            with pytest.raises(BadPayload, match="not its head's"):
+            with pytest.raises(BadPayload):
                 await pulling
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_values_that_are_not_the_heads_are_not_taken() -> None:
+    chain = Chain()
+    head = (await chain.head()).model_copy(update={"digest": bytes(16)})
+    for pulling in (
+        pull_shown(chain.bus, head, ELEMENTS, SYNC, inline, held=chain.held(3)),
+        pull_exact(chain.bus, head, ELEMENTS, SYNC, inline),
+        pull_state(chain.bus, head, ELEMENTS, SYNC, inline),
+    ):
+        with pytest.raises(BadPayload, match="not its head's"):
+            await pulling
 
 
 def test_a_head_whose_key_frame_lacks_more_than_there_is_does_not_decode() -> None:
@@ -294,7 +284,8 @@ def test_key_frames_of_fragments_take_turns() -> None:
         assert due == list(range(-p % 4, 12, 4))
 
 
-def test_after_a_rewind_nothing_is_retired_that_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_after_a_rewind_nothing_is_retired_that_is_named_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """What lost commits had replaced may be what the head names: then it is not among what must go early."""
     monkeypatch.setattr("diloco.syncer.committing.REPLACED_BYTES", 0)
     of = layout(1000)
@@ -309,32 +300,26 @@ def test_after_a_rewind_nothing_is_retired_that_is_named_again(monkeypatch: pyte
     def now(*names: str, frame: str = "frame") -> Published:
         return Published(Staged(frame, 1), None, None, led(*names), 0)
 
-    async def main() -> None:
-        staging.retire(head("1", "2", "3", "4"), now("2", "3", "4", "5"))
-        assert staging.retire(head("2", "3", "4", "5"), now("3", "4", "5", "6", frame="new frame")) == ("1",)
-        # Both are lost with the bus: it names "1" to "4" and the first frame again.
-        assert staging.retire(head("1", "2", "3", "4"), now("2", "3", "4", "5'")) == ()
-        assert set(staging.retire(head("2", "3", "4", "5'"), now("3", "4", "5'", "6'"))) <= {"1"}
-
-    run_virtual(main())
+    staging.retire(head("1", "2", "3", "4"), now("2", "3", "4", "5"))
+    assert staging.retire(head("2", "3", "4", "5"), now("3", "4", "5", "6", frame="new frame")) == ("1",)
+    # Both are lost with the bus: it names "1" to "4" and the first frame again.
+    assert staging.retire(head("1", "2", "3", "4"), now("2", "3", "4", "5'")) == ()
+    assert set(staging.retire(head("2", "3", "4", "5'"), now("3", "4", "5'", "6'"))) <= {"1"}
 
 
 @pytest.mark.parametrize(("fragments", "kept"), [(1, 8), (2, 4), (8, 1), (100, 1)])
-def test_replaced_globals_of_all_fragments_share_a_bound_and_each_keeps_one(
+@in_virtual_time
+async def test_replaced_globals_of_all_fragments_share_a_bound_and_each_keeps_one(
     fragments: int, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reader of the one before last could only train what is too stale to be merged."""
     of, sync = layout(1000), samples.sync_spec(fragments=fragments)
     monkeypatch.setattr("diloco.syncer.committing.REPLACED_BYTES", 8 * 4 * of.elements)
     staging = Staging(MemoryBus("r", VirtualClock()), VirtualClock(), of, sync, lambda n: "0" * 2 * n)
-
-    async def main() -> None:
-        for version in range(20):
-            head = samples.head(payload=f"global-{version}", momentum="")
-            went = staging.retire(head, Published(Staged(f"global-{version + 1}", 1), None, None, (), 0))
-            assert went == ((f"global-{version - kept}",) if version >= kept else ())
-
-    run_virtual(main())
+    for version in range(20):
+        head = samples.head(payload=f"global-{version}", momentum="")
+        went = staging.retire(head, Published(Staged(f"global-{version + 1}", 1), None, None, (), 0))
+        assert went == ((f"global-{version - kept}",) if version >= kept else ())
 
 
 # --- runs --------------------------------------------------------------------------------------------

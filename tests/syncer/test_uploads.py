@@ -22,7 +22,7 @@ from diloco.syncer.merging.merge import DeltaNorms
 from diloco.syncer.watch import LEAST_UPLOAD_S, RunWatch
 from diloco.syncer.window import Window
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
-from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -48,68 +48,60 @@ def key_of(bus: Bus, offer: Offer) -> str:
 
 
 @pytest.mark.parametrize("uploads", [1, 8])
-def test_timeouts_double_the_deadline_at_most(uploads: int) -> None:
+@in_virtual_time
+async def test_timeouts_double_the_deadline_at_most(uploads: int) -> None:
     """However many in one window; without any measurement too. A network that became slow is met in a few windows."""
-
-    async def main() -> None:
-        clock = VirtualClock()
-        measured = UploadEstimator()
-        downloads = downloads_on(MemoryBus("r", clock, MemoryStore()), clock, measured)
-        assert measured.upload_s == FIRST_UPLOAD_S
-        for _ in range(3):
-            before, offers = measured.upload_s, [offer_of(n) for n in range(uploads)]
-            downloads.start(offers)
-            await asyncio.sleep(before)
-            entries = [offer.entry_id for offer in offers]
-            downloads.timed_out(entries)
-            assert before < measured.upload_s <= 2 * before
-            downloads.forget(entries)
-        await downloads.close()
-
-    run_virtual(main())
+    clock = VirtualClock()
+    measured = UploadEstimator()
+    downloads = downloads_on(MemoryBus("r", clock, MemoryStore()), clock, measured)
+    assert measured.upload_s == FIRST_UPLOAD_S
+    for _ in range(3):
+        before, offers = measured.upload_s, [offer_of(n) for n in range(uploads)]
+        downloads.start(offers)
+        await asyncio.sleep(before)
+        entries = [offer.entry_id for offer in offers]
+        downloads.timed_out(entries)
+        assert before < measured.upload_s <= 2 * before
+        downloads.forget(entries)
+    await downloads.close()
 
 
-def test_measured_uploads_shorten_the_deadline_again() -> None:
+@in_virtual_time
+async def test_measured_uploads_shorten_the_deadline_again() -> None:
     """The first one does away with the time that an owner gives before it knows any."""
-
-    async def main() -> None:
-        clock, store = VirtualClock(), MemoryStore()
-        bus = MemoryBus("r", clock, store)
-        downloads, offer = downloads_on(bus, clock, measured := UploadEstimator()), offer_of(1)
-        downloads.start([offer])
-        await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
-        while not downloads.outcomes:
-            await asyncio.sleep(0.01)
-        assert measured.upload_s == LEAST_UPLOAD_S
-        await downloads.close()
-
-    run_virtual(main())
+    clock, store = VirtualClock(), MemoryStore()
+    bus = MemoryBus("r", clock, store)
+    downloads, offer = downloads_on(bus, clock, measured := UploadEstimator()), offer_of(1)
+    downloads.start([offer])
+    await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
+    while not downloads.outcomes:
+        await asyncio.sleep(0.01)
+    assert measured.upload_s == LEAST_UPLOAD_S
+    await downloads.close()
 
 
-def test_a_payload_that_is_here_is_told_again_for_the_next_window() -> None:
+@in_virtual_time
+async def test_a_payload_that_is_here_is_told_again_for_the_next_window() -> None:
     """It came while its delta was in no window: else the next one would wait for it until its deadline."""
-
-    async def main() -> None:
-        clock, store = VirtualClock(), MemoryStore()
-        bus = MemoryBus("r", clock, store)
-        downloads, offer = downloads_on(bus, clock), offer_of(1)
-        await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
-        downloads.start([offer])
-        while not downloads.outcomes:
-            await asyncio.sleep(0.01)
-        (first,) = downloads.ended()
-        assert not downloads.outcomes
-        again = Offer(offer.entry_id, offer.header)
-        downloads.start([again])
-        assert list(downloads.ended()) == [(again, first[1])]
-        assert list(downloads.deltas) == [offer.entry_id]
-        await downloads.close()
-
-    run_virtual(main())
+    clock, store = VirtualClock(), MemoryStore()
+    bus = MemoryBus("r", clock, store)
+    downloads, offer = downloads_on(bus, clock), offer_of(1)
+    await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
+    downloads.start([offer])
+    while not downloads.outcomes:
+        await asyncio.sleep(0.01)
+    (first,) = downloads.ended()
+    assert not downloads.outcomes
+    again = Offer(offer.entry_id, offer.header)
+    downloads.start([again])
+    assert list(downloads.ended()) == [(again, first[1])]
+    assert list(downloads.deltas) == [offer.entry_id]
+    await downloads.close()
 
 
 @pytest.mark.parametrize(("kind", "looks"), [("bf16", 0), ("int4", 1)])
-def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(
+@in_virtual_time
+async def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(
     monkeypatch: pytest.MonkeyPatch, kind: Codec, looks: int
 ) -> None:
     """Another thread would have to fetch it from this one's cache; a quantized payload would hold up all else here."""
@@ -122,83 +114,74 @@ def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(
         offloaded.append(work.__name__)
         return work(*args)
 
-    async def main() -> None:
-        clock = VirtualClock()
-        bus, offer, sync = MemoryBus("r", clock, MemoryStore()), offer_of(1), samples.sync_spec(codec=kind)
-        wire = np.zeros(payload_bytes(FRAGMENT.elements, kind), np.uint8)
-        await push(bus, key_of(bus, offer), wire, sync.chunk_bytes, 600)
-        intake = Downloads(bus, clock, state(sync), asyncio.Event(), offload, UploadEstimator(), Coming())
-        intake.start([offer])
-        while not intake.outcomes:
-            await asyncio.sleep(0.01)
-        assert seen[0] == held(sync.chunk_bytes, FRAGMENT.elements, kind)
-        assert len(offloaded) == looks + 1, "and to be judged"
-        await intake.close()
-
-    run_virtual(main())
+    clock = VirtualClock()
+    bus, offer, sync = MemoryBus("r", clock, MemoryStore()), offer_of(1), samples.sync_spec(codec=kind)
+    wire = np.zeros(payload_bytes(FRAGMENT.elements, kind), np.uint8)
+    await push(bus, key_of(bus, offer), wire, sync.chunk_bytes, 600)
+    intake = Downloads(bus, clock, state(sync), asyncio.Event(), offload, UploadEstimator(), Coming())
+    intake.start([offer])
+    while not intake.outcomes:
+        await asyncio.sleep(0.01)
+    assert seen[0] == held(sync.chunk_bytes, FRAGMENT.elements, kind)
+    assert len(offloaded) == looks + 1, "and to be judged"
+    await intake.close()
 
 
-def test_an_upload_is_heard_of_while_it_grows_and_not_given_up_once_it_is_whole() -> None:
+@in_virtual_time
+async def test_an_upload_is_heard_of_while_it_grows_and_not_given_up_once_it_is_whole() -> None:
     """What counts is when something last came; judging it may take long, and is no silence."""
+    clock, store = VirtualClock(), MemoryStore()
+    bus = MemoryBus("r", clock, store)
+    downloads, offer = downloads_on(bus, clock), offer_of(1)
+    downloads.start([offer])
+    began = clock.now()
+    await asyncio.sleep(5.0)
+    assert downloads.heard_at(offer) == began
+    chunks: list[bytes] = []
 
-    async def main() -> None:
-        clock, store = VirtualClock(), MemoryStore()
-        bus = MemoryBus("r", clock, store)
-        downloads, offer = downloads_on(bus, clock), offer_of(1)
-        downloads.start([offer])
-        began = clock.now()
-        await asyncio.sleep(5.0)
-        assert downloads.heard_at(offer) == began
-        chunks: list[bytes] = []
+    async def keep(key: str, first: int, more: list[bytes], ttl_s: float) -> None:
+        chunks.extend(more)
 
-        async def keep(key: str, first: int, more: list[bytes], ttl_s: float) -> None:
-            chunks.extend(more)
-
-        write, bus.write_chunks = bus.write_chunks, keep  # type: ignore[method-assign, assignment]
-        await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
-        await write(key_of(bus, offer), 0, chunks[:1], 600)
-        await asyncio.sleep(0.5)
-        assert downloads.heard_at(offer) == pytest.approx(began + 5.0, abs=0.1)
-        await write(key_of(bus, offer), 1, chunks[1:], 600)
-        await asyncio.sleep(0.5)
-        assert downloads.heard_at(offer) == math.inf
-        await downloads.close()
-
-    run_virtual(main())
+    write, bus.write_chunks = bus.write_chunks, keep  # type: ignore[method-assign, assignment]
+    await push(bus, key_of(bus, offer), np.zeros(FRAGMENT.elements, np.float32), 1024, 600)
+    await write(key_of(bus, offer), 0, chunks[:1], 600)
+    await asyncio.sleep(0.5)
+    assert downloads.heard_at(offer) == pytest.approx(began + 5.0, abs=0.1)
+    await write(key_of(bus, offer), 1, chunks[1:], 600)
+    await asyncio.sleep(0.5)
+    assert downloads.heard_at(offer) == math.inf
+    await downloads.close()
 
 
-def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that_died() -> None:
+@in_virtual_time
+async def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that_died() -> None:
     """It has measured nothing, and would give 30 s: but the learner is silent, and its payload grows no more."""
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
+    await world.until_version(3)
+    dying, announced = learners[2], asyncio.Event()
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
-        await world.until_version(3)
-        dying, announced = learners[2], asyncio.Event()
+    async def hangs(*_: Any) -> None:
+        announced.set()
+        await asyncio.sleep(1e6)
 
-        async def hangs(*_: Any) -> None:
-            announced.set()
-            await asyncio.sleep(1e6)
-
-        dying.bus.write_chunks = hangs  # type: ignore[method-assign]
-        await announced.wait()
-        assert world.syncer is not None
-        world.syncer.cancel()
-        await asyncio.gather(world.syncer, return_exceptions=True)
-        await dying.kill()
-        (was,) = await world.versions()
-        service = world.start_syncer(liveness_s=3.0)
-        began = world.clock.now()
-        await world.until_version(was + 2)
-        assert service.owners[0].state.uploads.upload_s < FIRST_UPLOAD_S
-        assert world.clock.now() - began < 12.0  # the dead syncer's lease, 5 s, and the liveness time twice at most
-        lost = [r for r in await world.tape() if isinstance(r, Rejected) and r.learner == "l2"]
-        assert all(r.reason is not RefusalReason.UPLOAD_TIMEOUT or "is gone" in r.detail for r in lost)
-        for learner in learners[:2]:
-            await learner.kill()
-
-    run_virtual(main())
+    dying.bus.write_chunks = hangs  # type: ignore[method-assign]
+    await announced.wait()
+    assert world.syncer is not None
+    world.syncer.cancel()
+    await asyncio.gather(world.syncer, return_exceptions=True)
+    await dying.kill()
+    (was,) = await world.versions()
+    service = world.start_syncer(liveness_s=3.0)
+    began = world.clock.now()
+    await world.until_version(was + 2)
+    assert service.owners[0].state.uploads.upload_s < FIRST_UPLOAD_S
+    assert world.clock.now() - began < 12.0  # the dead syncer's lease, 5 s, and the liveness time twice at most
+    lost = [r for r in await world.tape() if isinstance(r, Rejected) and r.learner == "l2"]
+    assert all(r.reason is not RefusalReason.UPLOAD_TIMEOUT or "is gone" in r.detail for r in lost)
+    for learner in learners[:2]:
+        await learner.kill()
 
 
 def test_an_upload_comes_while_its_chunks_do_or_earlier_ones_of_its_learner_do() -> None:
@@ -249,36 +232,33 @@ def test_what_is_known_of_incarnations_is_bounded() -> None:
 
 
 @pytest.mark.parametrize("quorum", [1, 2])
-def test_an_upload_that_comes_slowly_is_not_refused_for_it(quorum: int) -> None:
+@in_virtual_time
+async def test_an_upload_that_comes_slowly_is_not_refused_for_it(quorum: int) -> None:
     """Its chunks come in time, and the whole of it does not: the deadline was for a fast line. None is sent again."""
+    world = VirtualRun(sync_spec(tokens=10**9, fragments=1, chunk_bytes=1024, quorum=quorum), liveness_s=5.0)
+    world.spec = world.spec.model_copy(
+        update={"tensors": tuple(one.model_copy(update={"shape": (4096,)}) for one in world.spec.tensors)}
+    )
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(3)
+    slowed = 0
+    for learner in learners:
+        write = learner.bus.write_chunks
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, fragments=1, chunk_bytes=1024, quorum=quorum), liveness_s=5.0)
-        world.spec = world.spec.model_copy(
-            update={"tensors": tuple(one.model_copy(update={"shape": (4096,)}) for one in world.spec.tensors)}
-        )
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(3)
-        slowed = 0
-        for learner in learners:
-            write = learner.bus.write_chunks
+        async def slowly(key: str, first: int, chunks: Any, ttl_s: float, write: Any = write) -> None:
+            nonlocal slowed
+            for n, chunk in enumerate(chunks, first):
+                slowed += 1
+                await asyncio.sleep(0.7)
+                await write(key, n, [chunk], ttl_s)
 
-            async def slowly(key: str, first: int, chunks: Any, ttl_s: float, write: Any = write) -> None:
-                nonlocal slowed
-                for n, chunk in enumerate(chunks, first):
-                    slowed += 1
-                    await asyncio.sleep(0.7)
-                    await write(key, n, [chunk], ttl_s)
-
-            learner.bus.write_chunks = slowly  # type: ignore[method-assign]
-        before = len(await world.tape())
-        version = (await world.versions())[0]
-        await world.until_version(version + 3, 300.0)
-        assert slowed > 2 * 3, "each delta has several chunks"
-        refused = [r for r in (await world.tape())[before:] if isinstance(r, Rejected)]
-        assert not [r for r in refused if r.reason is RefusalReason.UPLOAD_TIMEOUT]
-        for learner in learners:
-            await learner.kill()
-
-    run_virtual(main())
+        learner.bus.write_chunks = slowly  # type: ignore[method-assign]
+    before = len(await world.tape())
+    version = (await world.versions())[0]
+    await world.until_version(version + 3, 300.0)
+    assert slowed > 2 * 3, "each delta has several chunks"
+    refused = [r for r in (await world.tape())[before:] if isinstance(r, Rejected)]
+    assert not [r for r in refused if r.reason is RefusalReason.UPLOAD_TIMEOUT]
+    for learner in learners:
+        await learner.kill()

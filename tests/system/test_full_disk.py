@@ -15,7 +15,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.workers.moments.state_folder import StateFolder
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
 from tests.syncer.test_checkpoint import file_of, folder_of, save
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
@@ -64,95 +64,83 @@ def wide_learners(world: VirtualRun) -> list[VirtualLearner]:
     return [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
 
 
-def test_checkpoints_that_find_no_room_are_said_and_tried_again_while_merging_goes_on(disk: Path, told) -> None:
+@in_virtual_time
+async def test_checkpoints_that_find_no_room_are_said_and_tried_again_while_merging_goes_on(disk: Path, told) -> None:
     """The one before stays, the status shows it, and the next one that finds room ends the warning."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=disk / "checkpoints", checkpoint_every=5.0)
-        service = world.start_syncer()
-        learners = wide_learners(world)
-        await world.until_version(3)
-        await asyncio.sleep(6.0)
-        before = folder_of(disk / "checkpoints")
-        fill(disk)
-        versions = await world.versions()
-        await asyncio.sleep(21.0)
-        assert count(told, "checkpoint_failed") >= 4
-        assert any("could not be saved" in warning for warning in (await service.status())["warnings"])
-        assert all(now > was + 20 for now, was in zip(await world.versions(), versions, strict=True))
-        assert folder_of(disk / "checkpoints") == before
-        empty(disk)
-        await asyncio.sleep(6.0)
-        assert folder_of(disk / "checkpoints") != before
-        assert (await service.status())["warnings"] == []
-        assert len(list((disk / "checkpoints").iterdir())) <= 4, "nothing half is left"
-        world.stop.set()
-        await world.syncer
-        assert service.in_order
-        await end(*learners)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=disk / "checkpoints", checkpoint_every=5.0)
+    service = world.start_syncer()
+    learners = wide_learners(world)
+    await world.until_version(3)
+    await asyncio.sleep(6.0)
+    before = folder_of(disk / "checkpoints")
+    fill(disk)
+    versions = await world.versions()
+    await asyncio.sleep(21.0)
+    assert count(told, "checkpoint_failed") >= 4
+    assert any("could not be saved" in warning for warning in (await service.status())["warnings"])
+    assert all(now > was + 20 for now, was in zip(await world.versions(), versions, strict=True))
+    assert folder_of(disk / "checkpoints") == before
+    empty(disk)
+    await asyncio.sleep(6.0)
+    assert folder_of(disk / "checkpoints") != before
+    assert (await service.status())["warnings"] == []
+    assert len(list((disk / "checkpoints").iterdir())) <= 4, "nothing half is left"
+    world.stop.set()
+    await world.syncer
+    assert service.in_order
+    await end(*learners)
 
 
-def test_a_syncer_that_stops_with_a_full_disk_says_that_its_last_checkpoint_is_missing(disk: Path, told) -> None:
+@in_virtual_time
+async def test_a_syncer_that_stops_with_a_full_disk_says_that_its_last_checkpoint_is_missing(disk: Path, told) -> None:
     """It ends, with an error."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=disk / "checkpoints")
-        service = world.start_syncer()
-        learners = wide_learners(world)
-        await world.until_version(3)
-        fill(disk)
-        world.stop.set()
-        await world.syncer
-        assert not service.in_order
-        assert count(told, "checkpoint_failed") == 1
-        await end(*learners)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=disk / "checkpoints")
+    service = world.start_syncer()
+    learners = wide_learners(world)
+    await world.until_version(3)
+    fill(disk)
+    world.stop.set()
+    await world.syncer
+    assert not service.in_order
+    assert count(told, "checkpoint_failed") == 1
+    await end(*learners)
 
 
-def test_the_archive_of_a_full_disk_has_every_record_once_there_is_room(disk: Path, told) -> None:
+@in_virtual_time
+async def test_the_archive_of_a_full_disk_has_every_record_once_there_is_room(disk: Path, told) -> None:
     """No record is lost, none is there twice, and none is cut in two."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), tape_dir=disk / "tape")
-        service = world.start_syncer()
-        learners = wide_learners(world)
-        await world.until_version(3)
-        fill(disk)
-        await asyncio.sleep(60.0)  # more than the file's last page has room for
-        assert count(told, "tape_not_archived") >= 1
-        assert any("cannot be archived" in warning for warning in (await service.status())["warnings"])
-        empty(disk)
-        await asyncio.sleep(3.0)
-        assert (await service.status())["warnings"] == []
-        await end(*learners)
-        await asyncio.sleep(2.0)
-        tape = await world.tape()
-        (file,) = (disk / "tape").iterdir()
-        data = file.read_bytes()
-        assert data[: len(b"".join(map(encode, tape)))] == b"".join(map(encode, tape))
-        assert any(isinstance(record, Committed) for record in tape)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), tape_dir=disk / "tape")
+    service = world.start_syncer()
+    learners = wide_learners(world)
+    await world.until_version(3)
+    fill(disk)
+    await asyncio.sleep(60.0)  # more than the file's last page has room for
+    assert count(told, "tape_not_archived") >= 1
+    assert any("cannot be archived" in warning for warning in (await service.status())["warnings"])
+    empty(disk)
+    await asyncio.sleep(3.0)
+    assert (await service.status())["warnings"] == []
+    await end(*learners)
+    await asyncio.sleep(2.0)
+    tape = await world.tape()
+    (file,) = (disk / "tape").iterdir()
+    data = file.read_bytes()
+    assert data[: len(b"".join(map(encode, tape)))] == b"".join(map(encode, tape))
+    assert any(isinstance(record, Committed) for record in tape)
 
 
-def test_a_recording_with_gaps_is_shown_and_merging_goes_on(disk: Path, told) -> None:
+@in_virtual_time
+async def test_a_recording_with_gaps_is_shown_and_merging_goes_on(disk: Path, told) -> None:
     """Log and status say where it has the last gap."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9), record_deltas=disk / "deltas")
-        service = world.start_syncer()
-        learners = wide_learners(world)
-        await world.until_version(3)
-        fill(disk)
-        await world.until_version(9)
-        assert count(told, "recording_failed") == 1
-        assert any("the recording has gaps" in warning for warning in (await service.status())["warnings"])
-        await end(*learners)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), record_deltas=disk / "deltas")
+    service = world.start_syncer()
+    learners = wide_learners(world)
+    await world.until_version(3)
+    fill(disk)
+    await world.until_version(9)
+    assert count(told, "recording_failed") == 1
+    assert any("the recording has gaps" in warning for warning in (await service.status())["warnings"])
+    await end(*learners)
 
 
 def test_losses_of_a_learner_whose_disk_was_full_are_whole_lines(disk: Path) -> None:

@@ -25,7 +25,7 @@ from diloco.syncer.intake import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.workers.exchange import refused
 from diloco.workers.rounds import RENEWED_BY
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import samples, slow_beyond
 from tests.samples import encode_chunks
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
@@ -143,23 +143,20 @@ def forged(scale: float) -> Spoil:
         (-1.0, RefusalReason.BAD_PAYLOAD),
     ],
 )
-def test_a_scale_that_is_none_is_refused_with_its_reason(scale: float, reason: RefusalReason) -> None:
+@in_virtual_time
+async def test_a_scale_that_is_none_is_refused_with_its_reason(scale: float, reason: RefusalReason) -> None:
     """Not finite, decoding to what is not, absurd, or negative: nothing of it is merged, and the others go on."""
-
-    async def main() -> None:
-        world, learners = await under_way(2, learners=3, quorum=2, fragments=1, codec="int4")
-        forged(scale)(learners[2])
-        was = (await world.versions())[0]
-        await world.until_version(was + 6)
-        tape = await world.tape()
-        refused = Counter(r.reason for r in tape if isinstance(r, Rejected) and r.learner == "l2")
-        assert refused[reason] >= DOUBTED_AFTER
-        late = [r for r in tape if isinstance(r, Committed) and r.version > was + 2]
-        assert late
-        assert not any(part.learner == "l2" for r in late for part in r.contributions)
-        await end(*learners)
-
-    run_virtual(main())
+    world, learners = await under_way(2, learners=3, quorum=2, fragments=1, codec="int4")
+    forged(scale)(learners[2])
+    was = (await world.versions())[0]
+    await world.until_version(was + 6)
+    tape = await world.tape()
+    refused = Counter(r.reason for r in tape if isinstance(r, Rejected) and r.learner == "l2")
+    assert refused[reason] >= DOUBTED_AFTER
+    late = [r for r in tape if isinstance(r, Committed) and r.version > was + 2]
+    assert late
+    assert not any(part.learner == "l2" for r in late for part in r.contributions)
+    await end(*learners)
 
 
 SIX = sync_spec(tokens=10**9, quorum=6, fragments=1)
@@ -212,45 +209,41 @@ def test_one_bad_learner_among_eight_holds_up_nobody(spoil: Spoil, reason: Refus
 
 
 @pytest.mark.parametrize("step_s", [0.01, 0.1, 0.3])
-def test_a_learner_that_renews_what_it_never_uploads_is_doubted_however_quick_its_steps_are(step_s: float) -> None:
+@in_virtual_time
+async def test_a_learner_that_renews_what_it_never_uploads_is_doubted_however_quick_its_steps_are(
+    step_s: float,
+) -> None:
     """Announcing anew restarts no deadline: it is waited for in vain three times, and no more."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
-        service = world.start_syncer()
-        steps = (0.1, 0.1, step_s)
-        learners = [VirtualLearner(f"l{i}", world, s, f"{i:016x}").start() for i, s in enumerate(steps)]
-        await world.until_version(2)
-        silent(learners[2])
-        async with asyncio.timeout(20):
-            while service.owners[0].doubted != {"l2"}:
-                await asyncio.sleep(0.05)
-        await end(*learners)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
+    service = world.start_syncer()
+    steps = (0.1, 0.1, step_s)
+    learners = [VirtualLearner(f"l{i}", world, s, f"{i:016x}").start() for i, s in enumerate(steps)]
+    await world.until_version(2)
+    silent(learners[2])
+    async with asyncio.timeout(20):
+        while service.owners[0].doubted != {"l2"}:
+            await asyncio.sleep(0.05)
+    await end(*learners)
 
 
-def test_a_doubted_learner_that_sends_a_sound_delta_is_waited_for_again() -> None:
+@in_virtual_time
+async def test_a_doubted_learner_that_sends_a_sound_delta_is_waited_for_again() -> None:
     """Nothing is held against it: its delta is merged, and the next window expects it."""
-
-    async def main() -> None:
-        world, learners = await under_way(2, learners=3, quorum=2, fragments=1)
-        train = learners[2].train
-        poisoned(np.nan)(learners[2])
-        async with asyncio.timeout(30):
-            while world.service.owners[0].doubted != {"l2"}:
-                await asyncio.sleep(0.05)
-        learners[2].train = train  # type: ignore[method-assign]
-        learners[2].values[0][:] = 0.5
-        async with asyncio.timeout(30):
-            while world.service.owners[0].doubted:
-                await asyncio.sleep(0.05)
-        await asyncio.sleep(3.0)
-        last = [record for record in await world.tape() if isinstance(record, Committed)][-1]
-        assert {part.learner for part in last.contributions} == {"l0", "l1", "l2"}
-        await end(*learners)
-
-    run_virtual(main())
+    world, learners = await under_way(2, learners=3, quorum=2, fragments=1)
+    train = learners[2].train
+    poisoned(np.nan)(learners[2])
+    async with asyncio.timeout(30):
+        while world.service.owners[0].doubted != {"l2"}:
+            await asyncio.sleep(0.05)
+    learners[2].train = train  # type: ignore[method-assign]
+    learners[2].values[0][:] = 0.5
+    async with asyncio.timeout(30):
+        while world.service.owners[0].doubted:
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(3.0)
+    last = [record for record in await world.tape() if isinstance(record, Committed)][-1]
+    assert {part.learner for part in last.contributions} == {"l0", "l1", "l2"}
+    await end(*learners)
 
 
 async def _doubted_below_the_quorum(spoil: Spoil) -> tuple[VirtualRun, list[VirtualLearner]]:
@@ -268,101 +261,89 @@ async def _doubted_below_the_quorum(spoil: Spoil) -> tuple[VirtualRun, list[Virt
     return world, learners
 
 
-def test_a_doubted_learner_opens_no_window_again_with_each_of_its_steps() -> None:
+@in_virtual_time
+async def test_a_doubted_learner_opens_no_window_again_with_each_of_its_steps() -> None:
     """The quorum is short while it sends NaN: neither it nor the tape is asked at every step, and it is heard again."""
-
-    async def main() -> None:
-        world, learners = await _doubted_below_the_quorum(poisoned(np.nan))
-        tape = await world.tape()
-        assert max(r.attempt for r in tape if isinstance(r, WindowChanged)) <= DOUBTED_AFTER
-        assert DOUBTED_AFTER < sum(isinstance(r, Rejected) for r in tape) < 30, "it renews, less and less often"
-        await end(*learners)
-
-    run_virtual(main())
+    world, learners = await _doubted_below_the_quorum(poisoned(np.nan))
+    tape = await world.tape()
+    assert max(r.attempt for r in tape if isinstance(r, WindowChanged)) <= DOUBTED_AFTER
+    assert DOUBTED_AFTER < sum(isinstance(r, Rejected) for r in tape) < 30, "it renews, less and less often"
+    await end(*learners)
 
 
-def test_no_number_of_attempts_ends_a_window() -> None:
+@in_virtual_time
+async def test_no_number_of_attempts_ends_a_window() -> None:
     """A window that was opened a million times is opened once more, and its deltas are merged."""
-
-    async def main() -> None:
-        world, learners = await under_way(2, quorum=2, fragments=1)
-        session = world.service.owners[0].session
-        assert session is not None
-        session.window.attempt = 10**6
-        damaged(learners[1])
-        async with asyncio.timeout(10):
-            while session.window.attempt == 10**6:
-                await asyncio.sleep(0.1)
-        del learners[1].bus.write_chunks  # type: ignore[misc]
-        await world.until_version(session.window.version + 1)
-        merged = [r for r in await world.tape() if isinstance(r, Committed)][-1].contributions
-        assert max(part.attempt for part in merged) > 10**6
-        await end(*learners)
-
-    run_virtual(main())
+    world, learners = await under_way(2, quorum=2, fragments=1)
+    session = world.service.owners[0].session
+    assert session is not None
+    session.window.attempt = 10**6
+    damaged(learners[1])
+    async with asyncio.timeout(10):
+        while session.window.attempt == 10**6:
+            await asyncio.sleep(0.1)
+    del learners[1].bus.write_chunks  # type: ignore[misc]
+    await world.until_version(session.window.version + 1)
+    merged = [r for r in await world.tape() if isinstance(r, Committed)][-1].contributions
+    assert max(part.attempt for part in merged) > 10**6
+    await end(*learners)
 
 
 @pytest.mark.parametrize("restarted", [False, True], ids=["mended in its place", "started again"])
 @pytest.mark.parametrize("spoil", [damaged, damaged_at_first])
-def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_is_mended(
+@in_virtual_time
+async def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_is_mended(
     restarted: bool, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the same base: within a renewal if it goes on, in some steps if it was started again."""
     monkeypatch.setattr("diloco.pipeline.transfer.payloads.PIECE_BYTES", 16)
-
-    async def main() -> None:
-        world, learners = await _doubted_below_the_quorum(spoil)
-        (was,) = await world.versions()
-        if restarted:
-            await learners[1].kill()
-            learners.append(VirtualLearner("l1", world, 0.1, "f" * 16).start())
-        else:
-            del learners[1].bus.write_chunks  # type: ignore[misc]
-        async with asyncio.timeout(3.0 if restarted else 0.1 * 700 / RENEWED_BY):
-            while (await world.versions())[0] == was:
-                await asyncio.sleep(0.1)
-        await end(*learners)
-
-    run_virtual(main())
+    world, learners = await _doubted_below_the_quorum(spoil)
+    (was,) = await world.versions()
+    if restarted:
+        await learners[1].kill()
+        learners.append(VirtualLearner("l1", world, 0.1, "f" * 16).start())
+    else:
+        del learners[1].bus.write_chunks  # type: ignore[misc]
+    async with asyncio.timeout(3.0 if restarted else 0.1 * 700 / RENEWED_BY):
+        while (await world.versions())[0] == was:
+            await asyncio.sleep(0.1)
+    await end(*learners)
 
 
-def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> None:
+@in_virtual_time
+async def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory() -> None:
     """Thousands in another's name and in many names of its own; the others' merges go on meanwhile."""
-
-    async def main() -> None:
-        world, learners = await under_way(2, quorum=2, fragments=1)
-        (head,) = await world.heads()
-        real = next(r for r in await world.tape() if isinstance(r, Committed) and r.contributions).contributions[0]
-        records = len(await world.tape())
-        for n in range(3 * MOST_ARRIVED):
-            forged = samples.header(
-                real.learner if n % 2 else "flood",
-                incarnation=f"{n:08x}",
-                base_version=head.version,
-                base_digest=head.digest,
-                layout=world.service.serving.context.layout.digest,
-                codec=world.spec.sync.codec,
-                chunks=1,
-                due=False,
-            )
-            await world.bus.offer(forged)
-        was = (await world.versions())[0]
-        async with asyncio.timeout(60):
-            while (await world.versions())[0] < was + 5:
-                await asyncio.sleep(0.1)
-        assert world.service.owners[0].session is not None
-        assert len(world.service.owners[0].session.window.pending()) < 20
-        assert len(await world.bus.read_offers(0)) < 20
-        (head,) = await world.heads()
-        assert sum(head.refused.values()) > 3 * MOST_ARRIVED - 20
-        told = [r for r in (await world.tape())[records:] if isinstance(r, Rejected)]
-        assert len(told) <= 3 * TOLD_A_WINDOW * 6
-        assert {r.learner for r in told if r.last_told} == {real.learner, "flood"}
-        for learner in learners:
-            assert learner.longest_step_s < 0.2
-            await learner.kill()
-
-    run_virtual(main())
+    world, learners = await under_way(2, quorum=2, fragments=1)
+    (head,) = await world.heads()
+    real = next(r for r in await world.tape() if isinstance(r, Committed) and r.contributions).contributions[0]
+    records = len(await world.tape())
+    for n in range(3 * MOST_ARRIVED):
+        forged = samples.header(
+            real.learner if n % 2 else "flood",
+            incarnation=f"{n:08x}",
+            base_version=head.version,
+            base_digest=head.digest,
+            layout=world.service.serving.context.layout.digest,
+            codec=world.spec.sync.codec,
+            chunks=1,
+            due=False,
+        )
+        await world.bus.offer(forged)
+    was = (await world.versions())[0]
+    async with asyncio.timeout(60):
+        while (await world.versions())[0] < was + 5:
+            await asyncio.sleep(0.1)
+    assert world.service.owners[0].session is not None
+    assert len(world.service.owners[0].session.window.pending()) < 20
+    assert len(await world.bus.read_offers(0)) < 20
+    (head,) = await world.heads()
+    assert sum(head.refused.values()) > 3 * MOST_ARRIVED - 20
+    told = [r for r in (await world.tape())[records:] if isinstance(r, Rejected)]
+    assert len(told) <= 3 * TOLD_A_WINDOW * 6
+    assert {r.learner for r in told if r.last_told} == {real.learner, "flood"}
+    for learner in learners:
+        assert learner.longest_step_s < 0.2
+        await learner.kill()
 
 
 def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> None:
@@ -391,40 +372,37 @@ def test_the_view_of_a_window_names_who_is_doubted_and_is_bounded() -> None:
         WindowView(**samples.IDLE.model_dump() | {"doubted": ("l0",) * 5000})
 
 
-def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_on_when_one_comes() -> None:
+@in_virtual_time
+async def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_on_when_one_comes() -> None:
     """Learners train on for half an hour, a delta a fragment and base, and say what is missing, as the status does; the
     syncer that comes back merges at once."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=2))
-        world.start_syncer()
-        learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(2)
-        assert world.syncer is not None
-        world.syncer.cancel()
-        await asyncio.gather(world.syncer, return_exceptions=True)
-        versions, most = await world.versions(), 0
-        with capture_logs() as told:
-            for _ in range(60):
-                await asyncio.sleep(30.0)
-                most = max(most, world.store.used_bytes())
-                for p in range(2):
-                    assert len(await world.bus.read_offers(p)) <= 2 * len(learners)
-        missing = [line["detail"] for line in told if line["event"] == "no_syncer"]
-        assert len(missing) == len(learners)
-        assert all("start `diloco syncer`" in one for one in missing)
-        status = await read_status(world.bus, world.clock)
-        assert any("no syncer is here" in warning for warning in status["warnings"])
-        assert most < 20_000
-        assert await world.versions() == versions
-        for learner in learners:
-            assert len(learner.exchange.publishing._headers) <= 2
-            assert learner.exchange.publishing._uploads[0].qsize() <= 2
-            assert learner.longest_step_s < 1.0
-        world.start_syncer()
-        async with asyncio.timeout(120):
-            while not all(now >= was + 2 for now, was in zip(await world.versions(), versions, strict=True)):
-                await asyncio.sleep(0.5)
-        await end(*learners)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=2))
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(2)
+    assert world.syncer is not None
+    world.syncer.cancel()
+    await asyncio.gather(world.syncer, return_exceptions=True)
+    versions, most = await world.versions(), 0
+    with capture_logs() as told:
+        for _ in range(60):
+            await asyncio.sleep(30.0)
+            most = max(most, world.store.used_bytes())
+            for p in range(2):
+                assert len(await world.bus.read_offers(p)) <= 2 * len(learners)
+    missing = [line["detail"] for line in told if line["event"] == "no_syncer"]
+    assert len(missing) == len(learners)
+    assert all("start `diloco syncer`" in one for one in missing)
+    status = await read_status(world.bus, world.clock)
+    assert any("no syncer is here" in warning for warning in status["warnings"])
+    assert most < 20_000
+    assert await world.versions() == versions
+    for learner in learners:
+        assert len(learner.exchange.publishing._headers) <= 2
+        assert learner.exchange.publishing._uploads[0].qsize() <= 2
+        assert learner.longest_step_s < 1.0
+    world.start_syncer()
+    async with asyncio.timeout(120):
+        while not all(now >= was + 2 for now, was in zip(await world.versions(), versions, strict=True)):
+            await asyncio.sleep(0.5)
+    await end(*learners)

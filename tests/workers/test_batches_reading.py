@@ -19,7 +19,7 @@ from diloco.pipeline.messages.shards import DataOrder
 from diloco.workers.batches import Batches
 from diloco.workers.exchange.work_queue import SILENT_S, ShardsInTurn
 from diloco.workers.trainer.data.blocks import permuted
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
 
@@ -97,72 +97,66 @@ async def until_epoch(world: VirtualRun, epoch: int) -> None:
             await asyncio.sleep(0.05)
 
 
-def test_without_faults_every_index_is_trained_exactly_once() -> None:
+@in_virtual_time
+async def test_without_faults_every_index_is_trained_exactly_once() -> None:
     """Learners of different speed; one leaves in the middle of a shard, one joins, all leave at the end.
 
     What those that leave have drawn ahead goes to others.
     """
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=6000))
-        world.start_syncer()
-        learners = [BatchLearner(i, world, 0.1 + 0.07 * i).start() for i in range(3)]
-        await asyncio.sleep(5.03)
-        assert learners[0].exchange.shared.shard_position is not None, "in the middle of a shard"
-        learners[0].stop = True
-        await asyncio.sleep(1.0)
-        late = BatchLearner(3, world, 0.05).start()
-        await world.finish(*learners, late)
-        assert all(learner.left for learner in (*learners, late))
-        epochs, rest = await unread(world)
-        assert epochs >= 5
-        trained = Counter(rest)
-        for learner in (*learners, late):
-            assert isinstance(learner, BatchLearner)
-            assert len(learner.sampler._in_hand._drawn) >= AHEAD - 1, "drawn and not trained"
-            trained += Counter(learner.trained)
-        assert trained == each(epochs)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=6000))
+    world.start_syncer()
+    learners = [BatchLearner(i, world, 0.1 + 0.07 * i).start() for i in range(3)]
+    await asyncio.sleep(5.03)
+    assert learners[0].exchange.shared.shard_position is not None, "in the middle of a shard"
+    learners[0].stop = True
+    await asyncio.sleep(1.0)
+    late = BatchLearner(3, world, 0.05).start()
+    await world.finish(*learners, late)
+    assert all(learner.left for learner in (*learners, late))
+    epochs, rest = await unread(world)
+    assert epochs >= 5
+    trained = Counter(rest)
+    for learner in (*learners, late):
+        assert isinstance(learner, BatchLearner)
+        assert len(learner.sampler._in_hand._drawn) >= AHEAD - 1, "drawn and not trained"
+        trained += Counter(learner.trained)
+    assert trained == each(epochs)
 
 
 @pytest.mark.parametrize("at_s", [1.6, 2.05, 2.4, 3.33])
-def test_what_a_killed_learner_had_in_hand_is_trained_by_another(at_s: float) -> None:
+@in_virtual_time
+async def test_what_a_killed_learner_had_in_hand_is_trained_by_another(at_s: float) -> None:
     """Twice are those that it had trained and not said so, since its last saved position; all others once."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        killed, other = BatchLearner(0, world, 0.11).start(), BatchLearner(1, world, 0.08).start()
-        await asyncio.sleep(at_s)
-        await killed.kill()
-        assert isinstance(killed, BatchLearner)
-        assert isinstance(other, BatchLearner)
-        held = world.store.stream(world.bus.keys.shards).held
-        mine = {"{}-{}".format(*entry) for entry, (holder, _) in held.items() if holder.startswith("l0.")}
-        positions = world.store.get(world.bus.keys.shard_positions, dict, 0)
-        claims = killed.exchange.claims._held
-        assert mine >= claims.keys()
-        in_hand = Counter(
-            at
-            for entry, shard in claims.items()
-            for at in indices(shard.epoch, range(shard.start + int(positions.get(entry.encode(), 0)), shard.stop))
-        )
-        epoch = (await world.bus.read_shards()).epochs
-        first_epoch = min(shard.epoch for shard in claims.values())
-        assert first_epoch == max(shard.epoch for shard in claims.values()), "the indices say which epoch"
-        again = in_hand & Counter(killed.trained[-2 * PER_SHARD :])
-        assert in_hand - again, "some were not trained yet"
-        await until_epoch(world, epoch)
-        await asyncio.sleep(SILENT_S)
-        other.stop = True
-        assert other.task is not None
-        await other.task
-        epochs, rest = await unread(world)
-        trained = Counter(killed.trained) + Counter(other.trained) + Counter(rest)
-        assert trained == each(epochs) + again
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    killed, other = BatchLearner(0, world, 0.11).start(), BatchLearner(1, world, 0.08).start()
+    await asyncio.sleep(at_s)
+    await killed.kill()
+    assert isinstance(killed, BatchLearner)
+    assert isinstance(other, BatchLearner)
+    held = world.store.stream(world.bus.keys.shards).held
+    mine = {"{}-{}".format(*entry) for entry, (holder, _) in held.items() if holder.startswith("l0.")}
+    positions = world.store.get(world.bus.keys.shard_positions, dict, 0)
+    claims = killed.exchange.claims._held
+    assert mine >= claims.keys()
+    in_hand = Counter(
+        at
+        for entry, shard in claims.items()
+        for at in indices(shard.epoch, range(shard.start + int(positions.get(entry.encode(), 0)), shard.stop))
+    )
+    epoch = (await world.bus.read_shards()).epochs
+    first_epoch = min(shard.epoch for shard in claims.values())
+    assert first_epoch == max(shard.epoch for shard in claims.values()), "the indices say which epoch"
+    again = in_hand & Counter(killed.trained[-2 * PER_SHARD :])
+    assert in_hand - again, "some were not trained yet"
+    await until_epoch(world, epoch)
+    await asyncio.sleep(SILENT_S)
+    other.stop = True
+    assert other.task is not None
+    await other.task
+    epochs, rest = await unread(world)
+    trained = Counter(killed.trained) + Counter(other.trained) + Counter(rest)
+    assert trained == each(epochs) + again
 
 
 async def chaos(seed: int, strikes: int, world: VirtualRun) -> tuple[list[BatchLearner], list[BatchLearner]]:
@@ -209,40 +203,35 @@ def lose_an_answer(learner: VirtualLearner, name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", slow_beyond(2, range(6)))
-def test_whatever_happens_no_index_is_left_out(seed: int) -> None:
+@in_virtual_time
+async def test_whatever_happens_no_index_is_left_out(seed: int) -> None:
     """Kills, leaves, joins and lost answers in a random order; at the end one learner finishes the epochs."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        everybody, living = await chaos(seed, 9, world)
-        epochs, _ = await unread(world)
-        await until_epoch(world, epochs - 1)
-        trained: Counter[int] = sum((Counter(learner.trained) for learner in everybody), Counter())
-        assert min(trained[at] for at in range(ORDER.length)) >= epochs
-        for learner in living:
-            await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    everybody, living = await chaos(seed, 9, world)
+    epochs, _ = await unread(world)
+    await until_epoch(world, epochs - 1)
+    trained: Counter[int] = sum((Counter(learner.trained) for learner in everybody), Counter())
+    assert min(trained[at] for at in range(ORDER.length)) >= epochs
+    for learner in living:
+        await learner.kill()
 
 
-def test_another_length_or_seed_than_the_runs_is_refused() -> None:
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        one, other = BatchLearner(0, world).start(), BatchLearner(1, world).start()
-        await asyncio.sleep(1.0)
-        for order, words in (
-            (DataOrder(length=302, seed=5), r"reads 302 indices by seed 5 .*, and its run 301 indices by seed 5"),
-            (DataOrder(length=301, seed=6), r"reads 301 indices by seed 6 .*, and its run 301 indices by seed 5"),
-            (DataOrder(length=301, seed=None), r"reads 301 blocks in an order of its own .*, and its run 301 indices"),
-        ):
-            with pytest.raises(SpecMismatch, match=words):
-                await other.exchange.claims.agree(order)
-        await one.kill()
-        await other.kill()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_another_length_or_seed_than_the_runs_is_refused() -> None:
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    one, other = BatchLearner(0, world).start(), BatchLearner(1, world).start()
+    await asyncio.sleep(1.0)
+    for order, words in (
+        (DataOrder(length=302, seed=5), r"reads 302 indices by seed 5 .*, and its run 301 indices by seed 5"),
+        (DataOrder(length=301, seed=6), r"reads 301 indices by seed 6 .*, and its run 301 indices by seed 5"),
+        (DataOrder(length=301, seed=None), r"reads 301 blocks in an order of its own .*, and its run 301 indices"),
+    ):
+        with pytest.raises(SpecMismatch, match=words):
+            await other.exchange.claims.agree(order)
+    await one.kill()
+    await other.kill()
 
 
 def test_a_resumed_run_goes_on_with_the_epoch_in_the_order_in_which_it_was_begun(tmp_path: Path) -> None:
@@ -279,20 +268,17 @@ def test_a_resumed_run_goes_on_with_the_epoch_in_the_order_in_which_it_was_begun
     assert after[rest : rest + 8] == indices(1, range(8)), "the next epoch's permutation comes then"
 
 
-def test_a_bus_that_came_back_empty_gets_the_data_order_again() -> None:
+@in_virtual_time
+async def test_a_bus_that_came_back_empty_gets_the_data_order_again() -> None:
     """With the queue of the epoch under way; who comes then with another length is refused as before."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9))
-        world.start_syncer()
-        learner = BatchLearner(0, world).start()
-        await asyncio.sleep(3.0)
-        keys = world.bus.keys
-        for key in (keys.data_order, keys.shards, keys.shard_positions, keys.shard_epoch):
-            world.store.values.pop(key, None)
-        await asyncio.sleep(5.0)
-        with pytest.raises(SpecMismatch):
-            await learner.exchange.claims.agree(DataOrder(length=7, seed=0))
-        await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9))
+    world.start_syncer()
+    learner = BatchLearner(0, world).start()
+    await asyncio.sleep(3.0)
+    keys = world.bus.keys
+    for key in (keys.data_order, keys.shards, keys.shard_positions, keys.shard_epoch):
+        world.store.values.pop(key, None)
+    await asyncio.sleep(5.0)
+    with pytest.raises(SpecMismatch):
+        await learner.exchange.claims.agree(DataOrder(length=7, seed=0))
+    await learner.kill()

@@ -6,7 +6,7 @@ import pytest
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed, Rejected
 from diloco.workers.rounds import Base, OpenWindow, Rounds
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
 
 
@@ -55,24 +55,19 @@ class Empty(Masked):
 
 
 @pytest.mark.parametrize("quorum", [1, 2])
-def test_a_run_goes_on_past_empty_steps(quorum: int) -> None:
+@in_virtual_time
+async def test_a_run_goes_on_past_empty_steps(quorum: int) -> None:
     """H is 4 and every seventh step has tokens: each round is merged in full, and no header is refused. One learner
     that never has any joins, follows and leaves."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(sync_interval=4, tokens=600, quorum=quorum))
-        world.start_syncer()
-        learners = [
-            kind(f"l{i}", world, incarnation=f"{i:016x}").start() for i, kind in enumerate((Masked, Masked, Empty))
-        ]
-        await world.finish(*learners)
-        tape = await world.tape()
-        assert not [record for record in tape if isinstance(record, Rejected)]
-        merged = [record for record in tape if isinstance(record, Committed) and record.contributions]
-        assert {c.learner for record in merged for c in record.contributions} == {"l0", "l1"}
-        assert all(c.tokens > 0 for record in merged for c in record.contributions)
-        assert len(merged) > 10
-        assert all(learner.left for learner in learners)
-        assert learners[2].rounds.steps > 100
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(sync_interval=4, tokens=600, quorum=quorum))
+    world.start_syncer()
+    learners = [kind(f"l{i}", world, incarnation=f"{i:016x}").start() for i, kind in enumerate((Masked, Masked, Empty))]
+    await world.finish(*learners)
+    tape = await world.tape()
+    assert not [record for record in tape if isinstance(record, Rejected)]
+    merged = [record for record in tape if isinstance(record, Committed) and record.contributions]
+    assert {c.learner for record in merged for c in record.contributions} == {"l0", "l1"}
+    assert all(c.tokens > 0 for record in merged for c in record.contributions)
+    assert len(merged) > 10
+    assert all(learner.left for learner in learners)
+    assert learners[2].rounds.steps > 100

@@ -19,7 +19,7 @@ from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.merging.fragment import Delta, FragmentState, Merged
 from diloco.workers.encoding import MOST_SENT, ErrorFeedback, OnHost
 from diloco.workers.encoding import encode_delta as encode_into
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
 ME = "l0", "0" * 8
@@ -206,39 +206,36 @@ def sum_what_is_committed(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, st
 
 
 @pytest.mark.parametrize("kind", ["fp32", *KINDS])
-def test_a_run_in_virtual_time_learns_and_its_books_of_errors_close(kind, monkeypatch) -> None:
+@in_virtual_time
+async def test_a_run_in_virtual_time_learns_and_its_books_of_errors_close(kind, monkeypatch) -> None:
     """Learners of different speed, stale deltas among them: for each learner and fragment, the sum of what the syncer
     merged and what the learner still owes is the sum of what it measured."""
     sums = sum_what_is_committed(monkeypatch)
+    world = VirtualRun(sync_spec(codec=kind, tokens=6000))
+    world.start_syncer()
+    learners = [Watched(f"l{i}", world, 0.1 + 0.07 * i, f"{i:016x}").start() for i in range(3)]
+    await asyncio.sleep(1.0)
+    offer = learners[2].bus.offer
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(codec=kind, tokens=6000))
-        world.start_syncer()
-        learners = [Watched(f"l{i}", world, 0.1 + 0.07 * i, f"{i:016x}").start() for i in range(3)]
-        await asyncio.sleep(1.0)
-        offer = learners[2].bus.offer
+    async def slowly(header: Any, renews: str = "") -> str:
+        await asyncio.sleep(0.45)
+        entry: str = await offer(header, renews)
+        return entry
 
-        async def slowly(header: Any, renews: str = "") -> str:
-            await asyncio.sleep(0.45)
-            entry: str = await offer(header, renews)
-            return entry
-
-        learners[2].bus.offer = slowly
-        await world.finish(*learners)
-        tape = await world.tape()
-        for head, fragment in zip(await world.heads(), learners[0].exchange.member.layout.fragments, strict=True):
-            values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
-            assert np.all(np.abs(values - 1.0) < 0.1)
-            for learner in learners:
-                residual = learner.exchange.feedback.residual(head.fragment)
-                assert (residual is not None) is (kind in KINDS)
-                owed = 0 if residual is None else residual
-                merged, made = sums[head.fragment, learner.name], learner.merged(tape)[head.fragment]
-                np.testing.assert_allclose(merged + owed, made, rtol=0, atol=1e-5)
-        commits = [record for record in tape if isinstance(record, Committed)]
-        assert any(part.base_version < c.version - 1 for c in commits for part in c.contributions)
-
-    run_virtual(main())
+    learners[2].bus.offer = slowly
+    await world.finish(*learners)
+    tape = await world.tape()
+    for head, fragment in zip(await world.heads(), learners[0].exchange.member.layout.fragments, strict=True):
+        values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
+        assert np.all(np.abs(values - 1.0) < 0.1)
+        for learner in learners:
+            residual = learner.exchange.feedback.residual(head.fragment)
+            assert (residual is not None) is (kind in KINDS)
+            owed = 0 if residual is None else residual
+            merged, made = sums[head.fragment, learner.name], learner.merged(tape)[head.fragment]
+            np.testing.assert_allclose(merged + owed, made, rtol=0, atol=1e-5)
+    commits = [record for record in tape if isinstance(record, Committed)]
+    assert any(part.base_version < c.version - 1 for c in commits for part in c.contributions)
 
 
 @pytest.fixture
@@ -254,92 +251,83 @@ def fed(monkeypatch) -> list[bool]:
     return found
 
 
-def test_a_rewind_and_a_new_incarnation_begin_at_zero(fed) -> None:
+@in_virtual_time
+async def test_a_rewind_and_a_new_incarnation_begin_at_zero(fed) -> None:
     """Heads went back: what was owed may be owed to merges that never were."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
-        world.start_syncer()
-        learner = VirtualLearner("l0", world).start()
-        await world.until_version(3)
-        saved = world.store.snapshot()
-        await world.until_version(6)
-        assert fed[0] is False
-        assert all(fed[1:])
-        world.store.restart(saved)
-        fed.clear()
-        async with asyncio.timeout(60):
-            while learner.exchange.pulling.latest[0][0] > 5:
-                await asyncio.sleep(0.02)
-        before = len(fed)
-        await world.until_version(8)
-        assert False in fed[before : before + 2]
-        assert any(fed)
-        await learner.kill()
-        fed.clear()
-        again = VirtualLearner("l0", world, incarnation="f" * 16).start()
-        await world.until_version(11)
-        assert fed[0] is False
-        assert fed[-1] is True
-        await again.kill()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
+    world.start_syncer()
+    learner = VirtualLearner("l0", world).start()
+    await world.until_version(3)
+    saved = world.store.snapshot()
+    await world.until_version(6)
+    assert fed[0] is False
+    assert all(fed[1:])
+    world.store.restart(saved)
+    fed.clear()
+    async with asyncio.timeout(60):
+        while learner.exchange.pulling.latest[0][0] > 5:
+            await asyncio.sleep(0.02)
+    before = len(fed)
+    await world.until_version(8)
+    assert False in fed[before : before + 2]
+    assert any(fed)
+    await learner.kill()
+    fed.clear()
+    again = VirtualLearner("l0", world, incarnation="f" * 16).start()
+    await world.until_version(11)
+    assert fed[0] is False
+    assert fed[-1] is True
+    await again.kill()
 
 
-def test_a_merge_that_the_tape_could_not_tell_of_is_learnt_from_the_head(fed) -> None:
+@in_virtual_time
+async def test_a_merge_that_the_tape_could_not_tell_of_is_learnt_from_the_head(fed) -> None:
     """The connection broke just then: the record is behind the place from which the tape is read again."""
+    world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
+    world.start_syncer()
+    learner = VirtualLearner("l0", world).start()
+    await world.until_version(0)
+    read, lost = learner.bus.read_tape, list[object]()
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(codec="int4", tokens=10**9, fragments=1))
-        world.start_syncer()
-        learner = VirtualLearner("l0", world).start()
-        await world.until_version(0)
-        read, lost = learner.bus.read_tape, list[object]()
+    async def failing(*given):
+        entries = await read(*given)
+        merges = [e for e in entries if isinstance(e.record, Committed) and e.record.contributions]
+        if merges and not lost:
+            lost.extend(merges)
+            raise BusUnavailable("gone for a moment")
+        return entries
 
-        async def failing(*given):
-            entries = await read(*given)
-            merges = [e for e in entries if isinstance(e.record, Committed) and e.record.contributions]
-            if merges and not lost:
-                lost.extend(merges)
-                raise BusUnavailable("gone for a moment")
-            return entries
-
-        learner.bus.read_tape = failing  # type: ignore[method-assign]
-        await world.until_version(3)
-        assert lost
-        assert fed[:3] == [False, True, True]
-        await learner.kill()
-
-    run_virtual(main())
+    learner.bus.read_tape = failing  # type: ignore[method-assign]
+    await world.until_version(3)
+    assert lost
+    assert fed[:3] == [False, True, True]
+    await learner.kill()
 
 
-def test_while_nothing_is_merged_a_fragment_keeps_two_errors_and_its_books_close_afterwards(monkeypatch) -> None:
+@in_virtual_time
+async def test_while_nothing_is_merged_a_fragment_keeps_two_errors_and_its_books_close_afterwards(monkeypatch) -> None:
     """However often its delta is renewed: no older one can be merged any more."""
     sums = sum_what_is_committed(monkeypatch)
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(codec="int4", tokens=8000))
-        world.start_syncer()
-        learners = [Watched(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await world.until_version(3)
-        assert world.syncer is not None
-        world.syncer.cancel()
-        with suppress(asyncio.CancelledError):
-            await world.syncer
-        before = [learner.rounds.deltas for learner in learners]
-        await asyncio.sleep(15)
-        for learner, deltas in zip(learners, before, strict=True):
-            sent = learner.exchange.feedback._sent
-            assert learner.rounds.deltas - deltas > 3 * len(sent)
-            assert [len(sent[p]) for p in range(2)] == [2, 2]
-        world.start_syncer()
-        await world.finish(*learners)
-        tape = await world.tape()
-        for learner in learners:
-            made = learner.merged(tape)
-            for p in range(2):
-                residual = learner.exchange.feedback.residual(p)
-                assert residual is not None
-                np.testing.assert_allclose(sums[p, learner.name] + residual, made[p], rtol=0, atol=1e-5)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(codec="int4", tokens=8000))
+    world.start_syncer()
+    learners = [Watched(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(3)
+    assert world.syncer is not None
+    world.syncer.cancel()
+    with suppress(asyncio.CancelledError):
+        await world.syncer
+    before = [learner.rounds.deltas for learner in learners]
+    await asyncio.sleep(15)
+    for learner, deltas in zip(learners, before, strict=True):
+        sent = learner.exchange.feedback._sent
+        assert learner.rounds.deltas - deltas > 3 * len(sent)
+        assert [len(sent[p]) for p in range(2)] == [2, 2]
+    world.start_syncer()
+    await world.finish(*learners)
+    tape = await world.tape()
+    for learner in learners:
+        made = learner.merged(tape)
+        for p in range(2):
+            residual = learner.exchange.feedback.residual(p)
+            assert residual is not None
+            np.testing.assert_allclose(sums[p, learner.name] + residual, made[p], rtol=0, atol=1e-5)

@@ -18,7 +18,7 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.workers.exchange.exchange_thread import JoinedLearner
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.rounds import Base, Rounds
-from diloco_studies.virtual.virtual_time import inline, run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, inline
 from tests.virtual_run import VirtualLearner, VirtualRun, end, spec_of, sync_spec
 
 H, P = 8, 8
@@ -83,34 +83,31 @@ class Training(VirtualLearner):
                 await running
 
 
-def test_however_long_the_bus_is_away_a_quarter_of_the_model_and_a_fragment_wait_for_it(
+@in_virtual_time
+async def test_however_long_the_bus_is_away_a_quarter_of_the_model_and_a_fragment_wait_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that found no room are snapshot when it is back, with all that was trained until then; also then at most so
     many wait at a time."""
     monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=P, sync_interval=H, tokens=10**9))
-        world.start_syncer()
-        learner = Training("l0", world)
-        learner.start()
-        await world.until_version(3)
-        sizes = [fragment.elements for fragment in layout_of(world.spec.tensors).fragments]
-        before, learner.cut.away, learner.most = await world.versions(), True, 0
-        await asyncio.sleep(3 * H * learner.step_s)
-        held, taken = learner.most, len(learner.taken)
-        learner.cut.away = False
-        await world.until_version(max(before) + 3)
-        assert held > 0
-        assert taken < len(learner.taken)
-        assert max(held, learner.most) < sum(sizes) / 4 + max(sizes)
-        tape = [record for record in await world.tape() if isinstance(record, Committed)]
-        most = {p: max(one.tokens for r in tape if r.fragment == p for one in r.contributions) for p in range(P)}
-        assert sum(tokens > 2 * H * 10 for tokens in most.values()) > P / 2, most
-        await end(learner)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(fragments=P, sync_interval=H, tokens=10**9))
+    world.start_syncer()
+    learner = Training("l0", world)
+    learner.start()
+    await world.until_version(3)
+    sizes = [fragment.elements for fragment in layout_of(world.spec.tensors).fragments]
+    before, learner.cut.away, learner.most = await world.versions(), True, 0
+    await asyncio.sleep(3 * H * learner.step_s)
+    held, taken = learner.most, len(learner.taken)
+    learner.cut.away = False
+    await world.until_version(max(before) + 3)
+    assert held > 0
+    assert taken < len(learner.taken)
+    assert max(held, learner.most) < sum(sizes) / 4 + max(sizes)
+    tape = [record for record in await world.tape() if isinstance(record, Committed)]
+    most = {p: max(one.tokens for r in tape if r.fragment == p for one in r.contributions) for p in range(P)}
+    assert sum(tokens > 2 * H * 10 for tokens in most.values()) > P / 2, most
+    await end(learner)
 
 
 def rounds_of(interval: int, **changes: Any) -> Rounds:

@@ -12,7 +12,7 @@ from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.tape import Committed
 from diloco.workers.exchange import carrier, version_0
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 FRAGMENTS = 8
@@ -74,7 +74,8 @@ def test_what_was_uploaded_first_is_there_until_the_last_is_copied(
     assert len(written) == FRAGMENTS
 
 
-def test_who_lost_its_claim_leaves_the_upload_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_who_lost_its_claim_leaves_the_upload_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The bus was away for one learner for longer than a claim lasts: it stops, and one whole upload is there."""
     slow(monkeypatch, upload_s=0.4)
     claim, away = MemoryBus.claim_initial, set[str]()
@@ -87,20 +88,16 @@ def test_who_lost_its_claim_leaves_the_upload_to_the_other(monkeypatch: pytest.M
         return await claim(self, nonce, ttl_s)
 
     monkeypatch.setattr(MemoryBus, "claim_initial", claim_initial)
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
-        world.start_syncer()
-        first = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-        await asyncio.sleep(0.6)
-        away.add("a" * 16)
-        second = VirtualLearner("l1", world, 0.1, "b" * 16).start()
-        await world.until_version(1, 300.0)
-        installed = [one.reason for one in await world.tape() if isinstance(one, Committed) and one.version == 0]
-        assert installed == ["initial parameters of l1"] * FRAGMENTS
-        await end(first, second)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
+    world.start_syncer()
+    first = VirtualLearner("l0", world, 0.1, "a" * 16).start()
+    await asyncio.sleep(0.6)
+    away.add("a" * 16)
+    second = VirtualLearner("l1", world, 0.1, "b" * 16).start()
+    await world.until_version(1, 300.0)
+    installed = [one.reason for one in await world.tape() if isinstance(one, Committed) and one.version == 0]
+    assert installed == ["initial parameters of l1"] * FRAGMENTS
+    await end(first, second)
 
 
 @pytest.mark.parametrize("lost", [range(FRAGMENTS), [3], [FRAGMENTS - 1]])

@@ -5,12 +5,14 @@ awaited on it; a loop with nothing ready and no timer is a deadlock and raises.
 """
 
 import asyncio
+import functools
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context
 from heapq import heappop, heappush
-from typing import Any, TypeVar, TypeVarTuple, Unpack
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple, Unpack
 
+P = ParamSpec("P")
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
@@ -87,6 +89,16 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
+
+
+def in_virtual_time(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """A test that is a coroutine, run to its end in virtual time."""
+
+    @functools.wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        run_virtual(test(*args, **kwargs))
+
+    return run
 
 
 async def inline(work: Callable[..., Any], *args: Any) -> Any:
