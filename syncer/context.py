@@ -13,7 +13,6 @@ from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.admission import Diverged
 from diloco.syncer.intake import Coming
-from diloco.syncer.merging.fragment import MakeFragment
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder
 from diloco.syncer.watch import RunWatch
@@ -63,7 +62,6 @@ class SyncerContext:
     offload: Offload
     """Runs heavy work where it holds nothing up."""
     random_hex: RandomHex
-    make_fragment: MakeFragment
     recorder: Recorder | None
     speed: Speed
     """Of its products of matrices."""

@@ -192,7 +192,7 @@ class FragmentOwner:
         state = await pull_state(self._bus, head, self._layout.elements, sync, context.offload)
         if not await context.offload(finite, *state):
             raise BadPayload(f"version {head.version} on the bus is not finite: resume from an earlier checkpoint")
-        fragment = context.make_fragment(self._layout, sync, head.version, head.digest, *state)
+        fragment = FragmentState(self._layout, sync, head.version, head.digest, *state)
         if context.recorder is not None:
             await context.recorder.loaded(fragment)
         return fragment

@@ -389,7 +389,3 @@ class FragmentState:
         self.version, self.digest, self.before = merged.version, merged.digest, self.theta
         self.theta, self.momentum = merged.theta, merged.momentum
         self.norms = merged.norms
-
-
-MakeFragment = Callable[[FragmentLayout, SyncSpec, int, bytes, Float32, Float32 | None], FragmentState]
-"""`FragmentState`, or something in its place: layout, sync, version, digest, theta, momentum."""

@@ -28,7 +28,6 @@ from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import StatusReader
 from diloco.pipeline.waiting import meanwhile
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
-from diloco.syncer.merging.fragment import FragmentState, MakeFragment
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.recording import Recorder
@@ -52,7 +51,6 @@ class SyncerService:
         metrics: Metrics,
         offload: Offload = asyncio.to_thread,
         random_hex: RandomHex = secrets.token_hex,
-        make_fragment: MakeFragment = FragmentState,
     ) -> None:
         self.bus, self.clock, self.settings, self.metrics = bus, clock, settings, metrics
         self._status = StatusReader(bus, clock, settings.liveness_s)
@@ -64,7 +62,7 @@ class SyncerService:
         """The run has come to its end."""
         self.in_order = True
         """False once a shutdown took longer than its budget, or what it leaves on disk is not whole."""
-        self._offload, self._random_hex, self._make_fragment = offload, random_hex, make_fragment
+        self._offload, self._random_hex = offload, random_hex
 
     @property
     def status_at_exit(self) -> int:
@@ -138,7 +136,6 @@ class SyncerService:
             name=self.id,
             offload=self._offload,
             random_hex=self._random_hex,
-            make_fragment=self._make_fragment,
             recorder=recorder,
             speed=await speed_for(spec.sync, layout, self._offload),
         )

@@ -39,10 +39,15 @@ class Overflowing(FragmentState):
         return stepped
 
 
+@pytest.fixture(autouse=True)
+def overflowing(monkeypatch):
+    monkeypatch.setattr("diloco.syncer.owner.FragmentState", Overflowing)
+
+
 async def start(left: int, what: str = "theta", **sync) -> tuple[VirtualRun, list[VirtualLearner]]:
     Overflowing.left, Overflowing.times, Overflowing.what = left, 0, what
     world = VirtualRun(sync_spec(tokens=10**9, quorum=2, outer_momentum=0.5, **sync))
-    world.start_syncer()._make_fragment = Overflowing
+    world.start_syncer()
     return world, [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
 
 
