@@ -21,6 +21,8 @@ LEAST_STEP_S = 1e-6
 """What is said to be shorter is not known."""
 NEXT_INTERVAL = 48
 """Twice the default: up to here longer rounds are advised before another outer step."""
+LONG_ROUND = 1.5
+"""Times H: a round that is longer is said to be."""
 BLAS = "OPENBLAS_NUM_THREADS"
 MOST_THREADS = 64
 """Of one product of matrices: BLAS is built for no more."""
@@ -107,6 +109,17 @@ def merge_share(
 ) -> float | None:
     """How many times its room the merge takes that is worst off; above 1 `slow_merges` says so. None: not known yet."""
     return max((share for share, _ in _shares(sync, fragments, step_times, together_s)), default=None)
+
+
+def long_rounds(asked: int, intervals: Iterable[int]) -> str | None:
+    """A warning if rounds are much longer than was asked for (H); None: they are not. All in inner steps."""
+    longest = max(intervals, default=0)
+    if longest <= LONG_ROUND * asked:
+        return None
+    return (
+        f"rounds take {longest} inner steps, {asked} were asked for, since merges are back that late: a nearer Redis, "
+        "a smaller codec or longer steps (a larger batch) shorten them (doc: watch.md)"
+    )
 
 
 class SlowMerges(NamedTuple):

@@ -82,6 +82,12 @@ class Metrics:
             "The longest outer step of a fragment over that: above 1 it does not fit",
             registry=registry,
         )
+        self.interval = Gauge(
+            "diloco_interval_steps",
+            "Inner steps of a round: asked for, and the longest in force",
+            ["which"],
+            registry=registry,
+        )
         self.merge_share = Gauge(
             "diloco_merge_share",
             "The longest merge of a fragment over the time that its round has room for: above 1 learners lose more",

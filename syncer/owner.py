@@ -20,6 +20,7 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.pacing import Pace
+from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.retry import Backoff
 from diloco.pipeline.transfer.payloads import pull_state
 from diloco.pipeline.waiting import first_of
@@ -59,6 +60,12 @@ class FragmentOwner:
         """How long merges take; None before the fragment is loaded."""
         loaded, merges = self.loaded, self.state.merges
         return None if loaded is None else Pace(self.id, loaded.head.version, merges.merge_s, merges.outer_s)
+
+    @property
+    def interval(self) -> int:
+        """Of its head, in force for who trains on it; 0 before the fragment is loaded."""
+        head = None if self.loaded is None else self.loaded.head
+        return 0 if head is None else interval_in_force(self._context.sync, head.version, head.interval)
 
     @property
     def doubted(self) -> frozenset[str]:

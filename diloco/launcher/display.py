@@ -22,7 +22,7 @@ from rich.text import Text
 
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.shares import MergedShare
-from diloco.pipeline.view.status import LearnerStatus, OuterStep, Status, TokensLost, present, speed
+from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, OuterStep, Status, TokensLost, present, speed
 
 PLAIN_EVERY_S = 10.0
 MOST_ROWS = 16
@@ -141,6 +141,12 @@ def _learner_table(status: Status) -> Fitting:
     return Fitting(columns, left=("learner", "state"), spare=spare)
 
 
+def _interval(fragment: FragmentStatus) -> str:
+    """'24'; longer than asked for: '72 (asked: 24)'."""
+    interval, asked = fragment["interval"], fragment["asked_interval"]
+    return f"{interval} (asked: {asked})" if 0 < asked < interval else str(interval)
+
+
 def _fragment_table(status: Status) -> Fitting:
     rows: list[tuple[str | Text, ...]] = []
     fragments = status["fragments"]
@@ -151,7 +157,7 @@ def _fragment_table(status: Status) -> Fitting:
             (
                 str(fragment["id"]),
                 str(fragment["version"]),
-                str(fragment["interval"]),
+                _interval(fragment),
                 Text(window["state"], _STATE_STYLES.get(window["state"], "")),
                 f"{len(window['members'])} of {window['quorum']}",
                 str(window["expected"]),

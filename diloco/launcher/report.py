@@ -5,6 +5,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from diloco.launcher.display import merged_share, trained
@@ -12,7 +13,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport, Phase
-from diloco.pipeline.messages.tape import Rejected, TapeRecord
+from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
+from diloco.pipeline.pacing import long_rounds
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.ledger import (
     CAUSES,
@@ -80,6 +82,8 @@ class Outcome:
     """Of the first step."""
     layout: Layout | None = None
     """None for the data-parallel baseline."""
+    asked_interval: int = 0
+    """H, in inner steps."""
     records: Sequence[TapeRecord] = ()
     ledger_inputs: LedgerInputs = field(default_factory=LedgerInputs)
     evaluations: Sequence[Evaluation] = ()
@@ -229,6 +233,10 @@ def build(outcome: Outcome) -> Report:
         parts = []
         trained = sum(report.tokens for report in outcome.ledger_inputs.reports)
         sums = Totals(trained, trained, dict.fromkeys(CAUSES, 0))
+    intervals = [one.interval for one in outcome.records if isinstance(one, Committed) and one.interval]
+    usual = median(intervals) if intervals else None
+    long = long_rounds(outcome.asked_interval, [math.ceil(usual)]) if usual else None
+    warnings += [long] if long else []
     warnings += [f"the ledger does not close, which is a bug: {problem}" for problem in problems(parts)]
     base = outcome.origin
     loss = _final_loss(outcome.evaluations, warnings)
@@ -246,6 +254,7 @@ def build(outcome: Outcome) -> Report:
         "wall_s": outcome.wall_s,
         "elapsed_s": outcome.elapsed_s,
         "outer_steps": outcome.outer_steps,
+        "interval": {"asked": outcome.asked_interval, "median": usual, "longest": max(intervals, default=None)},
         "learners": learner_rows(outcome.ledger_inputs.reports, outcome.ledger_inputs.here),
         "evaluations": [
             {"tokens": one.tokens, "elapsed_s": one.elapsed_s, "loss": one.loss, "final": one.final}

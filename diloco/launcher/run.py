@@ -357,7 +357,8 @@ class Launcher:
         status = await self._status.read()
         if not status["fragments"]:
             return None
-        layout = layout_of(decode(Spec, data).tensors)
+        spec = decode(Spec, data)
+        layout = layout_of(spec.tensors)
         since_s = state.started_unix_s  # of earlier parts the state tells
         records = [record for record in read_archive(self._folder.tape) if record.unix_s >= since_s]
         ended = [child.name for child in self._children.named("learner-")]
@@ -373,6 +374,7 @@ class Launcher:
             outer_steps=status["outer_steps"],
             started_unix_s=state.started_unix_s,
             layout=layout,
+            asked_interval=spec.sync.sync_interval,
             records=records,
             ledger_inputs=ledger_inputs,
             evaluations=[one for _, one in await self._all(self._bus.read_evaluations)],

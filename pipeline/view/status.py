@@ -18,7 +18,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MOST_TOKENS
-from diloco.pipeline.pacing import Pace, outer_room, slow_merges
+from diloco.pipeline.pacing import Pace, long_rounds, outer_room, slow_merges
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.view import trouble
 from diloco.pipeline.view.ledger import in_whole_tokens
@@ -81,6 +81,8 @@ class FragmentStatus(TypedDict):
     version: int
     interval: int
     """Inner steps between two syncs for who trains on this version: planned, or stretched by round trips."""
+    asked_interval: int
+    """H: how long it was asked to be, once it has grown; 0: not known."""
     digest: str
     """Hex."""
     merged_deltas: int
@@ -216,6 +218,7 @@ def _fragment(head: Head, sync: SyncSpec | None, layout: Layout | None, now_unix
         "id": head.fragment,
         "version": head.version,
         "interval": head.interval if sync is None else interval_in_force(sync, head.version, head.interval),
+        "asked_interval": 0 if sync is None else sync.sync_interval,
         "digest": head.digest.hex(),
         "merged_deltas": head.merged_deltas,
         "merged_tokens": head.merged_tokens,
@@ -355,7 +358,9 @@ def build_status(
         paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]
         steps = [seen.report.step_s for seen in here]
         slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)
-        warnings += [str(slow)] if slow else []
+        rounds = [interval_in_force(spec.sync, head.version, head.interval) for head in present]
+        long = long_rounds(spec.sync.sync_interval, rounds)
+        warnings += [str(one) for one in (slow, long) if one]
         warnings += trouble.crowded(here)
     elapsed_s = _elapsed_s(state, reports, now_unix_s)
     # Reports newer than the state are believed, but not where the lead sets aside a part of what they say.

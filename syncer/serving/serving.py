@@ -17,7 +17,7 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.bus.server import fill_of_run
 from diloco.pipeline.errors import BusError, BusUnavailable
 from diloco.pipeline.messages.run import REDIS_CHANGED, Event, Phase, RunState, SeenReport
-from diloco.pipeline.pacing import merge_share, outer_room, slow_merges
+from diloco.pipeline.pacing import long_rounds, merge_share, outer_room, slow_merges
 from diloco.pipeline.settings import SyncerProcess
 from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.context import SyncerContext
@@ -206,7 +206,7 @@ class Serving:
         while not self.closing.done():
             await self._look()
             slow = None if self._watch.draining else self._slow_merges(warnings.slow_from)
-            warnings.tell(self._watch.quorum_warning, slow)
+            warnings.tell(self._watch.quorum_warning, slow, self._long_rounds())
             presence.tell(self._watch.live(), self._watch.reports)
             await asyncio.sleep(WATCH_S)
 
@@ -243,6 +243,14 @@ class Serving:
         metrics.merge_share.set(math.nan if share is None else share)
         slow = slow_merges(sync, paces, steps, len(self.leases.syncers), allowed, together_s, self.context.speed)
         return None if slow is None else str(slow)
+
+    def _long_rounds(self) -> str | None:
+        """What `pacing.long_rounds` says of the fragments that this syncer serves; has the gauges tell of them too."""
+        asked, rounds = self.context.sync.sync_interval, [one.interval for one in self.owners if one.lease.is_set()]
+        gauge = self.context.metrics.interval
+        gauge.labels(which="asked").set(asked)
+        gauge.labels(which="longest").set(max(rounds, default=0) or math.nan)
+        return long_rounds(asked, rounds)
 
     async def _watch_bus(self) -> None:
         """Say what is wrong with the server; see that it has the run's spec, and events within bounds."""
@@ -288,7 +296,7 @@ class _Warnings:
     """Of the run as it goes: each is logged when it comes up, not at each look."""
 
     def __init__(self) -> None:
-        self._quorum, self._slow = "", False
+        self._quorum, self._slow, self._long = "", False, False
         self._log = structlog.get_logger()
 
     @property
@@ -296,7 +304,7 @@ class _Warnings:
         """Rounds that a merge may take. Once they were slow they are in time again at no more than half a round."""
         return 0.5 if self._slow else 1.0
 
-    def tell(self, quorum: str, slow: str | None) -> None:
+    def tell(self, quorum: str, slow: str | None, long: str | None) -> None:
         """What is wrong now; "" and None: nothing."""
         if quorum and quorum != self._quorum:
             self._log.warning("quorum_short", detail=quorum)
@@ -304,7 +312,9 @@ class _Warnings:
             self._log.warning("merges_slow", detail=slow)
         elif self._slow and not slow:
             self._log.info("merges_in_time")
-        self._quorum, self._slow = quorum, slow is not None
+        if long and not self._long:
+            self._log.warning("rounds_long", detail=long)
+        self._quorum, self._slow, self._long = quorum, slow is not None, self._long or long is not None
 
 
 def _life(seen: SeenReport) -> tuple[str, str]:

@@ -48,7 +48,7 @@ def fragment(p: int, **window: Any) -> dict[str, Any]:
         "deadline_in_s": None,
     }
     totals = {"digest": "aa", "merged_deltas": 50, "merged_tokens": 300_000, "rejected_tokens": 0}
-    return {"id": p, "version": 13, "interval": 24, "window": idle | window} | totals
+    return {"id": p, "version": 13, "interval": 24, "asked_interval": 24, "window": idle | window} | totals
 
 
 def status(**changes: Any) -> dict[str, Any]:
@@ -107,6 +107,12 @@ def test_each_window_shows_k_of_k_and_the_grace_left():
     assert "3 of 3" in grace
     assert "0.2 s" in grace
     assert "1 of 3" in line_with(text, "collecting")
+
+
+def test_an_interval_longer_than_asked_for_says_so():
+    long = [fragment(0) | {"interval": 72}, fragment(1)]
+    text = text_of(status(fragments=long), 160)
+    assert text.count("72 (asked: 24)") == text.count("asked") == 1
 
 
 def test_run_totals_warnings_and_time_left_are_there():

@@ -167,6 +167,15 @@ def test_the_report_holds_what_others_rely_on_and_is_json():
     assert built["warnings"] == []
 
 
+def test_rounds_longer_than_asked_for_are_in_the_report():
+    merges = [committed(0, v, (*A, 100)).model_copy(update={"interval": v}) for v in (2, 30, 40, 400)]
+    built = build(outcome(asked_interval=24, records=merges))
+    assert built["interval"] == {"asked": 24, "median": 35, "longest": 400}
+    assert "rounds take" not in summary(built)
+    built = build(outcome(asked_interval=23, records=merges))
+    assert "warning: rounds take 35 inner steps, 23 were asked for" in summary(built)
+
+
 def test_the_merged_share_is_of_the_whole_run_and_of_its_last_five_minutes():
     """By the tape: what was merged in these minutes, over what was trained in them."""
     records = [

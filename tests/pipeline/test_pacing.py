@@ -4,7 +4,7 @@ import pytest
 
 from diloco.pipeline.needs import INTERVALS
 from diloco.pipeline.outer_cost import Speed
-from diloco.pipeline.pacing import Pace, least_step_s, merge_share, outer_room, slow_merges
+from diloco.pipeline.pacing import Pace, least_step_s, long_rounds, merge_share, outer_room, slow_merges
 from diloco.syncer.committing import LastMerges
 from tests import samples
 
@@ -74,6 +74,12 @@ def test_the_room_of_an_outer_step_is_that_of_the_full_interval():
     assert room.share == pytest.approx(1.5)
     assert outer_room(samples.sync_spec(), [Pace(0, 0, 9.0)], [0.1]) is None
     assert outer_room(samples.sync_spec(), [Pace(0, 0, 0.0, 0.1)], [0.0]) is None
+
+
+def test_rounds_are_long_from_half_as_much_again() -> None:
+    assert long_rounds(24, []) is None
+    assert long_rounds(24, [24, 36]) is None
+    assert "rounds take 37 inner steps, 24 were asked for" in long_rounds(24, [24, 37])
 
 
 def test_a_round_is_the_interval_in_force_of_the_median_learner():

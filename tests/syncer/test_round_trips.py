@@ -4,14 +4,16 @@ import asyncio
 from random import Random
 
 import pytest
+from structlog.testing import capture_logs
 
 from diloco.pipeline.ramps import interval_at, interval_in_force, overlap_in_force, stretched
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
+from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.committing import RoundTrips
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 USUAL = SyncSettings(tokens=1000).sync_spec()
@@ -61,6 +63,7 @@ class SlowMerges(VirtualRun):
     varies = 0.0
     """By up to such a share, either way."""
     random = Random(0)
+    metrics = Metrics()
 
     def start(self) -> None:
         """Its syncer."""
@@ -71,7 +74,7 @@ class SlowMerges(VirtualRun):
             return work(*args)
 
         bus, process = MemoryBus(RUN, self.clock, self.store), SyncerProcess(syncer_id="syncer")
-        service = SyncerService(bus, VirtualClock(), process, Metrics(), offload=offload)
+        service = SyncerService(bus, VirtualClock(), process, self.metrics, offload=offload)
         self.syncer = asyncio.create_task(service.run(self.stop))
 
 
@@ -105,6 +108,35 @@ def test_slow_merges_make_longer_intervals_and_no_more_is_overwritten(merge_s: f
     assert min(slow) >= 12 * (merge_s / 0.1)
     assert merged >= 0.92
     assert quick == [24, 24]
+
+
+@in_virtual_time
+async def test_rounds_that_are_much_longer_than_asked_for_are_said() -> None:
+    """In the log, once; in the status and the metrics as long as it is so."""
+    world = SlowMerges(sync_spec(sync_interval=24, tokens=10**9))
+    world.merge_s = 2.0
+    with capture_logs() as lines:
+        world.start()
+        party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+        await world.until_version(3, 600)
+        await asyncio.sleep(80)
+        for merge_s in (2.0, 0.0, 2.0):
+            world.merge_s = merge_s
+            await asyncio.sleep(300)
+            status = await read_status(world.bus, world.clock)
+            rounds = [(one["interval"], one["asked_interval"]) for one in status["fragments"]]
+            said = [text for text in status["warnings"] if text.startswith("rounds take ")]
+            longest = max(interval for interval, _ in rounds)
+            shown = {s.labels["which"]: s.value for s in world.metrics.interval.collect()[0].samples}
+            assert [asked for _, asked in rounds] == [24, 24]
+            assert shown["asked"] == 24
+            assert (longest > 200) == bool(merge_s) == bool(said)
+            assert not said or "24 were asked for" in said[0]
+            assert (shown["longest"] > 200) == bool(merge_s)
+    assert [line["event"] for line in lines].count("rounds_long") == 1
+    for learner in party:
+        await learner.kill()
+    world.syncer.cancel()  # type: ignore[union-attr]
 
 
 async def _a_merge(varies: float) -> float:

@@ -71,6 +71,7 @@ def _fragment(last: Committed) -> FragmentStatus:
         "id": last.fragment,
         "version": last.version,
         "interval": last.interval,
+        "asked_interval": 0,
         "digest": last.digest.hex(),
         "merged_deltas": 0,
         "merged_tokens": 0,

@@ -348,6 +348,7 @@ def _fragments(status: Status, now_s: float) -> Model:
             "reason": window["reason"],
             "attempt": window["attempt"],
             "interval": fragment["interval"],
+            "asked_interval": fragment["asked_interval"],
             "merge_s": float(f"{window['merge_s']:.3g}"),
             "outer_s": float(f"{window['outer_s']:.3g}"),
             "refused": sum(fragment["refused"].values()),

@@ -1,6 +1,6 @@
 /** What is said in words: the sentence, tiles, syncers, events, tables. All of it as text, never as HTML. */
 
-import { clock, counted, doing, numbered, percent, sized, windowWords } from "./words.js";
+import { clock, counted, doing, intervalWords, numbered, percent, sized, windowWords } from "./words.js";
 
 /** @typedef {import("./model.js").Model} Model */
 
@@ -116,7 +116,7 @@ export function tables(model) {
     [name, doing(row, model.now), String(row.step), counted(row.tokens_per_s), row.loss?.toFixed(3) ?? "–",
       `${row.version}${row.behind ? `, ${row.behind} to adopt` : ""}`, String(row.lives), row.host, row.device]);
   const fragments = [...model.fragments].sort(byName).map(([name, row]) =>
-    [name, String(row.version), windowWords(row, model.now), row.reason, String(row.expected), String(row.interval),
+    [name, String(row.version), windowWords(row, model.now), row.reason, String(row.expected), intervalWords(row),
       String(row.refused), row.owner]);
   element("tables").replaceChildren(
     table(["learner", "does", "step", "tokens/s", "loss", "version", "lives", "host", "device"], learners, "Learners"),
