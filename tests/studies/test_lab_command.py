@@ -190,14 +190,12 @@ def test_a_bad_file_is_a_usage_error(tmp_path, capsys):
     assert "cannot read experiment" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["run", "report"])
-def test_text_of_packages_that_is_not_there_is_said_with_the_command_that_makes_it(
-    command, tmp_path, monkeypatch, capsys
-):
+@pytest.mark.parametrize(("command", "text"), [("run", "packages"), ("report", "english")])
+def test_text_that_is_not_there_is_said_with_the_command_that_makes_it(command, text, tmp_path, monkeypatch, capsys):
     """The project's own experiments ask for it."""
     monkeypatch.chdir(tmp_path)
-    assert main(["lab", command, str(tiny(tmp_path, "packages-text"))]) == 2
-    assert "data='packages-text': no such folder here; make it: diloco lab packages" in capsys.readouterr().err
+    assert main(["lab", command, str(tiny(tmp_path, f"{text}-text"))]) == 2
+    assert f"data='{text}-text': no such folder here; make it: diloco lab {text}" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_found_out_before_the_first_run(text, tmp_path, capsys):

