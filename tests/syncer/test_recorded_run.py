@@ -14,7 +14,7 @@ from diloco.pipeline.settings import BusSettings
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.replay import recording
 from diloco.tape import read_archive
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import recorded
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -35,19 +35,16 @@ def test_its_tape_and_its_deltas_are_read_and_replayed_bit_for_bit(
     assert told["made_again"] == told["merges"] >= 10
 
 
-def test_its_checkpoint_is_gone_on_from(run: Path) -> None:
+@in_virtual_time
+async def test_its_checkpoint_is_gone_on_from(run: Path) -> None:
     """A run with more tokens merges on top of the saved versions, and saves again."""
     saved = load_checkpoint(run / "checkpoints")
     assert all(fragment.version > 3 for fragment in saved.fragments)
-
-    async def resume() -> None:
-        world = VirtualRun(sync_spec(tokens=2 * saved.spec.sync.tokens, quorum=2))
-        world.start_syncer(resume=str(run / "checkpoints"), tokens=2 * saved.spec.sync.tokens)
-        await world.finish(*(VirtualLearner(f"l{i}", world, 0.1, f"{i + 2:016x}").start() for i in range(2)))
-        heads = await world.heads()
-        assert all(head.version > one.version for head, one in zip(heads, saved.fragments, strict=True))
-
-    run_virtual(resume())
+    world = VirtualRun(sync_spec(tokens=2 * saved.spec.sync.tokens, quorum=2))
+    world.start_syncer(resume=str(run / "checkpoints"), tokens=2 * saved.spec.sync.tokens)
+    await world.finish(*(VirtualLearner(f"l{i}", world, 0.1, f"{i + 2:016x}").start() for i in range(2)))
+    heads = await world.heads()
+    assert all(head.version > one.version for head, one in zip(heads, saved.fragments, strict=True))
 
 
 def rewrite(run: Path, change: dict[str, object]) -> None:

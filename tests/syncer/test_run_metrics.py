@@ -22,7 +22,7 @@ from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import FIGURES, FRESH_S, RunMetrics
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
 from tests import samples
 from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, Syncer, ask_to_drain, learners_of
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
@@ -124,7 +124,8 @@ def test_only_the_lead_tells_of_the_run_and_only_what_it_read_lately() -> None:
         assert 'diloco_bus_errors_total{run="my-run"} 0.0' in text
 
 
-def test_a_sum_over_syncers_is_the_runs_also_when_the_lead_changes() -> None:
+@in_virtual_time
+async def test_a_sum_over_syncers_is_the_runs_also_when_the_lead_changes() -> None:
     """Two syncers serve; the lead dies, and the other one tells what it told."""
 
     async def told(lead: Syncer, other: Syncer) -> float:
@@ -132,36 +133,33 @@ def test_a_sum_over_syncers_is_the_runs_also_when_the_lead_changes() -> None:
             one.service.metrics.registry.get_sample_value("diloco_run_trained_tokens") or 0 for one in (lead, other)
         )
 
-    async def scenario() -> None:
-        world = VirtualRun(sync_spec(fragments=4, tokens=ENDLESS), lease_s=LEASE_S)
-        syncers = [Syncer(world, name) for name in "ab"]
-        looking = []
-        for one in syncers:
-            collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
-            one.service.metrics.registry.register(RunMetrics(collector.reading, collector._clock, one.service.leads))
-            looking.append(asyncio.create_task(collector.run()))
-        learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        await asyncio.sleep(60)
-        gauges = [one.service.metrics.leads.collect()[0].samples[0].value for one in syncers]
-        assert sorted(gauges) == [0, 1]
-        lead, other = syncers if gauges[0] else syncers[::-1]
-        now = (await read_status(world.bus, world.clock))["tokens"]
-        assert await told(lead, other) == pytest.approx(now, rel=0.1)
-        await lead.kill()
-        looking[syncers.index(lead)].cancel()
-        for owner in lead.service.owners:
-            owner.lease.clear()  # its process is gone
-        await asyncio.sleep(3 * LEASE_S)
-        now = (await read_status(world.bus, world.clock))["tokens"]
-        assert await told(lead, other) == pytest.approx(now, rel=0.1)
-        served = [one.service.metrics.served_fragments.collect()[0].samples[0].value for one in (lead, other)]
-        assert served == [0, 4]
-        await other.end()
-        for task in (*looking, *(learner.task for learner in learners if learner.task)):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    run_virtual(scenario())
+    world = VirtualRun(sync_spec(fragments=4, tokens=ENDLESS), lease_s=LEASE_S)
+    syncers = [Syncer(world, name) for name in "ab"]
+    looking = []
+    for one in syncers:
+        collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
+        one.service.metrics.registry.register(RunMetrics(collector.reading, collector._clock, one.service.leads))
+        looking.append(asyncio.create_task(collector.run()))
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await asyncio.sleep(60)
+    gauges = [one.service.metrics.leads.collect()[0].samples[0].value for one in syncers]
+    assert sorted(gauges) == [0, 1]
+    lead, other = syncers if gauges[0] else syncers[::-1]
+    now = (await read_status(world.bus, world.clock))["tokens"]
+    assert await told(lead, other) == pytest.approx(now, rel=0.1)
+    await lead.kill()
+    looking[syncers.index(lead)].cancel()
+    for owner in lead.service.owners:
+        owner.lease.clear()  # its process is gone
+    await asyncio.sleep(3 * LEASE_S)
+    now = (await read_status(world.bus, world.clock))["tokens"]
+    assert await told(lead, other) == pytest.approx(now, rel=0.1)
+    served = [one.service.metrics.served_fragments.collect()[0].samples[0].value for one in (lead, other)]
+    assert served == [0, 4]
+    await other.end()
+    for task in (*looking, *(learner.task for learner in learners if learner.task)):
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["its run is finished", "it is told to stop"])

@@ -23,7 +23,7 @@ from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.syncer.serving.leases import holding
 from diloco.syncer.serving.service import SyncerService
 from diloco.tape import read_archive
-from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples, slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -813,33 +813,30 @@ async def test_several_syncers_may_be_told_to_resume_the_same_checkpoint(tmp_pat
 
 
 @pytest.mark.slow
-def test_the_recent_merged_share_outlives_the_lead() -> None:
+@in_virtual_time
+async def test_the_recent_merged_share_outlives_the_lead() -> None:
     """Samples are in the run's state: who leads next goes on with them, and whoever looks finds the same share."""
-
-    async def scenario() -> None:
-        world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), lease_s=LEASE_S)
-        first, second = Syncer(world, "a"), Syncer(world, "b")
-        learners = learners_of(world)
-        await asyncio.sleep(100)
-        lead, other = (first, second) if 0 in first.held else (second, first)
-        await lead.kill()
-        await asyncio.sleep(300)
-        assert 0 in other.held
-        state = await world.bus.read_state()
-        assert state is not None
-        times = [unix_s for unix_s, _, _ in state.samples]
-        gaps = [b - a for a, b in pairwise(times)]
-        assert max(gaps) <= SAMPLE_S + 2 * LEASE_S + 1  # one of them while nobody led
-        assert times[-1] - times[0] + SAMPLE_S >= RECENT_S
-        status = await read_status(world.bus, world.clock)
-        share = status["merged_share"]
-        assert share["recent"] == pytest.approx(share["since_start"], abs=0.1)
-        assert share["recent"] > 0.5
-        await other.end()
-        for learner in learners:
-            await learner.kill()
-
-    run_virtual(scenario())
+    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), lease_s=LEASE_S)
+    first, second = Syncer(world, "a"), Syncer(world, "b")
+    learners = learners_of(world)
+    await asyncio.sleep(100)
+    lead, other = (first, second) if 0 in first.held else (second, first)
+    await lead.kill()
+    await asyncio.sleep(300)
+    assert 0 in other.held
+    state = await world.bus.read_state()
+    assert state is not None
+    times = [unix_s for unix_s, _, _ in state.samples]
+    gaps = [b - a for a, b in pairwise(times)]
+    assert max(gaps) <= SAMPLE_S + 2 * LEASE_S + 1  # one of them while nobody led
+    assert times[-1] - times[0] + SAMPLE_S >= RECENT_S
+    status = await read_status(world.bus, world.clock)
+    share = status["merged_share"]
+    assert share["recent"] == pytest.approx(share["since_start"], abs=0.1)
+    assert share["recent"] > 0.5
+    await other.end()
+    for learner in learners:
+        await learner.kill()
 
 
 def matrices(world: VirtualRun) -> None:
@@ -848,7 +845,10 @@ def matrices(world: VirtualRun) -> None:
     world.spec = Spec(sync=world.spec.sync, tensors=tuple(tensors), trainer={})
 
 
-def test_an_outer_step_that_will_not_fit_is_said_before_it_is_first_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_an_outer_step_that_will_not_fit_is_said_before_it_is_first_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Reckoned from the shapes and the machine's speed, while the first merges only average; in log, status, metrics.
 
     Once two steps were measured these count: here they take no time.
@@ -858,30 +858,24 @@ def test_an_outer_step_that_will_not_fit_is_said_before_it_is_first_taken(monkey
         return Speed(flops=8 * matrix_operations(8, 8, "halley"))  # an eighth of a second a step
 
     monkeypatch.setattr("diloco.syncer.serving.service.speed_for", slow_machine)
-
-    async def scenario() -> None:
-        world = VirtualRun(
-            sync_spec(tokens=ENDLESS, outer="halley", outer_momentum=0.7, outer_warmup=20), lease_s=LEASE_S
-        )
-        matrices(world)
-        learners = [VirtualLearner("l0", world, 0.05).start()]  # a third of a round is 0.07 s, tau 0.1 s
-        with capture_logs() as lines:
-            syncer = Syncer(world, "a")
-            await until(lambda: any(line["event"] == "merges_slow" for line in lines), 10)
-            assert max(await world.versions()) < 20
-            found = await read_status(world.bus, world.clock)
-            assert found["outer_step"] == {"outer_s": 0.125, "room_s": 0.1, "share": pytest.approx(1.25)}
-            assert [text for text in found["warnings"] if "outer step 0.1 s" in text and "longer rounds" in text]
-            assert gauge(syncer, "outer_share") == pytest.approx(1.25)
-            assert gauge(syncer, "merge_share") > 1
-            assert gauge(syncer, "outer_room") == pytest.approx(0.1)
-            await world.until_version(23)
-            await until(lambda: any(line["event"] == "merges_in_time" for line in lines), 10)
-            assert (await read_status(world.bus, world.clock))["warnings"] == []
-        await syncer.end()
-        await learners[0].kill()
-
-    run_virtual(scenario())
+    world = VirtualRun(sync_spec(tokens=ENDLESS, outer="halley", outer_momentum=0.7, outer_warmup=20), lease_s=LEASE_S)
+    matrices(world)
+    learners = [VirtualLearner("l0", world, 0.05).start()]  # a third of a round is 0.07 s, tau 0.1 s
+    with capture_logs() as lines:
+        syncer = Syncer(world, "a")
+        await until(lambda: any(line["event"] == "merges_slow" for line in lines), 10)
+        assert max(await world.versions()) < 20
+        found = await read_status(world.bus, world.clock)
+        assert found["outer_step"] == {"outer_s": 0.125, "room_s": 0.1, "share": pytest.approx(1.25)}
+        assert [text for text in found["warnings"] if "outer step 0.1 s" in text and "longer rounds" in text]
+        assert gauge(syncer, "outer_share") == pytest.approx(1.25)
+        assert gauge(syncer, "merge_share") > 1
+        assert gauge(syncer, "outer_room") == pytest.approx(0.1)
+        await world.until_version(23)
+        await until(lambda: any(line["event"] == "merges_in_time" for line in lines), 10)
+        assert (await read_status(world.bus, world.clock))["warnings"] == []
+    await syncer.end()
+    await learners[0].kill()
 
 
 def gauge(syncer: Syncer, name: str) -> float:
@@ -890,26 +884,23 @@ def gauge(syncer: Syncer, name: str) -> float:
     return value
 
 
-def test_slow_merges_are_logged_once_and_again_only_after_they_were_in_time() -> None:
+@in_virtual_time
+async def test_slow_merges_are_logged_once_and_again_only_after_they_were_in_time() -> None:
     """A line an episode, not a line a merge; each reader of the status sees it too, and what helps."""
-
-    async def scenario() -> None:
-        world = VirtualRun(sync_spec(tokens=ENDLESS), lease_s=LEASE_S)
-        syncer = Syncer(world, "a")
-        slow_merges(syncer, 3.0)  # a round is 4 steps of 0.1 s
-        learners = learners_of(world)
-        with capture_logs() as lines:
-            await asyncio.sleep(60)
-            warnings = (await read_status(world.bus, world.clock))["warnings"]
-            assert [text for text in warnings if "longer than a round" in text], warnings
-            slow_merges(syncer, 0.0)
-            await asyncio.sleep(60)
-            assert (await read_status(world.bus, world.clock))["warnings"] == []
-        told = [line["event"] for line in lines if line["event"] in ("merges_slow", "merges_in_time")]
-        assert told == ["merges_slow", "merges_in_time"]
-        assert sum(line["event"] == "fragment_merged" for line in lines) > 20
-        await syncer.end()
-        for learner in learners:
-            await learner.kill()
-
-    run_virtual(scenario())
+    world = VirtualRun(sync_spec(tokens=ENDLESS), lease_s=LEASE_S)
+    syncer = Syncer(world, "a")
+    slow_merges(syncer, 3.0)  # a round is 4 steps of 0.1 s
+    learners = learners_of(world)
+    with capture_logs() as lines:
+        await asyncio.sleep(60)
+        warnings = (await read_status(world.bus, world.clock))["warnings"]
+        assert [text for text in warnings if "longer than a round" in text], warnings
+        slow_merges(syncer, 0.0)
+        await asyncio.sleep(60)
+        assert (await read_status(world.bus, world.clock))["warnings"] == []
+    told = [line["event"] for line in lines if line["event"] in ("merges_slow", "merges_in_time")]
+    assert told == ["merges_slow", "merges_in_time"]
+    assert sum(line["event"] == "fragment_merged" for line in lines) > 20
+    await syncer.end()
+    for learner in learners:
+        await learner.kill()
