@@ -103,6 +103,9 @@ def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
     Raises:
         UsageError: no sound checkpoint there, or `out` exists already.
     """
+    out = out.resolve()  # of a link the file behind it
+    if out.exists() and not out.is_file():
+        raise UsageError(f"{out} is no file: name one")
     if out.exists() and not overwrite:
         raise UsageError(f"{out} exists: choose another name, or give --overwrite")
     found = make_of_globals(checkpoint, partial(_written, out=out))

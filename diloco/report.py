@@ -121,9 +121,12 @@ def model_of(folder: Path) -> Model:
     else:
         layout = checkpoint.layout
         if (folder / REPORT_FILE).is_file():  # its times are from the run's first step on, which the checkpoint knows
-            report, start_s = read_object(folder / REPORT_FILE), checkpoint.state.started_unix_s
-            events = [_event(one, start_s) for one in report.get("events", ())]
-            evaluations = [_evaluation(one, start_s) for one in report.get("evaluations", ())]
+            report, start_s = read_report(folder / REPORT_FILE), checkpoint.state.started_unix_s
+            try:
+                events = [_event(one, start_s) for one in report["events"]]
+                evaluations = [_evaluation(one, start_s) for one in report["evaluations"]]
+            except (KeyError, TypeError, ValueError) as error:
+                raise UsageError(f"{folder / REPORT_FILE} is damaged: {type(error).__name__}: {error}") from error
     found = model_of_tape(folder.resolve().name, read_archive(archive), layout, events, evaluations)
     if found is None:
         raise UsageError(f"the tape in {archive} has no merge: there is nothing to show")

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgpack
@@ -19,6 +19,10 @@ from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import decode, decode_tape
 from diloco.pipeline.settings import BusSettings
 
+_KIND: bytes = msgpack.packb("kind")
+"""In each record once."""
+_OTHERS = "; without this file there is what other files of the folder have, such as another syncer's"
+
 
 def read_archive(folder: Path) -> list[TapeRecord]:
     """Records of an archived tape (`*.msgpack`, one file for each fragment group and writer); each one once.
@@ -29,17 +33,22 @@ def read_archive(folder: Path) -> list[TapeRecord]:
     Raises:
         BadMessage: a record is damaged.
     """
-    tapes = [[decode_tape(packed) for packed in _records(file)] for file in sorted(folder.glob("*.msgpack"))]
-    found: dict[TapeRecord, float] = {}
+    tapes = [list(_records(file)) for file in sorted(folder.glob("*.msgpack"))]
     # Each syncer archives what is there when it starts and all that comes: who started first knows most.
-    for tape in sorted(filter(None, tapes), key=lambda tape: tape[0].unix_s):
+    return _in_order(sorted(filter(None, tapes), key=lambda tape: tape[0].unix_s))
+
+
+def _in_order(tapes: Iterable[Sequence[TapeRecord]]) -> list[TapeRecord]:
+    """Each record once, by time; those of one tape in its order, since clocks differ, and are set."""
+    found: dict[TapeRecord, float] = {}
+    for tape in tapes:
         now_s = -math.inf
         for record in tape:
             now_s = max(now_s, found.setdefault(record, max(now_s, record.unix_s)))
     return sorted(found, key=found.__getitem__)
 
 
-def _records(file: Path) -> Iterator[bytes]:
+def _records(file: Path) -> Iterator[TapeRecord]:
     data = file.read_bytes()
     unpacker = msgpack.Unpacker(max_buffer_size=max(1, len(data)), max_bin_len=Message.max_bytes)
     unpacker.feed(data)
@@ -48,27 +57,32 @@ def _records(file: Path) -> Iterator[bytes]:
         try:
             unpacker.skip()
         except msgpack.OutOfData:
+            if data.count(_KIND, start) > 1:  # others follow, so that its writer was not killed in it
+                raise BadMessage(f"{file}: the record at byte {start} is damaged{_OTHERS}") from None
             return
         except (ValueError, msgpack.UnpackException) as error:
-            raise BadMessage(f"{file}: no msgpack at byte {start}: {error}") from error
-        yield data[start : unpacker.tell()]
+            raise BadMessage(f"{file}: no msgpack at byte {start}: {error}{_OTHERS}") from error
+        try:
+            yield decode_tape(data[start : unpacker.tell()])
+        except BadMessage as error:
+            raise BadMessage(f"{file}: the record at byte {start} is damaged: {error}{_OTHERS}") from error
         start = unpacker.tell()
 
 
 async def read_live(bus: Bus) -> list[TapeRecord]:
-    """Records that are on the bus now, by time."""
+    """Records that are on the bus now, ordered as an archive's."""
     data = await bus.read_spec()
     if data is None:
         return []
     spec = decode(Spec, data)
     bus.use_spec(spec)
     cursors = dict.fromkeys(range(spec.sync.groups), START)
-    records = []
+    tapes: dict[int, list[TapeRecord]] = {}
     while entries := await bus.read_tape(cursors):
         for entry in entries:
             cursors[entry.group] = entry.entry_id
-            records.append(entry.record)
-    return sorted(records, key=lambda record: record.unix_s)
+            tapes.setdefault(entry.group, []).append(entry.record)
+    return _in_order(tapes.values())
 
 
 def as_json(record: TapeRecord) -> str:

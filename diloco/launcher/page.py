@@ -144,4 +144,6 @@ def write_page(model: Model, file: Path) -> str:
         file.write_text(one_file(model, f"diloco: {model['run']}"), "utf-8")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror or error}") from error
+    except (UnicodeError, RecursionError) as error:
+        raise UsageError(f"{file} cannot be written, what it is to show is damaged: {error}") from error
     return file.resolve().as_uri()

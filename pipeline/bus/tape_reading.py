@@ -45,6 +45,10 @@ class TapeReader:
         """An entry is dealt with: it is read again only from a tape that lacks it."""
         self._last[entry.group] = entry
 
+    def forget(self, group: int) -> None:
+        """Read a group's tape from its start."""
+        self._last[group] = None
+
     def _cursors(self) -> dict[int, str]:
         return {group: START if last is None else last.entry_id for group, last in self._last.items()}
 

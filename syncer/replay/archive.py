@@ -13,6 +13,7 @@ what the lead trims meanwhile, and the lead's archive has it. A lead without an 
 """
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Callable
 from io import FileIO
@@ -53,14 +54,14 @@ class TapeArchive:
             UsageError: the folder cannot be written.
         """
         self._bus, self._trims, self._disk = bus, trims, Disk(offload)
+        self._directory, self._writer = directory, writer
         self._reader = TapeReader(bus, groups)
         self._newest: dict[int, deque[str]] = {group: deque(maxlen=KEEP_UNTRIMMED) for group in range(groups)}
         self._untrimmed = dict.fromkeys(range(groups), 0)
         self.problem = ""
         """Why what is on the tape is not in the archive yet, for people; "" if it is."""
         try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._files = {group: FileIO(directory / f"{group}-{writer}.msgpack", "ab") for group in range(groups)}
+            self._files = {group: self._opened(group) for group in range(groups)}
         except OSError as error:
             raise UsageError(f"--tape-dir: cannot write to {directory}: {error}") from error
 
@@ -90,13 +91,29 @@ class TapeArchive:
         for file in self._files.values():
             file.close()
 
+    def _opened(self, group: int) -> FileIO:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return FileIO(self._directory / f"{group}-{self._writer}.msgpack", "ab")
+
+    def _write(self, group: int, data: bytes) -> None:
+        file = self._files[group]
+        if not os.fstat(file.fileno()).st_nlink:  # what is written to it nobody could ever read
+            self._files[group] = self._opened(group)
+            file.close()
+            raise FileNotFoundError(f"{file.name} was deleted; all that the tape still has is archived once more")
+        append_whole(file, data)
+
     async def _append(self, entries: list[TapeEntry]) -> None:
         by_group: dict[int, list[TapeEntry]] = {}
         for entry in entries:
             by_group.setdefault(entry.group, []).append(entry)
         for group, theirs in by_group.items():
             data = b"".join(encode(entry.record) for entry in theirs)
-            await self._disk.do(append_whole, self._files[group], data)
+            try:
+                await self._disk.do(self._write, group, data)
+            except FileNotFoundError:
+                self._reader.forget(group)
+                raise
             self._reader.passed(theirs[-1])
             newest = self._newest[group]
             if newest and entry_id(theirs[0].entry_id) <= entry_id(newest[-1]):  # from the start of another tape

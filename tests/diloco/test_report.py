@@ -406,8 +406,13 @@ def test_a_record_cut_short_is_left_out_and_a_damaged_one_refused(tmp_path):
     with pytest.raises(BadMessage, match=r"0\.msgpack"):
         read_archive(tmp_path)
     (tmp_path / "0.msgpack").write_bytes(whole.replace(b"too_stale", b"too_sleek"))
-    with pytest.raises(BadMessage):
+    with pytest.raises(BadMessage, match=r"0\.msgpack: the record at byte \d+ is damaged.*other files"):
         read_archive(tmp_path)
+    second = len(encode(RECORDS[0]))
+    for longer in (b"\xdd\x7f\xff\xff\xff", b"\xc6\x7f\xff\xff\xff"):  # an array, bytes: the rest is taken for them
+        (tmp_path / "0.msgpack").write_bytes(whole[:second] + longer + whole[second + 5 :])
+        with pytest.raises(BadMessage, match=rf"the record at byte {second} is damaged"):
+            read_archive(tmp_path)
 
 
 def test_tape_records_read_as_text_and_as_json():

@@ -1,6 +1,7 @@
 """What a command does with settings that are another's: it obeys, refuses or ignores them, and says so."""
 
 import importlib
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,7 +205,7 @@ def test_what_no_text_can_be_drawn_with_is_refused_by_its_name(arguments, capsys
     assert "nowhere" not in said
 
 
-def test_a_folder_that_export_makes_is_named(tmp_path, capsys, monkeypatch):
+def test_export_names_the_folder_that_it_makes_and_takes_only_a_files_place(tmp_path, capsys, monkeypatch):
     """As for a run's output and its report, a folder may be one that is still to be made; a slip in its name shows."""
     export = importlib.import_module("diloco.export")
     tensor = export.Tensor("F32", (2,), 8, lambda: bytes(8))
@@ -214,3 +215,12 @@ def test_a_folder_that_export_makes_is_named(tmp_path, capsys, monkeypatch):
     assert f"{tmp_path / 'new'}: made this folder\n" in capsys.readouterr().out
     export.export(tmp_path, tmp_path / "new" / "other.safetensors")
     assert "made this folder" not in capsys.readouterr().out
+    (tmp_path / "new" / "to").symlink_to("other.safetensors")
+    before = (tmp_path / "new" / "other.safetensors").stat().st_ino
+    export.export(tmp_path, tmp_path / "new" / "to", overwrite=True)
+    assert (tmp_path / "new" / "to").is_symlink()
+    assert (tmp_path / "new" / "other.safetensors").stat().st_ino != before
+    os.mkfifo(tmp_path / "new" / "pipe")
+    for out in (tmp_path / "new" / "pipe", tmp_path / "new", tmp_path / "new" / "."):
+        with pytest.raises(UsageError, match="is no file: name one"):
+            export.export(tmp_path, out, overwrite=True)

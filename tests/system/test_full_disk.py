@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
+from diloco.tape import read_archive
 from diloco.workers.moments.state_folder import StateFolder
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
@@ -127,6 +129,24 @@ async def test_the_archive_of_a_full_disk_has_every_record_once_there_is_room(di
     data = file.read_bytes()
     assert data[: len(b"".join(map(encode, tape)))] == b"".join(map(encode, tape))
     assert any(isinstance(record, Committed) for record in tape)
+
+
+@in_virtual_time
+async def test_an_archive_that_is_deleted_is_written_again_from_what_the_tape_has(tmp_path: Path, told) -> None:
+    """It is said, and the tape on the bus is not trimmed by what no file has."""
+    world = VirtualRun(sync_spec(tokens=10**9), tape_dir=tmp_path / "tape")
+    world.start_syncer()
+    learners = wide_learners(world)
+    await world.until_version(3)
+    shutil.rmtree(tmp_path / "tape")
+    await world.until_version(9)
+    await asyncio.sleep(3.0)
+    (line,) = (line for line in told if line["event"] == "tape_not_archived")
+    assert "was deleted; all that the tape still has is archived once more" in line["error"]
+    await end(*learners)
+    await asyncio.sleep(2.0)
+    tape = await world.tape()
+    assert read_archive(tmp_path / "tape")[: len(tape)] == tape
 
 
 @in_virtual_time

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import structlog
 import torch
 from torch import nn
@@ -273,6 +274,13 @@ def poison(folder: Path) -> None:
     arrays = safetensors.numpy.load_file(file)
     arrays["exp_avg/body.bias"][0] = np.nan
     safetensors.numpy.save_file(arrays, file)
+    spoil(lambda told: told.update(moments_sha256=file_sha256(file)))(folder)
+
+
+def eight_bits(folder: Path) -> None:
+    (file,) = folder.glob("moments-*")
+    safetensors.torch.save_file({"exp_avg/body.bias": torch.zeros(3, dtype=torch.float8_e4m3fn)}, file)
+    spoil(lambda told: told.update(moments_sha256=file_sha256(file)))(folder)
 
 
 def add(name: str) -> Callable[[Path], None]:
@@ -294,9 +302,10 @@ def add(name: str) -> Callable[[Path], None]:
         (spoil(lambda told: told.pop("steps")), "steps"),
         (lambda folder: (folder / "state.json").write_text("{"), "damaged"),
         (lambda folder: next(folder.glob("moments-*")).unlink(), "no whole state"),
-        (cut, "no whole state"),
+        (cut, "does not have the digest"),
         (flip, "does not have the digest"),
         (poison, "exp_avg of fragment . is not finite"),
+        (eight_bits, "no whole state"),
         (add("nothing"), "'nothing' that is no tensor's"),
     ],
 )
@@ -314,6 +323,25 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_the_next_way_is_taken(
     assert "state_refused" in capsys.readouterr().out
     assert same(party.moments(), moments)
     assert party.keeper.earlier_steps == 0
+
+
+@pytest.mark.parametrize("damage", [lambda told: told["identity"].update(started_unix_s=9.0), dict.popitem])
+def test_a_state_of_another_run_is_moved_and_not_replaced(
+    tmp_path: Path, damage: Callable[[dict], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also by a learner with which a run begins, which looks for no state. Where it is now it can be gone on from."""
+    left(tmp_path)
+    spoil(damage)(tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.glob("*.*") if file.name != ".lock"}
+    for _ in range(2):
+        party = Party(tmp_path)
+        party.join((0, 0))
+        party.train(3)
+        party.leave()
+    assert {file.name: file.read_bytes() for file in (tmp_path / "set-aside-1").iterdir()} == before
+    assert not (tmp_path / "set-aside-2").exists()
+    assert len(list(tmp_path.glob("moments-*"))) == 1
+    assert capsys.readouterr().out.count("state_set_aside") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
     <folder>/state.json                  `SavedState`; names the file below; replaced whole, and last
     <folder>/moments-<step>.safetensors  "<moment>/<tensor>" -> float32; other tensors of the optimizer as they are
+    <folder>/set-aside-1/                the same of another run, model or optimizer, which was here before
     <folder>/losses.jsonl                if asked for: the training loss of every step
 
 All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
@@ -13,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from io import FileIO
+from itertools import count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,6 +107,8 @@ class StateFolder:
         self.path, self._layout, self._ranks = path, layout, dict(ranks or {})
         self._writer = BackgroundThread("state")
         self._lock: int | None = None
+        self._ours = False
+        """What the folder holds is this learner's, or nothing."""
 
     # --- write ----------------------------------------------------------------------------------------
 
@@ -153,7 +157,8 @@ class StateFolder:
                 _LOCKS.discard(lock)
                 os.close(lock)
                 raise OSError(
-                    f"another learner that is alive saves to {self.path}: give each a folder of its own"
+                    f"another learner that is alive saves to {self.path}: give each a folder of its own, or end the "
+                    "one that was here before"
                 ) from error
             self._lock = lock
 
@@ -164,6 +169,7 @@ class StateFolder:
         self._hold()
         for left in self.path.glob(f"{TEMPORARY}*"):  # by one that was killed as it wrote: the folder is ours alone
             left.unlink()
+        self._set_aside(state)
         arrays = {
             f"{name}/{slot.name}": moments.flats[p][name][slot.start : slot.stop].reshape(slot.shape)
             for name in moments.kind.moments
@@ -178,6 +184,20 @@ class StateFolder:
             if old.name != state.moments_file:
                 old.unlink()
         structlog.get_logger().debug("state_saved", folder=str(self.path), steps=state.steps)
+
+    def _set_aside(self, state: SavedState) -> None:
+        """Before the first save: what this learner could not go on from is not replaced, but moved."""
+        path = self.path / STATE_FILE
+        if not self._ours and path.exists():
+            try:
+                self._compare(_read(path), state.identity, state.kind)
+            except StateRefused as error:
+                aside = next(one for n in count(1) if not (one := self.path / f"set-aside-{n}").exists())
+                aside.mkdir()
+                for file in (*self.path.glob("moments-*.safetensors"), path):
+                    file.replace(aside / file.name)
+                structlog.get_logger().warning("state_set_aside", folder=str(aside), reason=str(error))
+        self._ours = True
 
     def _append(self, lines: Callable[[], Sequence[str]]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
@@ -199,19 +219,22 @@ class StateFolder:
         path = self.path / STATE_FILE
         if not path.is_file():
             return None
+        state = _read(path)
+        self._compare(state, identity, kind)
+        file = self.path / state.moments_file
         try:
-            if path.stat().st_size > MAX_STATE_BYTES:
-                raise StateRefused(f"{path} is larger than {MAX_STATE_BYTES} bytes")
-            state = SavedState.model_validate_json(path.read_bytes())
-            self._compare(state, identity, kind)
-            moments = self._arrays(state, safetensors.numpy.load_file(self.path / state.moments_file))
-            check(moments, self._layout)
-            file = self.path / state.moments_file
+            if not file.is_file():  # a pipe would never end
+                raise StateRefused(f"{self.path} holds no whole state: {file.name} is missing")
             if file_sha256(file) != state.moments_sha256:
                 raise StateRefused(f"{file} is damaged: it does not have the digest that {path.name} says")
-        except ValidationError as error:
-            raise StateRefused(f"{path} is damaged, or of another release: {complaint(error)}") from error
-        except (OSError, SafetensorError, BadPayload) as error:
+            moments = self._arrays(state, safetensors.numpy.load_file(file))
+            check(moments, self._layout)
+        except (
+            OSError,
+            SafetensorError,
+            BadPayload,
+            AttributeError,
+        ) as error:
             raise StateRefused(f"{self.path} holds no whole state: {error}") from error
         return state, moments
 
@@ -253,6 +276,17 @@ class StateFolder:
             if name not in state.kind.moments:
                 others[name, tensor] = array
         return Moments(state.kind, tuple(flats), state.numbers, others)
+
+
+def _read(path: Path) -> SavedState:
+    try:
+        if path.stat().st_size > MAX_STATE_BYTES:
+            raise StateRefused(f"{path} is larger than {MAX_STATE_BYTES} bytes")
+        return SavedState.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise StateRefused(f"{path} is damaged, or of another release: {complaint(error)}") from error
+    except OSError as error:
+        raise StateRefused(f"{path} cannot be read: {error}") from error
 
 
 def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | memoryview]:
