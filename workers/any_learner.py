@@ -215,7 +215,7 @@ class AnyLearner:
             self._leave(save_state=True)
         else:
             try:
-                self._leave(save_state=False, error=error)
+                self._leave(save_state=isinstance(error, KeyboardInterrupt), error=error)
             except Exception as failure:  # what has ended the loop is what its program has to be told
                 structlog.get_logger().error("leaving_failed", learner=self.id, error=repr(failure))
 

@@ -106,6 +106,17 @@ def steps_of(learner: Learner, most: int, signalled: int, number: int) -> None:
         learner.step(1)
 
 
+def steps_until(learner: Learner, error: type[BaseException]) -> None:
+    """A loop that ends by an error."""
+    until(lambda: learner.joined.shared.state)  # without it no state is saved
+    assert learner.optimizer is not None
+    for parameter in learner.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    learner.optimizer.step()
+    learner.step(1)
+    raise error
+
+
 def steps_on(learner: Learner) -> None:
     """Until the exchange says why not."""
     until(lambda: learner.step(1) or time.sleep(0.05))
@@ -277,6 +288,18 @@ def test_a_second_ctrl_c_while_leaving_ends_the_thread(redis_server: str, monkey
         with pytest.raises(KeyboardInterrupt), learner:
             learner.step(1)
         until(lambda: not threads())
+
+
+@pytest.mark.parametrize(("error", "saved"), [(KeyboardInterrupt, True), (RuntimeError, False)])
+def test_ctrl_c_saves_the_state_and_an_error_keeps_the_one_before(
+    redis_server: str, tmp_path: Path, error: Any, saved: bool
+) -> None:
+    run = f"left-by-{saved}"
+    with a_syncer(redis_server, run):
+        learner = learner_of(redis_server, run, state_dir=str(tmp_path))
+        with pytest.raises(error), learner:
+            steps_until(learner, error)
+    assert (tmp_path / "state.json").exists() == saved
 
 
 def test_an_error_of_the_loop_is_not_hidden_by_one_of_leaving(

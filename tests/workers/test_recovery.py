@@ -693,6 +693,19 @@ def test_without_a_folder_or_an_optimizer_nothing_is_kept(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_said_on_joining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And so is one that another learner has."""
+    (tmp_path / "file").write_text("")
+    Party(tmp_path / "file").join((0, 0))
+    assert capsys.readouterr().out.count("state_not_saved") == 1
+    first = left(tmp_path / "shared")
+    assert first.own.folder is not None
+    first.own.folder._hold()
+    Party(tmp_path / "shared").join((0, 0))
+    assert "give each a folder of its own" in capsys.readouterr().out
+    first.own.folder.close(60.0)
+
+
 def test_no_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocked = tmp_path / "file"
     blocked.write_text("")

@@ -27,6 +27,11 @@ from tests.workers.test_device_encoding import a_syncer
 def test_a_learner_whose_delta_is_refused_says_why_and_what_to_do() -> None:
     """Once an episode: again only after one of its deltas was merged; the other learner says nothing."""
 
+    async def refused(times: int) -> None:
+        async with asyncio.timeout(20):
+            while len(said()) < times:
+                await asyncio.sleep(0.05)
+
     async def main() -> list[Any]:
         world, learners = await under_way(2)
         train, poisoned = learners[0].train, True
@@ -37,12 +42,13 @@ def test_a_learner_whose_delta_is_refused_says_why_and_what_to_do() -> None:
                 learners[0].values[0][0] = np.nan
 
         learners[0].train = training  # type: ignore[method-assign]
-        await asyncio.sleep(10)
-        assert len(said()) == 1
+        await refused(1)
+        await asyncio.sleep(0.5)
         poisoned = False
         await world.until_version(max(await world.versions()) + 6)
+        assert len(said()) == 1
         poisoned = True
-        await asyncio.sleep(10)
+        await refused(2)
         await end(*learners)
         return said()
 
@@ -110,6 +116,21 @@ def test_a_learner_that_was_merged_meanwhile_heals_once_more() -> None:
         shared.heal = False
         heard.merged(samples.committed(contributions=(MERGED,)))
         assert not heard.fragments
+
+
+def test_a_fragment_that_is_merged_beside_the_one_that_is_not_finite_is_no_recovery() -> None:
+    """A gradient that is NaN leaves other tensors finite for a step."""
+    heard, shared = refused_by({})
+    beside = samples.committed(fragment=1, contributions=(MERGED,))
+    for attempt in range(3):
+        heard.refused(rejection(attempt))
+        heard.merged(beside)
+    assert shared.heal
+    for attempt in range(2):
+        heard.refused(rejection(attempt))
+        heard.merged(beside)
+    with pytest.raises(LearnerDiverged):
+        heard.refused(rejection(2))
 
 
 @pytest.mark.redis

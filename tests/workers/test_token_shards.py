@@ -120,6 +120,8 @@ def test_a_party_with_other_shards_is_refused(tmp_path) -> None:
     check_text(open_text(str(tmp_path / "run")), "run", spec)
     with pytest.raises(SpecMismatch, match="holds another text here than in the run"):
         check_text(open_text(str(tmp_path / "other")), "other", spec)
+    with pytest.raises(SpecMismatch, match="not started by the built-in trainer"):
+        check_text(open_text(str(tmp_path / "run")), "run", {})
 
 
 def test_nothing_is_read_at_start(tmp_path) -> None:

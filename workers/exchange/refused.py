@@ -28,9 +28,11 @@ class Refused:
         self.fragments = set[int]()
         """Of which something was refused, and nothing merged since."""
         self._not_finite = Counter[int]()
-        """Of each fragment, since one of its deltas was merged, or since it was healed."""
+        """Of each fragment, since one of its own was merged, or since it was healed."""
         self._healed: dict[int, tuple[int, int]] | None = None
-        """`newest` when it was told to heal, which not all can; None: not since one of its deltas was merged."""
+        """`newest` when it was told to heal, which not all can; None: not since a delta of `_worst` was merged."""
+        self._worst = -1
+        """The fragment that had it heal. Others may be merged once more, with what they trained until all is NaN."""
 
     def refused(self, record: Rejected) -> None:
         """Somebody's delta was: of this learner's, the first is said, and a later one after all were merged again.
@@ -49,14 +51,14 @@ class Refused:
         if record.reason is RefusalReason.NON_FINITE and (record.base_version, record.attempt) > before:
             self._not_finite[record.fragment] += 1
             if self._not_finite[record.fragment] == HEALED_AFTER:
-                self._heal(remedy)
+                self._heal(record.fragment, remedy)
 
-    def _heal(self, remedy: str) -> None:
+    def _heal(self, fragment: int, remedy: str) -> None:
         found = f"{HEALED_AFTER} deltas in a row are not finite"
         if self._healed is not None:
             raise LearnerDiverged(f"{found}, for the second time with none merged in between", remedy)
         self._not_finite.clear()
-        self._healed, self._shared.heal = dict(self._newest), True
+        self._healed, self._worst, self._shared.heal = dict(self._newest), fragment, True
         detail = f"{found}: it ends after as many more, if none is merged in between"
         self._log.warning("learner_diverged", detail=detail)
 
@@ -64,5 +66,6 @@ class Refused:
         """Deltas were, perhaps this learner's."""
         if any((one.learner, one.incarnation) == self._me for one in record.contributions):
             self.fragments.discard(record.fragment)
-            self._not_finite.clear()
-            self._healed = None
+            self._not_finite.pop(record.fragment, None)
+            if record.fragment == self._worst:
+                self._healed = None

@@ -117,6 +117,10 @@ class StateFolder:
         """Something is being written."""
         return self._writer.busy
 
+    def look(self) -> None:
+        """Say now, and not with the first save, why nothing can be saved here."""
+        self._logged(self._look)
+
     def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         """Save in the background, where `make` is called too: it may wait for a device."""
         self._writer.submit(partial(self._logged, self._save, make))
@@ -130,7 +134,11 @@ class StateFolder:
         if not self._writer.close(within_s):
             error = f"the disk took longer than {within_s:g} s"
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=error)
-        elif self._lock is not None:
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._lock is not None:
             fcntl.flock(self._lock, fcntl.LOCK_UN)  # for a child too that was forked a moment ago
             _LOCKS.discard(self._lock)
             os.close(self._lock)
@@ -184,6 +192,11 @@ class StateFolder:
             if old.name != state.moments_file:
                 old.unlink()
         structlog.get_logger().debug("state_saved", folder=str(self.path), steps=state.steps)
+
+    def _look(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._hold()
+        self._let_go()
 
     def _set_aside(self, state: SavedState) -> None:
         """Before the first save: what this learner could not go on from is not replaced, but moved."""

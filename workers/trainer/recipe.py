@@ -81,8 +81,10 @@ def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
     """Refuse to train or measure on another text than the run's.
 
     Raises:
-        SpecMismatch: showing both fingerprints, or both vocabularies.
+        SpecMismatch: showing both fingerprints, or both vocabularies; or the run has no text.
     """
+    if "data_fingerprint" not in spec:
+        raise SpecMismatch("this run was not started by the built-in trainer: start its own program as another learner")
     if text.fingerprint != spec.get("data_fingerprint"):
         hint = " (another Python version has another standard library)" if data == "stdlib" else ""
         raise SpecMismatch(
