@@ -201,15 +201,12 @@ class StateFolder:
     def _set_aside(self, state: SavedState) -> None:
         """Before the first save: what this learner could not go on from is not replaced, but moved."""
         path = self.path / STATE_FILE
-        if not self._ours and path.exists():
-            try:
-                self._compare(_read(path), state.identity, state.kind)
-            except StateRefused as error:
-                aside = next(one for n in count(1) if not (one := self.path / f"set-aside-{n}").exists())
-                aside.mkdir()
-                for file in (*self.path.glob("moments-*.safetensors"), path):
-                    file.replace(aside / file.name)
-                structlog.get_logger().warning("state_set_aside", folder=str(aside), reason=str(error))
+        if not self._ours and path.exists() and (reason := _another(path, state)):
+            aside = next(one for n in count(1) if not (one := self.path / f"set-aside-{n}").exists())
+            aside.mkdir()
+            for file in (*self.path.glob("moments-*.safetensors"), path):
+                file.replace(aside / file.name)
+            structlog.get_logger().warning("state_set_aside", folder=str(aside), reason=reason)
         self._ours = True
 
     def _append(self, lines: Callable[[], Sequence[str]]) -> None:
@@ -300,6 +297,17 @@ def _read(path: Path) -> SavedState:
         raise StateRefused(f"{path} is damaged, or of another release: {complaint(error)}") from error
     except OSError as error:
         raise StateRefused(f"{path} cannot be read: {error}") from error
+
+
+def _another(path: Path, state: SavedState) -> str:
+    """Why what was saved is of another run or optimizer than `state`, or cannot be told; "" if it is of the same."""
+    try:
+        found = _read(path)
+    except StateRefused as error:
+        return str(error)
+    if not found.identity.same(state.identity):
+        return f"it was saved in another run, {found.identity.run!r}"
+    return "" if found.kind == state.kind else f"it was saved for {found.kind.optimizer}"
 
 
 def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | memoryview]:

@@ -64,6 +64,11 @@ class RankFolder(StateFolder):
         held = {slot.tensor.name: (0, slot.tensor.whole.elements) for _, slot in slots(whole)}
         return cls(path, kept, whole, [held], 0)
 
+    def look(self) -> None:
+        """As `StateFolder`, and the first of replicas alone: they share its folder."""
+        if self._saves:
+            super().look()
+
     def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         """As `StateFolder`; replicas but the first have only random states of their own to save."""
         if self._saves:
