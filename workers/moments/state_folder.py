@@ -2,7 +2,7 @@
 
     <folder>/state.json                  `SavedState`; names the file below; replaced whole, and last
     <folder>/moments-<step>.safetensors  "<moment>/<tensor>" -> float32; other tensors of the optimizer as they are
-    <folder>/set-aside-1/                the same of another run, model or optimizer, which was here before
+    <folder>/set-aside-1/                the same of another run or optimizer, which was here before
     <folder>/losses.jsonl                if asked for: the training loss of every step
 
 All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
