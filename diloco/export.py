@@ -1,6 +1,7 @@
 """Checkpoints for people: the global parameters as a plain safetensors file."""
 
 import json
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -101,9 +102,9 @@ def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
     """Write one float32 entry a tensor; digests and shapes are checked against the spec before.
 
     Raises:
-        UsageError: no sound checkpoint there, or `out` exists already.
+        UsageError: no sound checkpoint there, or `out` exists already, or is no file.
     """
-    out = out.resolve()  # of a link the file behind it
+    out = Path(os.path.realpath(out))  # of a link the file behind it
     if out.exists() and not out.is_file():
         raise UsageError(f"{out} is no file: name one")
     if out.exists() and not overwrite:

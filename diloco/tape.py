@@ -21,7 +21,7 @@ from diloco.pipeline.settings import BusSettings
 
 _KIND: bytes = msgpack.packb("kind")
 """In each record once."""
-_OTHERS = "; without this file there is what other files of the folder have, such as another syncer's"
+_OTHERS = "; moved away, the others are read: another syncer's file may hold the same records"
 
 
 def read_archive(folder: Path) -> list[TapeRecord]:

@@ -114,7 +114,7 @@ def merge_share(
 def long_rounds(asked: int, intervals: Iterable[int]) -> str | None:
     """A warning if rounds are much longer than was asked for (H); None: they are not. All in inner steps."""
     longest = max(intervals, default=0)
-    if longest <= LONG_ROUND * asked:
+    if not asked or longest <= LONG_ROUND * asked:
         return None
     return (
         f"rounds take {longest} inner steps, {asked} were asked for, since merges are back that late: a nearer Redis, "

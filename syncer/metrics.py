@@ -84,7 +84,7 @@ class Metrics:
         )
         self.interval = Gauge(
             "diloco_interval_steps",
-            "Inner steps of a round: asked for, and the longest in force",
+            "Inner steps of a round: asked for, and the longest in force of the fragments that this syncer serves",
             ["which"],
             registry=registry,
         )

@@ -85,5 +85,5 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
         self._hosted.end(f"give it more than max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave; the state is saved where the process was only asked to end."""
-        self._hosted.give_up(save_state=isinstance(exception, SystemExit))
+        """Leave; the state is saved where the process was only asked to end, by Ctrl-C too."""
+        self._hosted.give_up(save_state=isinstance(exception, (SystemExit, KeyboardInterrupt)))

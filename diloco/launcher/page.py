@@ -140,8 +140,9 @@ def write_page(model: Model, file: Path) -> str:
     """
     file = file / PAGE_FILE if file.is_dir() else file
     try:
+        page = one_file(model, f"diloco: {model['run']}").encode()
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(one_file(model, f"diloco: {model['run']}"), "utf-8")
+        file.write_bytes(page)
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror or error}") from error
     except (UnicodeError, RecursionError) as error:

@@ -82,7 +82,7 @@ class FragmentStatus(TypedDict):
     interval: int
     """Inner steps between two syncs for who trains on this version: planned, or stretched by round trips."""
     asked_interval: int
-    """H: how long it was asked to be, once it has grown; 0: not known."""
+    """H, the interval that was asked for, in inner steps; 0: not known."""
     digest: str
     """Hex."""
     merged_deltas: int

@@ -13,9 +13,11 @@ what the lead trims meanwhile, and the lead's archive has it. A lead without an 
 """
 
 import asyncio
+import errno
 import os
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 
@@ -83,6 +85,8 @@ class TapeArchive:
         Raises:
             OSError: it cannot be written.
         """
+        for group in self._files:
+            await self._put(group, b"")
         while entries := await self._reader.read():
             await self._append(entries)
 
@@ -91,17 +95,42 @@ class TapeArchive:
         for file in self._files.values():
             file.close()
 
+    def _path(self, group: int) -> Path:
+        return self._directory / f"{group}-{self._writer}.msgpack"
+
     def _opened(self, group: int) -> FileIO:
         self._directory.mkdir(parents=True, exist_ok=True)
-        return FileIO(self._directory / f"{group}-{self._writer}.msgpack", "ab")
+        return FileIO(self._path(group), "ab")
 
     def _write(self, group: int, data: bytes) -> None:
+        """Append, unless the file is not there any more (FileNotFoundError): nobody could read what is written."""
         file = self._files[group]
-        if not os.fstat(file.fileno()).st_nlink:  # what is written to it nobody could ever read
-            self._files[group] = self._opened(group)
-            file.close()
-            raise FileNotFoundError(f"{file.name} was deleted; all that the tape still has is archived once more")
+        try:
+            there = os.path.samestat(self._path(group).stat(), os.fstat(file.fileno()))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+                raise
+            there = False
+        if not there:
+            raise FileNotFoundError(file.name)
         append_whole(file, data)
+
+    def _reopen(self, group: int) -> None:
+        gone, self._files[group] = self._files[group], self._opened(group)
+        with suppress(OSError):
+            gone.close()
+
+    async def _put(self, group: int, data: bytes) -> bool:
+        """Append to a group's file; False if that was deleted or moved, and its tape is to be read from its start."""
+        try:
+            await self._disk.do(self._write, group, data)
+        except FileNotFoundError as error:
+            self._reader.forget(group)
+            await self._disk.do(self._reopen, group)
+            safe = "all that the tape still has is archived once more"
+            structlog.get_logger().error("tape_archive_gone", file=str(error), safe=safe)
+            return False
+        return True
 
     async def _append(self, entries: list[TapeEntry]) -> None:
         by_group: dict[int, list[TapeEntry]] = {}
@@ -109,11 +138,8 @@ class TapeArchive:
             by_group.setdefault(entry.group, []).append(entry)
         for group, theirs in by_group.items():
             data = b"".join(encode(entry.record) for entry in theirs)
-            try:
-                await self._disk.do(self._write, group, data)
-            except FileNotFoundError:
-                self._reader.forget(group)
-                raise
+            if not await self._put(group, data):
+                continue
             self._reader.passed(theirs[-1])
             newest = self._newest[group]
             if newest and entry_id(theirs[0].entry_id) <= entry_id(newest[-1]):  # from the start of another tape

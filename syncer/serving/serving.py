@@ -76,6 +76,8 @@ class Serving:
             lambda: len({learner for owner in owners if owner.lease.is_set() for learner in owner.doubted})
         )
         metrics.leads.set_function(self._leads_shown)
+        metrics.interval.labels(which="asked").set(self.context.sync.sync_interval)
+        metrics.interval.labels(which="longest").set_function(lambda: max(self._rounds(), default=0) or math.nan)
         metrics.served_fragments.set_function(lambda: len(self.served()))
 
     @property
@@ -206,7 +208,8 @@ class Serving:
         while not self.closing.done():
             await self._look()
             slow = None if self._watch.draining else self._slow_merges(warnings.slow_from)
-            warnings.tell(self._watch.quorum_warning, slow, self._long_rounds())
+            long = long_rounds(self.context.sync.sync_interval, self._rounds())
+            warnings.tell(self._watch.quorum_warning, slow, long)
             presence.tell(self._watch.live(), self._watch.reports)
             await asyncio.sleep(WATCH_S)
 
@@ -244,13 +247,9 @@ class Serving:
         slow = slow_merges(sync, paces, steps, len(self.leases.syncers), allowed, together_s, self.context.speed)
         return None if slow is None else str(slow)
 
-    def _long_rounds(self) -> str | None:
-        """What `pacing.long_rounds` says of the fragments that this syncer serves; has the gauges tell of them too."""
-        asked, rounds = self.context.sync.sync_interval, [one.interval for one in self.owners if one.lease.is_set()]
-        gauge = self.context.metrics.interval
-        gauge.labels(which="asked").set(asked)
-        gauge.labels(which="longest").set(max(rounds, default=0) or math.nan)
-        return long_rounds(asked, rounds)
+    def _rounds(self) -> list[int]:
+        """Inner steps of a round of each fragment that this syncer serves."""
+        return [one.interval for one in self.owners if one.lease.is_set()]
 
     async def _watch_bus(self) -> None:
         """Say what is wrong with the server; see that it has the run's spec, and events within bounds."""

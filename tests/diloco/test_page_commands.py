@@ -86,10 +86,13 @@ def test_what_the_launcher_has_seen_is_taken_before_the_tape(tmp_path: Path) -> 
 
 
 def test_a_page_of_a_damaged_file_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And the page that was there stays."""
     page = tmp_path / PAGE_FILE
+    page.write_text("before")
     (tmp_path / MODEL_FILE).write_text(json.dumps({"run": "\ud800", "coarse": {"step_s": 1}, "notes": []}))
     assert main(["report", str(tmp_path), "--html", str(page)]) == 2
     assert f"{page} cannot be written, what it is to show is damaged" in capsys.readouterr().err
+    assert page.read_text() == "before"
 
 
 def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -406,7 +406,7 @@ def test_a_record_cut_short_is_left_out_and_a_damaged_one_refused(tmp_path):
     with pytest.raises(BadMessage, match=r"0\.msgpack"):
         read_archive(tmp_path)
     (tmp_path / "0.msgpack").write_bytes(whole.replace(b"too_stale", b"too_sleek"))
-    with pytest.raises(BadMessage, match=r"0\.msgpack: the record at byte \d+ is damaged.*other files"):
+    with pytest.raises(BadMessage, match=r"0\.msgpack: the record at byte \d+ is damaged.*another syncer"):
         read_archive(tmp_path)
     second = len(encode(RECORDS[0]))
     for longer in (b"\xdd\x7f\xff\xff\xff", b"\xc6\x7f\xff\xff\xff"):  # an array, bytes: the rest is taken for them

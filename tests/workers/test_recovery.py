@@ -693,15 +693,21 @@ def test_without_a_folder_or_an_optimizer_nothing_is_kept(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
+def looked(party: Party) -> None:
+    """Joined, and its folder was looked at."""
+    party.join((0, 0))
+    party.leave()
+
+
 def test_a_folder_that_cannot_be_written_is_said_on_joining(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And so is one that another learner has."""
     (tmp_path / "file").write_text("")
-    Party(tmp_path / "file").join((0, 0))
+    looked(Party(tmp_path / "file"))
     assert capsys.readouterr().out.count("state_not_saved") == 1
     first = left(tmp_path / "shared")
     assert first.own.folder is not None
     first.own.folder._hold()
-    Party(tmp_path / "shared").join((0, 0))
+    looked(Party(tmp_path / "shared"))
     assert "give each a folder of its own" in capsys.readouterr().out
     first.own.folder.close(60.0)
 

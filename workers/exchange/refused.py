@@ -54,12 +54,14 @@ class Refused:
                 self._heal(record.fragment, remedy)
 
     def _heal(self, fragment: int, remedy: str) -> None:
-        found = f"{HEALED_AFTER} deltas in a row are not finite"
+        found = f"{HEALED_AFTER} deltas of fragment {fragment} in a row are not finite"
         if self._healed is not None:
-            raise LearnerDiverged(f"{found}, for the second time with none merged in between", remedy)
+            raise LearnerDiverged(
+                f"{found}; it was told to heal, and none of fragment {self._worst} was merged", remedy
+            )
         self._not_finite.clear()
         self._healed, self._worst, self._shared.heal = dict(self._newest), fragment, True
-        detail = f"{found}: it ends after as many more, if none is merged in between"
+        detail = f"{found}: it ends after as many more, unless one of it is merged"
         self._log.warning("learner_diverged", detail=detail)
 
     def merged(self, record: Committed) -> None:

@@ -46,6 +46,8 @@ class Keeper:
         now = time.monotonic()
         self._next_save_s, self._next_losses_s = now + self._own.options.state_every_s, now
         self.source = found.source
+        if self._own.folder is not None and self._own.state is not None:
+            self._own.folder.look()
         if found.moments is not None and self._own.state is not None:
             self._own.state.load(found.moments)
         found.moments = None

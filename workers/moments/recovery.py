@@ -54,8 +54,6 @@ class Recovery:
 
     async def find(self, peers: Peers | None, versions: tuple[int, ...], state: RunState | None) -> Found:
         """Choose where the moments come from and fetch them, while joining; never raises for want of any."""
-        if self._own.folder is not None and self._own.state is not None:
-            await asyncio.to_thread(self._own.folder.look)
         if max(versions) == 0:
             return Found("start")
         found = await self._look(peers, state)

