@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.messages.tape import Committed
-from diloco.syncer.replay import archive
+from diloco.syncer.replay.archive import TapeArchive
 from diloco.syncer.replay.disk import DISK_S, Disk
 from diloco.syncer.replay.recording import Recorder, list_recording
 from diloco.syncer.replay.replay import replay
@@ -31,7 +31,7 @@ class Hanging:
         service._offload = self._offload
 
     async def _offload(self, work: Any, *args: Any) -> Any:
-        if work is archive.append_whole or isinstance(getattr(work, "__self__", None), Recorder):
+        if isinstance(getattr(work, "__self__", None), TapeArchive | Recorder):
             self.held += 1
             try:
                 await self.answers.wait()
