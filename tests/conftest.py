@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import redis
 import structlog
+from hypothesis import HealthCheck, settings
 
 from diloco.pipeline.bus.embedded import PACKAGE, EmbeddedRedis, find_server
 from diloco.pipeline.bus.ports import Bus
@@ -26,6 +27,9 @@ from tests.backdoor import Backdoor, MemoryBackdoor, RedisBackdoor
 
 IMAGE = "redis:7"
 NO_DOCKER = "DILOCO_TEST_NO_DOCKER"
+
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")  # by default an example may take 200 ms
 
 gc.disable()  # until all tests are known: what a collection makes stays, and to look through it takes seconds
 

@@ -72,10 +72,6 @@ class Draft:
         """Of the exact values, once all are written."""
         return self._writer.exact.digest
 
-    def discard_sum(self) -> None:
-        """Begin the sum anew."""
-        self.sum = Sum(self._layout, self.theta)
-
     def prepare(self, mu: float, orthogonal: bool = False) -> None:
         """Before the uploads begin: what the step will be. Again for the same step it changes nothing.
 

@@ -80,7 +80,7 @@ def test_the_list_says_of_each_run_how_far_it_is_who_is_there_and_what_it_takes(
     assert (row["phase"], row["tokens"], row["learners"], row["syncers"]) == ("waiting", 900, 1, 1)
     assert row["keys"] == len(held.backdoor.dump())
     assert row["bytes"] > 500
-    assert row["quiet_s"] < 10
+    assert row["quiet_s"] < 600
     assert held.diloco("runs") == 0
     assert held.name in capsys.readouterr().out
 

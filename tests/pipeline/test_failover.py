@@ -488,7 +488,7 @@ async def test_a_name_that_leads_elsewhere_is_followed(moving: Moving, lost: str
             first.ask("REPLICAOF", "127.0.0.2", moving.port)
     moving.move()
     reads = asyncio.ensure_future(bus.read_tape({0: START}, block_s=1.0))
-    await until_answered(lambda: bus.acquire_lease(1, A, 60), 2 * CONTROL_S)
+    await until_answered(lambda: bus.acquire_lease(1, A, 60), HANGING_S)
     assert second.ask("EXISTS", bus.keys.lease(0), bus.keys.lease(1)) == 2
     await asyncio.gather(reads, return_exceptions=True)
     # Each kind of call has connections of its own, of which one may still lead to the silent server.

@@ -7,7 +7,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.pipeline import messages
@@ -58,7 +58,6 @@ def test_twenty_thousand_changed_messages_are_taken_or_refused() -> None:
     assert outcomes["taken"] > 100
 
 
-@settings(deadline=None)  # memory and time are checked inside
 @given(st.binary(max_size=400), st.sampled_from(fuzz.KINDS), st.integers(0, 60))
 def test_any_bytes_in_the_middle_of_a_message(data: bytes, kind: type[Message], at: int) -> None:
     """Hypothesis looks for what the random changes did not think of, and makes it small."""
@@ -67,7 +66,6 @@ def test_any_bytes_in_the_middle_of_a_message(data: bytes, kind: type[Message], 
     fuzz.check(kind.__name__, len(made), lambda: decode(kind, made))
 
 
-@settings(deadline=None)  # memory and time are checked inside
 @given(st.lists(st.binary(max_size=400) | st.sampled_from(fuzz.CHUNKS["fp32"]), max_size=6))
 def test_any_chunks_make_the_payload_or_none(chunks: list[bytes]) -> None:
     """What is taken has the values that were sent."""

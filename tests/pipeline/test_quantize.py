@@ -5,7 +5,7 @@ import tracemalloc
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as some
 
@@ -37,7 +37,6 @@ def decoded(values: np.ndarray, kind: Kind) -> np.ndarray:
     return Quantized(encode(values, kind), len(values), kind)[:]
 
 
-@settings(deadline=None)
 @given(
     some.arrays(np.float32, st.integers(1, 3 * BLOCK), elements=st.floats(-(2.0**90), 2.0**90, width=32)),
     st.sampled_from(KINDS),
@@ -61,7 +60,6 @@ def test_sizes_are_known_from_the_number_of_elements(kind, elements):
     np.testing.assert_array_equal(vector[:], reference.dequantized(wire.tobytes(), elements, kind))
 
 
-@settings(deadline=None)
 @given(st.integers(1, 1000), st.data(), st.sampled_from(KINDS))
 def test_any_stretch_decodes_as_it_does_within_the_whole(elements, data, kind):
     """Merges take a tensor at a time, wherever it begins."""
@@ -84,7 +82,6 @@ def test_equal_arrays_give_equal_bytes_and_the_input_stays(kind):
     assert values.tobytes() == kept
 
 
-@settings(deadline=None)
 @given(st.integers(1, 2000), st.integers(0, 100), st.sampled_from(KINDS))
 def test_the_error_is_what_was_lost(elements, seed, kind):
     """To the last bit, also where it takes the place of the values."""

@@ -88,7 +88,7 @@ def test_a_killed_rank_takes_its_learner_down_and_nobody_else(tmp_path: Path) ->
         party.until(lambda: party.said("trio-0", "step 30") and party.said("solo-0", "step 30"))
         trio[1].kill()
         began = time.monotonic()
-        statuses = party.ended(*trio, limit_s=60)
+        statuses = party.ended(*trio, limit_s=360)
         print(f"the others have ended after {time.monotonic() - began:.1f} s with {statuses}")
         assert all(statuses), party.shown()
         for rank in (0, 2):

@@ -85,7 +85,7 @@ class Crew:
     batch_size=st.integers(1, 5),
     per_shard=st.integers(1, 40),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_each_index_of_each_epoch_goes_to_one_rank_once(ranks, length, batch_size, per_shard) -> None:
     """Whatever divides what; all ranks have as many batches, all are full, and what is acknowledged is trained."""
     crew, trained = Crew(ranks, length, batch_size, per_shard=per_shard), list[int]()

@@ -90,7 +90,7 @@ def test_each_element_is_sent_once_or_the_model_is_refused(ranges, first, expect
         assert sources(ranges, 6, "w", first) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     rows=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 3)), min_size=1, max_size=8),
     fragments=st.integers(1, 3),

@@ -212,20 +212,17 @@ def test_a_run_takes_what_the_plan_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGTERM, signal.SIGHUP))]
 )
-def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path):
+def test_a_signal_ends_all_processes_and_leaves_no_folder(number, tmp_path, popen):
     """In the middle of the rounds."""
     environ = os.environ | {"PYTHONPATH": PYTHONPATH, "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "diloco", "bench", "end-to-end", "--params", "100e3", "--rounds", "1000"]
-    process = subprocess.Popen(command, env=environ, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    try:
-        while not list(tmp_path.glob("diloco_bench_*/learner-1.log")):
-            assert process.poll() is None
-            time.sleep(0.05)
-        time.sleep(1.0)
-        process.send_signal(number)
-        _, said = process.communicate(timeout=HANGING_S)
-    finally:
-        process.kill()
+    process = popen(command, env=environ, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob("diloco_bench_*/learner-1.log")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    time.sleep(1.0)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=HANGING_S)
     assert process.returncode not in (0, -number)
     assert b"Traceback" not in said
     assert list(tmp_path.iterdir()) == []

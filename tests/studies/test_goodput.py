@@ -151,7 +151,7 @@ def test_the_formula_refuses_what_it_does_not_cover():
         rack_mtbi=st.sampled_from([0, YEAR_S]),
     ),
 )
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 def test_in_any_world_fewer_chips_and_more_learners_do_no_harm(chips, factor, method, constants):
     """Beyond the error of four seeds of two days: chips N against N x factor, and learners M against M x factor."""
 
@@ -192,7 +192,7 @@ def test_in_any_world_fewer_chips_and_more_learners_do_no_harm(chips, factor, me
         region_mtbi=st.sampled_from([0, 2 * DAY_S]),
     ),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_goodput_and_lost_time_by_cause_add_up_to_one(chips, learners, rigid, constants):
     """Whatever the world is like; no share is negative, and stops are in order."""
     made = jobs(constants, chips, learners, 2, rng(), rigid=rigid)

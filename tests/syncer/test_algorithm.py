@@ -182,7 +182,7 @@ def test_weights_of_learners_that_are_alike_are_the_papers(steps: list[int], rat
     np.testing.assert_array_equal(algorithm.merge_weights(counters, interval=24), raw / raw.sum())
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     layouts(),
     st.lists(COUNTERS, min_size=1, max_size=8),
@@ -235,7 +235,6 @@ def test_none_is_longer_than_so_many_times_the_lower_median(
     assert algorithm.clip_factors(norms, multiple) == pytest.approx(expected)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=2, max_size=8),
     st.lists(st.sampled_from([0.0, 1e-30, 1e-3, 1.0, 1e3, 1e30]), min_size=1, max_size=8),
@@ -263,7 +262,7 @@ def test_half_of_a_window_with_tiny_deltas_makes_the_others_as_tiny() -> None:
     assert algorithm.clip_factors([1.0, 1.1, 1e-20, 1e-20], 2.0) == pytest.approx((2e-20, 2e-20 / 1.1, 1.0, 1.0))
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(layouts(), st.sampled_from(["fp32", "bf16", "int8"]), st.integers(0, 2**32))
 def test_a_rebased_delta_is_the_algorithms(layout: FragmentLayout, wire: str, seed: int) -> None:
     """In any codec, on tensors below and above the size of a block; its norms are those of what it has become."""
@@ -275,7 +274,7 @@ def test_a_rebased_delta_is_the_algorithms(layout: FragmentLayout, wire: str, se
     assert norms.tobytes() == delta_norms(layout, found).tobytes()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     layouts(),
     st.sampled_from(sorted(algorithm.OUTER)),
@@ -304,7 +303,7 @@ def test_the_outer_step_is_the_algorithms(
     np.testing.assert_allclose(0 if found.momentum is None else found.momentum, momentum, rtol=1e-5, atol=1e-5)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.one_of(layouts(), layouts(averaged=True)),
     st.lists(st.lists(COUNTERS, min_size=1, max_size=4), min_size=1, max_size=3),

@@ -56,7 +56,7 @@ DELTAS = {wire: deltas_of(wire) for wire in ("fp32", "bf16", "int8")}
 NORMS = {wire: [delta_norms(LAYOUT, delta) for delta in deltas] for wire, deltas in DELTAS.items()}
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(st.sampled_from(sorted(DELTAS)), st.integers(1, 5), st.lists(st.integers(1, 3), max_size=4), st.booleans())
 def test_what_was_summed_before_shows_in_no_bit(wire: str, count: int, parts: list[int], equal: bool) -> None:
     """However many at a time, under each rule, one alone among them; measured lengths too."""

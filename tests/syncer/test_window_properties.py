@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from diloco.pipeline.messages.delta import DeltaHeader
@@ -548,6 +548,4 @@ def test_what_one_learner_leaves_for_the_next_window_is_bounded() -> None:
 
 
 TestWindow = WindowMachine.TestCase
-TestWindow.settings = settings(
-    max_examples=50, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+TestWindow.settings = settings(max_examples=50, stateful_step_count=40)

@@ -35,14 +35,15 @@ def run_of(example: Path, run: str, tokens: int, folder: Path) -> list[tuple[str
             pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
             return subprocess.Popen([sys.executable, *arguments], env=env, cwd=folder, **pipes)
 
-        syncer = start("-m", "diloco", "syncer", "--run", run, "--http-port", "0")
-        learners = [start(str(example)) for _ in range(2)]
-        parties = [*learners, syncer]
+        parties = list[subprocess.Popen[str]]()
         try:
+            parties += [start(str(example)) for _ in range(2)]
+            parties.append(start("-m", "diloco", "syncer", "--run", run, "--http-port", "0"))
             ends = [party.communicate(timeout=HANGING_S) for party in reversed(parties)][::-1]
         finally:
             for party in parties:
                 party.kill()
+                party.wait()
         assert [party.returncode for party in parties] == [0, 0, 0], ends
         assert "fragment_merged" in ends[2][1]
         return ends[:2]

@@ -39,6 +39,7 @@ def in_real_time(text: Path, folder: Path, seed: int) -> float:
     return float(json.loads(report.read_text())["global_val_loss"])
 
 
+@pytest.mark.timeout(1800)
 def test_real_runs_end_where_the_labs_do(tmp_path: Path) -> None:
     """By three standard errors of the difference of their means; another outer step is told apart by as much."""
     text = tmp_path / "text.txt"

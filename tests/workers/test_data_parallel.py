@@ -52,7 +52,13 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def pair(tmp_path_factory: pytest.TempPathFactory, told: dict[str, Any]) -> Path:
     """What two ranks leave behind; starting them is most of a test's time."""
     out = tmp_path_factory.mktemp("pair") / "out"
-    assert [rank.wait(HANGING_S) for rank in start(out, 2, **told)] == [0, 0]
+    ranks = start(out, 2, **told)
+    try:
+        assert [rank.wait(HANGING_S) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
     return out
 
 

@@ -95,7 +95,7 @@ def check_same(elements: int, seed: int, hard: int, kind: Codec, fed: bool, devi
         np.testing.assert_array_equal(np.signbit(also[zeros]), np.signbit(lost[zeros]))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(1, 3 * BLOCK), st.integers(0, 2**32), st.integers(0, 6), st.sampled_from(CODECS), st.booleans())
 def test_the_bytes_are_numpys(elements, seed, hard, kind, fed):
     """Of any values, infinite, subnormal or none at all among them; and what is lost is the same to the last bit."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.pipeline.errors import BusUnavailable
@@ -110,7 +110,6 @@ def test_of_two_attempts_on_one_base_the_merged_one_counts():
     sender.check(1)
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["send", "merge", "merge newest", "skip"]), max_size=40), st.sampled_from(KINDS))
 def test_the_sums_agree_whatever_happens(steps, kind):
     """Any order of sending, merging late or out of order, and never."""

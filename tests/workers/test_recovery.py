@@ -643,7 +643,7 @@ def test_a_state_is_saved_though_the_losses_of_each_step_are_written_at_its_end(
     append, written = StateFolder._append, threading.Event()
 
     def slowly(folder: StateFolder, lines: Any) -> None:
-        assert written.wait(60.0)
+        assert written.wait(HANGING_S)
         append(folder, lines)
 
     monkeypatch.setattr(StateFolder, "_append", slowly)

@@ -255,7 +255,7 @@ def test_only_token_shards_are_replaced_and_only_when_asked(tmp_path) -> None:
 
 
 @given(data=st.binary(max_size=400).map(lambda some: some.replace(b"\0", b"")), lines=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_pieces_of_a_file_are_all_of_it(tmp_path_factory, data: bytes, lines: bool) -> None:
     """Of any bytes, with line ends or not; characters stay whole."""
     text = (data + b"\n\xc3\xa4 " * lines) * 3

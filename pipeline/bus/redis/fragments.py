@@ -44,7 +44,7 @@ SENDERS_DROPPED = (
     "the list of learners that offer deltas had this many names that are no learner's, or under which no delta is "
     "pending: these are off it until they offer one. A run of more than 512 learners meets this where a fragment gets "
     "another owner, and nothing is lost. If the run never had as many learners, somebody with a learner's password "
-    "makes them up: CLIENT KILL and ACL SETUSER learner-NAME off end that"
+    "makes them up: ACL DELUSER learner-NAME ends that"
 )
 
 

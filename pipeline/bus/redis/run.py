@@ -30,8 +30,8 @@ T = TypeVar("T", bound=Message)
 
 REPORTS_DROPPED = (
     "so many reports were too many, or too large: the latest of each learner were kept, then those of most tokens. If "
-    "the run never had as many processes, somebody with a learner's password makes them up: CLIENT KILL and ACL "
-    "SETUSER learner-NAME off end that"
+    "the run never had as many processes, somebody with a learner's password makes them up: ACL DELUSER "
+    "learner-NAME ends that"
 )
 AROUND_BYTES = 2**20
 """What Redis says around reports that are not too many, at most."""

@@ -26,7 +26,6 @@ NOT_COUNTED = frozenset(
         ),
         *(
             "diloco.syncer.serving.http",
-            "diloco.syncer.checkpoints.earlier",
             "diloco.syncer.checkpoints.keeping",
             "diloco.syncer.checkpoints.loading",
             "diloco.syncer.checkpoints.manifest",
