@@ -57,4 +57,4 @@ def need_extras() -> None:
     """
     for package in EXTRAS:
         if find_spec(package) is None:
-            raise UsageError(missing(package, EXTRAS[package], "`diloco run`"))
+            raise UsageError(missing(package, "run", "a run on one machine"))

