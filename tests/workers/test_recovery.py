@@ -215,6 +215,9 @@ def test_it_is_saved_while_training_and_nobody_waits_for_the_disk(
     monkeypatch.setattr(state_folder, "replace", slow)
     party = Party(tmp_path, state_every_s=1e-6)
     party.join((0, 0))
+    assert party.own.folder is not None
+    while party.own.folder.busy:  # it looks whether it can be written
+        time.sleep(0.001)
     party.train(20)
     assert not list(tmp_path.glob("*.json"))
     go.set()
