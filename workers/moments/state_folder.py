@@ -231,7 +231,7 @@ class StateFolder:
         path = self.path / STATE_FILE
         if not path.is_file():
             return None
-        state = _read(path)
+        state = read_state(path)
         self._compare(state, identity, kind)
         file = self.path / state.moments_file
         try:
@@ -290,7 +290,12 @@ class StateFolder:
         return Moments(state.kind, tuple(flats), state.numbers, others)
 
 
-def _read(path: Path) -> SavedState:
+def read_state(path: Path) -> SavedState:
+    """A `STATE_FILE`, or what is written as one.
+
+    Raises:
+        StateRefused: it is not there, too large, damaged, or of another release.
+    """
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
             raise StateRefused(f"{path} is larger than {MAX_STATE_BYTES} bytes")
@@ -304,7 +309,7 @@ def _read(path: Path) -> SavedState:
 def _another(path: Path, state: SavedState) -> str:
     """Why what was saved is of another run or optimizer than `state`, or cannot be told; "" if it is of the same."""
     try:
-        found = _read(path)
+        found = read_state(path)
     except StateRefused as error:
         return str(error)
     if not found.identity.same(state.identity):

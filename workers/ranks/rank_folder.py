@@ -25,7 +25,6 @@ import msgpack
 import numpy as np
 import structlog
 import torch
-from pydantic import ValidationError
 
 from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.fragments import Layout, Slot
@@ -33,7 +32,14 @@ from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import digest_of
 from diloco.workers.moments.moments import KeptLayout, Moments, slots
-from diloco.workers.moments.state_folder import STATE_FILE, RunIdentity, SavedState, StateFolder, StateRefused
+from diloco.workers.moments.state_folder import (
+    STATE_FILE,
+    RunIdentity,
+    SavedState,
+    StateFolder,
+    StateRefused,
+    read_state,
+)
 from diloco.workers.ranks.shares import Range, Ranges, local_layout
 
 CHANCE_FILE = "chance.json"
@@ -108,8 +114,8 @@ class RankFolder(StateFolder):
         """The whole set of this run that has gone furthest, its first rank first; empty: there is none."""
         sets: dict[str, Parts] = defaultdict(dict)
         for path in [self._all, *sorted(self._all.glob("rank-*-of-*"))]:
-            with suppress(OSError, ValidationError):  # there is none, or a damaged one
-                state = SavedState.model_validate_json((path / STATE_FILE).read_bytes())
+            with suppress(StateRefused):  # there is none, or a damaged one
+                state = read_state(path / STATE_FILE)
                 if state.identity.same(identity):
                     sets[state.partition][path] = state
         whole = [parts for parts in sets.values() if self._covers(parts.values())]
@@ -166,8 +172,8 @@ class RankFolder(StateFolder):
         here: dict[str, Any] = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
         saved = list[SavedState]()
         for name in (STATE_FILE, CHANCE_FILE):
-            with suppress(OSError, ValidationError):  # there is none, or a damaged one
-                saved.append(SavedState.model_validate_json((self._own / name).read_bytes()))
+            with suppress(StateRefused):  # there is none, or a damaged one
+                saved.append(read_state(self._own / name))
         saved = [one for one in saved if one.identity.same(state.identity)]
         if saved:
             last = max(saved, key=lambda one: one.steps)
