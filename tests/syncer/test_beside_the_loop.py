@@ -76,7 +76,6 @@ def test_a_fragment_is_split_and_digested_beside_the_loop_as_a_checkpoint_is_res
         party = learners(world)
         await world.until_version(3)
         world.stop.set()
-        assert world.syncer is not None
         await world.syncer
         await end(*party)
         return beside

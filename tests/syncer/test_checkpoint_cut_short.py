@@ -200,7 +200,6 @@ async def test_who_stops_names_its_checkpoint_unless_another_one_leads(tmp_path:
     checkpoints = checkpoints_of(bus, tmp_path)
     await checkpoints.save_stopped([0])
     state = await bus.read_state()
-    assert state is not None
     assert state.checkpoint == (folder_of(tmp_path).name if leads else "")
     assert await bus.acquire_lease(0, "ef" * 8, 60.0), "it is given back"
 

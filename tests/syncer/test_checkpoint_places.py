@@ -140,7 +140,6 @@ def test_a_run_saves_to_s3_and_goes_on_from_there(s3: str) -> None:
         learner = VirtualLearner("l", world, incarnation=secrets.token_hex(8)).start()
         await world.until_version(version)
         world.stop.set()
-        assert world.syncer is not None
         await world.syncer
         await learner.kill()
         return load_checkpoint(s3).state.tokens

@@ -18,7 +18,7 @@ from diloco.syncer.checkpoints.saving import is_run_folder, run_folder
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint_places import endpoint, on_s3  # noqa: F401  # a fixture
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 
 @pytest.fixture(params=["folder", "s3"])
@@ -33,7 +33,6 @@ async def train(world: VirtualRun, place: str, versions: int, skew_s: float, **s
     learner = VirtualLearner("l", world, incarnation=secrets.token_hex(8)).start()
     await world.until_version(versions)
     world.stop.set()
-    assert world.syncer is not None
     await world.syncer
     await learner.kill()
 
@@ -79,8 +78,7 @@ def test_two_runs_that_save_to_one_place_at_once_keep_their_own(tmp_path: Path) 
             learners = [VirtualLearner("l", world).start() for world in worlds]
             with capture_logs() as log:
                 await asyncio.sleep(45.0)
-            for learner in learners:
-                await learner.kill()
+            await end(*learners)
         assert not [line for line in log if line["event"] == "checkpoint_failed"]
 
     run_virtual(main())
@@ -94,7 +92,6 @@ def refused(place: str) -> None:
     async def main() -> None:
         world = VirtualRun(sync_spec(tokens=10**9))
         world.start_syncer(resume=place)
-        assert world.syncer is not None
         await world.syncer
 
     run_virtual(main())

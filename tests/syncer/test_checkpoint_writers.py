@@ -25,7 +25,7 @@ from diloco_studies.virtual.virtual_time import in_virtual_time, inline, run_vir
 from tests import samples
 from tests.syncer.test_checkpoint import folder_of, save, trained
 from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, P, Syncer, learners_of, until
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 LEFT = "checkpoint-7-deadbeef"
 KILLED = """
@@ -57,7 +57,6 @@ def test_a_syncer_that_is_killed_while_it_writes_leaves_the_checkpoint_before(tm
         [sys.executable, "-c", KILLED, str(tmp_path), point], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     try:
-        assert writer.stdout is not None
         assert writer.stdout.readline().startswith(point)
         writer.send_signal(signal.SIGKILL)
         assert writer.wait() == -signal.SIGKILL
@@ -228,12 +227,6 @@ class Slowly:
         self.by.append((str(folder), fragment, bus))
 
 
-async def kill_all(*parties: Any) -> None:
-    """One after the other."""
-    for party in parties:
-        await party.kill()
-
-
 @in_virtual_time
 async def test_each_syncer_saves_the_fragments_that_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the same time, and the lead writes the manifest: in half of the time that it would take alone.
@@ -251,7 +244,7 @@ async def test_each_syncer_saves_the_fragments_that_it_serves(tmp_path: Path, mo
     assert len(slowly.by) <= P + 2
     assert took < 20.0 + P / 2 + 0.5
     assert load_checkpoint(tmp_path).state.tokens > 0
-    await kill_all(*learners, *syncers)
+    await end(*learners, *syncers)
 
 
 @in_virtual_time
@@ -272,7 +265,7 @@ async def test_fragments_of_a_syncer_that_dies_meanwhile_are_saved_by_the_lead(
     await until(lambda: any(tmp_path.glob("*/latest")), 20.0)
     load_checkpoint(tmp_path)
     assert {p for _, p, bus in slowly.by if bus is lead.bus} & lost
-    await kill_all(*learners, *(one for one in syncers if one is not dead))
+    await end(*learners, *(one for one in syncers if one is not dead))
 
 
 @pytest.mark.slow
@@ -291,7 +284,7 @@ async def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_
     checkpoint = load_checkpoint(tmp_path / lead)
     assert len(found_fragments(checkpoint.folder.names())) == P
     assert not (tmp_path / other).exists()
-    await kill_all(*learners, *syncers)
+    await end(*learners, *syncers)
 
 
 @pytest.mark.parametrize(("each_s", "in_time"), [(0.6, True), (1.5, False)])
@@ -316,7 +309,6 @@ def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
         await world.until_version(1)
         await learner.kill()
         world.stop.set()
-        assert world.syncer is not None
         await world.syncer
         assert service.in_order == in_time
 
@@ -363,7 +355,6 @@ def test_a_save_goes_on_where_the_bus_has_not_answered(tmp_path: Path, monkeypat
         learner = VirtualLearner("l", world, step_s=1.0).start()
         await until(lambda: any(tmp_path.glob("*/latest")), 30.0)
         assert pulls == 5
-        assert service.serving is not None
         assert service.serving.problems == []
         await learner.kill()
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.messages.run import Phase, RunState, SeenReport
+from diloco.pipeline.messages.run import Phase, SeenReport
 from diloco.pipeline.view.status import build_status
 from diloco.syncer.admission import Diverged
 from diloco.syncer.checkpoints.loading import load_checkpoint
@@ -18,7 +18,7 @@ from diloco.syncer.watch import RunWatch
 from diloco.workers.exchange import refused
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +39,6 @@ class Poisoned(VirtualLearner):
                 values[:] = np.nan
 
 
-async def state_of(world: VirtualRun) -> RunState:
-    state = await world.bus.read_state()
-    assert state is not None
-    return state
-
-
 @pytest.mark.parametrize("restarted", [False, True])
 @in_virtual_time
 async def test_what_a_learner_that_is_nan_trains_is_counted_and_brings_the_run_no_further(restarted: bool) -> None:
@@ -57,11 +51,11 @@ async def test_what_a_learner_that_is_nan_trains_is_counted_and_brings_the_run_n
         await world.until_version(8)
         world.stop.set()
         await world.syncer  # type: ignore[misc]
-        before = await state_of(world)
+        before = await world.bus.read_state()
         assert before.set_aside > 0
         world.start_syncer()
     await world.finish(*party, bad)
-    state = await state_of(world)
+    state = await world.bus.read_state()
     honest = sum(learner.rounds.tokens for learner in party)
     assert state.tokens == honest + bad.rounds.tokens, "all of it is counted as trained"
     assert bad.rounds.tokens - 400 * (1 + restarted) < state.set_aside < bad.rounds.tokens
@@ -81,20 +75,19 @@ async def test_its_tokens_count_again_once_something_of_it_is_merged_and_nothing
     seen, aside = [0], [0]
     for _ in range(40):
         await asyncio.sleep(0.5)
-        state = await state_of(world)
+        state = await world.bus.read_state()
         seen.append(state.counted_tokens)
         aside.append(state.set_aside)
     assert seen == sorted(seen)
     assert 0 < aside[-1] == aside[20], "it counts again"
-    for learner in (honest, bad):
-        await learner.kill()
+    await end(honest, bad)
     world.stop.set()
     await world.syncer  # type: ignore[misc]
     assert load_checkpoint(tmp_path).state.set_aside == aside[-1]
     resumed = VirtualRun(sync_spec(tokens=10**6), resume=str(tmp_path))
     resumed.start_syncer()
     await resumed.until_version(0)
-    assert (await state_of(resumed)).counted_tokens == load_checkpoint(tmp_path).state.counted_tokens
+    assert (await resumed.bus.read_state()).counted_tokens == load_checkpoint(tmp_path).state.counted_tokens
 
 
 async def test_a_report_that_falls_and_rises_takes_back_nothing_that_counts() -> None:

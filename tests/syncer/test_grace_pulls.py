@@ -23,7 +23,7 @@ from diloco_studies.goodput.windows import SETTLED, Follower, Learner
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import slow_beyond
-from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
 
 TAU, GAMMA, INTERVAL = 2, 0.8, 8
 UNTIL_S = 590.0
@@ -76,9 +76,7 @@ def produced(pulls_s: Sequence[float], fragments: int = 2) -> tuple[list[Committ
         reports = sorted(await world.bus.read_reports(), key=lambda seen: seen.report.learner)
         commits = [r for r in await world.tape() if isinstance(r, Committed) and r.version > SETTLED]
         world.stop.set()
-        for learner in learners:
-            await learner.kill()
-        assert world.syncer is not None
+        await end(*learners)
         await world.syncer
         return commits, [seen.report.pull_s for seen in reports]
 

@@ -16,7 +16,7 @@ from diloco.tape import read_archive
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.diloco.test_report import LAYOUT, A, B, C, committed, ledger_inputs, rejected, report
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 # --- accounts ----------------------------------------------------------------------------------------
 
@@ -230,7 +230,6 @@ class Run:
 
     async def drain(self, *learners: VirtualLearner) -> None:
         state = await self.world.bus.read_state()
-        assert state is not None
         await self.world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
         await self.world.finish(*learners)
 
@@ -284,12 +283,10 @@ def test_while_a_run_goes_on_the_rest_is_pending(tmp_path: Path) -> None:
         await asyncio.sleep(0.35)
         parts = await run.books()
         assert all(one.pending > 0 and one.died == 0 for one in parts)
-        assert run.world.syncer is not None
         run.world.syncer.cancel()
         await asyncio.gather(run.world.syncer, return_exceptions=True)
         await asyncio.sleep(2.0)
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
         await asyncio.sleep(6.0)
         parts = await run.books()
         assert all(one.offered == one.pending > 0 for one in parts)
@@ -310,7 +307,6 @@ def test_a_bus_that_loses_its_last_second(tmp_path: Path, told: bool) -> None:
         await asyncio.sleep(1.5)
         assert await world.versions() > before
         if not told:
-            assert world.syncer is not None
             world.syncer.cancel()
             await asyncio.gather(world.syncer, return_exceptions=True)
         world.store.restart(saved)
@@ -341,7 +337,6 @@ def test_a_bus_that_loses_all_while_everybody_stays(tmp_path: Path, syncer_too: 
         learners = [run.learner(i) for i in range(2)]
         await world.until_version(5)
         if syncer_too:
-            assert world.syncer is not None
             world.syncer.cancel()
             await asyncio.gather(world.syncer, return_exceptions=True)
         for key in list(world.store.values):
@@ -378,13 +373,9 @@ def test_a_header_that_comes_after_the_end(tmp_path: Path) -> None:
         late.bus.offer = much_later  # type: ignore[method-assign]
         await asyncio.sleep(1.0)
         state = await run.world.bus.read_state()
-        assert state is not None
         await run.world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
-        assert run.world.syncer is not None
         await run.world.syncer
         over.set()
-        assert first.task is not None
-        assert late.task is not None
         await asyncio.gather(first.task, late.task)
         assert late.left
         parts = {one.learner: one for one in await run.books()}

@@ -297,7 +297,6 @@ async def test_a_run_that_had_merged_nothing_makes_room_for_the_one_that_begins_
     party = learners(world) if trained else [VirtualLearner("l0", world, 1e9, f"{0:016x}").start()]
     await asyncio.sleep(40.0)
     state = await world.bus.read_state()
-    assert state is not None
     assert state.has_merged is trained
     await end(*party)
     world.store.delete(world.bus.keys.state)

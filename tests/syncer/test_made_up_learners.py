@@ -11,7 +11,7 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.syncer.admission import ASKED_AGAIN, DOUBTED_AFTER, STRANGERS, Doubts
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 STEPS_S = (0.1, 0.11)
 LIES = {"step_s": 1e9, "step_s_median": 1e9, "pull_s": 0.0}
@@ -46,8 +46,7 @@ def merges(names: Callable[[], list[str]], seconds: float = 60.0, **said: float)
         for owner, head in zip(service.owners, heads, strict=True):
             assert owner.doubted == set(head.window.doubted), "metrics count whom heads name"
         intervals = [head.interval for head in heads]
-        for learner in party:
-            await learner.kill()
+        await end(*party)
         world.syncer.cancel()  # type: ignore[union-attr]
         return commits, intervals
 

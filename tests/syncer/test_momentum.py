@@ -33,7 +33,6 @@ def test_a_momentum_is_taken_over_mended_saved_restored_and_replayed(tmp_path: P
         learner = VirtualLearner("l0", world).start()
         await world.until_version(5)
         world.stop.set()
-        assert world.syncer is not None
         await world.syncer
         was = [owner.loaded.fragment.momentum for owner in service.owners]
         assert all(momentum.any() for momentum in was)
@@ -61,7 +60,6 @@ def test_a_momentum_is_taken_over_mended_saved_restored_and_replayed(tmp_path: P
             assert checkpoint.fragment(p)[1].tobytes() == due
             for bus in (world.bus, again):
                 (head,) = await bus.read_heads([p])
-                assert head is not None
                 found = await pull_state(bus, head, fragment.elements, sync, inline)
                 assert found[1].tobytes() == due
         commits.extend(record for record in await world.tape() if isinstance(record, Committed))

@@ -15,7 +15,7 @@ from diloco.syncer.merging.merge import all_finite
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 
 async def inline(fn, *args):
@@ -98,8 +98,7 @@ async def test_the_window_is_open_again_before_what_was_in_it_is_refused(monkeyp
     assert calls[refused][1].records[0].reason is RefusalReason.MERGE_NOT_FINITE
     name, window = calls[refused - 1]
     assert (name, window.attempt, window.state) == ("write_window", 1, "collecting")
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
 
 
 @in_virtual_time
@@ -112,8 +111,7 @@ async def test_a_fragment_that_never_merges_finitely_does_not_spin_and_holds_up_
     assert versions[0] == 0
     assert versions[1] > 50
     assert 4 <= Overflowing.times <= 10
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
 
 
 @in_virtual_time
@@ -125,8 +123,7 @@ async def test_a_syncer_that_is_told_to_stop_between_such_merges_stops_at_once()
     world.stop.set()
     await world.syncer
     assert asyncio.get_running_loop().time() - began < 5.0
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
 
 
 @in_virtual_time
@@ -136,8 +133,7 @@ async def test_values_on_the_bus_that_are_not_finite_are_not_merged_into() -> No
     await world.until_version(2)
     world.syncer.cancel()
     await asyncio.gather(world.syncer, return_exceptions=True)
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
     (head,) = await world.bus.read_heads([0])
     elements = len(learners[0].values[0])
     for key in list(world.store.values):

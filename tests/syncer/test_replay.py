@@ -415,7 +415,6 @@ def test_a_resumed_run_is_replayed_from_its_checkpoint(tmp_path) -> None:
         learner = VirtualLearner("l", world).start()
         await world.until_version(4)
         world.stop.set()
-        assert world.syncer is not None
         await world.syncer
         await learner.kill()
 
@@ -801,7 +800,6 @@ def test_merges_missing_before_values_that_an_owner_read_are_found(copy) -> None
 
         patch.setattr(replay._FragmentReplay, "_make", seen)
         check(folder, commits)
-    assert values is not None
     state = FragmentState(layout, spec.sync, bad.version, bad.digest, values.theta, values.momentum)
     record_values(folder, spec, "ab" * 8, state)
     assert told(check(folder, commits)) == []

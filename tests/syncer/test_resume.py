@@ -11,7 +11,7 @@ from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.payload.codec import encode
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco_studies.virtual.virtual_time import run_virtual
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 BUDGET = 12_000
 
@@ -26,8 +26,7 @@ def stopped_run(folder: Path) -> None:
         await world.until_version(5)
         world.stop.set()
         await world.syncer
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
 
     run_virtual(main())
 
@@ -81,7 +80,6 @@ def test_a_run_that_is_resumed_again_and_again_knows_when_it_began(tmp_path) -> 
         learner = VirtualLearner("again", world, incarnation="f" * 16).start()
         await world.until_version(max(one.version for one in load_checkpoint(tmp_path).fragments) + 1)
         world.stop.set()
-        assert world.syncer is not None
         await world.syncer
         await learner.kill()
 

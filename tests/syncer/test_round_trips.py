@@ -14,7 +14,7 @@ from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
-from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
 
 USUAL = SyncSettings(tokens=1000).sync_spec()
 
@@ -95,8 +95,7 @@ async def _shares(merge_s: float) -> tuple[list[int], float, list[int]]:
     world.merge_s = 0.0
     await asyncio.sleep(300 * merge_s)
     quick = [head.interval for head in await world.heads()]
-    for learner in party:
-        await learner.kill()
+    await end(*party)
     world.syncer.cancel()  # type: ignore[union-attr]
     return slow, 1 - lost, quick
 
@@ -134,8 +133,7 @@ async def test_rounds_that_are_much_longer_than_asked_for_are_said() -> None:
             assert not said or "24 were asked for" in said[0]
             assert (shown["longest"] > 200) == bool(merge_s)
     assert [line["event"] for line in lines].count("rounds_long") == 1
-    for learner in party:
-        await learner.kill()
+    await end(*party)
     world.syncer.cancel()  # type: ignore[union-attr]
 
 
@@ -150,8 +148,7 @@ async def _a_merge(varies: float) -> float:
     before = await world.heads()
     await asyncio.sleep(400)
     pairs = list(zip(before, await world.heads(), strict=True))
-    for learner in party:
-        await learner.kill()
+    await end(*party)
     world.syncer.cancel()  # type: ignore[union-attr]
     deltas = sum(after.merged_deltas - before.merged_deltas for before, after in pairs)
     return deltas / sum(after.version - before.version for before, after in pairs)

@@ -97,7 +97,6 @@ async def test_a_syncer_that_waits_for_a_spec_says_at_once_what_is_wrong_with_it
         world.start_syncer()
         await asyncio.sleep(1)
         world.stop.set()
-        assert world.syncer is not None
         await world.syncer
     told = [line for line in lines if line["event"] in ("bus_warning", "waiting_for_spec")]
     assert [line.get("detail") for line in told] == ["keys may be evicted", None]
@@ -245,8 +244,7 @@ async def test_windows_after_a_long_time_without_a_quorum_wait_for_who_is_a_bit_
     steps_s = (0.1, 0.1, 0.13)
     learners = [VirtualLearner(f"l{i}", world, s, f"{i:016x}").start() for i, s in enumerate(steps_s)]
     await world.until_version(6)
-    for learner in learners[1:]:
-        await learner.kill()
+    await end(*learners[1:])
     await asyncio.sleep(120.0)
     (was,) = await world.versions()
     learners[1:] = [VirtualLearner(f"l{i}", world, steps_s[i], f"{i + 2:016x}").start() for i in (1, 2)]
@@ -267,7 +265,6 @@ async def test_a_syncer_that_is_stopped_in_the_runs_first_moments_saves_it(tmp_p
         while min(await world.versions(), default=0) < 1:
             await asyncio.sleep(0.001)
     world.stop.set()
-    assert world.syncer is not None
     await world.syncer
     await learner.kill()
     saved = load_checkpoint(tmp_path)
@@ -286,7 +283,6 @@ async def test_the_metrics_count_open_windows() -> None:
     assert service.metrics.registry.get_sample_value("diloco_open_windows") == 2
     await learner.kill()
     world.stop.set()
-    assert world.syncer is not None
     await world.syncer
 
 
@@ -306,7 +302,6 @@ async def test_a_slow_end_is_still_an_end() -> None:
     learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
     await world.finish(learner)
     state = await world.bus.read_state()
-    assert state is not None
     assert state.phase is Phase.FINISHED
 
 
@@ -325,7 +320,6 @@ async def test_a_shutdown_that_overruns_its_budget_says_so_and_ends(tmp_path: Pa
 
     service.bus.read_heads = never  # type: ignore[method-assign]
     world.stop.set()
-    assert world.syncer is not None
     async with asyncio.timeout(5.0):
         await world.syncer
     assert not service.in_order
@@ -340,12 +334,10 @@ async def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
     learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
     await world.until_version(2)
     state = await world.bus.read_state()
-    assert state is not None
     asked = state.model_copy(update={"phase": Phase.DRAINING, "reason": "stopped by the user"})
     await world.bus.write_state(asked)
     await world.finish(*learners)
     state = await world.bus.read_state()
-    assert state is not None
     assert state.phase is Phase.FINISHED
     assert all(learner.left for learner in learners)
 
@@ -357,7 +349,6 @@ async def test_a_syncer_started_on_a_finished_run_saves_it_and_ends_at_once(tmp_
     world.start_syncer()
     await world.finish(VirtualLearner("l0", world).start())
     finished = await world.bus.read_state()
-    assert finished is not None
     assert finished.phase is Phase.FINISHED
     world.start_syncer(checkpoint_dir=tmp_path)
     await world.finish()

@@ -15,7 +15,7 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 
 async def rises(world: VirtualRun, within_s: float, by: int = 2) -> bool:
@@ -49,8 +49,7 @@ async def test_a_network_that_becomes_slow_slows_the_merges_and_does_not_end_the
     assert any(isinstance(r, Rejected) and r.reason is RefusalReason.UPLOAD_TIMEOUT for r in await world.tape())
     assert await rises(world, 30.0)
     assert max(learner.exchange.publishing._uploads[0].qsize() for learner in learners) <= 4
-    for party in learners:
-        await party.kill()
+    await end(*learners)
 
 
 def lose_the_window_after_a_refusal(bus: Any) -> None:
@@ -94,8 +93,7 @@ async def test_a_refused_delta_is_asked_for_again_where_the_quorum_needs_it(lose
     learners[0].train = train  # type: ignore[method-assign]
     learners[0].values[0][0] = 0.5
     assert await rises(world, 8.0)
-    for party in learners:
-        await party.kill()
+    await end(*learners)
 
 
 def disconnect(learner: VirtualLearner) -> None:
@@ -134,7 +132,6 @@ async def test_headers_lost_with_the_bus_are_offered_again() -> None:
             if not any(stream.ids for stream in headers):
                 saved = world.store.snapshot()
             await asyncio.sleep(0.001)
-    assert world.syncer is not None
     world.syncer.cancel()  # its memory would save the day: what the learners do is what is tested
     await asyncio.gather(world.syncer, return_exceptions=True)
     world.store.restart(saved)
@@ -142,8 +139,7 @@ async def test_headers_lost_with_the_bus_are_offered_again() -> None:
         disconnect(learner)
     world.start_syncer()
     assert await rises(world, 16.0)
-    for party in learners:
-        await party.kill()
+    await end(*learners)
 
 
 @in_virtual_time
@@ -190,8 +186,7 @@ async def test_a_bus_that_comes_back_as_before_version_0_keeps_what_was_trained(
     await world.until_version(3)
     assert (max(await world.versions()) < 5) is syncer_too
     assert min(float(values.min()) for values in learners[0].values) > trained > 0
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
 
 
 @in_virtual_time
@@ -204,7 +199,6 @@ async def test_a_report_that_cannot_be_read_does_not_keep_the_run_from_ending() 
     world.store.hset(world.bus.keys.learners, {"strange/0": b"\xc1"})
     await world.finish(learner)
     state = await world.bus.read_state()
-    assert state is not None
     assert state.phase is Phase.FINISHED
 
 
@@ -280,7 +274,6 @@ async def test_an_error_of_one_call_ends_a_syncer_only_where_a_person_has_to_men
     service.bus.commit = answers  # type: ignore[method-assign]
     goes_on = await rises(world, 6.0)
     assert (answered >= 1, goes_on) == (True, not ends)
-    assert world.syncer is not None
     if ends:
         with pytest.raises(type(error)):
             await world.syncer
@@ -301,7 +294,6 @@ async def test_a_window_that_was_open_before_a_rewind_is_said_to_be_open_again()
     async with asyncio.timeout(2):
         while (await world.heads())[0].version == head.version:
             await asyncio.sleep(0.01)
-    assert world.syncer is not None
     world.syncer.cancel()
     for task in (world.syncer, *(learner.task for learner in learners if learner.task)):
         task.cancel()
@@ -309,7 +301,6 @@ async def test_a_window_that_was_open_before_a_rewind_is_said_to_be_open_again()
     world.store.restart(saved)
     assert await service.bus.acquire_lease(0, service.nonce, 5.0)
     loaded = await service.owners[0].load()
-    assert loaded is not None
     assert loaded.head.window == (await world.heads())[0].window
     assert any(record.kind == "rewound" for record in await world.tape())
     assert service.metrics.registry.get_sample_value("diloco_rewinds_total") == 1
@@ -358,8 +349,7 @@ async def test_an_owner_that_cannot_read_any_more_decides_nothing_by_what_it_rea
     first = done.index("collecting")
     assert done[first : first + 2] == ["collecting", "heads"]
     assert await rises(world, 6.0)
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
 
 
 @in_virtual_time
@@ -386,7 +376,6 @@ async def test_an_outage_in_the_drain_takes_nobody_for_gone() -> None:
 
             setattr(bus, name, call)
     state = await world.bus.read_state()
-    assert state is not None
     await world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
     await asyncio.sleep(service.settings.liveness_s + 7.0)
     assert {"write_report", "read_reports"} <= set(refused)

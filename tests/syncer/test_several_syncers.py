@@ -25,7 +25,7 @@ from diloco.syncer.serving.service import SyncerService
 from diloco.tape import read_archive
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples, slow_beyond
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 LEASE_S = 5.0
 P = 6
@@ -38,7 +38,6 @@ class Syncer:
 
     def __init__(self, world: VirtualRun, name: str, **settings: Any) -> None:
         self.service: SyncerService = world.start_syncer(syncer_id=name, **settings)
-        assert world.syncer is not None
         self.task, self.stop = world.syncer, world.stop
         self.merging: Callable[[int], Awaitable[None]] | None = None
         """Awaited before each merge, with its fragment."""
@@ -107,7 +106,6 @@ class OneUnanswered:
 
 def unanswered(syncer: Syncer) -> OneUnanswered:
     """Between a syncer's leases, and nothing else of it, and the bus."""
-    assert syncer.service.serving is not None
     bus = OneUnanswered(syncer.bus)
     syncer.service.serving.leases._bus = bus  # type: ignore[assignment]  # every method of a bus
     return bus
@@ -161,7 +159,6 @@ async def nothing_left_held(world: VirtualRun) -> None:
 
 async def ask_to_drain(world: VirtualRun) -> None:
     state = await world.bus.read_state()
-    assert state is not None
     await world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
 
 
@@ -190,8 +187,7 @@ async def test_fragments_are_shared_anew_whenever_a_syncer_comes_or_goes() -> No
     await world.until_version(version + 2, 10.0)
     by = {r.syncer for r in await world.tape() if isinstance(r, Committed) and r.contributions}
     assert by == {"a", "b", "c"}
-    for party in learners:
-        await party.kill()
+    await end(*learners)
     await a.end()
     await b.end()
 
@@ -220,8 +216,7 @@ async def test_a_merge_in_hand_is_committed_before_its_fragment_is_given_back() 
     await world.until_version(version + 1, 20.0)
     registry = a.service.metrics.registry
     assert registry.get_sample_value("diloco_lease_losses_total") == 0
-    for party in learners:
-        await party.kill()
+    await end(*learners)
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.4, 0.8, 1.2, 1.6])
@@ -241,8 +236,7 @@ async def test_a_dead_syncers_fragments_are_taken_over_within_two_lease_times(af
     after = await world.versions()
     assert all(after[p] > before[p] for p in orphans)
     assert max(learner.longest_step_s for learner in learners) < 0.15
-    for party in learners:
-        await party.kill()
+    await end(*learners)
     await a.end()
 
 
@@ -270,8 +264,7 @@ async def test_a_lease_that_no_syncer_has_is_taken_over_and_the_status_names_it(
         assert said.startswith("the lease of fragments 1 is held under 'garbage', by no syncer that is here")
         await until(lambda: syncers[-1].held == {0, 1}, 2 * LEASE_S)
         assert "garbage" not in str((await read_status(world.bus, world.clock))["warnings"])
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
     await syncers[-1].kill()
 
 
@@ -293,8 +286,7 @@ async def test_a_healthy_syncer_loses_no_lease_by_a_call_that_is_not_answered(me
         assert await world.bus.read_leases(range(P)) == [a.service.nonce] * P
         assert await world.bus.read_syncers() == {a.service.nonce: "a"}
     assert bus.happened
-    for party in learners:
-        await party.kill()
+    await end(*learners)
     await a.end()
 
 
@@ -314,8 +306,7 @@ async def test_a_call_of_the_survivor_that_is_not_answered_does_not_hold_up_the_
     asyncio.get_running_loop().call_later(after_s, bus.arm, method, True)
     await until(lambda: a.held == set(range(P)), 2 * LEASE_S)
     await until(lambda: bus.happened, LEASE_S)
-    for party in learners:
-        await party.kill()
+    await end(*learners)
     await a.end()
 
 
@@ -344,8 +335,7 @@ async def test_a_call_that_is_not_answered_loses_no_merge_of_a_syncer_that_parts
     assert (await world.versions())[1] == was + 1
     assert a.service.metrics.registry.get_sample_value("diloco_lease_losses_total") == 0
     await nothing_left_held(world)
-    for party in learners:
-        await party.kill()
+    await end(*learners)
 
 
 @in_virtual_time
@@ -509,7 +499,6 @@ async def test_a_run_of_several_syncers_ends_by_itself_and_every_token_is_accoun
         await asyncio.gather(*(s.task for s in syncers), *(one.task for one in learners if one.task))
     state = await world.bus.read_state()
     heads = await world.heads()
-    assert state is not None
     assert state.phase is Phase.FINISHED
     assert [(h.version, h.digest) for h in heads] == list(state.manifest)
     check_books(world, heads, learners)
@@ -533,20 +522,17 @@ async def test_a_merge_in_hand_elsewhere_is_in_the_manifest() -> None:
             started.set()
             await asyncio.sleep(4.0)
             state = await world.bus.read_state()
-            assert state is not None
             phases.append(state.phase)
 
     other.merging = merging
     await asyncio.wait_for(started.wait(), 5.0)
     was = (await world.versions())[p]
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
     await ask_to_drain(world)
     async with asyncio.timeout(30):
         await asyncio.gather(*(s.task for s in syncers))
     state = await world.bus.read_state()
     assert phases[0] is Phase.CLOSING
-    assert state is not None
     assert state.manifest == tuple((h.version, h.digest) for h in await world.heads())
     assert state.manifest[p][0] == was + 1
     await nothing_left(world)
@@ -588,7 +574,6 @@ async def test_a_syncer_that_dies_while_it_ends_the_run_is_replaced_by_the_next(
     async with asyncio.timeout(30):
         await anew.task
     state = await world.bus.read_state()
-    assert state is not None
     assert state.phase is Phase.FINISHED
     assert [(h.version, h.digest) for h in await world.heads()] == list(state.manifest)
     assert load_checkpoint(tmp_path).state.manifest == state.manifest
@@ -611,13 +596,11 @@ async def test_a_syncer_that_is_started_while_the_run_closes_merges_nothing_and_
     pending = [(await world.bus.read_offers(p))[0].header for p in range(2)]
     tokens = []
     for header in pending:
-        assert header is not None
         for attempt, more in ((1, 0), (2, 7)):
             later = {"attempt": header.attempt + attempt, "tokens": header.tokens + more}
             await world.bus.offer(header.model_copy(update=later))
         tokens.append(header.tokens)
     state = await world.bus.read_state()
-    assert state is not None
     await world.bus.write_state(state.model_copy(update={"phase": Phase.CLOSING}))
     await asyncio.sleep(2 * LEASE_S)
     late = Syncer(world, "late")
@@ -633,7 +616,6 @@ async def test_a_syncer_that_is_started_while_the_run_closes_merges_nothing_and_
     async with asyncio.timeout(30):
         await late.task
     state = await world.bus.read_state()
-    assert state is not None
     assert state.phase is Phase.FINISHED
     assert [version for version, _ in state.manifest] == [0, 0]
     refused = [r for r in await world.tape() if isinstance(r, Rejected)]
@@ -664,7 +646,6 @@ async def test_a_learner_that_floods_its_stream_does_not_keep_the_run_from_its_e
     for _ in range(there):
         await flood()
     state = await world.bus.read_state()
-    assert state is not None
     await world.bus.write_state(state.model_copy(update={"phase": Phase.CLOSING}))
     b = Syncer(world, "b")
     refuse = b.bus.refuse
@@ -678,7 +659,6 @@ async def test_a_learner_that_floods_its_stream_does_not_keep_the_run_from_its_e
     async with asyncio.timeout(30):
         await b.task
     state = await world.bus.read_state()
-    assert state is not None
     assert state.phase is Phase.FINISHED
     told = [r.last_told for r in await world.tape() if isinstance(r, Rejected) and r.learner == "flood"]
     assert told == [False] * (TOLD_A_WINDOW - 1) + [True]
@@ -699,13 +679,11 @@ async def test_a_syncer_that_is_told_to_stop_leaves_the_end_to_the_others() -> N
     await ask_to_drain(world)
     await lead.end()
     state = await world.bus.read_state()
-    assert state is not None
     assert state.phase is Phase.DRAINING
     assert lead.service.in_order
     async with asyncio.timeout(60):
         await asyncio.gather(other.task, *(one.task for one in learners if one.task))
     state = await world.bus.read_state()
-    assert state is not None
     assert state.phase is Phase.FINISHED
     check_books(world, await world.heads(), learners)
 
@@ -763,7 +741,6 @@ async def test_the_last_checkpoint_is_saved_once(tmp_path: Path) -> None:
         await asyncio.gather(second.task, d.task, *(one.task for one in learners if one.task))
     assert len(saved(tmp_path)) == 2
     state = await world.bus.read_state()
-    assert state is not None
     assert load_checkpoint(tmp_path).state == state
 
 
@@ -803,7 +780,6 @@ async def test_several_syncers_may_be_told_to_resume_the_same_checkpoint(tmp_pat
     async with asyncio.timeout(120):
         await asyncio.gather(*(s.task for s in syncers), *(one.task for one in learners if one.task))
     state = await world.bus.read_state()
-    assert state is not None
     assert state.phase is Phase.FINISHED
     assert state.base_tokens >= 2_000
     assert all(now > was for now, was in zip(await world.versions(), before, strict=True))
@@ -825,7 +801,6 @@ async def test_the_recent_merged_share_outlives_the_lead() -> None:
     await asyncio.sleep(300)
     assert 0 in other.held
     state = await world.bus.read_state()
-    assert state is not None
     times = [unix_s for unix_s, _, _ in state.samples]
     gaps = [b - a for a, b in pairwise(times)]
     assert max(gaps) <= SAMPLE_S + 2 * LEASE_S + 1  # one of them while nobody led
@@ -835,8 +810,7 @@ async def test_the_recent_merged_share_outlives_the_lead() -> None:
     assert share["recent"] == pytest.approx(share["since_start"], abs=0.1)
     assert share["recent"] > 0.5
     await other.end()
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
 
 
 def matrices(world: VirtualRun) -> None:
@@ -902,5 +876,4 @@ async def test_slow_merges_are_logged_once_and_again_only_after_they_were_in_tim
     assert told == ["merges_slow", "merges_in_time"]
     assert sum(line["event"] == "fragment_merged" for line in lines) > 20
     await syncer.end()
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)

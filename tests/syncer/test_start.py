@@ -113,15 +113,12 @@ def empty(world: VirtualRun) -> None:
 
 
 async def cancelled(task: asyncio.Task[None] | None) -> None:
-    assert task is not None
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 
 
 def saved_tokens(folder: Path) -> int:
-    found = newest_of_run(place_of(folder), RUN)
-    assert found is not None
-    return found.state.tokens
+    return newest_of_run(place_of(folder), RUN).state.tokens
 
 
 def saved_ones(folder: Path) -> int:
@@ -135,8 +132,7 @@ def learners(world: VirtualRun, count: int = 2, first: int = 0) -> list[VirtualL
 async def killed(world: VirtualRun, party: Sequence[VirtualLearner]) -> None:
     """Syncer and learners, at once."""
     await cancelled(world.syncer)
-    for one in party:
-        await one.kill()
+    await end(*party)
 
 
 async def killed_all(world: VirtualRun, party: Sequence[VirtualLearner]) -> None:
@@ -156,7 +152,6 @@ async def test_the_same_command_is_right_from_the_first_start_to_the_end(tmp_pat
         party = learners(world, first=10 * life)
         await asyncio.sleep(9.0 + SETTLED_S)
         now = await world.bus.read_state()
-        assert now is not None
         began.add(now.began_unix_s)
         assert now.tokens > had == now.base_tokens
         await killed_all(world, party)
@@ -190,7 +185,6 @@ async def test_a_place_of_checkpoints_without_latest_goes_on_from_its_newest(tmp
     party = learners(world, first=20)
     await asyncio.sleep(9.0 + SETTLED_S)
     now = await world.bus.read_state()
-    assert now is not None
     assert now.base_tokens == had
     await killed_all(world, party)
     latest.unlink()
@@ -216,7 +210,6 @@ async def test_a_bus_that_is_older_than_the_checkpoint_is_replaced_where_nobody_
     party = learners(world, first=20)
     await asyncio.sleep(9.0 + SETTLED_S)
     now = await world.bus.read_state()
-    assert now is not None
     assert now.base_tokens == had
     await killed_all(world, party)
 
@@ -266,7 +259,6 @@ async def test_the_newest_checkpoint_of_several_syncers_is_taken(tmp_path: Path)
     party = learners(world, first=40)
     await asyncio.sleep(12.0)
     now = await world.bus.read_state()
-    assert now is not None
     assert now.base_tokens == newest
     assert first.serving is not None
     assert second.serving is not None
@@ -290,7 +282,6 @@ async def test_fresh_parameters_wait_for_a_syncer_that_has_trained_ones(tmp_path
     party = learners(world, first=40)
     await asyncio.sleep(9.0 + SETTLED_S)
     now = await world.bus.read_state()
-    assert now is not None
     assert now.base_tokens == had
     await cancelled(saver)
     await killed_all(world, party)
@@ -338,7 +329,6 @@ async def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
         while not all(one.joined for one in party):
             await asyncio.sleep(0.1)
     state = await world.bus.read_state()
-    assert state is not None
     assert state.base_tokens == had
     installed = [one.record for one in await world.bus.read_tape({0: START}, limit=1000)]
     assert {one.fragment for one in installed if isinstance(one, Committed) and "restored" in one.reason} == {0, 1}
@@ -361,13 +351,11 @@ async def test_a_syncer_that_is_replaced_beside_live_learners_goes_on_with_their
         for p in range(2):
             world.store.delete(world.bus.keys.lease(p))  # as one that parts gives them back
         state = await world.bus.read_state()
-        assert state is not None
         ahead = saved_tokens(tmp_path) - state.tokens
         world.start_syncer()
     assert ahead > 0
     await asyncio.sleep(10.0)
     again = await world.bus.read_state()
-    assert again is not None
     assert again.started_unix_s == state.started_unix_s
     assert again.base_tokens == 0
     await killed_all(world, party)
@@ -386,7 +374,6 @@ async def test_fresh_parameters_never_take_the_place_of_a_lost_head() -> None:
     party = learners(world, first=40)
     await asyncio.sleep(60.0)
     upload = await world.bus.read_initial()
-    assert upload is not None
     assert upload.nonce in {f"{i:016x}" for i in (40, 41)}
     assert [head is None for head in await world.bus.read_heads([0, 1])] == [False, True]
     assert not any(one.joined for one in party)
@@ -411,7 +398,6 @@ async def test_a_learner_that_has_trained_waits_for_nobodys_fresh_parameters() -
     assert await bus.finish_initial(InitialUpload(learner="fresh", nonce=fresh), 600.0)
     await asyncio.sleep(20.0)
     head = (await bus.read_heads([1]))[0]
-    assert head is not None
     assert head.version > 0
     await end(*party)
     await cancelled(world.syncer)
@@ -434,11 +420,8 @@ async def test_fresh_parameters_wait_for_a_learner_that_has_trained_ones() -> No
     assert await world.bus.read_state() is None, "it waits"
     await world.until_version(3)
     now = await world.bus.read_state()
-    assert was is not None
-    assert now is not None
     assert now.began_unix_s == was.began_unix_s
     assert now.base_merged > 0
-    assert trained.task is not None
     assert not trained.task.done()
     await killed_all(world, [trained, fresh])
 
@@ -482,7 +465,6 @@ async def test_who_trained_does_not_go_on_in_a_run_that_began_anew() -> None:
     await world.until_version(2)
     for name in CALLS:
         delattr(calls, name)
-    assert trained.task is not None
     with pytest.raises(ExceptionGroup) as ended:
         async with asyncio.timeout(60):
             await trained.task
@@ -504,7 +486,6 @@ async def test_the_ledger_of_a_run_that_goes_on_from_a_learner_says_what_it_took
     await asyncio.sleep(30.0)
     await world.until_version(5)
     after, now = await read_status(world.bus, world.clock), await world.bus.read_state()
-    assert now is not None
     assert now.base_tokens == pytest.approx(before["tokens"], abs=100)
     assert before["tokens"] >= now.base_merged >= before["merged_tokens"] - 100
     assert after["merged_tokens"] > before["merged_tokens"]
@@ -516,7 +497,6 @@ async def test_the_ledger_of_a_run_that_goes_on_from_a_learner_says_what_it_took
     await asyncio.sleep(10.0)
     inputs = await read_ledger_inputs(world.bus, world.spec.sync.fragments, 5.0)
     end = await world.bus.read_state()
-    assert end is not None
     assert end.tokens == end.base_tokens + sum(report.tokens for report in inputs.reports)
     await cancelled(world.syncer)
 

@@ -29,7 +29,7 @@ from diloco_studies.strikes.growth import kind_of
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline, run_virtual
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 NONCE = "ab" * 8
 RANDOM = np.random.default_rng(0)
@@ -348,8 +348,7 @@ def in_a_run(story: Callable[[VirtualRun], Any], **changes: Any) -> None:
 
 async def settled(world: VirtualRun, *learners: VirtualLearner) -> list[Head]:
     """Heads once nobody trains any more."""
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)
     await asyncio.sleep(1)
     return await world.heads()
 
@@ -426,8 +425,7 @@ def test_an_update_that_leads_elsewhere_holds_up_its_fragment_for_a_while_only(j
             while not Unlucky.damaged:
                 await asyncio.sleep(0.01)
         if joining:
-            for learner in learners:
-                await learner.kill()
+            await end(*learners)
             learners = [Unlucky("l2", world, incarnation="2" * 16).start()]
         await asyncio.sleep(UNFOLLOWED_S / 2)
         stuck, other = await world.heads()
@@ -446,8 +444,7 @@ def test_what_is_lost_is_published_anew_and_the_run_goes_on(lost: str) -> None:
     async def story(world: VirtualRun) -> None:
         learners = [VirtualLearner(f"l{i}", world, incarnation=str(i) * 16).start() for i in range(2)]
         await world.until_version(9)
-        for learner in learners:
-            await learner.kill()
+        await end(*learners)
         await asyncio.sleep(2)
         heads = await world.heads()
         for head in heads:

@@ -24,7 +24,7 @@ from diloco.syncer.window import Window
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
 
@@ -168,7 +168,6 @@ async def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that
 
     dying.bus.write_chunks = hangs  # type: ignore[method-assign]
     await announced.wait()
-    assert world.syncer is not None
     world.syncer.cancel()
     await asyncio.gather(world.syncer, return_exceptions=True)
     await dying.kill()
@@ -180,8 +179,7 @@ async def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that
     assert world.clock.now() - began < 12.0  # the dead syncer's lease, 5 s, and the liveness time twice at most
     lost = [r for r in await world.tape() if isinstance(r, Rejected) and r.learner == "l2"]
     assert all(r.reason is not RefusalReason.UPLOAD_TIMEOUT or "is gone" in r.detail for r in lost)
-    for learner in learners[:2]:
-        await learner.kill()
+    await end(*learners[:2])
 
 
 def test_an_upload_comes_while_its_chunks_do_or_earlier_ones_of_its_learner_do() -> None:
@@ -260,5 +258,4 @@ async def test_an_upload_that_comes_slowly_is_not_refused_for_it(quorum: int) ->
     assert slowed > 2 * 3, "each delta has several chunks"
     refused = [r for r in (await world.tape())[before:] if isinstance(r, Rejected)]
     assert not [r for r in refused if r.reason is RefusalReason.UPLOAD_TIMEOUT]
-    for learner in learners:
-        await learner.kill()
+    await end(*learners)

@@ -108,7 +108,6 @@ def test_what_is_forked_is_ours_with_its_own_log_environment_and_group(tmp_path:
         assert os.getpgid(waiting.pid) == waiting.pid
         os.killpg(waiting.pid, signal.SIGKILL)  # at once: the group is there as soon as the pid is known
         assert waiting.wait() == -signal.SIGKILL
-        assert spawner.pid is not None
         os.kill(spawner.pid, signal.SIGKILL)
         with pytest.raises(DilocoError, match="has ended"):
             spawner.fork(["--version"], environment(1, None), tmp_path / "one.log")

@@ -276,7 +276,6 @@ async def test_no_number_of_attempts_ends_a_window() -> None:
     """A window that was opened a million times is opened once more, and its deltas are merged."""
     world, learners = await under_way(2, quorum=2, fragments=1)
     session = world.service.owners[0].session
-    assert session is not None
     session.window.attempt = 10**6
     damaged(learners[1])
     async with asyncio.timeout(10):
@@ -333,7 +332,6 @@ async def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory()
     async with asyncio.timeout(60):
         while (await world.versions())[0] < was + 5:
             await asyncio.sleep(0.1)
-    assert world.service.owners[0].session is not None
     assert len(world.service.owners[0].session.window.pending()) < 20
     assert len(await world.bus.read_offers(0)) < 20
     (head,) = await world.heads()
@@ -380,7 +378,6 @@ async def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_o
     world.start_syncer()
     learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
     await world.until_version(2)
-    assert world.syncer is not None
     world.syncer.cancel()
     await asyncio.gather(world.syncer, return_exceptions=True)
     versions, most = await world.versions(), 0

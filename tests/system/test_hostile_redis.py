@@ -37,7 +37,7 @@ from diloco_studies.virtual.virtual_time import inline
 from tests import HANGING_S, samples
 from tests.backdoor import RedisBackdoor
 from tests.samples import encode_chunks
-from tests.virtual_run import VirtualLearner, spec_of, sync_spec
+from tests.virtual_run import VirtualLearner, end, spec_of, sync_spec
 
 pytestmark = [pytest.mark.redis]
 
@@ -127,8 +127,7 @@ async def real_run(binary: Path | None, learners: int, **sync: Any) -> AsyncIter
             await run.until_risen(4)
             yield run
         finally:
-            for learner in run.learners:
-                await learner.kill()
+            await end(*run.learners)
             if run.syncer is not None:
                 run.syncer.cancel()
                 await asyncio.gather(run.syncer, return_exceptions=True)
@@ -352,7 +351,6 @@ async def test_megabytes_where_learners_may_write_stop_no_merge_and_are_gone_soo
         await run.until_risen(1)
         status = await read_status(run.bus, run.clock)
         assert [one["id"] for one in status["learners"]] == ["l0", "l1"]
-        assert run.syncer is not None
         assert not run.syncer.done()
 
 
@@ -509,11 +507,9 @@ sys.exit(main())
             events = [one for _, one in await run.bus.read_events()]
             tape = [one.unix_s for one in await run.tape()]
         finally:
-            for learner in run.learners:
-                await learner.kill()
+            await end(*run.learners)
             for bus in run.buses:
                 await bus.close()
-        assert state is not None
         assert 0 < status["elapsed_s"] < time.time() - began + 1
         for unix_s in (state.started_unix_s, *tape, *(one.unix_s for one in events)):
             assert began - 1 < unix_s < time.time() + 1

@@ -67,7 +67,6 @@ class Run:
     def status(self) -> dict[str, Any]:
         async def read() -> dict[str, Any]:
             place = locate(BusSettings(), self.out)
-            assert place.redis_url is not None
             async with open_bus(place.redis_url, place.run) as bus:
                 return await read_status(bus, LoopClock())
 
@@ -307,7 +306,6 @@ def test_a_second_ctrl_c_ends_everything_at_once(tmp_path: Path) -> None:
     with started(tmp_path / "out", "--learners", 2, "--tokens", 2_000_000) as run:
         run.reaches(5_000)
         run.process.send_signal(signal.SIGINT)
-        assert run.process.stdout is not None
         assert any("Ctrl-C again" in line for line in run.process.stdout), "the first one was not heard"
         run.process.send_signal(signal.SIGINT)
         output = run.end(1)

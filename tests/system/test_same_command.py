@@ -67,7 +67,6 @@ def test_parties_of_their_own(tmp_path: Path) -> None:
             here.until(lambda: well(syncer, *party) and (now := state_of(here.url)) and now.tokens > had)  # noqa: B023
             time.sleep(moments.uniform(0.0, 6.0))
             now = state_of(here.url)
-        assert now is not None
         assert now.base_tokens == had
         assert began in (0.0, now.began_unix_s), "it goes on in the same run, once it has a checkpoint"
     _, tokens = saved(folder)

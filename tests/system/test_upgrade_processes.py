@@ -104,7 +104,6 @@ class Place:
                 status = await read_status(bus, LoopClock())
                 tape = [entry.record for entry in await bus.read_tape({0: START}, limit=100_000)]
                 data = await bus.read_spec()
-                assert data is not None
                 return status, tape, decode(Spec, data), len(await bus.read_evaluations())
 
         return asyncio.run(read())

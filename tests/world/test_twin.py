@@ -179,7 +179,6 @@ def test_a_difference_names_the_seed_the_call_both_answers_and_how_to_see_it_aga
     one = world(6, SHORT)
     index, call = next((i, e) for i, e in enumerate(one.events) if isinstance(e, Called) and e.method == "commit")
     found = difference(altered(one, index, outcome=LeaseLost("made up")), redis_server)
-    assert found is not None
     assert (found.seed, found.index, found.redis) == (6, index, "None")
     text = str(found)
     assert f"seed 6, event {index}: {call.at_s:.6f} {call.who} commit(commit=Commit(" in text
@@ -197,7 +196,6 @@ def test_what_memory_alone_holds_in_the_end_is_a_difference(redis_server: str) -
         await bus.offer(samples.header())
         await bus.fill_shards(0, [Shard(epoch=0, index=0, start=0, stop=9)])
         claimed = await bus.claim_shard("a.0", 1.0)
-        assert claimed is not None
         await bus.save_position("a.0", claimed.entry_id, 3)
 
     one = recorded(story)
@@ -205,8 +203,6 @@ def test_what_memory_alone_holds_in_the_end_is_a_difference(redis_server: str) -
     assert difference(one, redis_server) is None
     header_key = keys.deltas(0, "l0")
     deltas, shards = values[header_key], values[keys.shards]
-    assert isinstance(deltas, Stream)
-    assert isinstance(shards, Stream)
     for wrong in (
         {keys.spec: b"another"},
         {keys.tape(0): Stream()},
@@ -238,25 +234,20 @@ def test_who_is_gone_is_as_memory_saw_it(redis_server: str) -> None:
         await bus.fill_shards(0, [Shard(epoch=0, index=i, start=0, stop=9) for i in range(2)])
         await bus.write_report(header)
         first = await bus.claim_shard(f"{name}.{incarnation}", 1.0)
-        assert first is not None
         await asyncio.sleep(0.999)
         second = await bus.claim_shard("other.00", 1.0)
-        assert second is not None
         assert second.entry_id != first.entry_id
         assert await bus.claim_shard("third.00", 1.0) is None
         await asyncio.sleep(0.001)
         taken = await bus.claim_shard("third.00", 1.0)
-        assert taken is not None
         assert taken.entry_id == first.entry_id
 
     one = recorded(story)
     assert difference(one, redis_server) is None
     index, call = [(i, e) for i, e in enumerate(one.events) if isinstance(e, Called) and e.method == "claim_shard"][-1]
-    assert call.times is not None
     assert call.times.stamps
     now = {key: dict.fromkeys(fields, (0, b"")) for key, fields in call.times.stamps.items()}
     found = difference(altered(one, index, times=dataclasses.replace(call.times, stamps=now)), redis_server)
-    assert found is not None
     assert found.index == index
 
 
