@@ -22,7 +22,6 @@ from diloco.pipeline.messages.tape import Committed, Rejected
 from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.needs import needs_of, pace_of
 from diloco.pipeline.site import Site
-from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.serving.initial import AT_ONCE
 from diloco.syncer.serving.serving import _Presence
@@ -156,18 +155,6 @@ async def test_followers_join_the_window_within_its_grace() -> None:
     commits = [r for r in await world.tape() if isinstance(r, Committed) and r.version > 1]
     full = sum(len(c.contributions) == 4 for c in commits)
     assert full >= 0.8 * len(commits)
-
-
-@in_virtual_time
-async def test_the_merged_model_learns() -> None:
-    """Globals approach what all learners train towards."""
-    world = VirtualRun()
-    world.start_syncer()
-    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-    await world.finish(*learners)
-    for head, fragment in zip(await world.heads(), learners[0].exchange.member.layout.fragments, strict=True):
-        values = (await pull(world.bus, head.payload, fragment.elements, "fp32", 1024)).array()
-        assert np.all(np.abs(values - 1.0) < 0.1)
 
 
 @in_virtual_time
@@ -324,22 +311,6 @@ async def test_a_shutdown_that_overruns_its_budget_says_so_and_ends(tmp_path: Pa
         await world.syncer
     assert not service.in_order
     await learner.kill()
-
-
-@in_virtual_time
-async def test_a_drain_that_was_asked_for_ends_the_run_early() -> None:
-    """Writing the draining phase (Ctrl-C of a launcher) has everybody publish once more and leave."""
-    world = VirtualRun(sync_spec(tokens=10_000_000))
-    world.start_syncer()
-    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-    await world.until_version(2)
-    state = await world.bus.read_state()
-    asked = state.model_copy(update={"phase": Phase.DRAINING, "reason": "stopped by the user"})
-    await world.bus.write_state(asked)
-    await world.finish(*learners)
-    state = await world.bus.read_state()
-    assert state.phase is Phase.FINISHED
-    assert all(learner.left for learner in learners)
 
 
 @in_virtual_time

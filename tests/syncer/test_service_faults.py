@@ -161,47 +161,6 @@ async def test_a_bus_that_comes_back_a_second_earlier_is_adopted_by_all() -> Non
         await learner.kill()
 
 
-@pytest.mark.parametrize("syncer_too", [False, True])
-@in_virtual_time
-async def test_a_bus_that_comes_back_as_before_version_0_keeps_what_was_trained(syncer_too: bool) -> None:
-    """No head is left: the syncer puts back what it has; where that is new too, learners upload what they adopted."""
-    world = VirtualRun(sync_spec(tokens=10**9))
-    world.start_syncer()
-    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-    while await world.bus.read_spec() is None:
-        await asyncio.sleep(0.0)
-    assert await world.bus.read_initial() is None
-    saved = world.store.snapshot()
-    await world.until_version(5)
-    trained = min(float(values.min()) for values in learners[0].values)
-    if syncer_too:
-        world.syncer.cancel()
-        await asyncio.gather(world.syncer, return_exceptions=True)
-    world.store.restart(saved)
-    for learner in learners:
-        disconnect(learner)
-    assert not await world.versions()
-    if syncer_too:
-        world.start_syncer()
-    await world.until_version(3)
-    assert (max(await world.versions()) < 5) is syncer_too
-    assert min(float(values.min()) for values in learners[0].values) > trained > 0
-    await end(*learners)
-
-
-@in_virtual_time
-async def test_a_report_that_cannot_be_read_does_not_keep_the_run_from_ending() -> None:
-    """Garbage in the table of reports is as good as no report."""
-    world = VirtualRun()
-    world.start_syncer()
-    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-    await world.until_version(1)
-    world.store.hset(world.bus.keys.learners, {"strange/0": b"\xc1"})
-    await world.finish(learner)
-    state = await world.bus.read_state()
-    assert state.phase is Phase.FINISHED
-
-
 @in_virtual_time
 async def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
     """No exception reaches the user's program; the leave is not called orderly."""
