@@ -129,26 +129,6 @@ async def test_one_head_that_is_deleted_is_put_back_with_the_payloads_that_are_t
 
 
 @in_virtual_time
-async def test_what_was_merged_into_a_version_that_was_put_back_is_not_merged_again() -> None:
-    """The learners offer all once more; each (learner, base) is in one merge of the tape's and the memory's history."""
-    world, party = await under_way(4, quorum=2)
-    merged: set[tuple[int, str, int]] = set()
-    told: list[Committed] = []
-    for _ in range(4):
-        told += [record for record in await world.tape() if isinstance(record, Committed)]
-        flush(world)
-        await asyncio.sleep(3.0)
-        await rises(world)
-    told += [record for record in await world.tape() if isinstance(record, Committed)]
-    for record in told:
-        for part in record.contributions:
-            key = (record.fragment, part.learner, part.base_version)
-            assert key not in merged
-            merged.add(key)
-    await end(*party)
-
-
-@in_virtual_time
 async def test_without_the_syncer_that_knew_them_learners_bring_the_heads_back() -> None:
     """Syncer and bus lose all at once: the run begins again with what was trained, and says so."""
     world, party = await under_way(5)
@@ -165,25 +145,6 @@ async def test_without_the_syncer_that_knew_them_learners_bring_the_heads_back()
     assert min(float(values.min()) for values in party[0].values) > trained > 0.1
     assert any(isinstance(record, Rewound) for record in await world.tape())
     await end(*party, newcomer)
-
-
-@in_virtual_time
-async def test_two_syncers_keep_their_fragments_when_the_bus_is_emptied() -> None:
-    """Each puts back what it served: no fragment falls to one that does not know it."""
-    world = VirtualRun(sync_spec(tokens=10**9, fragments=4))
-    services = [world.start_syncer(syncer_id=f"s{i}") for i in range(2)]
-    party = learners(world)
-    await world.until_version(6)
-    before = await world.versions()
-    for _ in range(3):
-        flush(world)
-        await asyncio.sleep(12.0)
-        after = await world.versions()
-        assert len(after) == 4
-        assert all(now > was for now, was in zip(after, before, strict=True)), (before, after)
-        before = after
-    assert services
-    await end(*party)
 
 
 @pytest.mark.parametrize("seed", slow_beyond(1, range(6)))
