@@ -1,6 +1,5 @@
 """Checkpoints: what is saved comes back, and what is damaged is named."""
 
-import asyncio
 import json
 import re
 import shutil
@@ -15,7 +14,6 @@ from structlog.testing import capture_logs
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.errors import BadPayload, UsageError
 from diloco.pipeline.files.sums import write_sums
-from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.shards import DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Spec
@@ -178,19 +176,6 @@ def test_a_restored_run_goes_on_where_it_was(tmp_path):
     run_virtual(look())
 
 
-def test_saving_what_was_restored_changes_nothing(tmp_path):
-    """Save, restore, save: the second checkpoint holds the same training."""
-    save(tmp_path / "one")
-    first = load_checkpoint(tmp_path / "one")
-    bus = restore(first, first.spec)
-    run_virtual(save_checkpoint(bus, first.spec, place_of(tmp_path / "two"), here))
-    second = load_checkpoint(tmp_path / "two")
-    assert globals_of(second) == globals_of(first)
-    assert (second.shards, second.data_order) == (first.shards, first.data_order)
-    assert second.state.tokens == first.state.tokens
-    assert [f.version for f in second.fragments] == [3, 5]
-
-
 def test_a_restore_onto_another_runs_values_of_the_same_version_is_refused(tmp_path):
     """An interrupted restore of this checkpoint is gone on with, also in other chunks."""
     save(tmp_path)
@@ -253,34 +238,6 @@ def test_other_chunks_and_no_momentum_are_no_hindrance(tmp_path):
         head, _ = await bus.read_heads([0, 1])
         assert head.momentum == ""
         assert (await pull(bus, head.payload, 600, "fp32", 2048)).digest == head.digest
-
-    run_virtual(look())
-
-
-def test_an_interrupted_restore_is_finished_by_the_next(tmp_path):
-    """Killed after the first fragment: the restart puts back the rest, and nothing twice."""
-    save(tmp_path)
-    checkpoint = load_checkpoint(tmp_path)
-    bus = MemoryBus("again", VirtualClock())
-    commit, done = bus.commit, []
-
-    async def commit_once(what):
-        if done:
-            raise asyncio.CancelledError
-        done.append(what)
-        await commit(what)
-
-    bus.commit = commit_once
-    with pytest.raises(asyncio.CancelledError):
-        restore(checkpoint, checkpoint.spec, bus)
-    bus.commit = commit
-    restore(checkpoint, checkpoint.spec, bus)
-
-    async def look():
-        heads = await bus.read_heads([0, 1])
-        assert [head.version for head in heads] == [3, 5]
-        assert [head.merged_tokens for head in heads] == [800, 700]
-        assert len((await bus.read_shards()).open) == 2
 
     run_virtual(look())
 
@@ -450,7 +407,7 @@ def rewrite(path: Path, change) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda s: s.update(format=4), "format"),
+        (lambda s: s.pop("format"), "format: Field required"),
         (lambda s: s["fragments"][0].update(version=-1), r"fragments\.0\.version"),
         (lambda s: s["fragments"][0].update(file="../secret.safetensors"), r"fragments\.0\.file"),
         (lambda s: s["spec"]["sync"].pop("quorum"), r"spec\.sync\.quorum"),
@@ -471,13 +428,6 @@ def test_a_manifest_of_another_format_is_refused_with_both_numbers(tmp_path, sai
     rewrite(path / "state.json", lambda s: s.update(format=said))
     told = f"state.json: format {said!r} is not 1, which this build reads: another build may have written it"
     with pytest.raises(UsageError, match=re.escape(told)):
-        load_checkpoint(tmp_path)
-
-
-def test_a_manifest_without_a_format_is_refused(tmp_path):
-    (path,) = save(tmp_path)
-    rewrite(path / "state.json", lambda s: s.pop("format"))
-    with pytest.raises(UsageError, match=r"state\.json: format: Field required"):
         load_checkpoint(tmp_path)
 
 
@@ -570,8 +520,3 @@ def test_folders_that_are_no_checkpoint_are_refused(tmp_path):
     (path / "state.json").write_bytes(b"\xff{")
     with pytest.raises(UsageError, match="state"):
         load_checkpoint(path)
-
-
-def test_the_layout_of_the_samples_is_what_these_tests_count_on():
-    """600 and 200 elements."""
-    assert [f.elements for f in layout_of(samples.spec().tensors).fragments] == [600, 200]
