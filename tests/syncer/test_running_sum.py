@@ -15,21 +15,16 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload import quantize
-from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.committing import RunningSum
-from diloco.syncer.merging import fragment
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState
 from diloco.syncer.merging.merge import BLOCK, MOST_SHARE, Sum, delta_norms, merge_shares
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.replay import replay
-from diloco.syncer.serving.service import SyncerService
-from diloco.workers.exchange.joining import Joining
-from diloco.workers.rounds import Rounds
-from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline, run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, inline
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, until_joined
 
 LAYOUT = layout_of(
     (
@@ -91,32 +86,6 @@ def test_shares_of_the_first_do_not_depend_on_those_to_come() -> None:
     assert merge_shares([(1, 1), (24, 10**9), (24, 10**9)], interval=INTERVAL)[0] != 1
 
 
-def test_a_sum_is_begun_anew_where_one_more_delta_changes_a_factor() -> None:
-    """A first delta that turns out to be long is clipped all the same, to the bit as if all had been there at once."""
-
-    async def main() -> None:
-        metrics, sync = Metrics(), samples.sync_spec(delta_clip=1.0)
-        offload = Held()
-        offload.go.set()
-        sums = RunningSum(state(sync), lambda: Draft(LAYOUT, sync), offload, metrics)
-        deltas = [ALL[4], ALL[0], ALL[1], ALL[2]]
-        for count in (2, 3):
-            sums.follow(deltas[:count])
-            await asyncio.sleep(0.01)
-        assert anew(metrics) == 1
-        draft = await sums.draft(deltas)
-        factors = algorithm.clip_factors([one.norm for one in deltas], 1.0)
-        assert factors[0] < 1
-        shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in deltas], interval=INTERVAL)
-        given = [one.values for one in deltas], [one.norms for one in deltas], shares
-        draft.sum.close(*given, factors=factors)
-        expected = np.empty(LAYOUT.elements, np.float32)
-        Sum(LAYOUT, expected).close(*given, factors=factors)
-        assert draft.theta.tobytes() == expected.tobytes()
-
-    asyncio.run(main())
-
-
 def delta(number: int, counters: tuple[int, int]) -> Delta:
     header = samples.header(f"l{number}", steps=counters[0], tokens=counters[1])
     return Delta(Offer(f"{number}-0", header), DELTAS["bf16"][number], NORMS["bf16"][number])
@@ -141,8 +110,8 @@ def state(sync: SyncSpec) -> FragmentState:
     return made
 
 
-def running(offload: Callable[..., Awaitable[Any]]) -> tuple[RunningSum, Metrics]:
-    metrics, sync = Metrics(), samples.sync_spec()
+def running(offload: Callable[..., Awaitable[Any]], **settings: Any) -> tuple[RunningSum, Metrics]:
+    metrics, sync = Metrics(), samples.sync_spec(**settings)
     return RunningSum(state(sync), lambda: Draft(LAYOUT, sync), offload, metrics), metrics
 
 
@@ -151,6 +120,18 @@ def anew(metrics: Metrics) -> float | None:
 
 
 ALL = [delta(i, counters) for i, counters in enumerate(COUNTERS)]
+
+
+def close(draft: Draft, deltas: list[Delta], clip: float = 0.0) -> tuple[float, ...]:
+    """The rest of these goes in: to the bit as if all had been there at once. Their factors."""
+    factors = algorithm.clip_factors([one.norm for one in deltas], clip)
+    shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in deltas], interval=INTERVAL)
+    given = [one.values for one in deltas], [one.norms for one in deltas], shares
+    draft.sum.close(*given, factors=factors)
+    expected = np.empty(LAYOUT.elements, np.float32)
+    Sum(LAYOUT, expected).close(*given, factors=factors)
+    assert draft.theta.tobytes() == expected.tobytes()
+    return factors
 
 
 @in_virtual_time
@@ -212,12 +193,19 @@ async def test_a_sum_that_does_not_continue_is_begun_anew_and_counted(then: list
     await asyncio.sleep(0.1)
     draft = await sums.draft(then)
     assert anew(metrics) == 1
-    values, norms = [one.values for one in then], [one.norms for one in then]
-    shares = merge_shares([(one.offer.header.steps, one.offer.header.tokens) for one in then], interval=INTERVAL)
-    draft.sum.close(values, norms, shares)
-    expected = np.empty(LAYOUT.elements, np.float32)
-    Sum(LAYOUT, expected).close(values, norms, shares)
-    assert draft.theta.tobytes() == expected.tobytes()
+    close(draft, then)
+
+
+@in_virtual_time
+async def test_a_sum_is_begun_anew_where_one_more_delta_changes_a_factor() -> None:
+    """A first delta that turns out to be long is clipped all the same."""
+    sums, metrics = running(inline, delta_clip=1.0)
+    deltas = [ALL[4], ALL[0], ALL[1], ALL[2]]
+    for count in (2, 3):
+        sums.follow(deltas[:count])
+        await asyncio.sleep(0.01)
+    assert anew(metrics) == 1
+    assert close(await sums.draft(deltas), deltas, clip=1.0)[0] < 1
 
 
 @in_virtual_time
@@ -234,59 +222,12 @@ async def test_a_sum_that_fails_is_not_passed_over() -> None:
         sums.follow(ALL[:3])
 
 
-class ByHand(VirtualLearner):
-    """Joins, and then does what the test says."""
-
-    async def live(self) -> None:
-        layout = layout_of(self.world.spec.tensors)
-        self.values = [np.full(f.elements, 10.0, np.float32) for f in layout.fragments]
-        self.rounds = Rounds(layout, self.world.spec.sync)
-        bus, self.holding = self.connect(), asyncio.Event()
-        self.holding.set()
-        write = bus.write_chunks
-
-        async def held(*args: Any) -> None:
-            await self.holding.wait()
-            await write(*args)
-
-        bus.write_chunks = held  # type: ignore[method-assign]
-        joining = Joining(bus, VirtualClock(), self.name, self.incarnation, self.report, offload=inline)
-        self.exchange = await joining.join(self.world.spec, layout, lambda p: self.values[p].copy())
-        await self.exchange.work()
-
-    async def at(self, version: int) -> None:
-        """Adopt it as soon as it is here."""
-        async with asyncio.timeout(30):
-            while self.rounds_version != version:
-                await asyncio.sleep(0.01)
-                if self.joined:
-                    self.adopt()
-
-    @property
-    def rounds_version(self) -> int:
-        return self.rounds.versions[0] if hasattr(self, "rounds") else -1
-
-    async def send(self, step: float) -> None:
-        """Train by so much, publish, and leave time for it to arrive."""
-        self.values[0] += step * np.arange(1, len(self.values[0]) + 1, dtype=np.float32)
-        self.rounds.trained(10 + int(self.name[1:]))
-        for publication in self.rounds.publications({}):
-            self.publish(publication)
-        await asyncio.sleep(0.2)
-
-
-async def four(world: VirtualRun) -> tuple[SyncerService, list[ByHand]]:
-    service = world.start_syncer()
-    learners = [ByHand(f"l{i}", world, 0.1, f"{i:016x}") for i in range(4)]
-    for learner in learners:
-        learner.start()
-    for learner in learners:
-        await learner.at(0)
-    return service, learners
-
-
-def counted_deltas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the number of deltas, each time that some are added to a sum."""
+@pytest.mark.parametrize("rule", ["mean", "rda", "rda-row"])
+@in_virtual_time
+async def test_the_tape_tells_the_order_of_completion_and_a_replay_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
+) -> None:
+    """The first to announce is the last to be here; the two before the last are in the sum by then."""
     added: list[int] = []
     add = Sum.add
 
@@ -295,115 +236,26 @@ def counted_deltas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         add(self, deltas, *args)
 
     monkeypatch.setattr(Sum, "add", counted)
-    return added
+    sync = sync_spec(fragments=1, quorum=4, tokens=10**9, codec="fp32")
+    world = VirtualRun(sync, record_deltas=tmp_path)
+    world.spec = world.spec.model_copy(update={"tensors": (samples.tensor("t", (8, 3), rule=rule),)})
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1 + 0.03 * i, f"{i:016x}").start() for i in range(4)]
+    await until_joined(*learners)
+    write = learners[0].bus.write_chunks
 
+    async def late(*args: Any) -> None:
+        await asyncio.sleep(1.0)
+        await write(*args)
 
-def one_fragment(**changes: Any) -> Any:
-    return sync_spec(**({"fragments": 1, "sync_interval": 1, "quorum": 4, "tokens": 10**9, "codec": "fp32"} | changes))
-
-
-@pytest.mark.parametrize("rule", ["mean", "rda", "rda-row"])
-def test_the_tape_tells_the_order_of_completion_and_a_replay_gives_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str
-) -> None:
-    """The first to announce is the last to be here; the two before the last are in the sum by then."""
-    added = counted_deltas(monkeypatch)
-    commits: list[Committed] = []
-
-    async def main() -> None:
-        world = VirtualRun(one_fragment(), record_deltas=tmp_path)
-        shape = (8, 3)
-        world.spec = world.spec.model_copy(update={"tensors": (samples.tensor("t", shape, rule=rule),)})
-        _, learners = await four(world)
-        learners[0].holding.clear()
-        for learner in learners:
-            await learner.send(0.1 + 0.01 * int(learner.name[1:]))
-        learners[0].holding.set()
-        await learners[0].at(1)
-        commits.extend(record for record in await world.tape() if isinstance(record, Committed))
-        await end(*learners)
-        world.stop.set()
-        await world.syncer
-
-    run_virtual(main())
-    assert [part.learner for part in commits[-1].contributions] == ["l1", "l2", "l3", "l0"]
-    assert added == [2, 1]
+    learners[0].bus.write_chunks = late
+    await world.until_version(5)
+    await end(*learners)
+    commits = [record for record in await world.tape() if isinstance(record, Committed)]
+    merges = [[part.learner for part in record.contributions] for record in commits if record.version]
+    assert len(merges) >= 5
+    assert {(len(one), one[-1]) for one in merges} == {(4, "l0")}
+    assert added[: 2 * len(merges)] == [2, 1] * len(merges)
     outcome = replay(tmp_path, commits, lambda _: None)
     assert outcome.differences == []
-    assert outcome.repeated == 1
-
-
-@in_virtual_time
-async def test_a_learner_that_publishes_on_a_newer_base_has_the_sum_begun_anew() -> None:
-    """Its delta on the base before was in it already; the merge is of what the window holds in the end."""
-    world = VirtualRun(one_fragment(quorum=3))
-    service, (a, b, c, d) = await four(world)
-    for learner in (a, b, c):
-        await learner.send(0.1)
-    for learner in (a, b, c):
-        await learner.at(1)
-    head = (await world.heads())[0]
-    await d.send(0.3)  # on version 0: stale by one
-    await a.send(0.11)
-    assert anew(service.metrics) == 0
-    await d.at(1)
-    await d.send(0.05)
-    await b.send(0.12)
-    await a.at(2)
-    assert anew(service.metrics) == 1
-    record = [one for one in await world.tape() if isinstance(one, Committed)][-1]
-    assert [(part.learner, part.base_version) for part in record.contributions] == [
-        ("l0", 1),
-        ("l3", 1),
-        ("l1", 1),
-    ]
-    fragment, sync = layout_of(world.spec.tensors).fragments[0], world.spec.sync
-    before = (await pull(world.bus, head.payload, fragment.elements, "fp32", sync.chunk_bytes)).array()
-    ramp = np.arange(1, fragment.elements + 1)
-    weights = algorithm.merge_weights(
-        [(1, part.tokens) for part in record.contributions], sync.weights, interval=INTERVAL
-    )
-    gradient = algorithm.pseudogradient(fragment, [-x * ramp for x in (0.11, 0.05, 0.12)], weights)
-    np.testing.assert_allclose(a.values[0], before - sync.outer_lr * gradient, rtol=1e-5)
-    await end(a, b, c, d)
-
-
-@in_virtual_time
-async def test_a_stale_delta_is_rebased_before_it_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, although it is in the sum while another is awaited: as its learner's values, measured from the present."""
-    rebased: list[int] = []
-    rebase = fragment.rebase
-
-    def counted(layout: Any, *args: Any) -> Any:
-        rebased.append(layout.id)
-        return rebase(layout, *args)
-
-    monkeypatch.setattr(fragment, "rebase", counted)
-    added = counted_deltas(monkeypatch)
-    world = VirtualRun(one_fragment(quorum=3))
-    _, (a, b, c, d) = await four(world)
-    for learner in (a, b, c):
-        await learner.send(0.1)
-    for learner in (a, b, c):
-        await learner.at(1)
-    present = a.values[0].copy()
-    await d.send(0.3)  # on version 0: stale by one
-    added.clear()
-    await a.send(0.11)
-    await asyncio.sleep(0.5)
-    assert added == [2]
-    await b.send(0.12)
-    await a.at(2)
-    record = [one for one in await world.tape() if isinstance(one, Committed)][-1]
-    assert [(part.learner, part.rebased) for part in record.contributions] == [
-        ("l3", True),
-        ("l0", False),
-        ("l1", False),
-    ]
-    weights = algorithm.merge_weights([(1, part.tokens) for part in record.contributions], interval=INTERVAL)
-    ramp = np.arange(1, len(present) + 1)
-    layout, lr = layout_of(world.spec.tensors).fragments[0], world.spec.sync.outer_lr
-    gradient = algorithm.pseudogradient(layout, [present - (10 + 0.3 * ramp), -0.11 * ramp, -0.12 * ramp], weights)
-    np.testing.assert_allclose(a.values[0], present - lr * gradient, rtol=1e-5)
-    assert rebased == [0]
-    await end(a, b, c, d)
+    assert outcome.repeated == len(merges)
