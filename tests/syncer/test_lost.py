@@ -321,10 +321,8 @@ async def test_a_spec_that_cannot_be_read_is_replaced_by_the_runs_own() -> None:
 @in_virtual_time
 async def test_reports_are_put_back_once_and_as_old_as_they_are() -> None:
     """Who is long gone does not count as live again, and what cannot be put back is not tried for ever."""
-    world = VirtualRun(sync_spec(tokens=10**9, quorum=1))
-    service = world.start_syncer()
-    party = learners(world, 3)
-    await world.until_version(3)
+    world, party = await under_way(3, learners=3, quorum=1)
+    service = world.service
     await party[2].kill()
     await asyncio.sleep(30.0)
     put_back = service.bus.put_back_report

@@ -30,7 +30,7 @@ from diloco.syncer.watch import WATCH_S
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 
 def test_the_log_tells_who_is_there_falls_silent_and_leaves() -> None:
@@ -121,10 +121,7 @@ async def test_the_bus_holds_few_fragments_of_version_0_twice(monkeypatch: pytes
     written, committed = MemoryBus.write_chunks, MemoryBus.commit
     monkeypatch.setattr(MemoryBus, "write_chunks", write_chunks)
     monkeypatch.setattr(MemoryBus, "commit", commit)
-    world = VirtualRun(sync_spec(fragments=8))
-    world.start_syncer()
-    learner = VirtualLearner("l0", world).start()
-    await world.until_version(1)
+    _, (learner,) = await under_way(1, learners=1, fragments=8)
     assert len(most) >= 8
     assert max(most) == AT_ONCE
     await learner.kill()
@@ -160,10 +157,7 @@ async def test_followers_join_the_window_within_its_grace() -> None:
 @in_virtual_time
 async def test_a_killed_learner_stops_nobody() -> None:
     """With quorum 1 the others go on merging, and nobody's step ever takes longer."""
-    world = VirtualRun(sync_spec(tokens=12_000))
-    world.start_syncer()
-    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
-    await world.until_version(3)
+    world, learners = await under_way(3, learners=3, tokens=12_000)
     await learners[0].kill()
     before = await world.versions()
     await asyncio.sleep(2.0)

@@ -15,7 +15,7 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
-from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 
 async def rises(world: VirtualRun, within_s: float, by: int = 2) -> bool:
@@ -113,10 +113,7 @@ def disconnect(learner: VirtualLearner) -> None:
 @in_virtual_time
 async def test_headers_lost_with_the_bus_are_offered_again() -> None:
     """The bus comes back without headers it had acknowledged; nobody is due again, and yet it goes on."""
-    world = VirtualRun(sync_spec(tokens=10**9, quorum=2))
-    world.start_syncer()
-    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-    await world.until_version(2)
+    world, learners = await under_way(2, quorum=2)
     for learner in learners:
         write = learner.bus.write_chunks
 
@@ -145,10 +142,7 @@ async def test_headers_lost_with_the_bus_are_offered_again() -> None:
 @in_virtual_time
 async def test_a_bus_that_comes_back_a_second_earlier_is_adopted_by_all() -> None:
     """Heads go back, learners adopt the lower ones, and versions rise from there."""
-    world = VirtualRun(sync_spec(tokens=10**9))
-    world.start_syncer()
-    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-    await world.until_version(3)
+    world, learners = await under_way(3)
     saved, before = world.store.snapshot(), await world.versions()
     await asyncio.sleep(1.0)
     assert await world.versions() > before
@@ -164,10 +158,7 @@ async def test_a_bus_that_comes_back_a_second_earlier_is_adopted_by_all() -> Non
 @in_virtual_time
 async def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
     """No exception reaches the user's program; the leave is not called orderly."""
-    world = VirtualRun(sync_spec(tokens=10**9))
-    world.start_syncer()
-    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-    await world.until_version(2)
+    _, (learner,) = await under_way(2, learners=1)
 
     async def away(*_: Any) -> Any:
         raise BusUnavailable("gone")
@@ -183,10 +174,8 @@ async def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
 @in_virtual_time
 async def test_a_commit_that_is_always_refused_is_not_made_again_at_once() -> None:
     """A head that is not what it was read as (a damaged payload, say) has the owner wait longer and longer."""
-    world = VirtualRun(sync_spec(tokens=10**9))
-    service = world.start_syncer()
-    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-    await world.until_version(2)
+    world, (learner,) = await under_way(2, learners=1)
+    service = world.service
     commit, refused = service.bus.commit, 0
 
     async def refuses(_: Commit) -> None:
@@ -217,10 +206,8 @@ async def test_an_error_of_one_call_ends_a_syncer_only_where_a_person_has_to_men
     error: DilocoError, ends: bool
 ) -> None:
     """Whatever else Redis, or a proxy before it, answers: the fragment is loaded again, and all others go on."""
-    world = VirtualRun(sync_spec(tokens=10**9))
-    service = world.start_syncer()
-    learner = VirtualLearner("l0", world, 0.1, "a" * 16).start()
-    await world.until_version(2)
+    world, (learner,) = await under_way(2, learners=1)
+    service = world.service
     commit, answered = service.bus.commit, 0
 
     async def answers(what: Commit) -> None:

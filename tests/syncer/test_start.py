@@ -24,7 +24,7 @@ from diloco.syncer.checkpoints.loading import newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.serving.start import OnBus, Way, way_of
 from diloco_studies.virtual.virtual_time import in_virtual_time
-from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 BUDGET = 12_000
 SETTLED_S = 4.0
@@ -475,10 +475,7 @@ async def test_who_trained_does_not_go_on_in_a_run_that_began_anew() -> None:
 @in_virtual_time
 async def test_the_ledger_of_a_run_that_goes_on_from_a_learner_says_what_it_took_over() -> None:
     """Nobody has a checkpoint. What was merged stays merged, and the learner's earlier tokens count once."""
-    world = VirtualRun(sync_spec(tokens=10**9))
-    world.start_syncer()
-    party = learners(world)
-    await world.until_version(100)
+    world, party = await under_way(100)
     await cancelled(world.syncer)
     before = await read_status(world.bus, world.clock)
     empty(world)

@@ -24,7 +24,7 @@ from diloco.syncer.window import Window
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests import samples
-from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
 
@@ -156,10 +156,7 @@ async def test_an_upload_is_heard_of_while_it_grows_and_not_given_up_once_it_is_
 @in_virtual_time
 async def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that_died() -> None:
     """It has measured nothing, and would give 30 s: but the learner is silent, and its payload grows no more."""
-    world = VirtualRun(sync_spec(tokens=10**9, quorum=2, fragments=1))
-    world.start_syncer()
-    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(3)]
-    await world.until_version(3)
+    world, learners = await under_way(3, learners=3, quorum=2, fragments=1)
     dying, announced = learners[2], asyncio.Event()
 
     async def hangs(*_: Any) -> None:
