@@ -15,7 +15,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.syncer.checkpoints.loading import load_checkpoint, runs_in
 from diloco.syncer.checkpoints.places import Place, place_of
 from diloco.syncer.checkpoints.saving import is_run_folder, run_folder
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint_places import endpoint, on_s3  # noqa: F401  # a fixture
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
@@ -59,7 +59,8 @@ def test_a_new_run_of_the_same_name_takes_nothing_from_the_one_before(place: str
     assert told["bytes"] == sum(place_of(first).below(name).size_bytes() for name in before) > 3 * 500
 
 
-def test_two_runs_that_save_to_one_place_at_once_keep_their_own(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_two_runs_that_save_to_one_place_at_once_keep_their_own(tmp_path: Path) -> None:
     """Also what is half written: one saves every second, and the other needs seven seconds for a fragment."""
     from diloco.syncer.checkpoints import saving
 
@@ -69,19 +70,16 @@ def test_two_runs_that_save_to_one_place_at_once_keep_their_own(tmp_path: Path) 
         await whole(bus, spec, folder, fragment, offload)
         await asyncio.sleep(7.0 * (spec.sync.tokens == 10**8))
 
-    async def main() -> None:
-        worlds = [VirtualRun(sync_spec(tokens=tokens), checkpoint_dir=tmp_path) for tokens in (10**8, 10**9)]
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(saving, "save_fragment", slowly)
-            worlds[0].start_syncer(checkpoint_every=1.0)
-            worlds[1].start_syncer(skew_s=60.0, checkpoint_every=1.0)
-            learners = [VirtualLearner("l", world).start() for world in worlds]
-            with capture_logs() as log:
-                await asyncio.sleep(45.0)
-            await end(*learners)
-        assert not [line for line in log if line["event"] == "checkpoint_failed"]
-
-    run_virtual(main())
+    worlds = [VirtualRun(sync_spec(tokens=tokens), checkpoint_dir=tmp_path) for tokens in (10**8, 10**9)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "save_fragment", slowly)
+        worlds[0].start_syncer(checkpoint_every=1.0)
+        worlds[1].start_syncer(skew_s=60.0, checkpoint_every=1.0)
+        learners = [VirtualLearner("l", world).start() for world in worlds]
+        with capture_logs() as log:
+            await asyncio.sleep(45.0)
+        await end(*learners)
+    assert not [line for line in log if line["event"] == "checkpoint_failed"]
     runs = runs_in(place_of(tmp_path))
     assert {load_checkpoint(str(one)).spec.sync.tokens for one in runs} == {10**8, 10**9}
 

@@ -288,7 +288,8 @@ async def test_syncers_with_a_folder_each_have_whole_checkpoints_where_the_lead_
 
 
 @pytest.mark.parametrize(("each_s", "in_time"), [(0.6, True), (1.5, False)])
-def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
+@in_virtual_time
+async def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, each_s: float, in_time: bool
 ) -> None:
     """A large model takes longer than `shutdown_s`, a second here, but no fragment of it does. One that does ends it:
@@ -301,19 +302,15 @@ def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
         await write(*args)
 
     monkeypatch.setattr(saving, "save_fragment", slowly)
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=8, tokens=10**9))
-        service = world.start_syncer(checkpoint_dir=str(tmp_path), checkpoint_every=0.0, shutdown_s=1.0)
-        learner = VirtualLearner("l0", world).start()
-        await world.until_version(1)
-        await learner.kill()
-        world.stop.set()
-        await world.syncer
-        assert service.in_order == in_time
-
-    run_virtual(main())
-    assert any(tmp_path.glob("*/latest")) == in_time
+    world = VirtualRun(sync_spec(fragments=8, tokens=10**9))
+    service = world.start_syncer(checkpoint_dir=str(tmp_path), checkpoint_every=0.0, shutdown_s=1.0)
+    learner = VirtualLearner("l0", world).start()
+    await world.until_version(1)
+    await learner.kill()
+    world.stop.set()
+    await world.syncer
+    assert service.in_order == in_time
+    assert any(tmp_path.glob("*/latest")) == in_time  # noqa: ASYNC240  # virtual time
     if in_time:
         assert len(load_checkpoint(str(tmp_path)).fragments) == 8
 
@@ -336,7 +333,8 @@ async def test_who_reads_the_status_from_the_bus_hears_of_checkpoints_that_fail(
     await learner.kill()
 
 
-def test_a_save_goes_on_where_the_bus_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_save_goes_on_where_the_bus_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One read is not answered in each time that a save takes, the last fragment's: what is saved stays."""
     pull, pulls = saving.pull_state, 0
 
@@ -348,21 +346,18 @@ def test_a_save_goes_on_where_the_bus_has_not_answered(tmp_path: Path, monkeypat
         return await pull(*args)
 
     monkeypatch.setattr(saving, "pull_state", flaky)
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(tokens=10**9, fragments=4), checkpoint_dir=tmp_path, checkpoint_every=20.0)
-        service = world.start_syncer()
-        learner = VirtualLearner("l", world, step_s=1.0).start()
-        await until(lambda: any(tmp_path.glob("*/latest")), 30.0)
-        assert pulls == 5
-        assert service.serving.problems == []
-        await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9, fragments=4), checkpoint_dir=tmp_path, checkpoint_every=20.0)
+    service = world.start_syncer()
+    learner = VirtualLearner("l", world, step_s=1.0).start()
+    await until(lambda: any(tmp_path.glob("*/latest")), 30.0)
+    assert pulls == 5
+    assert service.serving.problems == []
+    await learner.kill()
     load_checkpoint(tmp_path)
 
 
-def test_a_save_that_the_bus_breaks_off_is_told_and_tried_again_soon(
+@in_virtual_time
+async def test_a_save_that_the_bus_breaks_off_is_told_and_tried_again_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not first when the next one is due, ten minutes later; and the status says it until one is saved."""
@@ -374,25 +369,20 @@ def test_a_save_that_the_bus_breaks_off_is_told_and_tried_again_soon(
         return await pull(*args)
 
     monkeypatch.setattr(saving, "pull_state", outage)
-
-    async def main() -> None:
-        nonlocal away
-        world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=600.0)
-        world.start_syncer()
-        learner = VirtualLearner("l", world, step_s=30.0).start()
-        with capture_logs() as logs:
-            await asyncio.sleep(660.0)
-        assert [line["error"] for line in logs if line["event"] == "checkpoint_failed"] == ["no answer"]
-        (warning,) = (await read_status(world.bus, world.clock))["warnings"]
-        assert "could not be saved" in warning
-        assert "no answer" in warning
-        away = False
-        await until(lambda: any(tmp_path.glob("*/latest")), 62.0)
-        await asyncio.sleep(1.0)
-        assert (await read_status(world.bus, world.clock))["warnings"] == []
-        await learner.kill()
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=600.0)
+    world.start_syncer()
+    learner = VirtualLearner("l", world, step_s=30.0).start()
+    with capture_logs() as logs:
+        await asyncio.sleep(660.0)
+    assert [line["error"] for line in logs if line["event"] == "checkpoint_failed"] == ["no answer"]
+    (warning,) = (await read_status(world.bus, world.clock))["warnings"]
+    assert "could not be saved" in warning
+    assert "no answer" in warning
+    away = False
+    await until(lambda: any(tmp_path.glob("*/latest")), 62.0)
+    await asyncio.sleep(1.0)
+    assert (await read_status(world.bus, world.clock))["warnings"] == []
+    await learner.kill()
     load_checkpoint(tmp_path)
 
 

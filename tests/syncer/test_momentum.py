@@ -15,7 +15,7 @@ from diloco.syncer.checkpoints.restoring import restore_checkpoint
 from diloco.syncer.merging.mending import LOOK_S
 from diloco.syncer.replay.replay import replay
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests.saving import save_checkpoint
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -23,50 +23,47 @@ NONCE = "ab" * 8
 
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
-def test_a_momentum_is_taken_over_mended_saved_restored_and_replayed(tmp_path: Path, codec: Any) -> None:
+@in_virtual_time
+async def test_a_momentum_is_taken_over_mended_saved_restored_and_replayed(tmp_path: Path, codec: Any) -> None:
     commits: list[Committed] = []
-
-    async def main() -> None:
-        sync = sync_spec(tokens=10**9, outer_momentum=0.5, global_codec=codec, key_frame_interval=3)
-        world = VirtualRun(sync, record_deltas=tmp_path / "recording")
-        service = world.start_syncer()
-        learner = VirtualLearner("l0", world).start()
-        await world.until_version(5)
-        world.stop.set()
-        await world.syncer
-        was = [owner.loaded.fragment.momentum for owner in service.owners]
-        assert all(momentum.any() for momentum in was)
-        service = world.start_syncer()
-        async with asyncio.timeout(10):
-            while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
-                await asyncio.sleep(0.001)
-        assert all(
-            owner.loaded.fragment.momentum.tobytes() == momentum.tobytes()
-            for owner, momentum in zip(service.owners, was, strict=True)
-        )
-        await world.until_version(8)
-        await learner.kill()
-        await asyncio.sleep(2)
-        for head in await world.heads():
-            world.store.delete(head.momentum)
-        await asyncio.sleep(2 * LOOK_S)
-        folder = await save_checkpoint(world.bus, world.spec, place_of(tmp_path / "saved"), inline)
-        checkpoint, again = load_checkpoint(str(folder)), MemoryBus("again", VirtualClock())
-        for p in range(sync.fragments):
-            assert await again.acquire_lease(p, NONCE, 1e9)
-        await restore_checkpoint(again, checkpoint, world.spec, NONCE, "s", VirtualClock(), inline)
-        for fragment, owner in zip(layout_of(world.spec.tensors).fragments, service.owners, strict=True):
-            due, p = owner.loaded.fragment.momentum.tobytes(), fragment.id
-            assert checkpoint.fragment(p)[1].tobytes() == due
-            for bus in (world.bus, again):
-                (head,) = await bus.read_heads([p])
-                found = await pull_state(bus, head, fragment.elements, sync, inline)
-                assert found[1].tobytes() == due
-        commits.extend(record for record in await world.tape() if isinstance(record, Committed))
-        world.stop.set()
-        await world.syncer
-
-    run_virtual(main())
+    sync = sync_spec(tokens=10**9, outer_momentum=0.5, global_codec=codec, key_frame_interval=3)
+    world = VirtualRun(sync, record_deltas=tmp_path / "recording")
+    service = world.start_syncer()
+    learner = VirtualLearner("l0", world).start()
+    await world.until_version(5)
+    world.stop.set()
+    await world.syncer
+    was = [owner.loaded.fragment.momentum for owner in service.owners]
+    assert all(momentum.any() for momentum in was)
+    service = world.start_syncer()
+    async with asyncio.timeout(10):
+        while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
+            await asyncio.sleep(0.001)
+    assert all(
+        owner.loaded.fragment.momentum.tobytes() == momentum.tobytes()
+        for owner, momentum in zip(service.owners, was, strict=True)
+    )
+    await world.until_version(8)
+    await learner.kill()
+    await asyncio.sleep(2)
+    for head in await world.heads():
+        world.store.delete(head.momentum)
+    await asyncio.sleep(2 * LOOK_S)
+    folder = await save_checkpoint(world.bus, world.spec, place_of(tmp_path / "saved"), inline)
+    checkpoint, again = load_checkpoint(str(folder)), MemoryBus("again", VirtualClock())
+    for p in range(sync.fragments):
+        assert await again.acquire_lease(p, NONCE, 1e9)
+    await restore_checkpoint(again, checkpoint, world.spec, NONCE, "s", VirtualClock(), inline)
+    for fragment, owner in zip(layout_of(world.spec.tensors).fragments, service.owners, strict=True):
+        due, p = owner.loaded.fragment.momentum.tobytes(), fragment.id
+        assert checkpoint.fragment(p)[1].tobytes() == due
+        for bus in (world.bus, again):
+            (head,) = await bus.read_heads([p])
+            found = await pull_state(bus, head, fragment.elements, sync, inline)
+            assert found[1].tobytes() == due
+    commits.extend(record for record in await world.tape() if isinstance(record, Committed))
+    world.stop.set()
+    await world.syncer
     outcome = replay(tmp_path / "recording", commits, lambda _: None)
     assert outcome.differences == []
     assert outcome.repeated > 10

@@ -22,7 +22,7 @@ from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import FIGURES, FRESH_S, RunMetrics
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples
 from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, Syncer, ask_to_drain, learners_of
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
@@ -163,37 +163,34 @@ async def test_a_sum_over_syncers_is_the_runs_also_when_the_lead_changes() -> No
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["its run is finished", "it is told to stop"])
-def test_a_syncer_that_saves_at_its_end_does_not_say_that_nobody_leads(
+@in_virtual_time
+async def test_a_syncer_that_saves_at_its_end_does_not_say_that_nobody_leads(
     stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its leases are given back before the last checkpoint, which may take minutes: the gauge is NaN, never 0."""
     saving: list[float] = []
+    world = VirtualRun(sync_spec(fragments=2, tokens=ENDLESS), lease_s=LEASE_S, checkpoint_dir=tmp_path)
+    syncer = Syncer(world, "a")
+    gauge = syncer.service.metrics.leads
 
-    async def scenario() -> None:
-        world = VirtualRun(sync_spec(fragments=2, tokens=ENDLESS), lease_s=LEASE_S, checkpoint_dir=tmp_path)
-        syncer = Syncer(world, "a")
-        gauge = syncer.service.metrics.leads
+    async def save(*_: Any) -> None:
+        for _ in range(3):
+            await asyncio.sleep(1)
+            saving.append(gauge.collect()[0].samples[0].value)
 
-        async def save(*_: Any) -> None:
-            for _ in range(3):
-                await asyncio.sleep(1)
-                saving.append(gauge.collect()[0].samples[0].value)
-
-        monkeypatch.setattr(Checkpoints, "save_finished", save)
-        monkeypatch.setattr(Checkpoints, "save_stopped", save)
-        learners = learners_of(world)
-        await asyncio.sleep(60)
-        assert gauge.collect()[0].samples[0].value == 1
-        if stopped:
-            await syncer.end()
-        else:
-            await ask_to_drain(world)
-            await syncer.task
-        for task in (learner.task for learner in learners if learner.task):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    run_virtual(scenario())
+    monkeypatch.setattr(Checkpoints, "save_finished", save)
+    monkeypatch.setattr(Checkpoints, "save_stopped", save)
+    learners = learners_of(world)
+    await asyncio.sleep(60)
+    assert gauge.collect()[0].samples[0].value == 1
+    if stopped:
+        await syncer.end()
+    else:
+        await ask_to_drain(world)
+        await syncer.task
+    for task in (learner.task for learner in learners if learner.task):
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
     assert len(saving) == 3
     assert all(math.isnan(value) for value in saving)
 

@@ -28,29 +28,21 @@ from diloco.syncer.serving.serving import _Presence
 from diloco.syncer.serving.start import check_memory
 from diloco.syncer.watch import WATCH_S
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
-from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 
-def test_the_log_tells_who_is_there_falls_silent_and_leaves() -> None:
+@in_virtual_time
+async def test_the_log_tells_who_is_there_falls_silent_and_leaves() -> None:
     """Whoever reads the syncer's log finds a killed learner in it, apart from one that has left."""
-
-    async def main() -> list[tuple[str, str]]:
-        world = VirtualRun(sync_spec(sync_interval=16, tokens=12_000))
-        with capture_logs() as lines:
-            world.start_syncer()
-            learners = [VirtualLearner(f"l{i}", world, incarnation=f"{i:016x}") for i in range(2)]
-            for learner in learners:
-                learner.start()
-            await world.until_version(3)
-            await learners[1].kill()
-            await world.finish(learners[0])
-        of_syncer = [line for line in lines if (line["event"] in told and "step" in line) or line["event"] == told[0]]
-        return [(line["event"], line["learner"]) for line in of_syncer]
-
+    with capture_logs() as lines:
+        world, learners = await under_way(3, sync_interval=16, tokens=12_000)
+        await learners[1].kill()
+        await world.finish(learners[0])
     told = ("learner_came", "learner_fell_silent", "learner_left")
-    found = run_virtual(main())
+    of_syncer = [line for line in lines if (line["event"] in told and "step" in line) or line["event"] == told[0]]
+    found = [(line["event"], line["learner"]) for line in of_syncer]
     assert sorted(found[:2]) == [("learner_came", "l0"), ("learner_came", "l1")]
     assert found[2] == ("learner_fell_silent", "l1")
     assert found[3:] == [("learner_left", "l0")]

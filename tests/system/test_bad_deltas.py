@@ -10,7 +10,7 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.view.page.collector import Collector
 from diloco.syncer.run_metrics import RunMetrics
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 
 BAD = "l4"
@@ -38,36 +38,35 @@ def exaggerates(learner: VirtualLearner) -> None:
     learner.train = train  # type: ignore[method-assign]
 
 
-def started(world: VirtualRun, count: int = 5) -> list[VirtualLearner]:
-    return [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(count)]
+def started(world: VirtualRun) -> list[VirtualLearner]:
+    return [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(5)]
 
 
-def committed(tape: list[Any], after: int = 0) -> list[Committed]:
-    return [record for record in tape if isinstance(record, Committed) and record.version > after]
+def committed(tape: list[Any]) -> list[Committed]:
+    """After the first merge."""
+    return [record for record in tape if isinstance(record, Committed) and record.version > 1]
 
 
-def test_the_cosine_of_a_reversed_learner_is_negative_on_the_tape_and_in_the_metrics() -> None:
+@in_virtual_time
+async def test_the_cosine_of_a_reversed_learner_is_negative_on_the_tape_and_in_the_metrics() -> None:
     """Every other learner's is positive. Nothing follows from it: its deltas are merged as the others' are."""
-
-    async def main() -> tuple[list[Committed], dict[str, float | None]]:
-        world = VirtualRun(sync_spec(tokens=20_000, quorum=5))
-        world.start_syncer()
-        learners = started(world)
-        flips(learners[4])
-        await world.until_version(4)
-        collector = Collector(MemoryBus(RUN, world.clock, world.store), world.clock, "e1")
-        await collector.look()
-        registry = CollectorRegistry()
-        registry.register(RunMetrics(collector.reading, world.clock, lambda: True))
-        metrics = {
-            learner.name: registry.get_sample_value("diloco_learner_cosine", {"learner": learner.name})
-            for learner in learners
-        }
-        await world.finish(*learners)
-        return committed(await world.tape(), 1), metrics
-
-    merges, metrics = run_virtual(main())
-    early = [record for record in merges if record.version < 8]  # later ones have nothing left to learn
+    world = VirtualRun(sync_spec(tokens=20_000, quorum=5))
+    world.start_syncer()
+    learners = started(world)
+    flips(learners[4])
+    await world.until_version(4)
+    collector = Collector(MemoryBus(RUN, world.clock, world.store), world.clock, "e1")
+    await collector.look()
+    registry = CollectorRegistry()
+    registry.register(RunMetrics(collector.reading, world.clock, lambda: True))
+    metrics = {
+        learner.name: registry.get_sample_value("diloco_learner_cosine", {"learner": learner.name})
+        for learner in learners
+    }
+    await world.finish(*learners)
+    early = [
+        record for record in committed(await world.tape()) if record.version < 8
+    ]  # then all is learned
     assert len(early) >= 10
     for record in early:
         told = {part.learner: part.cosine for part in record.contributions}
@@ -79,18 +78,15 @@ def test_the_cosine_of_a_reversed_learner_is_negative_on_the_tape_and_in_the_met
 
 
 @pytest.mark.parametrize("merge", ["mean", "rda"])
-def test_a_long_delta_is_merged_at_the_length_that_the_run_allows(merge: str) -> None:
+@in_virtual_time
+async def test_a_long_delta_is_merged_at_the_length_that_the_run_allows(merge: str) -> None:
     """The tape says each contribution's factor; no global goes beyond where the others pull."""
-
-    async def main() -> list[Committed]:
-        world = VirtualRun(sync_spec(tokens=10_000, quorum=5, merge=merge, delta_clip=1.4))
-        world.start_syncer()
-        learners = started(world)
-        exaggerates(learners[4])
-        await world.finish(*learners)
-        return committed(await world.tape(), 1)
-
-    found = [record for record in run_virtual(main()) if len(record.contributions) >= 3]
+    world = VirtualRun(sync_spec(tokens=10_000, quorum=5, merge=merge, delta_clip=1.4))
+    world.start_syncer()
+    learners = started(world)
+    exaggerates(learners[4])
+    await world.finish(*learners)
+    found = [record for record in committed(await world.tape()) if len(record.contributions) >= 3]
     merges = [record for record in found if record.version < 12]  # later ones have nothing left to learn
     assert len(merges) > 10
     for record in merges:

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.keys import RunKeys
@@ -11,7 +12,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.syncer.serving.initial import IDLE_VIEW
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples
 from tests.world import reference
 from tests.world.link import Link
@@ -23,6 +24,7 @@ from tests.world.surviving import Surviving
 LOST = 4
 """A version that is lost. Its values are version 0 now: a learner that had adopted them uploaded them."""
 NONCE = "ab" * 8
+BROKEN = "a window opens for a due delta on the current base"
 
 
 class Owner:
@@ -72,46 +74,39 @@ class Owner:
         self.oracle.observe(cast(Link, self), method, args, outcome)
 
 
-def test_a_window_stays_due_while_deltas_on_a_lost_version_of_the_same_values_are_refused() -> None:
+@in_virtual_time
+async def test_a_window_stays_due_while_deltas_on_a_lost_version_of_the_same_values_are_refused() -> None:
     """They are on the stream still when the first delta on version 0 comes, and are refused one after the other."""
-
-    async def main() -> str | None:
-        owner = await Owner().begins()
-        lost = await owner.offered("learner-2", LOST)
-        await owner.offered("learner-1", 0)
-        await owner.refuses(*lost)
-        return owner.opens()
-
-    assert run_virtual(main()) is None
+    owner = await Owner().begins()
+    lost = await owner.offered("learner-2", LOST)
+    await owner.offered("learner-1", 0)
+    await owner.refuses(*lost)
+    assert owner.opens() is None
 
 
-def test_a_due_delta_on_a_lost_version_of_the_same_values_opens_no_window() -> None:
+@in_virtual_time
+async def test_a_due_delta_on_a_lost_version_of_the_same_values_opens_no_window() -> None:
     """It cannot be merged into version 0: nobody there is due yet."""
-
-    async def main() -> str | None:
-        owner = await Owner().begins()
-        await owner.offered("learner-2", LOST)
-        return owner.opens()
-
-    assert run_virtual(main()) == "a window opens for a due delta on the current base"
+    owner = await Owner().begins()
+    await owner.offered("learner-2", LOST)
+    assert owner.opens() == BROKEN
 
 
-def test_an_owner_that_may_have_noticed_nothing_of_a_loss_is_excused_for_a_while_and_no_longer() -> None:
+@pytest.mark.parametrize(("seconds", "broken"), [(REPORTED_S - 0.1, None), (REPORTED_S + 0.1, BROKEN)])
+@in_virtual_time
+async def test_an_owner_that_may_have_noticed_nothing_of_a_loss_is_excused_for_a_while_and_no_longer(
+    seconds: float, broken: str | None
+) -> None:
     """Its window is for a due delta that was lost with the bus, and it has not read the stream since."""
-
-    async def opens_after(seconds: float) -> str | None:
-        owner = await Owner().begins()
-        before = owner.oracle.snapshot()
-        saved = owner.store.snapshot()
-        await owner.offered("learner-1", 0)
-        owner.store.restart(saved)
-        owner.oracle.rewind(before)
-        await asyncio.sleep(seconds)
-        owner.sent_s = owner.clock.now()
-        return owner.opens()
-
-    assert run_virtual(opens_after(REPORTED_S - 0.1)) is None
-    assert run_virtual(opens_after(REPORTED_S + 0.1)) == "a window opens for a due delta on the current base"
+    owner = await Owner().begins()
+    before = owner.oracle.snapshot()
+    saved = owner.store.snapshot()
+    await owner.offered("learner-1", 0)
+    owner.store.restart(saved)
+    owner.oracle.rewind(before)
+    await asyncio.sleep(seconds)
+    owner.sent_s = owner.clock.now()
+    assert owner.opens() == broken
 
 
 def test_an_attempt_is_outdone_by_a_later_one_on_its_base_only() -> None:

@@ -7,7 +7,7 @@ from typing import cast
 
 import pytest
 
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.world.link import Link
 from tests.world.plan import plan
 from tests.world.takeover import Takeover
@@ -65,15 +65,12 @@ def test_what_costs_the_syncers_a_round_gives_them_two_lease_times_more() -> Non
 
 
 @pytest.mark.parametrize(("call", "allowed"), [("announce_syncer", True), ("read_state", False)])
-def test_a_late_word_of_one_that_has_left_gives_two_lease_times_more(call: str, allowed: bool) -> None:
+@in_virtual_time
+async def test_a_late_word_of_one_that_has_left_gives_two_lease_times_more(call: str, allowed: bool) -> None:
     """That it is here: the others leave its share to it once more. One that only reads is no excuse."""
-
-    async def main() -> str | None:
-        world = World(plan(0), None, 1, traced=False)
-        world.takeover.look(0.0, [True], ["syncer-1.1"], True)
-        await asyncio.sleep(0.6)
-        late = SimpleNamespace(party="syncer-0", late=True, beside=False)
-        world.observe(cast(Link, late), call, (), {}, None)
-        return world.takeover.look(1.2, [True], ["syncer-1.1"], True)
-
-    assert (run_virtual(main()) is None) is allowed
+    world = World(plan(0), None, 1, traced=False)
+    world.takeover.look(0.0, [True], ["syncer-1.1"], True)
+    await asyncio.sleep(0.6)
+    late = SimpleNamespace(party="syncer-0", late=True, beside=False)
+    world.observe(cast(Link, late), call, (), {}, None)
+    assert (world.takeover.look(1.2, [True], ["syncer-1.1"], True) is None) is allowed
