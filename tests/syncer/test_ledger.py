@@ -1,7 +1,6 @@
 """The ledger: trained = merged + overwritten + rejected + died + pending, to the token-element, whatever happens."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +8,11 @@ import pytest
 
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, Rewound, TapeRecord
+from diloco.pipeline.messages.tape import Committed, Rewound, TapeRecord
 from diloco.pipeline.view.ledger import Account, accounts, not_merged_by_fragment, problems, surviving, totals
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.tape import read_archive
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
 from tests.diloco.test_report import LAYOUT, A, B, C, committed, ledger_inputs, rejected, report
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
@@ -222,11 +221,12 @@ class Run:
 
     def __init__(self, folder: Path, **spec: Any) -> None:
         self.world = VirtualRun(sync_spec(**{"tokens": 10**9} | spec), tape_dir=folder, drain_s=5.0)
+        self.world.start_syncer()
         self.folder = folder
         self.layout = layout_of(self.world.spec.tensors)
 
-    def learner(self, number: int, step_s: float = 0.1, life: int = 0) -> VirtualLearner:
-        return VirtualLearner(f"l{number}", self.world, step_s, f"{number:08x}{life:08x}").start()
+    def learner(self, number: int, step_s: float = 0.1) -> VirtualLearner:
+        return VirtualLearner(f"l{number}", self.world, step_s, f"{number:016x}").start()
 
     async def drain(self, *learners: VirtualLearner) -> None:
         state = await self.world.bus.read_state()
@@ -249,137 +249,116 @@ class Run:
                 assert head.merged_tokens == sum(one.merged_by_fragment.get(head.fragment, 0) for one in parts)
         return parts
 
-    def refusals(self, reason: RefusalReason) -> list[Rejected]:
-        return [r for r in read_archive(self.folder) if isinstance(r, Rejected) and r.reason is reason]
+
+@in_virtual_time
+async def test_a_run_without_faults_leaves_nothing_but_overwritten_and_merged(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    learners = [run.learner(i, 0.1 + 0.03 * i) for i in range(3)]
+    await run.world.until_version(5)
+    await run.drain(*learners)
+    parts = await run.books()
+    assert sum(one.died + one.pending for one in parts) == 0
+    assert all(one.left and one.merged for one in parts)
 
 
-def books_of(story: Callable[[Run], Any], folder: Path, **spec: Any) -> None:
-    async def main() -> None:
-        run = Run(folder, **spec)
-        run.world.start_syncer()
-        await story(run)
-
-    run_virtual(main())
-
-
-def test_a_run_without_faults_leaves_nothing_but_overwritten_and_merged(tmp_path: Path) -> None:
-    async def story(run: Run) -> None:
-        learners = [run.learner(i, 0.1 + 0.03 * i) for i in range(3)]
-        await run.world.until_version(5)
-        await run.drain(*learners)
-        parts = await run.books()
-        assert sum(one.died + one.pending for one in parts) == 0
-        assert all(one.left and one.merged for one in parts)
-
-    books_of(story, tmp_path)
-
-
-def test_while_a_run_goes_on_the_rest_is_pending(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_while_a_run_goes_on_the_rest_is_pending(tmp_path: Path) -> None:
     """Until a learner is dead: then what it had not delivered died, and what is on the streams is pending still."""
-
-    async def story(run: Run) -> None:
-        learners = [run.learner(i) for i in range(2)]
-        await run.world.until_version(3)
-        await asyncio.sleep(0.35)
-        parts = await run.books()
-        assert all(one.pending > 0 and one.died == 0 for one in parts)
-        run.world.syncer.cancel()
-        await asyncio.gather(run.world.syncer, return_exceptions=True)
-        await asyncio.sleep(2.0)
-        await end(*learners)
-        await asyncio.sleep(6.0)
-        parts = await run.books()
-        assert all(one.offered == one.pending > 0 for one in parts)
-        assert all(one.died > 0 for one in parts)
-
-    books_of(story, tmp_path, quorum=2)
+    run = Run(tmp_path, quorum=2)
+    learners = [run.learner(i) for i in range(2)]
+    await run.world.until_version(3)
+    await asyncio.sleep(0.35)
+    parts = await run.books()
+    assert all(one.pending > 0 and one.died == 0 for one in parts)
+    run.world.syncer.cancel()
+    await asyncio.gather(run.world.syncer, return_exceptions=True)
+    await asyncio.sleep(2.0)
+    await end(*learners)
+    await asyncio.sleep(6.0)
+    parts = await run.books()
+    assert all(one.offered == one.pending > 0 for one in parts)
+    assert all(one.died > 0 for one in parts)
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_a_bus_that_loses_its_last_second(tmp_path: Path, told: bool) -> None:
+@in_virtual_time
+async def test_a_bus_that_loses_its_last_second(tmp_path: Path, told: bool) -> None:
     """Merges that it lost do not count, what went with them died; also when a new syncer never knew of them."""
-
-    async def story(run: Run) -> None:
-        world = run.world
-        learners = [run.learner(i) for i in range(2)]
-        await world.until_version(3)
-        saved, before = world.store.snapshot(), await world.versions()
-        await asyncio.sleep(1.5)
-        assert await world.versions() > before
-        if not told:
-            world.syncer.cancel()
-            await asyncio.gather(world.syncer, return_exceptions=True)
-        world.store.restart(saved)
-        if not told:
-            world.start_syncer()
-        await asyncio.sleep(10.0)
-        await run.drain(*learners)
-        tape = read_archive(run.folder)
-        assert any(isinstance(r, Rewound) for r in tape) == told
-        everything = sum(len(r.contributions) for r in tape if isinstance(r, Committed))
-        commits, lost = surviving(tape)
-        assert lost
-        assert sum(len(commit.contributions) for commit in commits) < everything
-        parts = await run.books()
-        assert sum(one.died for one in parts) > 0
-        for head in await world.heads():
-            assert head.merged_tokens == sum(one.merged_by_fragment[head.fragment] for one in parts)
-
-    books_of(story, tmp_path)
+    run = Run(tmp_path)
+    world = run.world
+    learners = [run.learner(i) for i in range(2)]
+    await world.until_version(3)
+    saved, before = world.store.snapshot(), await world.versions()
+    await asyncio.sleep(1.5)
+    assert await world.versions() > before
+    if not told:
+        world.syncer.cancel()
+        await asyncio.gather(world.syncer, return_exceptions=True)
+    world.store.restart(saved)
+    if not told:
+        world.start_syncer()
+    await asyncio.sleep(10.0)
+    await run.drain(*learners)
+    tape = read_archive(run.folder)
+    assert any(isinstance(r, Rewound) for r in tape) == told
+    everything = sum(len(r.contributions) for r in tape if isinstance(r, Committed))
+    commits, lost = surviving(tape)
+    assert lost
+    assert sum(len(commit.contributions) for commit in commits) < everything
+    parts = await run.books()
+    assert sum(one.died for one in parts) > 0
+    for head in await world.heads():
+        assert head.merged_tokens == sum(one.merged_by_fragment[head.fragment] for one in parts)
 
 
 @pytest.mark.parametrize("syncer_too", [False, True])
-def test_a_bus_that_loses_all_while_everybody_stays(tmp_path: Path, syncer_too: bool) -> None:
+@in_virtual_time
+async def test_a_bus_that_loses_all_while_everybody_stays(tmp_path: Path, syncer_too: bool) -> None:
     """What was put back counts as merged once; what a new syncer never knew of died; nothing is unaccounted."""
-
-    async def story(run: Run) -> None:
-        world = run.world
-        learners = [run.learner(i) for i in range(2)]
-        await world.until_version(5)
-        if syncer_too:
-            world.syncer.cancel()
-            await asyncio.gather(world.syncer, return_exceptions=True)
-        for key in list(world.store.values):
-            world.store.delete(key)
-        if syncer_too:
-            world.start_syncer()
-        await asyncio.sleep(40.0)
-        await run.drain(*learners)
-        tape = read_archive(run.folder)
-        assert any(isinstance(r, Rewound) for r in tape)
-        everything = sum(len(r.contributions) for r in tape if isinstance(r, Committed))
-        commits, lost = surviving(tape)
-        assert lost
-        assert (sum(len(commit.contributions) for commit in commits) < everything) is syncer_too
-        await run.books()
-
-    books_of(story, tmp_path)
+    run = Run(tmp_path)
+    world = run.world
+    learners = [run.learner(i) for i in range(2)]
+    await world.until_version(5)
+    if syncer_too:
+        world.syncer.cancel()
+        await asyncio.gather(world.syncer, return_exceptions=True)
+    for key in list(world.store.values):
+        world.store.delete(key)
+    if syncer_too:
+        world.start_syncer()
+    await asyncio.sleep(40.0)
+    await run.drain(*learners)
+    tape = read_archive(run.folder)
+    assert any(isinstance(r, Rewound) for r in tape)
+    everything = sum(len(r.contributions) for r in tape if isinstance(r, Committed))
+    commits, lost = surviving(tape)
+    assert lost
+    assert (sum(len(commit.contributions) for commit in commits) < everything) is syncer_too
+    await run.books()
 
 
-def test_a_header_that_comes_after_the_end(tmp_path: Path) -> None:
+@in_virtual_time
+async def test_a_header_that_comes_after_the_end(tmp_path: Path) -> None:
     """The drain's deadline passes a learner by: what it published is not merged, and has a name."""
+    run = Run(tmp_path)
+    first, late = run.learner(0), run.learner(1)
+    await run.world.until_version(2)
+    offer = late.bus.offer
+    over = asyncio.Event()
 
-    async def story(run: Run) -> None:
-        first, late = run.learner(0), run.learner(1)
-        await run.world.until_version(2)
-        offer = late.bus.offer
-        over = asyncio.Event()
+    async def much_later(header: Any, renews: str = "") -> str:
+        await over.wait()
+        answer: str = await offer(header, renews)
+        return answer
 
-        async def much_later(header: Any, renews: str = "") -> str:
-            await over.wait()
-            answer: str = await offer(header, renews)
-            return answer
-
-        late.bus.offer = much_later  # type: ignore[method-assign]
-        await asyncio.sleep(1.0)
-        state = await run.world.bus.read_state()
-        await run.world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
-        await run.world.syncer
-        over.set()
-        await asyncio.gather(first.task, late.task)
-        assert late.left
-        parts = {one.learner: one for one in await run.books()}
-        assert parts["l1"].rejected > 0
-        assert parts["l1"].died == parts["l1"].pending == 0
-
-    books_of(story, tmp_path)
+    late.bus.offer = much_later  # type: ignore[method-assign]
+    await asyncio.sleep(1.0)
+    state = await run.world.bus.read_state()
+    await run.world.bus.write_state(state.model_copy(update={"phase": Phase.DRAINING}))
+    await run.world.syncer
+    over.set()
+    await asyncio.gather(first.task, late.task)
+    assert late.left
+    parts = {one.learner: one for one in await run.books()}
+    assert parts["l1"].rejected > 0
+    assert parts["l1"].died == parts["l1"].pending == 0

@@ -1,7 +1,6 @@
 """Globals as updates: the step that is quantized is the step that is taken, by all alike."""
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import FragmentLayout, layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.payload import Update
-from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
+from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.messages.tape import Committed, Rejected
 from diloco.pipeline.payload.codec import as_bytes, as_vector, payload_digest
 from diloco.pipeline.payload.quantize import GROUP, Quantized, encode
@@ -27,7 +26,7 @@ from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.merging.outer import NesterovStep
 from diloco_studies.strikes.growth import kind_of
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
@@ -334,16 +333,11 @@ class Counting(VirtualLearner):
         return bus
 
 
-def in_a_run(story: Callable[[VirtualRun], Any], **changes: Any) -> None:
-    async def main() -> None:
-        sync: SyncSpec = sync_spec(**{"global_codec": "int8", "outer_momentum": 0.5, "tokens": 10**9} | changes)
-        world = VirtualRun(sync)
-        world.service = world.start_syncer()
-        await story(world)
-        world.stop.set()
-        await world.syncer
-
-    run_virtual(main())
+def begun(**changes: Any) -> VirtualRun:
+    """With globals as updates unless told otherwise, and endless."""
+    world = VirtualRun(sync_spec(**{"global_codec": "int8", "outer_momentum": 0.5, "tokens": 10**9} | changes))
+    world.start_syncer()
+    return world
 
 
 async def settled(world: VirtualRun, *learners: VirtualLearner) -> list[Head]:
@@ -354,39 +348,36 @@ async def settled(world: VirtualRun, *learners: VirtualLearner) -> list[Head]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"outer": "halley"}, {"outer_warmup": 3}, {"outer_momentum": 0.0}], ids=str)
-def test_versions_go_on_as_updates_with_a_key_frame_every_few(changes: dict[str, Any]) -> None:
+@in_virtual_time
+async def test_versions_go_on_as_updates_with_a_key_frame_every_few(changes: dict[str, Any]) -> None:
     """Learners that are there pull updates alone; who joins late has the same values; a taker's are the owner's."""
-    chunk = 1024
-
-    async def story(world: VirtualRun) -> None:
-        learner = Counting("l0", world).start()
-        await world.until_version(18)
-        late = Counting("l1", world, incarnation="1" * 16).start()
-        await world.until_version(22)
-        frames = [one for one in learner.pulled if kind_of(one) == "global"]
-        assert [one.split(":")[-2] for one in frames] == ["0", "0"], "one for each fragment, at the start"
-        assert {kind_of(one) for one in learner.pulled} == {"global", "update"}
-        assert kind_of(late.pulled[0]) == "global"
-        for head in await settled(world, learner, late):
-            of = layout_of(world.spec.tensors).fragments[head.fragment]
-            assert 0 <= head.behind < 4
-            assert (head.version + head.fragment - head.behind) % 4 == 0
-            assert head.behind <= len(head.updates) == KEPT_UPDATES
-            theta, momentum = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
-            assert payload_digest(as_bytes(theta), chunk) == head.digest
-            owner = world.service.owners[head.fragment]
-            assert owner.loaded.fragment.theta.tobytes() == theta.tobytes()
-            mine = owner.loaded.fragment.momentum
-            if world.spec.sync.outer_momentum:
-                assert mine.tobytes() == momentum.tobytes()
-            else:
-                assert mine is momentum is None
-            named = {head.payload, head.momentum, *(update.payload for update in head.updates)} - {""}
-            assert named.isdisjoint(world.store.expiries)
-        kept = [key for key in world.store.values if ":update:" in key or ":global:" in key]
-        assert len([key for key in kept if key not in world.store.expiries]) == 2 * (1 + KEPT_UPDATES)
-
-    in_a_run(story, key_frame_interval=4, **changes)
+    world = begun(key_frame_interval=4, **changes)
+    learner = Counting("l0", world).start()
+    await world.until_version(18)
+    late = Counting("l1", world, incarnation="1" * 16).start()
+    await world.until_version(22)
+    frames = [one for one in learner.pulled if kind_of(one) == "global"]
+    assert [one.split(":")[-2] for one in frames] == ["0", "0"], "one for each fragment, at the start"
+    assert {kind_of(one) for one in learner.pulled} == {"global", "update"}
+    assert kind_of(late.pulled[0]) == "global"
+    for head in await settled(world, learner, late):
+        of = layout_of(world.spec.tensors).fragments[head.fragment]
+        assert 0 <= head.behind < 4
+        assert (head.version + head.fragment - head.behind) % 4 == 0
+        assert head.behind <= len(head.updates) == KEPT_UPDATES
+        theta, momentum = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
+        assert payload_digest(as_bytes(theta), 1024) == head.digest
+        owner = world.service.owners[head.fragment]
+        assert owner.loaded.fragment.theta.tobytes() == theta.tobytes()
+        mine = owner.loaded.fragment.momentum
+        if world.spec.sync.outer_momentum:
+            assert mine.tobytes() == momentum.tobytes()
+        else:
+            assert mine is momentum is None
+        named = {head.payload, head.momentum, *(update.payload for update in head.updates)} - {""}
+        assert named.isdisjoint(world.store.expiries)
+    kept = [key for key in world.store.values if ":update:" in key or ":global:" in key]
+    assert len([key for key in kept if key not in world.store.expiries]) == 2 * (1 + KEPT_UPDATES)
 
 
 def damage(world: VirtualRun, key: str) -> None:
@@ -415,85 +406,78 @@ class Unlucky(VirtualLearner):
 
 
 @pytest.mark.parametrize("joining", [False, True])
-def test_an_update_that_leads_elsewhere_holds_up_its_fragment_for_a_while_only(joining: bool) -> None:
+@in_virtual_time
+async def test_an_update_that_leads_elsewhere_holds_up_its_fragment_for_a_while_only(joining: bool) -> None:
     """Its owner sees that no live learner can follow, one that joins included, and publishes the version whole."""
-
-    async def story(world: VirtualRun) -> None:
-        Unlucky.damaged = False
-        learners = [Unlucky(f"l{i}", world, incarnation=str(i) * 16).start() for i in range(2)]
-        async with asyncio.timeout(60):
-            while not Unlucky.damaged:
-                await asyncio.sleep(0.01)
-        if joining:
-            await end(*learners)
-            learners = [Unlucky("l2", world, incarnation="2" * 16).start()]
-        await asyncio.sleep(UNFOLLOWED_S / 2)
-        stuck, other = await world.heads()
-        assert stuck.version == 9
-        assert joining or other.version > 12
-        await world.until_version(12, 2 * UNFOLLOWED_S)
-        await settled(world, *learners)
-
-    in_a_run(story, key_frame_interval=64)
+    world = begun(key_frame_interval=64)
+    Unlucky.damaged = False
+    learners = [Unlucky(f"l{i}", world, incarnation=str(i) * 16).start() for i in range(2)]
+    async with asyncio.timeout(60):
+        while not Unlucky.damaged:
+            await asyncio.sleep(0.01)
+    if joining:
+        await end(*learners)
+        learners = [Unlucky("l2", world, incarnation="2" * 16).start()]
+    await asyncio.sleep(UNFOLLOWED_S / 2)
+    stuck, other = await world.heads()
+    assert stuck.version == 9
+    assert joining or other.version > 12
+    await world.until_version(12, 2 * UNFOLLOWED_S)
+    await settled(world, *learners)
 
 
 @pytest.mark.parametrize("lost", ["update", "earlier update", "key frame", "momentum"])
-def test_what_is_lost_is_published_anew_and_the_run_goes_on(lost: str) -> None:
+@in_virtual_time
+async def test_what_is_lost_is_published_anew_and_the_run_goes_on(lost: str) -> None:
     """While no learner can follow, and none is merged: nothing of what they train is lost but what they overwrite."""
-
-    async def story(world: VirtualRun) -> None:
-        learners = [VirtualLearner(f"l{i}", world, incarnation=str(i) * 16).start() for i in range(2)]
-        await world.until_version(9)
-        await end(*learners)
-        await asyncio.sleep(2)
-        heads = await world.heads()
-        for head in heads:
-            which = {"update": head.updates[-1].payload, "earlier update": head.updates[-2].payload}
-            which |= {"key frame": head.payload, "momentum": head.momentum}
-            world.store.delete(which[lost])
-        learner = VirtualLearner("l2", world, incarnation="2" * 16).start()
-        await world.until_version(max(head.version for head in heads) + 3, 3 * LOOK_S)
-        await asyncio.sleep(2 * LOOK_S)
-        for head in await settled(world, learner):
-            of = layout_of(world.spec.tensors).fragments[head.fragment]
-            theta, momentum = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
-            owner = world.service.owners[head.fragment]
-            assert (theta.tobytes(), momentum.tobytes()) == (
-                owner.loaded.fragment.theta.tobytes(),
-                owner.loaded.fragment.momentum.tobytes(),
-            )
-
-    in_a_run(story, key_frame_interval=64)
+    world = begun(key_frame_interval=64)
+    learners = [VirtualLearner(f"l{i}", world, incarnation=str(i) * 16).start() for i in range(2)]
+    await world.until_version(9)
+    await end(*learners)
+    await asyncio.sleep(2)
+    heads = await world.heads()
+    for head in heads:
+        which = {"update": head.updates[-1].payload, "earlier update": head.updates[-2].payload}
+        which |= {"key frame": head.payload, "momentum": head.momentum}
+        world.store.delete(which[lost])
+    learner = VirtualLearner("l2", world, incarnation="2" * 16).start()
+    await world.until_version(max(head.version for head in heads) + 3, 3 * LOOK_S)
+    await asyncio.sleep(2 * LOOK_S)
+    for head in await settled(world, learner):
+        of = layout_of(world.spec.tensors).fragments[head.fragment]
+        theta, momentum = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
+        owner = world.service.owners[head.fragment]
+        assert (theta.tobytes(), momentum.tobytes()) == (
+            owner.loaded.fragment.theta.tobytes(),
+            owner.loaded.fragment.momentum.tobytes(),
+        )
 
 
-def test_what_is_lost_while_merges_go_on_holds_them_up_for_a_moment() -> None:
+@in_virtual_time
+async def test_what_is_lost_while_merges_go_on_holds_them_up_for_a_moment() -> None:
     """The next commit is refused; what it would name is published anew, and the same deltas are merged."""
-
-    async def story(world: VirtualRun) -> None:
-        learner = VirtualLearner("l0", world).start()
-        await world.until_version(9)
-        for head in await world.heads():
-            world.store.delete(head.updates[-2].payload)
-        await world.until_version(12, LOOK_S / 2)
-        await settled(world, learner)
-        merged = [one for one in await world.tape() if isinstance(one, Committed) and one.contributions]
-        assert not any(isinstance(one, Rejected) for one in await world.tape())
-        assert len({(one.fragment, one.version) for one in merged}) == len(merged)
-
-    in_a_run(story, key_frame_interval=64)
+    world = begun(key_frame_interval=64)
+    learner = VirtualLearner("l0", world).start()
+    await world.until_version(9)
+    for head in await world.heads():
+        world.store.delete(head.updates[-2].payload)
+    await world.until_version(12, LOOK_S / 2)
+    await settled(world, learner)
+    merged = [one for one in await world.tape() if isinstance(one, Committed) and one.contributions]
+    assert not any(isinstance(one, Rejected) for one in await world.tape())
+    assert len({(one.fragment, one.version) for one in merged}) == len(merged)
 
 
-def test_a_global_that_is_lost_is_published_anew_in_any_codec() -> None:
-    async def story(world: VirtualRun) -> None:
-        learner = VirtualLearner("l0", world).start()
-        await world.until_version(3)
-        for head in await settled(world, learner):
-            world.store.delete(head.payload)
-        await asyncio.sleep(2 * LOOK_S)
-        for head in await world.heads():
-            of = layout_of(world.spec.tensors).fragments[head.fragment]
-            theta, _ = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
-            assert theta.tobytes() == world.service.owners[head.fragment].loaded.fragment.theta.tobytes()
-
-    for codec in ("fp32", "bf16"):
-        in_a_run(story, global_codec=codec)
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
+@in_virtual_time
+async def test_a_global_that_is_lost_is_published_anew_in_any_codec(codec: str) -> None:
+    world = begun(global_codec=codec)
+    learner = VirtualLearner("l0", world).start()
+    await world.until_version(3)
+    for head in await settled(world, learner):
+        world.store.delete(head.payload)
+    await asyncio.sleep(2 * LOOK_S)
+    for head in await world.heads():
+        of = layout_of(world.spec.tensors).fragments[head.fragment]
+        theta, _ = await pull_state(world.bus, head, of.elements, world.spec.sync, inline)
+        assert theta.tobytes() == world.service.owners[head.fragment].loaded.fragment.theta.tobytes()

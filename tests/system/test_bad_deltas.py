@@ -64,9 +64,7 @@ async def test_the_cosine_of_a_reversed_learner_is_negative_on_the_tape_and_in_t
         for learner in learners
     }
     await world.finish(*learners)
-    early = [
-        record for record in committed(await world.tape()) if record.version < 8
-    ]  # then all is learned
+    early = [record for record in committed(await world.tape()) if record.version < 8]  # then all is learned
     assert len(early) >= 10
     for record in early:
         told = {part.learner: part.cosine for part in record.contributions}
