@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
@@ -34,39 +34,12 @@ class Fate:
     """Above 0: its caller gives up, and it takes effect so much later all the same."""
 
 
-class Surroundings(Protocol):
-    """What a link must know of its world."""
-
-    def bus_up(self, link: "Link") -> bool:
-        """Whether the server that a party reaches answers."""
-        ...
-
-    def fate(self, party: str, number: int, method: str) -> Fate:
-        """What happens to this call."""
-        ...
-
-    def crash_point(self, link: "Link", method: str, after: bool) -> None:
-        """The party may be killed here."""
-        ...
-
-    def observe(self, link: "Link", method: str, args: tuple[Any, ...], more: dict[str, Any], outcome: Any) -> None:
-        """A call took effect; an outcome that is an exception was raised by the bus."""
-        ...
-
-    def later(self, delay_s: float, effect: Callable[[], Awaitable[None]]) -> None:
-        """Have a call take effect on its own."""
-        ...
-
-    def overtaken(self, party: str) -> None:
-        """A call was answered before one that had been made earlier."""
-        ...
-
-
 class Link:
     """One party's connection, from its start to its death."""
 
-    def __init__(self, bus: WorldBus, world: Surroundings, party: str, first_call: int, hangs_s: float) -> None:
-        """`hangs_s`: how long a call waits for an answer that does not come."""
+    def __init__(self, bus: WorldBus, world: Any, party: str, first_call: int, hangs_s: float) -> None:
+        """`world`: as `World`, by what it says to links. `hangs_s`: how long a call waits for an answer that does not
+        come."""
         self.bus, self._world, self._hangs_s = bus, world, hangs_s
         self._breaks = 0
         self._time = asyncio.get_running_loop().time

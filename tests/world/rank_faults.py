@@ -1,10 +1,9 @@
 """Faults of single ranks, and what a learner owes when one of its ranks is killed. asyncio."""
 
 import asyncio
-from typing import Protocol
+from typing import Any
 
 from diloco.pipeline.errors import RankGone
-from tests.world.oracle import Oracle
 from tests.world.parties import Party
 from tests.world.plan import Fault, Kind
 from tests.world.ranks import WorldRank
@@ -15,22 +14,7 @@ GONE_S = 6.0
 SLOW_CALL_S = 0.2
 
 
-class World(Protocol):
-    """What a fault of a rank must know of its world."""
-
-    oracle: Oracle
-
-    def happened(self, kind: Kind, id_: str) -> None:
-        """A fault struck."""
-
-    def cut(self, party: Party, lasts_s: float) -> None:
-        """A party does not reach the bus for a while."""
-
-    async def strike_down(self, fault: Fault, party: Party) -> None:
-        """Kill it at its point."""
-
-
-async def strike_rank(world: World, fault: Fault, rank: WorldRank) -> None:
+async def strike_rank(world: Any, fault: Fault, rank: WorldRank) -> None:
     """Do to a rank what a fault is about."""
     now, until = asyncio.get_running_loop().time(), asyncio.get_running_loop().time() + fault.lasts_s
     if fault.kind is Kind.RANK_KILLED:
@@ -50,7 +34,7 @@ async def strike_rank(world: World, fault: Fault, rank: WorldRank) -> None:
             rank.crew.slow_until = max(rank.crew.slow_until, until)
 
 
-async def ends_as_a_whole(world: World, crew: Crew) -> None:
+async def ends_as_a_whole(world: Any, crew: Crew) -> None:
     """Hold the promise that a killed rank ends its learner soon."""
     loop = asyncio.get_running_loop()
     waited_s = 0.0

@@ -26,7 +26,7 @@ from diloco.workers.stopping import STOPS, Stopping
 from diloco_studies.virtual.virtual_time import inline
 from tests.samples import virtual_report
 from tests.world.alike import Alike
-from tests.world.parties import INITIAL, LEARNING_RATE, LEAVE_S, TARGETS, Party, World
+from tests.world.parties import INITIAL, LEARNING_RATE, LEAVE_S, TARGETS, Party
 from tests.world.together import STARTS_S, Crew, Thread, WorldLines
 
 Float32 = npt.NDArray[np.float32]
@@ -121,7 +121,7 @@ class Recovery:
 class WorldRank(Party):
     """One rank of one incarnation of a learner."""
 
-    def __init__(self, world: World, number: int, crew: Crew, rank: int, alike: Alike, incarnation: str) -> None:
+    def __init__(self, world: Any, number: int, crew: Crew, rank: int, alike: Alike, incarnation: str) -> None:
         plan, self.learner = world.plan, crew.name
         skew_s = plan.skew_s[(number + rank) % len(plan.skew_s)]
         super().__init__(world, crew.name if rank == 0 else f"{crew.name}.{rank}", crew.life, skew_s)
@@ -292,7 +292,7 @@ class WorldRank(Party):
         return result.result()
 
 
-def start_ranks(world: World, number: int, life: int, ranks: int, register: Callable[[WorldRank], None]) -> None:
+def start_ranks(world: Any, number: int, life: int, ranks: int, register: Callable[[WorldRank], None]) -> None:
     """Start all ranks of one life of a learner."""
     name = f"learner-{number}"
     crew = Crew(world.chance, world.layout, name, life, ranks, world.plan.latency_s)

@@ -9,7 +9,7 @@ told soon in some lives (gloo), and in the others only by what its own exchange 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,6 @@ from diloco.pipeline.messages.wire import AVERAGED
 from diloco.workers.ranks.lines import Line
 from diloco.workers.ranks.shares import Range, Shares
 from diloco_studies.virtual.chance import Chance
-from tests.world.link import Link
 
 BREAKS_S = 0.3
 """A connection ends at most so long after a process on it was killed."""
@@ -28,14 +27,6 @@ STARTS_S = 0.3
 """The ranks of a learner start within this."""
 WAKES_S = 0.003
 """An exchange thread does what it is told within this."""
-
-
-class End(Protocol):
-    """A rank as what lies between ranks knows it."""
-
-    rank: int
-    link: Link
-    alive: bool
 
 
 class Crew:
@@ -55,7 +46,7 @@ class Crew:
         """A rank of it was killed."""
         self.slow_until = 0.0
         """Its connections are slow."""
-        self.ends: list[End] = []
+        self.ends: list[Any] = []
         """Its ranks."""
         self.meetings = [Meeting(self, rank) for rank in range(ranks)]
         self._here = [asyncio.get_running_loop().create_future() for _ in range(ranks)]
@@ -230,7 +221,7 @@ class WorldLines:
 class Pipe:
     """From one rank to another: a `lines.Writer` there, a stream here."""
 
-    def __init__(self, crew: Crew, sender: End, receiver: End) -> None:
+    def __init__(self, crew: Crew, sender: Any, receiver: Any) -> None:
         self._crew, self._sender, self._receiver = crew, sender, receiver
         self.reader = asyncio.StreamReader()
         self._arrived: deque[bytes | None] = deque()
@@ -293,7 +284,7 @@ class Pipe:
 class Thread:
     """A rank's exchange thread as its training thread knows it: what it is told it does in order, a little later."""
 
-    def __init__(self, crew: Crew, end: End, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, crew: Crew, end: Any, failed: Callable[[Exception], None]) -> None:
         self._crew, self._end, self._failed = crew, end, failed
         self._told: deque[tuple[Callable[..., Any], tuple[Any, ...]]] = deque()
         self._calls = 0
