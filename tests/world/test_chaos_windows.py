@@ -32,6 +32,12 @@ class At:
         return self.now_s
 
 
+def watched(at: At, uploaded: bool = True) -> Windows:
+    """Those of a run of one fragment and a quorum of two."""
+    sync = samples.sync_spec(fragments=1, quorum=2)
+    return Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at, uploaded=lambda _: uploaded)
+
+
 def both_in(windows: Windows) -> Surviving:
     """A due delta of each of two learners comes."""
     headers = [samples.header(name, base_version=1, base_digest=b"b" * 16) for name in ("l0", "l1")]
@@ -47,8 +53,7 @@ def both_in(windows: Windows) -> Surviving:
 def test_whoever_joins_once_all_are_in_is_waited_for(joins_later: bool) -> None:
     """Where all are in, the owner may not wait; for one that joins meanwhile it may, for as long as the grace is."""
     at, owner = At(), cast(Link, Steady())
-    sync = samples.sync_spec(fragments=1, quorum=2)
-    windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at, uploaded=lambda _: True)
+    windows = watched(at)
     windows.read(owner, 0, False)
     both_in(windows)
     at.now_s = 1.0
@@ -62,14 +67,7 @@ def test_whoever_joins_once_all_are_in_is_waited_for(joins_later: bool) -> None:
 def test_what_another_that_believes_to_own_it_reads_opens_no_window_again() -> None:
     """Of two holders one reads the stream from its start; the other had closed its window in time and merges later."""
     at, owner, other = At(), cast(Link, Steady()), cast(Link, Steady())
-    windows = Windows(
-        samples.sync_spec(fragments=1, quorum=2),
-        1,
-        slowest_step_s=0.1,
-        latency_s=0.001,
-        now=at,
-        uploaded=lambda _: True,
-    )
+    windows = watched(at)
     windows.read(owner, 0, False)
     both_in(windows)
     assert windows.closed(owner, 0) is None
@@ -83,8 +81,7 @@ def test_what_another_that_believes_to_own_it_reads_opens_no_window_again() -> N
 def test_a_doubted_learner_is_in_once_its_payload_is_on_the_bus(here: bool) -> None:
     """Until then the window lacks a quorum, however long its header has been there."""
     at, owner = At(), cast(Link, Steady())
-    sync = samples.sync_spec(fragments=1, quorum=2)
-    windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at, uploaded=lambda _: here)
+    windows = watched(at, here)
     windows.read(owner, 0, False)
     state = both_in(windows)
     doubting = IDLE_VIEW.model_copy(update={"state": "collecting", "doubted": ("l1",)})
@@ -98,8 +95,7 @@ def test_a_doubted_learner_is_in_once_its_payload_is_on_the_bus(here: bool) -> N
 def test_who_reads_anew_and_finds_a_window_closed_need_not_say_so_again(found_closed: bool, open_again: str) -> None:
     """What is shown of it much later, for another reason, closed nothing. Open again, it must close in time."""
     at, owner = At(), cast(Link, Steady())
-    sync = samples.sync_spec(fragments=1, quorum=2)
-    windows = Windows(sync, 1, slowest_step_s=0.1, latency_s=0.001, now=at, uploaded=lambda _: True)
+    windows = watched(at)
     windows.read(owner, 0, found_closed)
     state = both_in(windows)
     at.now_s = SETTLE_S
