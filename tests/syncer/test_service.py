@@ -18,7 +18,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import Committed, Rejected
+from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.needs import needs_of, pace_of
 from diloco.pipeline.site import Site
@@ -156,28 +156,6 @@ async def test_a_killed_learner_stops_nobody() -> None:
     assert all(after >= was + 2 for after, was in zip(await world.versions(), before, strict=True))
     await world.finish(*learners[1:])
     assert max(learner.longest_step_s for learner in learners[1:]) < 0.11
-
-
-@in_virtual_time
-async def test_a_half_delta_of_the_dead_is_never_merged() -> None:
-    """A header without its chunks is refused at the upload deadline, recorded, and the window goes on."""
-    world = VirtualRun(sync_spec(tokens=6_000))
-    world.start_syncer()
-    learner = VirtualLearner("alive", world, 0.1, "a" * 16).start()
-    await world.until_version(2)
-    ghost = VirtualLearner("ghost", world, 0.1, "b" * 16).start()
-
-    async def never(*_: Any) -> None:
-        await asyncio.Event().wait()
-
-    await asyncio.sleep(0)
-    ghost.bus.write_chunks = never  # type: ignore[method-assign]
-    await asyncio.sleep(3.0)
-    await ghost.kill()
-    await world.finish(learner)
-    records = await world.tape()
-    assert any(isinstance(r, Rejected) and r.learner == "ghost" for r in records)
-    assert not any(isinstance(r, Committed) and any(c.learner == "ghost" for c in r.contributions) for r in records)
 
 
 @in_virtual_time

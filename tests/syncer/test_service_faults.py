@@ -140,22 +140,6 @@ async def test_headers_lost_with_the_bus_are_offered_again() -> None:
 
 
 @in_virtual_time
-async def test_a_bus_that_comes_back_a_second_earlier_is_adopted_by_all() -> None:
-    """Heads go back, learners adopt the lower ones, and versions rise from there."""
-    world, learners = await under_way(3)
-    saved, before = world.store.snapshot(), await world.versions()
-    await asyncio.sleep(1.0)
-    assert await world.versions() > before
-    world.store.restart(saved)
-    await asyncio.sleep(0.5)
-    assert await rises(world, 4.0)
-    heads = await world.heads()
-    for learner in learners:
-        assert all(abs(v - h.version) <= 1 for v, h in zip(learner.rounds.versions, heads, strict=True))
-        await learner.kill()
-
-
-@in_virtual_time
 async def test_leaving_ends_within_its_budget_while_the_bus_is_away() -> None:
     """No exception reaches the user's program; the leave is not called orderly."""
     _, (learner,) = await under_way(2, learners=1)

@@ -30,7 +30,6 @@ from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 LEASE_S = 5.0
 P = 6
 ENDLESS = 10**9
-OUTDONE = "a newer delta of the same learner took its place"
 
 
 class Syncer:
@@ -375,68 +374,6 @@ async def test_leases_whose_calls_must_wait_for_their_turn_are_not_lost() -> Non
         assert len(a.held) == 64
     await learner.kill()
     await a.end()
-
-
-@in_virtual_time
-async def test_a_rolling_restart_of_all_syncers_loses_no_window() -> None:
-    """Heads rise throughout, nothing is refused, and at the end every token is accounted for."""
-    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS, sync_interval=8))
-    lives = [Syncer(world, "a"), Syncer(world, "b")]
-    learners = learners_of(world, 3)
-    await until(lambda: [len(s.held) for s in lives] == [3, 3], 2 * LEASE_S)
-    await world.until_version(1)
-    offered: set[tuple[int, str]] = set()
-    for learner in learners:
-        offer = learner.bus.offer
-
-        async def noted(header: Any, renews: str = "", offer: Any = offer) -> str:
-            entry: str = await offer(header, renews)
-            offered.add((header.fragment, entry))
-            offered.discard((header.fragment, renews))
-            return entry
-
-        learner.bus.offer = noted  # type: ignore[method-assign]
-    taken: set[tuple[int, str]] = set()
-
-    def note(syncer: Syncer) -> None:
-        commit = syncer.bus.commit
-
-        async def noted(one: Any) -> None:
-            await commit(one)
-            taken.update((one.record.fragment, entry) for entry in one.entries)
-
-        refuse = syncer.bus.refuse
-
-        async def refused(p: int, refusal: Any) -> None:
-            await refuse(p, refusal)
-            if {record.detail for record in refusal.records} == {OUTDONE}:
-                taken.update((p, entry) for entry in refusal.entries)
-
-        syncer.bus.commit = noted  # type: ignore[method-assign]
-        syncer.bus.refuse = refused  # type: ignore[method-assign]
-
-    for syncer in lives:
-        note(syncer)
-    for i in range(2):
-        before = await world.versions()
-        await lives[i].end()
-        await asyncio.sleep(2.0)
-        lives[i] = Syncer(world, f"{lives[i].service.id}2")
-        note(lives[i])
-        await until(lambda: [len(s.held) for s in lives] == [3, 3], 2 * LEASE_S)
-        await asyncio.sleep(1.0)
-        gained = [now - was for now, was in zip(await world.versions(), before, strict=True)]
-        assert min(gained) >= 2
-        there = {(p, o.entry_id) for p in range(P) for o in await world.bus.read_offers(p)}
-        assert offered - there <= taken  # no header left its stream but by a commit, or for a newer one
-    rejected = [r for r in await world.tape() if isinstance(r, Rejected)]
-    assert {r.detail for r in rejected} <= {OUTDONE}
-    assert len(offered) > 100
-    await ask_to_drain(world)
-    await world.finish(*learners)
-    await asyncio.gather(*(s.task for s in lives))
-    check_books(world, await world.heads(), learners)
-    await nothing_left(world)
 
 
 @in_virtual_time
