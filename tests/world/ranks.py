@@ -39,17 +39,14 @@ class WatchedRounds(Rounds):
     counted_steps = 0
 
     def trained(self, tokens: int) -> None:
-        """As `Rounds`."""
         super().trained(tokens)
         self.counted_steps += 1
 
     def adopt(self, base: Base) -> None:
-        """As `Rounds`."""
         super().adopt(base)
         self.alike.counted(base)
 
     def publication(self, p: int, windows: Mapping[int, OpenWindow]) -> Publication:
-        """As `Rounds`."""
         made = super().publication(p, windows)
         self.alike.made(made, self.counted_steps)
         return made
@@ -75,7 +72,6 @@ class WorldWires(Wires):
     party: "WorldRank"
 
     async def ask(self, rank: int, what: str, *said: Any, vector: Any = None) -> Any:
-        """As `Wires`."""
         self.party.crash_point(f"ask_{what}", False)
         found = await super().ask(rank, what, *said, vector=vector)
         self.party.crash_point(f"ask_{what}", True)
@@ -113,7 +109,6 @@ class Recovery:
         self._party = party
 
     async def find(self, peers: Any, versions: tuple[int, ...], state: RunState | None) -> Found:
-        """As `workers.moments.recovery.Recovery`."""
         await asyncio.sleep(self._party.crew.takes_s("recover", self._party.rank))
         return Found("start" if max(versions) == 0 else "fresh")
 

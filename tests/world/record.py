@@ -195,12 +195,10 @@ class Seen:
 
     @property
     def values(self) -> dict[str, Value]:
-        """As its store's."""
         return self.store.values
 
     @property
     def expiries(self) -> dict[str, float]:
-        """As its store's."""
         return self.store.expiries
 
 

@@ -157,7 +157,6 @@ class Meeting:
         self._sums: list[WorldSum] = []
 
     def start_sum(self, numbers: Sequence[int]) -> "WorldSum":
-        """As `agreed.Meets`."""
         number = len(self._sums)
         self._sums.append(WorldSum(self._crew.gather(self.rank, "sum", number, tuple(numbers))))
         return self._sums[-1]
@@ -195,11 +194,9 @@ class WorldSum:
 
     @property
     def there(self) -> bool:
-        """As `agreed.Sum`."""
         return self.result.done()
 
     def wait(self, within_s: float | None = None) -> list[int]:
-        """As `agreed.Sum`."""
         return self.result.result()
 
 
@@ -210,11 +207,9 @@ class WorldLines:
         self.rank, self.ranks, self._crew = rank, crew.ranks, crew
 
     async def connect(self) -> dict[int, Line]:
-        """As `lines.Lines`."""
         return await self._crew.connected(self.rank)
 
     def close(self) -> None:
-        """As `lines.Lines`."""
         self._crew.close(self.rank)
 
 
@@ -231,17 +226,14 @@ class Pipe:
         self._closed = False
 
     def write(self, data: bytes | memoryview) -> None:
-        """As `lines.Writer`."""
         if not (self._closed or self._sender.link.dead):
             self._send(bytes(data))
 
     async def drain(self) -> None:
-        """As `lines.Writer`."""
         if self._closed or not self._receiver.alive:
             raise ConnectionResetError("nobody reads this any more")
 
     def close(self) -> None:
-        """As `lines.Writer`."""
         if not self._sender.link.dead:
             self.end()
 
@@ -293,14 +285,12 @@ class Thread:
         self.tasks: set[asyncio.Task[Any]] = set()
 
     def call(self, what: Callable[..., Any], *args: Any) -> None:
-        """As `ExchangeThread`."""
         self._calls += 1
         self._told.append((what, args))
         late_s = WAKES_S * self._crew.chance.share("wakes", self._crew.name, self._end.rank, self._calls)
         asyncio.get_running_loop().call_later(late_s, self._do)
 
     def ask(self, work: Any) -> "asyncio.Future[Any]":
-        """As `ExchangeThread`."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         async def answered() -> None:
