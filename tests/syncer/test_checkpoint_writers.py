@@ -316,24 +316,6 @@ async def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
 
 
 @in_virtual_time
-async def test_who_reads_the_status_from_the_bus_hears_of_checkpoints_that_fail(tmp_path: Path) -> None:
-    """As `diloco status` and the display of `diloco run` do, until one is saved."""
-    place = tmp_path / "place"
-    place.write_bytes(b"no folder")
-    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=place, checkpoint_every=5.0)
-    world.start_syncer()
-    learner = VirtualLearner("l", world).start()
-    await world.until_version(3)
-    await asyncio.sleep(6.0)
-    (warning,) = (await read_status(world.bus, world.clock))["warnings"]
-    assert f"could not be saved in {place}" in warning
-    place.unlink()
-    await asyncio.sleep(6.0)
-    assert (await read_status(world.bus, world.clock))["warnings"] == []
-    await learner.kill()
-
-
-@in_virtual_time
 async def test_a_save_goes_on_where_the_bus_has_not_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One read is not answered in each time that a save takes, the last fragment's: what is saved stays."""
     pull, pulls = saving.pull_state, 0
