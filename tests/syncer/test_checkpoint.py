@@ -23,7 +23,7 @@ from diloco.syncer.checkpoints.loading import Checkpoint, load_checkpoint
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
 from tests import samples
 from tests.saving import save_checkpoint
 
@@ -32,11 +32,6 @@ RNG = np.random.default_rng(0)
 THETA = [RNG.standard_normal(600).astype(np.float32), RNG.standard_normal(200).astype(np.float32)]
 MOMENTUM = RNG.standard_normal(600).astype(np.float32)
 ORDER = DataOrder(length=30, seed=7)
-
-
-async def here(fn, *args):
-    """Offload nothing: virtual time cannot wait for a thread."""
-    return fn(*args)
 
 
 async def trained(spec: Spec, momentum: np.ndarray | None = MOMENTUM) -> MemoryBus:
@@ -67,7 +62,7 @@ def save(directory: Path, times: int = 1, spec: Spec | None = None, **given) -> 
     async def main() -> list[Path]:
         spec_ = spec or samples.spec()
         bus = await trained(spec_, **given)
-        return [Path(str(await save_checkpoint(bus, spec_, place_of(directory), here))) for _ in range(times)]
+        return [Path(str(await save_checkpoint(bus, spec_, place_of(directory), inline))) for _ in range(times)]
 
     return run_virtual(main())
 
@@ -96,7 +91,7 @@ def restore(checkpoint: Checkpoint, spec: Spec, bus: MemoryBus | None = None) ->
         empty = bus or MemoryBus("again", VirtualClock())
         for p in range(spec.sync.fragments):
             assert await empty.acquire_lease(p, NONCE, 1e9)
-        await restore_checkpoint(empty, checkpoint, spec, NONCE, "s", VirtualClock(), here)
+        await restore_checkpoint(empty, checkpoint, spec, NONCE, "s", VirtualClock(), inline)
         return empty
 
     return run_virtual(main())
@@ -211,7 +206,7 @@ def test_kinds_of_lost_tokens_outlast_any_number_of_resumes(tmp_path):
             run_virtual(bus.write_report(samples.report(tokens=1000, overwritten=77)))
         for p, lost in ((0, 5), (1, 6)):
             run_virtual(lose(bus, p, lost))
-        run_virtual(save_checkpoint(bus, samples.spec(tokens=20_000), place_of(tmp_path), here))
+        run_virtual(save_checkpoint(bus, samples.spec(tokens=20_000), place_of(tmp_path), inline))
     assert load_checkpoint(tmp_path).state.tokens == 3000
 
 
@@ -331,7 +326,7 @@ def test_a_head_that_moves_while_it_is_read_is_read_again(tmp_path):
             return heads
 
         bus.read_heads = read_then_move
-        return await save_checkpoint(bus, spec, place_of(tmp_path), here)
+        return await save_checkpoint(bus, spec, place_of(tmp_path), inline)
 
     run_virtual(main())
     loaded = load_checkpoint(tmp_path)
@@ -348,7 +343,7 @@ def test_a_damaged_payload_is_no_endless_loop(tmp_path):
         bus = await trained(spec)
         (head,) = await bus.read_heads([1])
         bus.store.delete(head.payload)
-        await save_checkpoint(bus, spec, place_of(tmp_path), here)
+        await save_checkpoint(bus, spec, place_of(tmp_path), inline)
 
     with pytest.raises(BadPayload):
         run_virtual(main())
@@ -375,7 +370,7 @@ def test_a_data_queue_that_a_learner_has_damaged_costs_no_fragment(tmp_path, dam
         bus = await trained(spec)
         DAMAGED[damage](bus)
         with capture_logs() as logs:
-            await save_checkpoint(bus, spec, place_of(tmp_path), here)
+            await save_checkpoint(bus, spec, place_of(tmp_path), inline)
         (told,) = [line for line in logs if line["event"] == "data_queue_not_saved"]
         assert told["log_level"] == "warning"
         assert bus.keys.shard_epoch in told["keys"]
@@ -392,10 +387,10 @@ def test_a_run_without_a_version_cannot_be_saved(tmp_path):
     """Said in words."""
     bus, place = MemoryBus("r", VirtualClock()), place_of(tmp_path)
     with pytest.raises(UsageError, match="no state yet"):
-        run_virtual(save_checkpoint(bus, samples.spec(), place, here))
+        run_virtual(save_checkpoint(bus, samples.spec(), place, inline))
     run_virtual(bus.write_state(samples.run_state()))
     with pytest.raises(UsageError, match="no version yet"):
-        run_virtual(save_checkpoint(bus, samples.spec(), place, here))
+        run_virtual(save_checkpoint(bus, samples.spec(), place, inline))
 
 
 def rewrite(path: Path, change) -> None:

@@ -13,13 +13,9 @@ from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Stepped
 from diloco.syncer.merging.merge import all_finite
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import in_virtual_time
+from diloco_studies.virtual.virtual_time import in_virtual_time, inline
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
-
-
-async def inline(fn, *args):
-    return fn(*args)
 
 
 class Overflowing(FragmentState):

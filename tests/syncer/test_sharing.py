@@ -22,12 +22,6 @@ def test_a_joiner_takes_from_each_and_the_lead_stays() -> None:
     assert excess({0, 7}, 1, 2, 2) == [7]
 
 
-def test_with_more_syncers_than_fragments_some_stand_by() -> None:
-    assert [quota(rank, 3, 2) for rank in range(3)] == [1, 1, 0]
-    assert excess({0}, 2, 3, 2) == [0]
-    assert wanted((), (0, 1), 2, 3, 2) == []
-
-
 @given(
     st.lists(st.integers(0, 5), min_size=1, max_size=60),
     st.integers(1, 6),

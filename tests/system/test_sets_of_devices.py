@@ -10,7 +10,7 @@ import pytest
 from diloco.pipeline.messages.tape import Committed
 from diloco.tape import read_archive
 from tests.parties import wait_for
-from tests.system.test_processes import Run, diloco, is_running, started
+from tests.system.test_processes import Run, is_running, started
 
 pytestmark = [
     pytest.mark.redis,
@@ -86,10 +86,3 @@ def test_ctrl_c_ends_ranks_in_order_and_a_killed_learner_takes_its_ranks_along(t
     assert {one["id"]: one["left"] for one in run.report["learners"]}["learner-0"]
     assert not any(map(is_running, ranks["learner-0"]))
     run.left_nothing_running()
-
-
-def test_what_ranks_would_be_refused_for_is_said_before_any_is_started(tmp_path: Path) -> None:
-    refused = diloco("run", *TWO_AND_ONE, "--batch", 3, "--out", tmp_path / "out")
-    assert refused.returncode == 2
-    assert refused.stderr.count("batch=3: a learner of 2 ranks divides each batch") == 1
-    assert not (tmp_path / "out").exists()
