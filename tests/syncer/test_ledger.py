@@ -15,6 +15,7 @@ from diloco.tape import read_archive
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
 from tests.diloco.test_report import LAYOUT, A, B, C, committed, ledger_inputs, rejected, report
+from tests.syncer.test_lost import flush
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 # --- accounts ----------------------------------------------------------------------------------------
@@ -322,8 +323,7 @@ async def test_a_bus_that_loses_all_while_everybody_stays(tmp_path: Path, syncer
     if syncer_too:
         world.syncer.cancel()
         await asyncio.gather(world.syncer, return_exceptions=True)
-    for key in list(world.store.values):
-        world.store.delete(key)
+    flush(world)
     if syncer_too:
         world.start_syncer()
     await asyncio.sleep(40.0)

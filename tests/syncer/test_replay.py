@@ -174,15 +174,15 @@ def test_a_damaged_or_missing_orthogonalised_step_is_found(orthogonal, tmp_path)
     path = file_of(tmp_path / "copy", bad)
     whole = path.read_bytes()
 
+    step = slice(at := 8 * 2 * (1 + len(bad.contributions)), at + 24)
+
     def flip(header: MergeHeader, body: np.ndarray) -> MergeHeader:
-        body[8 * 2 * (1 + len(header.contributions))] ^= 1
+        body[at] ^= 1
         return header
 
     def wrong(header: MergeHeader, body: np.ndarray) -> MergeHeader:
-        at = 8 * 2 * (1 + len(header.contributions))
-        body[at : at + 24].view(np.float32)[:] *= -1
-        digest = payload_digest(as_bytes(body[at : at + 24].copy()), 1024)
-        return header.model_copy(update={"orthogonal": digest})
+        body[step].view(np.float32)[:] *= -1
+        return header.model_copy(update={"orthogonal": payload_digest(as_bytes(body[step].copy()), 1024)})
 
     for change, said in (
         (flip, "the orthogonalised step is damaged"),
@@ -195,12 +195,7 @@ def test_a_damaged_or_missing_orthogonalised_step_is_found(orthogonal, tmp_path)
             f"version {bad.version}: " in line and said.replace("t0", f"t{bad.fragment}") in line for line in lines
         )
         path.write_bytes(whole)
-    data = path.read_bytes()
-    _, length = _PREFIX.unpack(data[: _PREFIX.size])
-    header = decode(MergeHeader, data[_PREFIX.size : _PREFIX.size + length]).model_copy(update={"orthogonal": None})
-    body, at = data[_PREFIX.size + length :], 8 * 2 * (1 + len(header.contributions))
-    packed = encode(header)
-    path.write_bytes(_PREFIX.pack(b"DLRC", len(packed)) + packed + body[:at] + body[at + 24 :])
+    rewrite(path, lambda header, _: header.model_copy(update={"orthogonal": None}), without=step)
     lines = told(check(tmp_path / "copy", commits))
     assert lines == [
         f"fragment {bad.fragment} version {bad.version}: the recording has no orthogonalised step, unlike the run"
@@ -463,14 +458,14 @@ def file_of(folder: Path, commit: Committed) -> Path:
     )
 
 
-def rewrite(path: Path, change: Change) -> None:
-    """Change header or body (uint8 view) of a recorded merge."""
+def rewrite(path: Path, change: Change, without: slice = slice(0)) -> None:
+    """Change header or body (uint8 view) of a recorded merge, and leave some of the body out."""
     data = path.read_bytes()
     _, length = _PREFIX.unpack(data[: _PREFIX.size])
     header = decode(MergeHeader, data[_PREFIX.size : _PREFIX.size + length])
     body = np.frombuffer(data[_PREFIX.size + length :], np.uint8).copy()
     packed = encode(change(header, body))
-    path.write_bytes(_PREFIX.pack(b"DLRC", len(packed)) + packed + body.tobytes())
+    path.write_bytes(_PREFIX.pack(b"DLRC", len(packed)) + packed + np.delete(body, without).tobytes())
 
 
 def part(header: MergeHeader, **changes: Any) -> MergeHeader:

@@ -7,14 +7,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from diloco.pipeline.ramps import interval_at, interval_in_force, overlap_in_force, stretched
-from diloco.pipeline.settings import SyncerProcess, SyncSettings
+from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.committing import RoundTrips
-from diloco.syncer.metrics import Metrics
-from diloco.syncer.serving.service import SyncerService
-from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
-from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
+from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 USUAL = SyncSettings(tokens=1000).sync_spec()
 
@@ -63,19 +60,16 @@ class SlowMerges(VirtualRun):
     varies = 0.0
     """By up to such a share, either way."""
     random = Random(0)
-    metrics = Metrics()
 
     def start(self) -> None:
         """Its syncer."""
 
-        async def offload(work, *args):  # type: ignore[no-untyped-def]
+        async def offload(work, *args):
             takes_s = self.merge_s * self.random.uniform(1 - self.varies, 1 + self.varies)
             await asyncio.sleep(takes_s if getattr(work, "__name__", "") == "merge" else 0)
             return work(*args)
 
-        bus, process = MemoryBus(RUN, self.clock, self.store), SyncerProcess(syncer_id="syncer")
-        service = SyncerService(bus, VirtualClock(), process, self.metrics, offload=offload)
-        self.syncer = asyncio.create_task(service.run(self.stop))
+        self.start_syncer()._offload = offload
 
 
 async def _shares(merge_s: float) -> tuple[list[int], float, list[int]]:
@@ -126,7 +120,7 @@ async def test_rounds_that_are_much_longer_than_asked_for_are_said() -> None:
             rounds = [(one["interval"], one["asked_interval"]) for one in status["fragments"]]
             said = [text for text in status["warnings"] if text.startswith("rounds take ")]
             longest = max(interval for interval, _ in rounds)
-            shown = {s.labels["which"]: s.value for s in world.metrics.interval.collect()[0].samples}
+            shown = {s.labels["which"]: s.value for s in world.service.metrics.interval.collect()[0].samples}
             assert [asked for _, asked in rounds] == [24, 24]
             assert shown["asked"] == 24
             assert (longest > 200) == bool(merge_s) == bool(said)

@@ -24,6 +24,7 @@ from diloco.syncer.checkpoints.loading import newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.serving.start import OnBus, Way, way_of
 from diloco_studies.virtual.virtual_time import in_virtual_time
+from tests.syncer.test_lost import flush
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 BUDGET = 12_000
@@ -106,12 +107,6 @@ def test_what_a_start_means(bus: str) -> None:
     assert way_of(None, SAVED["finished"], 100, False, RUN) is Way.FINISHED
 
 
-def empty(world: VirtualRun) -> None:
-    """As a Redis that was killed and has kept nothing."""
-    for key in list(world.store.values):
-        world.store.delete(key)
-
-
 async def cancelled(task: asyncio.Task[None] | None) -> None:
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
@@ -138,7 +133,7 @@ async def killed(world: VirtualRun, party: Sequence[VirtualLearner]) -> None:
 async def killed_all(world: VirtualRun, party: Sequence[VirtualLearner]) -> None:
     """Redis too."""
     await killed(world, party)
-    empty(world)
+    flush(world)
 
 
 @in_virtual_time
@@ -159,7 +154,7 @@ async def test_the_same_command_is_right_from_the_first_start_to_the_end(tmp_pat
     service = world.start_syncer()
     await world.finish(*learners(world, first=50))
     assert service.status_at_exit == 0
-    empty(world)
+    flush(world)
     again = world.start_syncer()
     await world.syncer
     assert again.status_at_exit == 0
@@ -412,7 +407,7 @@ async def test_fresh_parameters_wait_for_a_learner_that_has_trained_ones() -> No
     await world.until_version(20)
     was = await world.bus.read_state()
     await cancelled(world.syncer)
-    empty(world)
+    flush(world)
     await asyncio.sleep(1.0)
     world.start_syncer()
     fresh = VirtualLearner("fresh", world, 0.1, "f" * 16).start()
@@ -452,7 +447,7 @@ async def test_who_trained_does_not_go_on_in_a_run_that_began_anew() -> None:
     trained = learners(world, 1)[0]
     await world.until_version(5)
     await cancelled(world.syncer)
-    empty(world)
+    flush(world)
     calls = trained.bus
 
     async def away(*args: Any) -> Any:
@@ -478,7 +473,7 @@ async def test_the_ledger_of_a_run_that_goes_on_from_a_learner_says_what_it_took
     world, party = await under_way(100)
     await cancelled(world.syncer)
     before = await read_status(world.bus, world.clock)
-    empty(world)
+    flush(world)
     world.start_syncer()
     await asyncio.sleep(30.0)
     await world.until_version(5)

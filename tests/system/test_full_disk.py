@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -62,48 +63,47 @@ def count(told: list[dict], event: str) -> int:
     return sum(line["event"] == event for line in told)
 
 
-def wide_learners(world: VirtualRun) -> list[VirtualLearner]:
-    return [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+async def begun(**settings: Any) -> tuple[VirtualRun, list[VirtualLearner]]:
+    """A run of two learners, at version 3, whose syncer was told so."""
+    world = VirtualRun(sync_spec(tokens=10**9), **settings)
+    world.start_syncer()
+    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(3)
+    return world, learners
 
 
 @in_virtual_time
 async def test_checkpoints_that_find_no_room_are_said_and_tried_again_while_merging_goes_on(disk: Path, told) -> None:
     """The one before stays, the status shows it, and the next one that finds room ends the warning."""
-    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=disk / "checkpoints", checkpoint_every=5.0)
-    service = world.start_syncer()
-    learners = wide_learners(world)
-    await world.until_version(3)
+    world, learners = await begun(checkpoint_dir=disk / "checkpoints", checkpoint_every=5.0)
     await asyncio.sleep(6.0)
     before = folder_of(disk / "checkpoints")
     fill(disk)
     versions = await world.versions()
     await asyncio.sleep(21.0)
     assert count(told, "checkpoint_failed") >= 4
-    assert any("could not be saved" in warning for warning in (await service.status())["warnings"])
+    assert any("could not be saved" in warning for warning in (await world.service.status())["warnings"])
     assert all(now > was + 20 for now, was in zip(await world.versions(), versions, strict=True))
     assert folder_of(disk / "checkpoints") == before
     empty(disk)
     await asyncio.sleep(6.0)
     assert folder_of(disk / "checkpoints") != before
-    assert (await service.status())["warnings"] == []
+    assert (await world.service.status())["warnings"] == []
     assert len(list((disk / "checkpoints").iterdir())) <= 4, "nothing half is left"
     world.stop.set()
     await world.syncer
-    assert service.in_order
+    assert world.service.in_order
     await end(*learners)
 
 
 @in_virtual_time
 async def test_a_syncer_that_stops_with_a_full_disk_says_that_its_last_checkpoint_is_missing(disk: Path, told) -> None:
     """It ends, with an error."""
-    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=disk / "checkpoints")
-    service = world.start_syncer()
-    learners = wide_learners(world)
-    await world.until_version(3)
+    world, learners = await begun(checkpoint_dir=disk / "checkpoints")
     fill(disk)
     world.stop.set()
     await world.syncer
-    assert not service.in_order
+    assert not world.service.in_order
     assert count(told, "checkpoint_failed") == 1
     await end(*learners)
 
@@ -111,17 +111,14 @@ async def test_a_syncer_that_stops_with_a_full_disk_says_that_its_last_checkpoin
 @in_virtual_time
 async def test_the_archive_of_a_full_disk_has_every_record_once_there_is_room(disk: Path, told) -> None:
     """No record is lost, none is there twice, and none is cut in two."""
-    world = VirtualRun(sync_spec(tokens=10**9), tape_dir=disk / "tape")
-    service = world.start_syncer()
-    learners = wide_learners(world)
-    await world.until_version(3)
+    world, learners = await begun(tape_dir=disk / "tape")
     fill(disk)
     await asyncio.sleep(60.0)  # more than the file's last page has room for
     assert count(told, "tape_not_archived") >= 1
-    assert any("cannot be archived" in warning for warning in (await service.status())["warnings"])
+    assert any("cannot be archived" in warning for warning in (await world.service.status())["warnings"])
     empty(disk)
     await asyncio.sleep(3.0)
-    assert (await service.status())["warnings"] == []
+    assert (await world.service.status())["warnings"] == []
     await end(*learners)
     await asyncio.sleep(2.0)
     tape = await world.tape()
@@ -134,9 +131,7 @@ async def test_the_archive_of_a_full_disk_has_every_record_once_there_is_room(di
 @in_virtual_time
 async def test_an_archive_that_is_deleted_is_written_again_from_what_the_tape_has(tmp_path: Path, told) -> None:
     """Or moved; while the run goes on, or as it ends. It is said."""
-    world = VirtualRun(sync_spec(tokens=10**9), tape_dir=tmp_path / "tape")
-    service = world.start_syncer()
-    learners = wide_learners(world)
+    world, learners = await begun(tape_dir=tmp_path / "tape")
     for times, remove in enumerate((shutil.rmtree, lambda folder: folder.rename(tmp_path / "moved")), 1):
         await world.until_version(3 * times)
         remove(tmp_path / "tape")
@@ -149,7 +144,7 @@ async def test_an_archive_that_is_deleted_is_written_again_from_what_the_tape_ha
     shutil.rmtree(tmp_path / "tape")
     world.stop.set()
     await world.syncer
-    assert service.in_order
+    assert world.service.in_order
     tape = await world.tape()
     assert read_archive(tmp_path / "tape") == tape
     assert any(isinstance(record, Committed) for record in tape)
@@ -158,14 +153,11 @@ async def test_an_archive_that_is_deleted_is_written_again_from_what_the_tape_ha
 @in_virtual_time
 async def test_a_recording_with_gaps_is_shown_and_merging_goes_on(disk: Path, told) -> None:
     """Log and status say where it has the last gap."""
-    world = VirtualRun(sync_spec(tokens=10**9), record_deltas=disk / "deltas")
-    service = world.start_syncer()
-    learners = wide_learners(world)
-    await world.until_version(3)
+    world, learners = await begun(record_deltas=disk / "deltas")
     fill(disk)
     await world.until_version(9)
     assert count(told, "recording_failed") == 1
-    assert any("the recording has gaps" in warning for warning in (await service.status())["warnings"])
+    assert any("the recording has gaps" in warning for warning in (await world.service.status())["warnings"])
     await end(*learners)
 
 
