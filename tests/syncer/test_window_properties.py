@@ -458,24 +458,6 @@ def test_an_attempt_that_took_a_place_is_refused_once_it_has_had_the_whole_time_
     assert window.pending() == ()
 
 
-def test_who_came_too_late_for_a_set_is_in_the_next_attempt_and_has_the_whole_time_there() -> None:
-    """And is refused when that is over."""
-    window = Window(samples.head(), FORMAT, 0.0)
-    whole, silent, late = attempts("l0", "l1", "l2")
-    both = replace(ALONE, quorum=2)
-    for offer in (whole, silent):
-        window.offer(offer, 0.0)
-    window.decide(0.0, both)
-    window.uploaded(whole)
-    assert window.offer(late, 1.0) == Late()
-    for now, overdue in ((30.0, silent), (60.0, late)):
-        decision = window.decide(now, both)
-        assert isinstance(decision, Reopened)
-        assert decision.overdue == (overdue,)
-        window.decide(now, both)
-    assert window.members == ("l0",)
-
-
 def test_a_merge_tells_when_the_window_opened_when_k_were_in_and_when_it_was_fixed() -> None:
     """The grace window is estimated from these; more time for uploads moves none of them."""
     window = Window(samples.head(), FORMAT, 0.0)
