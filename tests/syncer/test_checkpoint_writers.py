@@ -24,7 +24,7 @@ from diloco.syncer.checkpoints.saving import OLD_S, begin_checkpoint, checkpoint
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline, run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint import folder_of, save, trained
-from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, P, Syncer, learners_of, until
+from tests.syncer.test_several_syncers import ENDLESS, LEASE_S, P, Syncer, learners_of, sharing, until
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 LEFT = "checkpoint-7-deadbeef"
@@ -234,10 +234,7 @@ async def test_each_syncer_saves_the_fragments_that_it_serves(tmp_path: Path, mo
     What the lead saves for others is at most what they are at when it comes there.
     """
     slowly = Slowly(monkeypatch)
-    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path, checkpoint_every=20.0)
-    syncers = [Syncer(world, name) for name in "abc"]
-    learners = learners_of(world)
-    await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 2 * LEASE_S)
+    _, syncers, learners = await sharing("abc", checkpoint_dir=tmp_path, checkpoint_every=20.0)
     held = {p: s.bus for s in syncers for p in s.held}
     took = await until(lambda: any(tmp_path.glob("*/latest")), 30.0)
     assert all((p, bus) in {(p, bus) for _, p, bus in slowly.by} for p, bus in held.items())
@@ -253,10 +250,7 @@ async def test_fragments_of_a_syncer_that_dies_meanwhile_are_saved_by_the_lead(
 ) -> None:
     """The checkpoint is whole all the same."""
     slowly = Slowly(monkeypatch)
-    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path, checkpoint_every=20.0)
-    syncers = [Syncer(world, name) for name in "abc"]
-    learners = learners_of(world)
-    await until(lambda: [len(s.held) for s in syncers] == [2, 2, 2], 2 * LEASE_S)
+    _, syncers, learners = await sharing("abc", checkpoint_dir=tmp_path, checkpoint_every=20.0)
     (lead,) = [s for s in syncers if 0 in s.held]
     dead = next(s for s in syncers if s is not lead)
     lost = set(dead.held)

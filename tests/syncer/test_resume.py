@@ -11,6 +11,7 @@ from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.payload.codec import encode
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco_studies.virtual.virtual_time import in_virtual_time
+from tests.syncer.test_several_syncers import until
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 BUDGET = 12_000
@@ -132,9 +133,7 @@ async def test_a_syncer_that_is_overtaken_while_it_resumes_follows(tmp_path, cal
 
     setattr(first.bus, call, cut_off)
     first.bus.acquire_lease = not_prolonged
-    async with asyncio.timeout(60):
-        while calls < 2:
-            await asyncio.sleep(0.1)
+    await until(lambda: calls >= 2, 60)
     second = world.start_syncer(resume=tmp_path, syncer_id="second")
     going_on = asyncio.create_task(go_on(world, tmp_path))
     async with asyncio.timeout(60):

@@ -15,6 +15,7 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
+from tests.syncer.test_several_syncers import until
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 
@@ -273,9 +274,7 @@ async def test_an_owner_that_cannot_read_any_more_decides_nothing_by_what_it_rea
 
     bus.read_offers, bus.read_heads = read, heads  # type: ignore[assignment,method-assign]
     bus.write_window = slowly  # type: ignore[method-assign]
-    async with asyncio.timeout(10):
-        while "heads" not in done:
-            await asyncio.sleep(0.01)
+    await until(lambda: "heads" in done, 10)
     first = done.index("collecting")
     assert done[first : first + 2] == ["collecting", "heads"]
     assert await rises(world, 6.0)

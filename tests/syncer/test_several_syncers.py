@@ -120,6 +120,15 @@ async def until(reached: Callable[[], bool], limit_s: float) -> float:
     return loop.time() - began
 
 
+async def sharing(names: str = "ab", **settings: Any) -> tuple[VirtualRun, list[Syncer], list[VirtualLearner]]:
+    """An endless run of P fragments, and two learners, once its syncers have shared them."""
+    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), **settings)
+    syncers = [Syncer(world, name) for name in names]
+    learners = learners_of(world)
+    await until(lambda: {len(one.held) for one in syncers} == {P // len(syncers)}, 2 * LEASE_S)
+    return world, syncers, learners
+
+
 def saved(folder: Path) -> list[str]:
     return [path.name for path in folder.glob("*/checkpoint-*")]
 
@@ -222,10 +231,7 @@ async def test_a_merge_in_hand_is_committed_before_its_fragment_is_given_back() 
 @in_virtual_time
 async def test_a_dead_syncers_fragments_are_taken_over_within_two_lease_times(after_s: float) -> None:
     """Wherever in its period it dies: its leases end within one lease time, and a third of one later all are taken."""
-    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
-    a, b = Syncer(world, "a"), Syncer(world, "b")
-    learners = learners_of(world)
-    await until(lambda: (len(a.held), len(b.held)) == (3, 3), 2 * LEASE_S)
+    world, (a, b), learners = await sharing()
     await asyncio.sleep(after_s)
     orphans, before = sorted(b.held), await world.versions()
     await b.kill()
@@ -296,10 +302,7 @@ async def test_a_call_of_the_survivor_that_is_not_answered_does_not_hold_up_the_
     method: str, after_s: float
 ) -> None:
     """Whichever it is, shortly before the dead syncer's leases end or just then: all are taken in two lease times."""
-    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
-    a, b = Syncer(world, "a"), Syncer(world, "b")
-    learners = learners_of(world)
-    await until(lambda: (len(a.held), len(b.held)) == (3, 3), 2 * LEASE_S)
+    _, (a, b), learners = await sharing()
     bus = unanswered(a)
     await b.kill()
     asyncio.get_running_loop().call_later(after_s, bus.arm, method, True)
@@ -583,10 +586,7 @@ async def test_a_learner_that_floods_its_stream_does_not_keep_the_run_from_its_e
 @in_virtual_time
 async def test_a_syncer_that_is_told_to_stop_leaves_the_end_to_the_others() -> None:
     """In the middle of the drain it gives its fragments back; the run is finished by who is left."""
-    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS))
-    a, b = Syncer(world, "a"), Syncer(world, "b")
-    learners = learners_of(world)
-    await until(lambda: (len(a.held), len(b.held)) == (3, 3), 2 * LEASE_S)
+    world, (a, b), learners = await sharing()
     lead, other = (a, b) if 0 in a.held else (b, a)
     await ask_to_drain(world)
     await lead.end()
@@ -637,12 +637,9 @@ async def never_leaves(world: VirtualRun) -> None:
 @in_virtual_time
 async def test_the_last_checkpoint_is_saved_once(tmp_path: Path) -> None:
     """Syncers that share a folder do not save the same state twice; when one is told to stop, only the lead saves."""
-    world = VirtualRun(sync_spec(fragments=P, tokens=ENDLESS), checkpoint_dir=tmp_path)
-    a, b, c = (Syncer(world, name) for name in "abc")
-    learners = learners_of(world)
-    await until(lambda: [len(s.held) for s in (a, b, c)] == [2, 2, 2], 2 * LEASE_S)
-    lead = next(s for s in (a, b, c) if 0 in s.held)
-    first, second = (s for s in (a, b, c) if s is not lead)
+    world, syncers, learners = await sharing("abc", checkpoint_dir=tmp_path)
+    lead = next(s for s in syncers if 0 in s.held)
+    first, second = (s for s in syncers if s is not lead)
     await first.end()
     assert not saved(tmp_path)
     await lead.end()

@@ -25,7 +25,7 @@ from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.serving.start import OnBus, Way, way_of
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.syncer.test_lost import flush
-from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way, until_joined
 
 BUDGET = 12_000
 SETTLED_S = 4.0
@@ -320,9 +320,7 @@ async def test_fresh_parameters_are_never_put_beside_those_of_half_a_checkpoint(
     assert head is not None
     assert missing is None
     world.start_syncer(checkpoint_dir=tmp_path / "new", syncer_id="again")
-    async with asyncio.timeout(30):
-        while not all(one.joined for one in party):
-            await asyncio.sleep(0.1)
+    await until_joined(*party)
     state = await world.bus.read_state()
     assert state.base_tokens == had
     installed = [one.record for one in await world.bus.read_tape({0: START}, limit=1000)]

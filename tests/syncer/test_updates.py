@@ -28,6 +28,7 @@ from diloco_studies.strikes.growth import kind_of
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests import samples
+from tests.syncer.test_several_syncers import until
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 NONCE = "ab" * 8
@@ -412,9 +413,7 @@ async def test_an_update_that_leads_elsewhere_holds_up_its_fragment_for_a_while_
     world = begun(key_frame_interval=64)
     Unlucky.damaged = False
     learners = [Unlucky(f"l{i}", world, incarnation=str(i) * 16).start() for i in range(2)]
-    async with asyncio.timeout(60):
-        while not Unlucky.damaged:
-            await asyncio.sleep(0.01)
+    await until(lambda: Unlucky.damaged, 60)
     if joining:
         await end(*learners)
         learners = [Unlucky("l2", world, incarnation="2" * 16).start()]

@@ -28,6 +28,7 @@ from diloco.workers.rounds import RENEWED_BY
 from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import samples, slow_beyond
 from tests.samples import encode_chunks
+from tests.syncer.test_several_syncers import until
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 BAD = "l7"
@@ -220,9 +221,7 @@ async def test_a_learner_that_renews_what_it_never_uploads_is_doubted_however_qu
     learners = [VirtualLearner(f"l{i}", world, s, f"{i:016x}").start() for i, s in enumerate(steps)]
     await world.until_version(2)
     silent(learners[2])
-    async with asyncio.timeout(20):
-        while service.owners[0].doubted != {"l2"}:
-            await asyncio.sleep(0.05)
+    await until(lambda: service.owners[0].doubted == {"l2"}, 20)
     await end(*learners)
 
 
@@ -232,14 +231,10 @@ async def test_a_doubted_learner_that_sends_a_sound_delta_is_waited_for_again() 
     world, learners = await under_way(2, learners=3, quorum=2, fragments=1)
     train = learners[2].train
     poisoned(np.nan)(learners[2])
-    async with asyncio.timeout(30):
-        while world.service.owners[0].doubted != {"l2"}:
-            await asyncio.sleep(0.05)
+    await until(lambda: world.service.owners[0].doubted == {"l2"}, 30)
     learners[2].train = train  # type: ignore[method-assign]
     learners[2].values[0][:] = 0.5
-    async with asyncio.timeout(30):
-        while world.service.owners[0].doubted:
-            await asyncio.sleep(0.05)
+    await until(lambda: not world.service.owners[0].doubted, 30)
     await asyncio.sleep(3.0)
     last = [record for record in await world.tape() if isinstance(record, Committed)][-1]
     assert {part.learner for part in last.contributions} == {"l0", "l1", "l2"}
@@ -278,9 +273,7 @@ async def test_no_number_of_attempts_ends_a_window() -> None:
     session = world.service.owners[0].session
     session.window.attempt = 10**6
     damaged(learners[1])
-    async with asyncio.timeout(10):
-        while session.window.attempt == 10**6:
-            await asyncio.sleep(0.1)
+    await until(lambda: session.window.attempt != 10**6, 10)
     del learners[1].bus.write_chunks  # type: ignore[misc]
     await world.until_version(session.window.version + 1)
     merged = [r for r in await world.tape() if isinstance(r, Committed)][-1].contributions
@@ -303,9 +296,7 @@ async def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_
         learners.append(VirtualLearner("l1", world, 0.1, "f" * 16).start())
     else:
         del learners[1].bus.write_chunks  # type: ignore[misc]
-    async with asyncio.timeout(3.0 if restarted else 0.1 * 700 / RENEWED_BY):
-        while (await world.versions())[0] == was:
-            await asyncio.sleep(0.1)
+    await world.until_version(was + 1, 3.0 if restarted else 0.1 * 700 / RENEWED_BY)
     await end(*learners)
 
 
@@ -329,9 +320,7 @@ async def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory()
         )
         await world.bus.offer(forged)
     was = (await world.versions())[0]
-    async with asyncio.timeout(60):
-        while (await world.versions())[0] < was + 5:
-            await asyncio.sleep(0.1)
+    await world.until_version(was + 5)
     assert len(world.service.owners[0].session.window.pending()) < 20
     assert len(await world.bus.read_offers(0)) < 20
     (head,) = await world.heads()
@@ -399,7 +388,5 @@ async def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_o
         assert learner.exchange.publishing._uploads[0].qsize() <= 2
         assert learner.longest_step_s < 1.0
     world.start_syncer()
-    async with asyncio.timeout(120):
-        while not all(now >= was + 2 for now, was in zip(await world.versions(), versions, strict=True)):
-            await asyncio.sleep(0.5)
+    await world.until_version(max(versions) + 2, 120.0)
     await end(*learners)
