@@ -47,17 +47,6 @@ def test_outer_steps_equal_torch_sgd(lr, mu):
         np.testing.assert_allclose(theta, parameter.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_without_values_a_step_is_what_would_be_subtracted_from_them():
-    """With momentum and without."""
-    delta, zeros = random_vector(7), np.zeros(MIXED.elements, np.float32)
-    for kind in (PlainStep, lambda *given: NesterovStep(given[0], Momentum(None, zeros.copy(), 0.5), *given[1:])):
-        whole, step = delta.copy(), delta.copy()
-        kind(zeros, whole, 0.7).block(0, len(delta))
-        kind(None, step, 0.7).block(0, len(delta))
-        np.testing.assert_array_equal(step, -whole)
-        assert step.any()
-
-
 SHAPES = [(8, 8), (12, 40), (40, 12), (2, 2)]
 HALLEY = samples.sync_spec(fragments=1, outer="halley", outer_lr=0.7, outer_momentum=0.6)
 MIXED = layout_of(
@@ -78,30 +67,6 @@ def stepped(sync, outer, momentum, delta, layout=MIXED):
 
 def random_vector(seed, layout=MIXED):
     return np.random.default_rng(seed).standard_normal(layout.elements).astype(np.float32)
-
-
-def test_an_orthogonalised_step_turns_matrices_at_their_length_and_nothing_else():
-    """Against Nesterov's of the same momentum and delta; the momentum that is kept is the same to the bit."""
-    delta, momentum = random_vector(2), random_vector(3)
-    turned = stepped(HALLEY, (0.7, 0.6), momentum, delta)
-    plain = stepped(HALLEY.model_copy(update={"outer": "nesterov"}), (0.7, 0.6), momentum, delta)
-    np.testing.assert_array_equal(turned.momentum, plain.momentum)
-    assert plain.orthogonal is None
-    at = 0
-    for slot in MIXED.slots:
-        mine, other = turned.theta[slot.start : slot.stop], plain.theta[slot.start : slot.stop]
-        if not slot.tensor.matrix:
-            np.testing.assert_array_equal(mine, other)
-            continue
-        assert np.linalg.norm(mine) == pytest.approx(np.linalg.norm(other), rel=1e-5)
-        values = np.linalg.svd(mine.reshape(slot.tensor.shape), compute_uv=False)
-        flat = np.linalg.norm(mine) / len(values) ** 0.5
-        assert 0.55 * flat < values.min() <= values.max() < 1.7 * flat
-        assert np.linalg.norm(mine - other) > 0.05 * np.linalg.norm(other)
-        size = slot.stop - slot.start
-        np.testing.assert_array_equal(mine, -(turned.orthogonal[at : at + size] * np.float32(0.7)))
-        at += size
-    assert at == len(turned.orthogonal)
 
 
 def test_while_learners_are_averaged_nothing_is_orthogonalised():

@@ -16,7 +16,7 @@ from diloco.pipeline.messages.tape import Committed, Rejected
 from diloco.pipeline.payload.codec import as_bytes, as_vector, payload_digest
 from diloco.pipeline.payload.quantize import GROUP, Quantized, encode
 from diloco.pipeline.transfer.global_format import Held, Momentum
-from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, key_frame_due, updates_after
+from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES, updates_after
 from diloco.pipeline.transfer.payloads import pull_exact, pull_shown, pull_state, push
 from diloco.pipeline.transfer.updates import CodedStep, advance, gather
 from diloco.syncer.committing import Staging
@@ -275,13 +275,6 @@ def test_a_head_whose_key_frame_lacks_more_than_there_is_does_not_decode() -> No
 
 
 # --- what an owner keeps there -----------------------------------------------------------------------
-
-
-def test_key_frames_of_fragments_take_turns() -> None:
-    sync = sync_spec(global_codec="int8", key_frame_interval=4)
-    for p in range(5):
-        due = [version for version in range(12) if key_frame_due(sync, p, version)]
-        assert due == list(range(-p % 4, 12, 4))
 
 
 @in_virtual_time
