@@ -11,10 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diloco.pipeline.fragments import FragmentLayout, Slot, layout_of
-from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import AVERAGED, MergeName, MergeRule, OuterName, WeightsName
 from diloco.pipeline.payload import quantize
-from diloco.pipeline.settings import SyncSettings
 from diloco.syncer import algorithm
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import MOST_GRACE_S, GraceEstimator
@@ -22,7 +20,6 @@ from diloco.syncer.merging import merge
 from diloco.syncer.merging.fragment import Delta, FragmentState, outer_step
 from diloco.syncer.merging.merge import BLOCK, delta_norms
 from diloco.workers.parameters import tensor_table
-from diloco_studies.quality.settings import LabRun
 from tests import samples
 from tests.world import plan
 
@@ -97,14 +94,6 @@ def test_the_tables_of_rules_and_the_allowed_values_have_the_same_names() -> Non
     assert rules == set(algorithm.MERGE_RULES) == set(merge.RULES) == {*plan.RULES, *plan.AVERAGED_RULES}
     assert set(get_args(WeightsName)) == set(algorithm.WEIGHTS)
     assert set(get_args(OuterName)) == set(algorithm.OUTER)
-    for fields in (SyncSettings.model_fields, SyncSpec.model_fields):
-        assert fields["merge"].annotation == MergeName
-        assert fields["weights"].annotation == WeightsName
-        assert fields["outer"].annotation == OuterName
-    assert TensorSpec.model_fields["rule"].annotation == MergeRule
-    assert LabRun.model_fields["merge"].annotation == MergeName
-    assert LabRun.model_fields["weights"].annotation == WeightsName | None
-    assert LabRun.model_fields["outer"].annotation == OuterName
 
 
 @pytest.mark.parametrize("name", get_args(MergeName))
