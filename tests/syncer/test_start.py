@@ -63,28 +63,20 @@ ON_BUS = {
     "half, finished": OnBus(state(5.0, 100, Phase.FINISHED), served=False, whole=False),
     "finished": OnBus(state(5.0, 200, Phase.FINISHED), served=False, whole=True, older=True),
 }
-TABLE: dict[str, dict[str, Way | None]] = {
+JOINS: dict[str, Way | None] = {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None}
+RESUMES = JOINS | {"this run": Way.RESUME, "finished": Way.FINISHED}
+TABLE = {
     "nothing": {"none": Way.BEGIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": Way.RESUME},
-    "served": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
-    "nobody there, tokens not told yet": {
-        "none": Way.JOIN,
-        "this run": Way.JOIN,
-        "finished": Way.JOIN,
-        "another": None,
-    },
-    "nobody there": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
-    "older, served": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
-    "older": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": None},
-    "half": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": None},
-    "half of an older one, served": {
-        "none": Way.JOIN,
-        "this run": Way.RESUME,
-        "finished": Way.FINISHED,
-        "another": None,
-    },
-    "a head is lost": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": None},
-    "half, finished": {"none": Way.JOIN, "this run": Way.RESUME, "finished": Way.FINISHED, "another": Way.JOIN},
-    "finished": {"none": Way.JOIN, "this run": Way.JOIN, "finished": Way.JOIN, "another": Way.JOIN},
+    "served": JOINS,
+    "nobody there, tokens not told yet": JOINS,
+    "nobody there": JOINS,
+    "older, served": JOINS,
+    "older": RESUMES,
+    "half": RESUMES,
+    "half of an older one, served": RESUMES,
+    "a head is lost": JOINS,
+    "half, finished": RESUMES | {"another": Way.JOIN},
+    "finished": JOINS | {"another": Way.JOIN},
 }
 """None: refused."""
 
