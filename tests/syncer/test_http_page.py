@@ -86,14 +86,6 @@ async def test_files_ask_for_no_token_and_events_do() -> None:
         await until(lambda: feed.following == 0)
 
 
-async def test_a_strange_name_gets_neither_files_nor_events() -> None:
-    """Without a token a page from elsewhere must not read them by its own name."""
-    async with page(Feed()) as (session, url):
-        for path in ("/", "/page/app.js", EVENTS):
-            async with session.get(url + path, headers={"Host": "evil.example"}) as answer:
-                assert answer.status == 421
-
-
 async def test_what_is_shown_may_ask_nobody_else() -> None:
     """A strict policy goes with every file, and no file names another host."""
     async with page(Feed()) as (session, url):
