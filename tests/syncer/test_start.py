@@ -178,19 +178,25 @@ async def test_a_place_of_checkpoints_without_latest_goes_on_from_its_newest(tmp
         newest_of_run(place_of(tmp_path), RUN)
 
 
-@in_virtual_time
-async def test_a_bus_that_is_older_than_the_checkpoint_is_replaced_where_nobody_serves_it(tmp_path: Path) -> None:
-    """Redis came back from a dump that is minutes old, and everybody else had died with it."""
-    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
+async def come_back_older(folder: Path) -> VirtualRun:
+    """A run that is saved there, and of which all have died: its Redis is back, with a dump that is minutes old."""
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=folder, checkpoint_every=3.0)
     world.start_syncer()
     party = learners(world)
     await world.until_version(2)
     dump, expiries = copy.deepcopy(world.store.values), dict(world.store.expiries)
     await asyncio.sleep(20.0)
     await killed_all(world, party)
-    had = saved_tokens(tmp_path)
     world.store.values.update({key: value for key, value in dump.items() if "lease" not in key})
     world.store.expiries.update(expiries)
+    return world
+
+
+@in_virtual_time
+async def test_a_bus_that_is_older_than_the_checkpoint_is_replaced_where_nobody_serves_it(tmp_path: Path) -> None:
+    """Redis came back from a dump that is minutes old, and everybody else had died with it."""
+    world = await come_back_older(tmp_path)
+    had = saved_tokens(tmp_path)
     world.start_syncer()
     party = learners(world, first=20)
     await asyncio.sleep(9.0 + SETTLED_S)
@@ -207,14 +213,7 @@ def damage(folder: Path) -> None:
 @in_virtual_time
 async def test_a_damaged_checkpoint_costs_nothing_of_what_the_bus_has(tmp_path: Path) -> None:
     """It is newer than the bus, and nobody serves that: the start is refused, with the file, and deletes nothing."""
-    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=3.0)
-    world.start_syncer()
-    party = learners(world)
-    await world.until_version(2)
-    dump = copy.deepcopy(world.store.values)
-    await asyncio.sleep(20.0)
-    await killed_all(world, party)
-    world.store.values.update({key: value for key, value in dump.items() if "lease" not in key})
+    world = await come_back_older(tmp_path)
     heads = await world.versions()
     damage(tmp_path)
     world.start_syncer()
