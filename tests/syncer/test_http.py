@@ -15,32 +15,21 @@ from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.http import start_http
 from tests import samples
 from tests.serving import no_events
+from tests.syncer.http_side import TOKEN, fine, listening
 
 
 @asynccontextmanager
 async def http(
-    status: Callable[[], Awaitable[dict[str, Any]]],
-    ready: Callable[[], tuple[bool, str]] = lambda: (True, "2 of 2 leases held"),
-    metrics: Metrics | None = None,
-    token: str | None = None,
-    headers: dict[str, str] | None = None,
+    *given: Any, headers: dict[str, str] | None = None, **more: Any
 ) -> AsyncIterator[Callable[[str], Awaitable[tuple[int, str, str]]]]:
-    runner = await start_http(status, ready, (metrics or Metrics()).registry, no_events, "127.0.0.1", 0, token)
-    port = runner.addresses[0][1]
-    try:
-        async with aiohttp.ClientSession(headers=headers) as session:
+    """Whoever asks it, with these headers."""
+    async with listening(*given, **more) as port, aiohttp.ClientSession(headers=headers) as session:
 
-            async def get(path: str) -> tuple[int, str, str]:
-                async with session.get(f"http://127.0.0.1:{port}{path}") as answer:
-                    return answer.status, answer.content_type, await answer.text()
+        async def get(path: str) -> tuple[int, str, str]:
+            async with session.get(f"http://127.0.0.1:{port}{path}") as answer:
+                return answer.status, answer.content_type, await answer.text()
 
-            yield get
-    finally:
-        await runner.cleanup()
-
-
-async def fine() -> dict[str, Any]:
-    return {"phase": "running"}
+        yield get
 
 
 async def test_health_is_the_event_loop_and_nothing_else():
@@ -102,7 +91,6 @@ async def test_metrics_are_prometheus_text():
         assert line in lines
 
 
-TOKEN = "correct-horse"  # noqa: S105  # made up
 PATHS = ("/readyz", "/status", "/metrics", "/no-such-page")
 
 
@@ -144,8 +132,8 @@ async def test_with_its_token_everything_is_as_without_one():
 )
 async def test_an_open_address_without_a_token_is_warned_of(host: str, token: str | None, warned: bool):
     with capture_logs() as lines:
-        runner = await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, host, 0, token)
-        await runner.cleanup()
+        async with listening(host=host, token=token):
+            pass
     found = [line for line in lines if line["event"] == "http_open"]
     assert bool(found) is warned
     assert all(line["log_level"] == "warning" and "DILOCO_HTTP_TOKEN" in line["detail"] for line in found)
@@ -168,10 +156,6 @@ def test_it_is_for_this_machine_alone_unless_told_otherwise(monkeypatch):
 
 async def test_a_taken_port_is_said_in_words():
     """The person at the command line learns which setting to change."""
-    runner = await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, "127.0.0.1", 0)
-    port = runner.addresses[0][1]
-    try:
+    async with listening() as port:
         with pytest.raises(UsageError, match=f"http_port={port}"):
             await start_http(fine, lambda: (True, ""), Metrics().registry, no_events, "127.0.0.1", port)
-    finally:
-        await runner.cleanup()

@@ -3,36 +3,16 @@
 import asyncio
 import json
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
 
-from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import http
-from diloco.syncer.serving.http import EVENTS, start_http
-from tests.serving import no_events
+from diloco.syncer.serving.http import EVENTS
+from tests.syncer.http_side import TOKEN, listening
 
-TOKEN = "correct-horse"  # noqa: S105  # made up
 GET = b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
-
-
-async def fine() -> dict[str, Any]:
-    return {"phase": "running"}
-
-
-@asynccontextmanager
-async def listening(
-    status: Callable[[], Awaitable[dict[str, Any]]] = fine, host: str = "127.0.0.1", token: str | None = None
-) -> AsyncIterator[int]:
-    """Port of an HTTP side."""
-    runner = await start_http(status, lambda: (True, "ready"), Metrics().registry, no_events, host, 0, token)
-    try:
-        yield runner.addresses[0][1]
-    finally:
-        await runner.cleanup()
 
 
 async def ask(port: int, request: bytes) -> bytes:

@@ -10,12 +10,10 @@ import aiohttp
 import pytest
 
 from diloco.pipeline.view.page.files import MODULES, one_file, served
-from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import http
-from diloco.syncer.serving.http import EVENTS, start_http
+from diloco.syncer.serving.http import EVENTS
 from tests import HANGING_S
-
-TOKEN = "correct-horse"  # noqa: S105  # made up
+from tests.syncer.http_side import TOKEN, listening
 
 
 class Feed:
@@ -45,18 +43,13 @@ class Feed:
             self._queues.remove(queue)
 
 
-async def fine() -> dict[str, Any]:
-    return {"phase": "running"}
-
-
 @asynccontextmanager
 async def page(feed: Feed, token: str | None = None) -> AsyncIterator[tuple[aiohttp.ClientSession, str]]:
-    runner = await start_http(fine, lambda: (True, ""), Metrics().registry, feed.follow, "127.0.0.1", 0, token)
-    try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HANGING_S)) as session:
-            yield session, f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with (
+        listening(events=feed.follow, token=token) as port,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(HANGING_S)) as session,
+    ):
+        yield session, f"http://127.0.0.1:{port}"
 
 
 async def until(condition: Any) -> None:

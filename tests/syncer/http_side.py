@@ -1,0 +1,32 @@
+"""An HTTP side for tests."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from diloco.syncer.metrics import Metrics
+from diloco.syncer.serving.http import start_http
+from tests.serving import no_events
+
+TOKEN = "correct-horse"  # noqa: S105  # made up
+
+
+async def fine() -> dict[str, Any]:
+    return {"phase": "running"}
+
+
+@asynccontextmanager
+async def listening(
+    status: Callable[[], Awaitable[dict[str, Any]]] = fine,
+    ready: Callable[[], tuple[bool, str]] = lambda: (True, "2 of 2 leases held"),
+    metrics: Metrics | None = None,
+    events: Callable[[str], AsyncIterator[bytes]] = no_events,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+) -> AsyncIterator[int]:
+    """Its port."""
+    runner = await start_http(status, ready, (metrics or Metrics()).registry, events, host, 0, token)
+    try:
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
