@@ -6,7 +6,6 @@ import secrets
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.numpy
@@ -15,7 +14,7 @@ import structlog
 from diloco import cli
 from diloco.export import export
 from diloco.pipeline.errors import UsageError
-from diloco.syncer.checkpoints.loading import load_checkpoint, runs_in
+from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of
 from diloco_studies.virtual.virtual_time import inline, run_virtual
 from tests import samples
@@ -129,26 +128,6 @@ def test_a_file_that_breaks_off_is_not_there(address: str) -> None:
         with pytest.raises(OSError, match="gone"):
             place.write("one", broken())
         assert place.read("one") == b"whole"
-
-
-def test_a_run_saves_to_s3_and_goes_on_from_there(s3: str) -> None:
-    """The whole service, and its leftovers too."""
-
-    async def part(version: int, **settings: Any) -> int:
-        world = VirtualRun(sync_spec(tokens=9000), checkpoint_dir=s3, checkpoint_every=2.0, **settings)
-        world.start_syncer()
-        learner = VirtualLearner("l", world, incarnation=secrets.token_hex(8)).start()
-        await world.until_version(version)
-        world.stop.set()
-        await world.syncer
-        await learner.kill()
-        return load_checkpoint(s3).state.tokens
-
-    first = run_virtual(part(30))
-    second = run_virtual(part(60, resume=s3))
-    assert second > first > 0
-    (folder,) = runs_in(place_of(s3))
-    assert len(folder.names()) == 4
 
 
 def fails(place: str) -> tuple[str, list[str]]:
