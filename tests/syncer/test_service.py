@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, get_args
 from unittest.mock import AsyncMock
 
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
@@ -117,33 +116,6 @@ async def test_the_bus_holds_few_fragments_of_version_0_twice(monkeypatch: pytes
     assert len(most) >= 8
     assert max(most) == AT_ONCE
     await learner.kill()
-
-
-@in_virtual_time
-async def test_merges_of_a_fragment_stay_an_interval_apart() -> None:
-    """A fragment merges about every H steps of the fastest learner, not every time somebody reports."""
-    world = VirtualRun(sync_spec(tokens=16_000))
-    world.start_syncer()
-    learners = [VirtualLearner(f"l{i}", world, 0.1 * (1 + 0.3 * i), f"{i:016x}").start() for i in range(4)]
-    await world.finish(*learners)
-    commits = [r for r in await world.tape() if isinstance(r, Committed) and r.fragment == 0 and r.version > 0]
-    gaps = np.diff([c.unix_s for c in commits[:-4]])
-    assert np.median(gaps) >= 4 * 0.1
-
-
-@in_virtual_time
-async def test_followers_join_the_window_within_its_grace() -> None:
-    """Learners of equal speed are all in nearly every merge, although only one of them was due."""
-    world = VirtualRun(sync_spec(tokens=20_000, sync_interval=8))
-    world.start_syncer()
-    learners = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}") for i in range(4)]
-    for learner in learners:
-        learner.start()
-        await asyncio.sleep(0.023)
-    await world.finish(*learners)
-    commits = [r for r in await world.tape() if isinstance(r, Committed) and r.version > 1]
-    full = sum(len(c.contributions) == 4 for c in commits)
-    assert full >= 0.8 * len(commits)
 
 
 @in_virtual_time
