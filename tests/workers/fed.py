@@ -1,7 +1,7 @@
 """Batches fed by hand, without a bus: what is claimed at once, what is acknowledged, what was trained on."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,9 +41,6 @@ class Fed:
         batch_size: int,
         accumulate: int = 1,
         per_shard: int = 0,
-        *,
-        check: Callable[[], Any] = lambda: None,
-        dry_s: float = 0.0,
     ) -> None:
         self.length, self.shared = length, Shared()
         self.per_shard = per_shard or 3 * batch_size
@@ -62,8 +59,8 @@ class Fed:
             drawn=self.tell_drawn,
             finished=self.finished.append,
             shards=ShardsInTurn(self.shared, random.Random(0)),
-            check=check,
-            dry_s=dry_s,
+            check=lambda: None,
+            dry_s=0.0,
         )
         self._claim()
 

@@ -2,11 +2,9 @@
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, IterableDataset
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.batches import whole_number
@@ -161,29 +159,3 @@ def test_all_learners_have_the_same_permutation() -> None:
 def test_an_argument_that_is_no_number_of_its_kind_is_refused_by_name(value: Any) -> None:
     with pytest.raises(UsageError, match=r"batches\(\): batch_size=.*; pass a whole number from 1 to"):
         whole_number("batch_size", value)
-
-
-class Inside(IterableDataset[int]):
-    """Draws in the worker."""
-
-    def __init__(self, order: Iterator[Any]) -> None:
-        self.order = order
-
-    def __iter__(self) -> Iterator[Any]:
-        """What is drawn there."""
-        return iter(self.order)
-
-
-def test_in_a_forked_worker_they_raise_and_say_what_to_do() -> None:
-    """And never wait for a queue that nobody fills there."""
-    loader = DataLoader(Inside(Fed(40, 4).sampler), batch_size=None, num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="in the learner's own process only, not in a DataLoader's worker"):
-        next(iter(loader))
-
-
-def test_a_loader_of_a_learner_that_is_not_in_its_run_says_so() -> None:
-    def check() -> None:
-        raise UsageError("the learner is not in a run")
-
-    with pytest.raises(UsageError, match="not in a run"):
-        next(iter(Fed(40, 4, check=check).sampler))

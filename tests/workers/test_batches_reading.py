@@ -217,23 +217,6 @@ async def test_whatever_happens_no_index_is_left_out(seed: int) -> None:
         await learner.kill()
 
 
-@in_virtual_time
-async def test_another_length_or_seed_than_the_runs_is_refused() -> None:
-    world = VirtualRun(sync_spec(tokens=10**9))
-    world.start_syncer()
-    one, other = BatchLearner(0, world).start(), BatchLearner(1, world).start()
-    await asyncio.sleep(1.0)
-    for order, words in (
-        (DataOrder(length=302, seed=5), r"reads 302 indices by seed 5 .*, and its run 301 indices by seed 5"),
-        (DataOrder(length=301, seed=6), r"reads 301 indices by seed 6 .*, and its run 301 indices by seed 5"),
-        (DataOrder(length=301, seed=None), r"reads 301 blocks in an order of its own .*, and its run 301 indices"),
-    ):
-        with pytest.raises(SpecMismatch, match=words):
-            await other.exchange.claims.agree(order)
-    await one.kill()
-    await other.kill()
-
-
 def test_a_resumed_run_goes_on_with_the_epoch_in_the_order_in_which_it_was_begun(tmp_path: Path) -> None:
     """Under another name: each index comes once in both parts together; another length or seed is refused."""
 

@@ -130,14 +130,16 @@ class Streaming(IterableDataset[Any]):
 
 def test_blocks_and_batches_in_a_worker_raise_and_do_not_hang(redis_server: str) -> None:
     """Begun there, or begun here and drawn there; forked or spawned."""
-    with a_syncer(redis_server, "inside"):
-        ways: list[tuple[str, Callable[[Learner], Callable[[], Any]]]] = [
-            ("made in another process", lambda learner: lambda: learner.blocks(100, 10)),
-            ("made in another process", lambda learner: lambda: learner.batches(100, 4)),
-            ("not in a DataLoader's worker", lambda learner: partial(iter, learner.blocks(100, 10))),
-        ]
-        for words, way in ways:
-            with learner_of(redis_server, "inside") as learner:
+    here, there = "not in a DataLoader's worker", "made in another process"
+    ways: list[tuple[str, str, Callable[[Learner], Callable[[], Any]]]] = [
+        ("inside", there, lambda learner: lambda: learner.blocks(100, 10)),
+        ("inside", there, lambda learner: lambda: learner.batches(100, 4)),
+        ("inside", here, lambda learner: partial(iter, learner.blocks(100, 10))),
+        ("inside-too", here, lambda learner: partial(iter, learner.batches(100, 4))),
+    ]
+    with a_syncer(redis_server, "inside"), a_syncer(redis_server, "inside-too"):
+        for run, words, way in ways:
+            with learner_of(redis_server, run) as learner:
                 inside = Streaming(way(learner))
                 forked = DataLoader(inside, batch_size=None, num_workers=2, multiprocessing_context="fork")
                 with pytest.raises(UsageError, match=words):
@@ -145,7 +147,7 @@ def test_blocks_and_batches_in_a_worker_raise_and_do_not_hang(redis_server: str)
         with learner_of(redis_server, "inside") as learner:
             blocks = learner.blocks(100, 10)
             spawned = DataLoader(Holding(blocks), num_workers=1, multiprocessing_context="spawn")
-            with pytest.raises(UsageError, match="not in a DataLoader's worker"):
+            with pytest.raises(UsageError, match=here):
                 iter(spawned)
 
 

@@ -15,20 +15,6 @@ def claimed(index: int, position: int = 0) -> ClaimedShard:
     return ClaimedShard(entry_id=f"{index + 1}-0", shard=shard, position=position)
 
 
-def test_shards_are_read_in_order_and_acknowledged_at_their_end() -> None:
-    shared, finished = Shared(), []
-    for index in (1, 2):
-        shared.shards.put(claimed(index))
-    blocks = read_blocks(shared, claimed(0), finished.append, random.Random(0))
-    assert [at for _, at in itertools.islice(blocks, 12)] == list(range(12))
-    assert finished == ["1-0", "2-0"], "the last one is not read to its end before the next block is asked for"
-
-
-def test_a_shard_is_taken_up_where_it_was_left() -> None:
-    blocks = read_blocks(Shared(), claimed(0, position=3), lambda _: None, random.Random(0))
-    assert next(blocks) == (0, 3)
-
-
 def test_the_position_counts_what_was_read() -> None:
     shared = Shared()
     blocks = read_blocks(shared, claimed(0), lambda _: None, random.Random(0))
