@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.pipeline.errors import RankGone
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.settings import SyncSettings
@@ -150,27 +149,6 @@ def test_ranks_save_their_moments_at_the_end_of_a_run_too() -> None:
     joined._over = True
     assert joined.leave(1.0, True)
     assert saved == [True]
-
-
-def test_a_learner_has_left_though_a_rank_is_gone_before_it_says_so() -> None:
-    """All have heard goodbye: one that ends without another word is not missed, and nobody waits for it."""
-
-    class Wires:
-        ranks, leaving = 2, False
-
-        def handle(self, **handlers: Any) -> None:
-            """Nobody asks."""
-
-        async def ask(self, rank: int, what: str, *said: Any) -> None:
-            if (rank, what) == (1, "go"):
-                raise RankGone("rank 1 is gone")
-
-    async def leave() -> None:
-        wires: Any = Wires()
-        nothing: Any = None
-        await Rank(wires, nothing, nothing, nothing, nothing).say_bye(True)
-
-    asyncio.run(leave())
 
 
 async def test_moments_of_which_another_rank_has_no_part_are_let_go_of() -> None:

@@ -8,16 +8,6 @@ from diloco.workers.ranks.under_way import SMALL, Room, UnderWay
 LARGE = [SMALL] * 4
 
 
-def test_of_a_server_one_snapshot_is_under_way_at_a_time() -> None:
-    """So that it needs the room of one fragment; its next one waits until the first is uploaded."""
-    under_way, servers = UnderWay(LARGE), {0: 0, 1: 1, 2: 0, 3: 1}
-    assert under_way.snapshot([0, 1, 2, 3], servers) == {0, 1}
-    under_way.counted([0, 1])
-    assert under_way.snapshot([0, 1, 2, 3], servers) == set()
-    under_way.uploaded(0)
-    assert under_way.snapshot([0, 1, 2, 3], servers) == {2}
-
-
 def test_of_small_fragments_a_server_has_as_many_under_way_as_fit() -> None:
     """At the start of a run intervals are short: one at a time would leave most windows out."""
     under_way, servers = UnderWay([SMALL // 3] * 3 + [SMALL]), dict.fromkeys(range(4), 0)
@@ -76,19 +66,6 @@ def test_whoever_waits_longest_for_a_server_is_next(sizes, servers, rounds):
         for server in range(2):
             of_one = [sizes[p] for p in there if servers[p] == server]
             assert len(of_one) <= 1 or sum(of_one) <= SMALL
-
-
-def test_a_large_fragment_is_snapshot_though_small_ones_are_always_due() -> None:
-    """Their uploads overlap, so the server is never empty by itself."""
-    under_way, servers = UnderWay([SMALL // 3, SMALL // 3, SMALL]), dict.fromkeys(range(3), 0)
-    assert under_way.snapshot([0], servers) == {0}
-    for small in 1, 0, 1, 0:
-        begun = under_way.snapshot([small, 2], servers)
-        under_way.counted([0, 1, 2])
-        if begun == {2}:
-            return
-        under_way.uploaded(1 - small)
-    raise AssertionError("it waits for ever")
 
 
 def test_all_that_wait_begin_at_once_where_they_fit() -> None:

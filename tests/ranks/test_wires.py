@@ -71,39 +71,6 @@ async def test_a_refusal_is_raised_where_it_was_asked(error: type[Exception], ki
             assert raised.type is kind
 
 
-async def test_a_rank_that_is_gone_breaks_who_watches_and_who_asks() -> None:
-    """At once, and naming it; one that has said goodbye is not missed."""
-    async with wired(3) as wires:
-
-        async def never(rank: int) -> None:
-            await asyncio.Event().wait()
-
-        wires[1].handle(never=never)
-        wires[2].leaving = True
-        asked = asyncio.create_task(wires[0].ask(1, "never"))
-        while not wires[1]._tasks:
-            await asyncio.sleep(0)
-        wires[1]._writers[0].transport.abort()
-        wires[1]._writers[2].transport.abort()
-        with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
-            await wires[0].watch()
-        with pytest.raises(RankGone):
-            await asked
-        assert not wires[2]._broken.done()
-
-
-async def test_who_ends_since_another_is_gone_is_not_taken_for_the_cause() -> None:
-    """It says so before its own connections close; one rank of those that are left is to tell the run."""
-    async with wired(3) as wires:
-        wires[1]._writers[0].transport.abort()
-        with pytest.raises(RankGone):
-            await wires[0].watch()
-        await wires[0].__aexit__(None, None, None)
-        with pytest.raises(RankGone, match="rank 1 of this learner is gone"):
-            await wires[2].watch()
-        assert [wires[rank].speaks for rank in (0, 2)] == [True, False]
-
-
 async def test_ranks_that_find_out_together_do_not_wait_for_each_other() -> None:
     """Each tells the other while it is told."""
     async with wired(3) as wires:
@@ -192,6 +159,20 @@ async def test_a_learner_has_left_though_the_rank_that_said_so_is_killed_before_
         for writer in first._writers.values():
             writer.close()
         assert await leaving is in_order
+
+
+async def test_a_learner_has_left_though_a_rank_is_gone_before_it_says_so() -> None:
+    """All have heard goodbye: one that ends without another word is not missed, and nobody waits for it."""
+    async with wired(2) as (first, other):
+        nothing: Any = None
+        ranks = [Rank(one, nothing, nothing, nothing, nothing) for one in (first, other)]
+
+        async def dies(_: int) -> None:
+            other._writers[0].transport.abort()
+
+        other.handle(go=dies)
+        await ranks[0].say_bye(True)
+        assert other.leaving
 
 
 @pytest.mark.parametrize("how", ["before it is called", "after"])
