@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,8 +14,8 @@ from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.messages.run import Event
 from tests import HANGING_S
+from tests.parties import ends_of_logs, environment, wait_for
 
-ROOT = Path(__file__).parents[2]
 RANK = Path(__file__).with_name("rank.py")
 
 
@@ -52,13 +51,9 @@ class Party:
         self.redis.__exit__(None, None, None)
 
     def start(self, log: str, extra: dict[str, str], *command: object) -> subprocess.Popen[bytes]:
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-        environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DILOCO_REDIS_URL": self.url}
-        environment |= self._settings | extra
+        env = environment(OMP_NUM_THREADS="1", DILOCO_REDIS_URL=self.url, **self._settings) | extra
         with (self.folder / log).open("ab") as output:
-            started = subprocess.Popen(
-                [sys.executable, *map(str, command)], env=environment, stdout=output, stderr=output
-            )
+            started = subprocess.Popen([sys.executable, *map(str, command)], env=env, stdout=output, stderr=output)
         self._started.append(started)
         return started
 
@@ -89,10 +84,7 @@ class Party:
         return asyncio.run(read())
 
     def until(self, true: Callable[[], Any], limit_s: float = HANGING_S) -> None:
-        deadline = time.monotonic() + limit_s
-        while not true():
-            assert time.monotonic() < deadline, self.shown()
-            time.sleep(0.05)
+        wait_for(true, limit_s, self.shown)
 
     def ended(self, *processes: subprocess.Popen[bytes], limit_s: float = HANGING_S) -> list[int]:
         """Their statuses, once all have ended."""
@@ -101,4 +93,4 @@ class Party:
 
     def shown(self) -> str:
         """The ends of all logs, for a test that failed."""
-        return "\n".join(f"--- {path.name}\n{path.read_text()[-2500:]}" for path in sorted(self.folder.glob("*.log")))
+        return ends_of_logs(self.folder)

@@ -1,15 +1,16 @@
 """A process ends though its gloo groups have something under way."""
 
-import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from diloco.pipeline.bus.embedded import free_port
 from tests import HANGING_S
-from tests.ranks.party import ROOT
+from tests.parties import environment
 
 PROGRAM = textwrap.dedent(
     """
@@ -38,24 +39,14 @@ PROGRAM = textwrap.dedent(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["as it is", "destroyed"])
-def test_a_rank_that_parts_ends_though_the_others_never_answer(how: str) -> None:
+def test_a_rank_that_parts_ends_though_the_others_never_answer(how: str, popen: Callable[..., Any]) -> None:
     """With its own status: gloo's groups would wait for their sums, and for each other's processes, for an hour."""
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    told: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, how],
-            env=os.environ | group | {"RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
+        popen([sys.executable, "-c", PROGRAM, how], env=environment(RANK=str(rank), **group), **told)
         for rank in range(2)
     ]
-    try:
-        assert ranks[1].stdout is not None
-        assert ranks[1].stdout.readline() == b"here\n"
-        assert ranks[0].wait(HANGING_S) == 3
-        assert ranks[1].poll() is None
-    finally:
-        for process in ranks:
-            process.kill()
-            process.communicate()
+    assert ranks[1].stdout.readline() == b"here\n"
+    assert ranks[0].wait(HANGING_S) == 3
+    assert ranks[1].poll() is None

@@ -1,10 +1,8 @@
 """Python ends after gloo's threads have let go of their tensors."""
 
-import os
-import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from diloco.pipeline.bus.embedded import free_port
 from diloco.workers.ranks import resting
 from tests import HANGING_S
-from tests.ranks.party import ROOT
+from tests.parties import environment
 
 PROGRAM = textwrap.dedent(
     """
@@ -43,19 +41,11 @@ PROGRAM = textwrap.dedent(
 
 @pytest.mark.slow
 @pytest.mark.skipif(not resting.THREADS.exists(), reason="what threads do is told on Linux only")
-def test_a_rank_ends_well_though_a_thread_of_gloo_lags_behind() -> None:
+def test_a_rank_ends_well_though_a_thread_of_gloo_lags_behind(popen: Callable[..., Any]) -> None:
     """With status 0: without a rest Python ends while that thread waits for its lock, and the process crashes."""
-    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", PROGRAM], env=os.environ | group | {"RANK": str(rank)})
-        for rank in range(2)
-    ]
-    try:
-        assert [process.wait(HANGING_S) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [popen([sys.executable, "-c", PROGRAM], env=environment(RANK=str(rank), **group)) for rank in range(2)]
+    assert [process.wait(HANGING_S) for process in ranks] == [0, 0]
 
 
 class Threads:

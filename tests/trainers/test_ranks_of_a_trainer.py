@@ -9,7 +9,8 @@ pytest.importorskip("transformers")  # the other trainers come with it
 
 from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.bus.redis_streams import connect
-from tests.ranks.party import ROOT, Party
+from tests.parties import ROOT
+from tests.ranks.party import Party
 from tests.trainers.rank_scripts import STEP_TOKENS
 
 pytestmark = [pytest.mark.trainers, pytest.mark.redis]

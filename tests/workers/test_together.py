@@ -25,7 +25,7 @@ from diloco.workers.trainer.agent import may_start_again
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.together import Ranks, blocks_of, mark, rank_device, ranks_here
 from tests import HANGING_S
-from tests.ranks.party import ROOT
+from tests.parties import environment
 
 PROGRAM = Path(__file__).with_name("together_rank.py")
 WAYS = [f"{s}-{p}-{a}" for s, p, a in itertools.product(("ddp", "fsdp"), ("fp32", "bf16"), (False, True))]
@@ -42,8 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
             group = {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank)}
             group |= {"LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             command = [sys.executable, str(PROGRAM), str(folders[count])]
-            environment = os.environ | group | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-            started.append(subprocess.Popen(command, env=environment))
+            started.append(subprocess.Popen(command, env=environment(OMP_NUM_THREADS="1", **group)))
     try:
         assert [one.wait(HANGING_S) for one in started] == [0] * 3
     finally:
