@@ -122,13 +122,6 @@ def lives(party: Party, *kinds: tuple[str, int]) -> Iterator[int]:
         yield life
 
 
-def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
-    """FSDP2 of 3, then of 2, then DDP of 2, then of 3 again: each goes on from what the ones before have saved."""
-    with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
-        for _ in lives(party, ("fsdp", 3), ("fsdp", 2), ("ddp", 2), ("fsdp", 3)):
-            pass
-
-
 def test_all_ranks_load_the_same_versions_of_a_run_that_goes_on(tmp_path: Path) -> None:
     """Though they ask one after the other, while another learner trains; then they make a learner again, in place."""
     with Party(tmp_path, sync_interval=4, fragments=4, tokens=10**9) as party:
@@ -147,10 +140,10 @@ def test_all_ranks_load_the_same_versions_of_a_run_that_goes_on(tmp_path: Path) 
         assert all(party.said(f"trio-{rank}", "again") for rank in range(3)), party.shown()
 
 
-def test_a_process_goes_on_from_ranks_and_ranks_from_a_process(tmp_path: Path) -> None:
-    """FSDP2 of 3, then one process, then FSDP2 of 2: each with the moments of the one before, and the log says so."""
+def test_moments_come_back_for_other_ranks_and_kinds(tmp_path: Path) -> None:
+    """FSDP2 of 3, a process, FSDP2 of 2, DDP of 2, FSDP2 of 3: each with those of the one before. The log says so."""
     with Party(tmp_path, sync_interval=8, fragments=4, tokens=10**9) as party:
-        for life in lives(party, ("fsdp", 3), ("plain", 1), ("fsdp", 2)):
+        for life in lives(party, ("fsdp", 3), ("plain", 1), ("fsdp", 2), ("ddp", 2), ("fsdp", 3)):
             assert len(party.said("them-0", "state_resharded")) == life, party.shown()
 
 
