@@ -1,7 +1,7 @@
 """Promises about moments from a peer: real peers on the memory bus, in virtual time."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,7 @@ from diloco.workers.moments import peers as module
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.peers import Peers
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples
 
 LAYOUT = layout_of(samples.spec().tensors)
@@ -85,12 +85,6 @@ class World:
         self.tasks[name] = asyncio.create_task(peer.answer(lambda: steps, take))
         return bus
 
-    async def end(self) -> None:
-        for task in self.tasks.values():
-            task.cancel()
-            with suppress(asyncio.CancelledError):
-                await task
-
     async def kill(self, name: str) -> None:
         self.tasks[name].cancel()
         with suppress(asyncio.CancelledError):
@@ -102,288 +96,248 @@ class World:
         return value_of(await call), asyncio.get_running_loop().time() - began
 
 
-def scene(play: Callable[[World], Coroutine[Any, Any, None]]) -> None:
-    async def main() -> None:
-        world = World()
-        try:
-            await play(world)
-        finally:
-            await world.end()
-
-    run_virtual(main())
-
-
-def test_a_learner_takes_the_moments_of_a_live_peer() -> None:
+@in_virtual_time
+async def test_a_learner_takes_the_moments_of_a_live_peer() -> None:
     """Within a few seconds, numbers included."""
-
-    async def play(world: World) -> None:
-        await world.trains("l0", 3.0)
-        began = asyncio.get_running_loop().time()
-        found = await world.party("l1").ask()
-        assert value_of(found) == 3.0
-        assert found is not None
-        assert found.numbers == {"step": (3.0,) * 3}
-        assert [set(flats) for flats in found.flats] == [{"exp_avg", "exp_avg_sq"}] * 2
-        assert asyncio.get_running_loop().time() - began < 2.5
-
-    scene(play)
+    world = World()
+    await world.trains("l0", 3.0)
+    began = asyncio.get_running_loop().time()
+    found = await world.party("l1").ask()
+    assert value_of(found) == 3.0
+    assert found is not None
+    assert found.numbers == {"step": (3.0,) * 3}
+    assert [set(flats) for flats in found.flats] == [{"exp_avg", "exp_avg_sq"}] * 2
+    assert asyncio.get_running_loop().time() - began < 2.5
 
 
-def test_however_often_somebody_joins_the_bus_holds_two_offers_at_most() -> None:
+@in_virtual_time
+async def test_however_often_somebody_joins_the_bus_holds_two_offers_at_most() -> None:
     """What the syncer counts on when it judges the memory of a Redis."""
-
-    async def play(world: World) -> None:
-        bus = await world.trains("l0", 3.0)
-        most = 0
-        for number in range(60):
-            await bus.write_report(samples.report("l0", step=500))
-            assert value_of(await world.party(f"l{number + 1}").ask()) == 3.0
-            for _ in range(10):
-                await asyncio.sleep(1.0)
-                now = asyncio.get_running_loop().time()
-                held = [key for key in list(world.store.values) if "moments:" in key]
-                most = max(most, sum(world.store.get(key, object, now) is not None for key in held))
-        assert most == 2 * len(LAYOUT.fragments) * len(ADAM.moments)
-
-    scene(play)
+    world = World()
+    bus = await world.trains("l0", 3.0)
+    most = 0
+    for number in range(60):
+        await bus.write_report(samples.report("l0", step=500))
+        assert value_of(await world.party(f"l{number + 1}").ask()) == 3.0
+        for _ in range(10):
+            await asyncio.sleep(1.0)
+            now = asyncio.get_running_loop().time()
+            held = [key for key in list(world.store.values) if "moments:" in key]
+            most = max(most, sum(world.store.get(key, object, now) is not None for key in held))
+    assert most == 2 * len(LAYOUT.fragments) * len(ADAM.moments)
 
 
-def test_several_that_ask_at_once_are_served_by_one_upload() -> None:
+@in_virtual_time
+async def test_several_that_ask_at_once_are_served_by_one_upload() -> None:
     """Two donors, three askers: each payload is written once."""
-
-    async def play(world: World) -> None:
-        await world.trains("l0", 3.0)
-        await world.trains("l1", 4.0)
-        found = await asyncio.gather(*(world.party(name).ask() for name in ("l2", "l3", "l4")))
-        assert len({value_of(one) for one in found}) == 1
-        assert None not in found
-        assert len(world.uploads) == 4
-
-    scene(play)
+    world = World()
+    await world.trains("l0", 3.0)
+    await world.trains("l1", 4.0)
+    found = await asyncio.gather(*(world.party(name).ask() for name in ("l2", "l3", "l4")))
+    assert len({value_of(one) for one in found}) == 1
+    assert None not in found
+    assert len(world.uploads) == 4
 
 
-def test_a_wish_that_came_too_late_for_an_offer_causes_no_second_upload() -> None:
+@in_virtual_time
+async def test_a_wish_that_came_too_late_for_an_offer_causes_no_second_upload() -> None:
     """Set between a look at the bus and the announcement: the offer that is there serves it too."""
-
-    async def play(world: World) -> None:
-        await world.trains("l0", 3.0)
-        assert value_of(await world.party("l1").ask()) == 3.0
-        await world.bus.ask_moments(MomentsWish(learner="l2", kind=ADAM), module.OFFER_TTL_S)
-        await asyncio.sleep(module.OFFER_TTL_S / 2)
-        assert len(world.uploads) == 4
-
-    scene(play)
+    world = World()
+    await world.trains("l0", 3.0)
+    assert value_of(await world.party("l1").ask()) == 3.0
+    await world.bus.ask_moments(MomentsWish(learner="l2", kind=ADAM), module.OFFER_TTL_S)
+    await asyncio.sleep(module.OFFER_TTL_S / 2)
+    assert len(world.uploads) == 4
 
 
-def test_nobody_is_asked_where_nobody_trains() -> None:
+@in_virtual_time
+async def test_nobody_is_asked_where_nobody_trains() -> None:
     """No peer, one that has left, and ones too young to have moments: no wish, no waiting."""
-
-    async def play(world: World) -> None:
-        bus = world.party("l9")
-        assert await world.timed(bus.ask()) == (None, 0.0)
-        await world.bus.write_report(samples.report("l0", step=500, left=True))
-        await world.bus.write_report(samples.report("l1", step=module.USEFUL_STEPS - 1))
-        await world.bus.write_report(samples.report("l9", step=500))
-        assert await world.timed(world.party("l9").ask()) == (None, 0.0)
-        assert not world.asked
-
-    scene(play)
+    world = World()
+    bus = world.party("l9")
+    assert await world.timed(bus.ask()) == (None, 0.0)
+    await world.bus.write_report(samples.report("l0", step=500, left=True))
+    await world.bus.write_report(samples.report("l1", step=module.USEFUL_STEPS - 1))
+    await world.bus.write_report(samples.report("l9", step=500))
+    assert await world.timed(world.party("l9").ask()) == (None, 0.0)
+    assert not world.asked
 
 
-def test_without_an_answer_the_wait_is_short() -> None:
-    async def play(world: World) -> None:
-        await world.trains("l0", 3.0)
-        await world.kill("l0")
-        found, took_s = await world.timed(world.party("l1").ask())
-        assert found is None
-        assert module.UNCLAIMED_S - 0.1 < took_s < module.UNCLAIMED_S + 1
-
-    scene(play)
+@in_virtual_time
+async def test_without_an_answer_the_wait_is_short() -> None:
+    world = World()
+    await world.trains("l0", 3.0)
+    await world.kill("l0")
+    found, took_s = await world.timed(world.party("l1").ask())
+    assert found is None
+    assert module.UNCLAIMED_S - 0.1 < took_s < module.UNCLAIMED_S + 1
 
 
 @pytest.mark.parametrize("leaves", ["the donor", "the run"])
-def test_nobody_waits_for_a_peer_that_leaves_nor_in_a_run_that_ends(leaves: str) -> None:
+@in_virtual_time
+async def test_nobody_waits_for_a_peer_that_leaves_nor_in_a_run_that_ends(leaves: str) -> None:
     """Within a look or two, not after the time that a live peer has to answer."""
-
-    async def play(world: World) -> None:
-        await world.trains("l0", 3.0)
-        await world.kill("l0")
-        asking = asyncio.create_task(world.timed(world.party("l1").ask()))
-        await asyncio.sleep(0.5)
-        assert world.asked == 1
-        if leaves == "the donor":
-            await world.bus.write_report(samples.report("l0", step=500, left=True))
-        else:
-            await world.bus.write_state(samples.run_state(phase=Phase.DRAINING))
-        found, took_s = await asking
-        assert found is None
-        assert took_s < 0.5 + 3 * module.POLL_S
-
-    scene(play)
+    world = World()
+    await world.trains("l0", 3.0)
+    await world.kill("l0")
+    asking = asyncio.create_task(world.timed(world.party("l1").ask()))
+    await asyncio.sleep(0.5)
+    assert world.asked == 1
+    if leaves == "the donor":
+        await world.bus.write_report(samples.report("l0", step=500, left=True))
+    else:
+        await world.bus.write_state(samples.run_state(phase=Phase.DRAINING))
+    found, took_s = await asking
+    assert found is None
+    assert took_s < 0.5 + 3 * module.POLL_S
 
 
-def test_an_offer_survives_its_donor_and_expires() -> None:
-    async def play(world: World) -> None:
-        await world.trains("l0", 3.0)
-        assert value_of(await world.party("l1").ask()) == 3.0
-        await world.kill("l0")
-        await world.bus.write_report(samples.report("l5", step=500))
-        await asyncio.sleep(module.LIVE_S - 1)
-        assert await world.timed(world.party("l2").ask()) == (3.0, 0.0)
-        await asyncio.sleep(module.OFFER_TTL_S)
-        await world.bus.write_report(samples.report("l5", step=500))
-        assert value_of(await world.party("l3").ask()) is None
-        await asyncio.sleep(module.PAYLOAD_TTL_S)
-        now = asyncio.get_running_loop().time()
-        assert not [key for key in list(world.store.values) if "moments" in key and world.store.get(key, object, now)]
+@in_virtual_time
+async def test_an_offer_survives_its_donor_and_expires() -> None:
+    world = World()
+    await world.trains("l0", 3.0)
+    assert value_of(await world.party("l1").ask()) == 3.0
+    await world.kill("l0")
+    await world.bus.write_report(samples.report("l5", step=500))
+    await asyncio.sleep(module.LIVE_S - 1)
+    assert await world.timed(world.party("l2").ask()) == (3.0, 0.0)
+    await asyncio.sleep(module.OFFER_TTL_S)
+    await world.bus.write_report(samples.report("l5", step=500))
+    assert value_of(await world.party("l3").ask()) is None
+    await asyncio.sleep(module.PAYLOAD_TTL_S)
+    now = asyncio.get_running_loop().time()
+    assert not [key for key in list(world.store.values) if "moments" in key and world.store.get(key, object, now)]
 
-    scene(play)
 
-
-def test_a_donor_killed_half_way_is_replaced_and_its_half_upload_never_used() -> None:
+@in_virtual_time
+async def test_a_donor_killed_half_way_is_replaced_and_its_half_upload_never_used() -> None:
     """Its claim lapses, another one's upload is the one announced."""
-
-    async def play(world: World) -> None:
-        first = await world.trains("l0", 3.0)
-        first.dead_after = 2
-        asking = asyncio.create_task(world.party("l2").ask())
-        while len(world.uploads) < 2:
-            await asyncio.sleep(0.01)
-        await world.kill("l0")
-        await world.trains("l1", 4.0)
-        assert value_of(await asking) == 4.0
-        assert len(world.uploads) == 2 + 4
-
-    scene(play)
+    world = World()
+    first = await world.trains("l0", 3.0)
+    first.dead_after = 2
+    asking = asyncio.create_task(world.party("l2").ask())
+    while len(world.uploads) < 2:
+        await asyncio.sleep(0.01)
+    await world.kill("l0")
+    await world.trains("l1", 4.0)
+    assert value_of(await asking) == 4.0
+    assert len(world.uploads) == 2 + 4
 
 
-def test_a_slow_upload_is_waited_for_while_its_donor_holds_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_slow_upload_is_waited_for_while_its_donor_holds_the_claim(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than the claim's expiry and than the wait for a claim; but not for ever."""
-
-    async def play(world: World) -> None:
-        await world.trains("l0", 3.0)
-        world.chunk_s = 2.0
-        found, took_s = await world.timed(world.party("l1").ask())
-        assert found == 3.0
-        assert took_s > module.UNCLAIMED_S
-        await asyncio.sleep(module.OFFER_TTL_S + 1)
-        world.chunk_s = 20.0
-        await world.bus.write_report(samples.report("l0", step=500))
-        found, took_s = await world.timed(world.party("l1").ask())
-        assert found is None
-        assert took_s < module.OFFER_S + 1
-
-    scene(play)
+    world = World()
+    await world.trains("l0", 3.0)
+    world.chunk_s = 2.0
+    found, took_s = await world.timed(world.party("l1").ask())
+    assert found == 3.0
+    assert took_s > module.UNCLAIMED_S
+    await asyncio.sleep(module.OFFER_TTL_S + 1)
+    world.chunk_s = 20.0
+    await world.bus.write_report(samples.report("l0", step=500))
+    found, took_s = await world.timed(world.party("l1").ask())
+    assert found is None
+    assert took_s < module.OFFER_S + 1
 
 
-def test_another_optimizers_offer_does_not_stand_in_the_way() -> None:
+@in_virtual_time
+async def test_another_optimizers_offer_does_not_stand_in_the_way() -> None:
     """Of two kinds of peers, those of the asker's own answer, and the others upload nothing for it."""
-
-    async def play(world: World) -> None:
-        other = ADAM.model_copy(update={"optimizer": "torch.Adam"})
-        await world.trains("l0", 3.0, kind=other)
-        assert value_of(await world.party("l1", other).ask()) == 3.0
-        assert value_of(await world.party("l3").ask()) is None
-        assert len(world.uploads) == 4
-        await world.trains("l2", 4.0)
-        assert value_of(await world.party("l3").ask()) == 4.0
-        assert len(world.uploads) == 8
-
-    scene(play)
+    world = World()
+    other = ADAM.model_copy(update={"optimizer": "torch.Adam"})
+    await world.trains("l0", 3.0, kind=other)
+    assert value_of(await world.party("l1", other).ask()) == 3.0
+    assert value_of(await world.party("l3").ask()) is None
+    assert len(world.uploads) == 4
+    await world.trains("l2", 4.0)
+    assert value_of(await world.party("l3").ask()) == 4.0
+    assert len(world.uploads) == 8
 
 
-def test_a_negative_second_moment_is_refused() -> None:
-    async def play(world: World) -> None:
-        await world.trains("l0", -3.0)
-        assert await world.party("l1").ask() is None
-        assert len(world.uploads) == 4
-
-    scene(play)
+@in_virtual_time
+async def test_a_negative_second_moment_is_refused() -> None:
+    world = World()
+    await world.trains("l0", -3.0)
+    assert await world.party("l1").ask() is None
+    assert len(world.uploads) == 4
 
 
 @pytest.mark.parametrize("fault", ["value", "device"])
-def test_a_donor_trains_on_whatever_its_own_moments_are(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+@in_virtual_time
+async def test_a_donor_trains_on_whatever_its_own_moments_are(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its fault is logged, its training goes on, and another peer answers the wish."""
+    world = World()
+    bad = world.party("l0")
+    await world.bus.write_report(samples.report("l0", step=500))
 
-    async def play(world: World) -> None:
-        bad = world.party("l0")
-        await world.bus.write_report(samples.report("l0", step=500))
+    async def take() -> Moments:
+        if fault == "device":
+            raise RuntimeError("the device is gone")
+        return moments(float("nan"))
 
-        async def take() -> Moments:
-            if fault == "device":
-                raise RuntimeError("the device is gone")
-            return moments(float("nan"))
-
-        world.tasks["l0"] = asyncio.create_task(bad.answer(lambda: 500, take))
-        asking = asyncio.create_task(world.party("l2").ask())
-        await asyncio.sleep(1.5)
-        await world.trains("l1", 4.0)
-        assert value_of(await asking) == 4.0
-        assert not world.tasks["l0"].done()
-        assert "moments_not_given" in capsys.readouterr().out
-
-    scene(play)
+    world.tasks["l0"] = asyncio.create_task(bad.answer(lambda: 500, take))
+    asking = asyncio.create_task(world.party("l2").ask())
+    await asyncio.sleep(1.5)
+    await world.trains("l1", 4.0)
+    assert value_of(await asking) == 4.0
+    assert not world.tasks["l0"].done()
+    assert "moments_not_given" in capsys.readouterr().out
 
 
-def test_a_learner_without_moments_to_give_claims_no_second_wish() -> None:
+@in_virtual_time
+async def test_a_learner_without_moments_to_give_claims_no_second_wish() -> None:
     """Who asked waits for another peer, or begins fresh, a claim's expiry later; the next one does not wait for it."""
+    world = World()
+    none = world.party("l0")
+    await world.bus.write_report(samples.report("l0", step=500))
 
-    async def play(world: World) -> None:
-        none = world.party("l0")
-        await world.bus.write_report(samples.report("l0", step=500))
+    async def take() -> None:
+        return None
 
-        async def take() -> None:
-            return None
-
-        task = world.tasks["l0"] = asyncio.create_task(none.answer(lambda: 500, take))
-        asking = asyncio.create_task(world.party("l2").ask())
-        await asyncio.sleep(1.5)
-        assert task.done()
-        await world.trains("l1", 4.0)
-        assert value_of(await asking) == 4.0
-        await world.kill("l1")
-        await asyncio.sleep(module.OFFER_TTL_S)
-        await world.bus.write_report(samples.report("l0", step=500))
-        value, waited_s = await world.timed(world.party("l3").ask())
-        assert value is None
-        assert waited_s < module.UNCLAIMED_S + 1
-
-    scene(play)
+    task = world.tasks["l0"] = asyncio.create_task(none.answer(lambda: 500, take))
+    asking = asyncio.create_task(world.party("l2").ask())
+    await asyncio.sleep(1.5)
+    assert task.done()
+    await world.trains("l1", 4.0)
+    assert value_of(await asking) == 4.0
+    await world.kill("l1")
+    await asyncio.sleep(module.OFFER_TTL_S)
+    await world.bus.write_report(samples.report("l0", step=500))
+    value, waited_s = await world.timed(world.party("l3").ask())
+    assert value is None
+    assert waited_s < module.UNCLAIMED_S + 1
 
 
-def test_a_donor_that_is_too_slow_says_so() -> None:
+@in_virtual_time
+async def test_a_donor_that_is_too_slow_says_so() -> None:
     """Else nobody would learn why joiners begin fresh; it looks for wishes again."""
+    world = World()
+    slow = world.party("l0")
+    await world.bus.write_report(samples.report("l0", step=500))
+    asked = list[float]()
 
-    async def play(world: World) -> None:
-        slow = world.party("l0")
-        await world.bus.write_report(samples.report("l0", step=500))
-        asked = list[float]()
+    async def take() -> Moments:
+        asked.append(asyncio.get_running_loop().time())
+        await asyncio.sleep(10 * module.UPLOAD_S)
+        return moments(3.0)
 
-        async def take() -> Moments:
-            asked.append(asyncio.get_running_loop().time())
-            await asyncio.sleep(10 * module.UPLOAD_S)
-            return moments(3.0)
-
-        with capture_logs() as log:
-            world.tasks["l0"] = asyncio.create_task(slow.answer(lambda: 500, take))
-            assert await world.party("l1").ask() is None
-            await asyncio.sleep(module.UPLOAD_S)
-        (told,) = [line["error"] for line in log if line["event"] == "moments_not_given"]
-        assert told == "not copied and uploaded within 40 s: who asked may begin fresh"
-        assert len(asked) == 1
-        assert not world.tasks["l0"].done()
-
-    scene(play)
+    with capture_logs() as log:
+        world.tasks["l0"] = asyncio.create_task(slow.answer(lambda: 500, take))
+        assert await world.party("l1").ask() is None
+        await asyncio.sleep(module.UPLOAD_S)
+    (told,) = [line["error"] for line in log if line["event"] == "moments_not_given"]
+    assert told == "not copied and uploaded within 40 s: who asked may begin fresh"
+    assert len(asked) == 1
+    assert not world.tasks["l0"].done()
 
 
-def test_an_unreadable_offer_is_no_offer() -> None:
+@in_virtual_time
+async def test_an_unreadable_offer_is_no_offer() -> None:
     """Whatever stands on the bus, the learner joins, with a peer's moments."""
-
-    async def play(world: World) -> None:
-        await world.trains("l0", 3.0)
-        peer = world.party("l1")
-        world.store.values[world.bus.keys.moments_offer] = b"\xc1"
-        assert value_of(await peer.ask()) == 3.0
-        assert not world.tasks["l0"].done()
-
-    scene(play)
+    world = World()
+    await world.trains("l0", 3.0)
+    peer = world.party("l1")
+    world.store.values[world.bus.keys.moments_offer] = b"\xc1"
+    assert value_of(await peer.ask()) == 3.0
+    assert not world.tasks["l0"].done()
