@@ -18,21 +18,25 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.refused import Refused
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import HANGING_S, samples
 from tests.virtual_run import end, under_way
 from tests.workers.test_device_encoding import a_syncer
 
 
-def test_a_learner_whose_delta_is_refused_says_why_and_what_to_do() -> None:
+@in_virtual_time
+async def test_a_learner_whose_delta_is_refused_says_why_and_what_to_do() -> None:
     """Once an episode: again only after one of its deltas was merged; the other learner says nothing."""
+
+    def said() -> list[Any]:
+        return [one for one in logs if one["event"] == "delta_rejected" and "lost_tokens" in one]
 
     async def refused(times: int) -> None:
         async with asyncio.timeout(20):
             while len(said()) < times:
                 await asyncio.sleep(0.05)
 
-    async def main() -> list[Any]:
+    with structlog.testing.capture_logs() as logs:
         world, learners = await under_way(2)
         train, poisoned = learners[0].train, True
 
@@ -50,14 +54,7 @@ def test_a_learner_whose_delta_is_refused_says_why_and_what_to_do() -> None:
         poisoned = True
         await refused(2)
         await end(*learners)
-        return said()
-
-    with structlog.testing.capture_logs() as logs:
-
-        def said() -> list[Any]:
-            return [one for one in logs if one["event"] == "delta_rejected" and "lost_tokens" in one]
-
-        first, second = run_virtual(main())
+    first, second = said()
     assert first["log_level"] == "warning"
     assert (first["fragment"], first["reason"]) == (0, "non_finite")
     assert "lower the learning rate" in first["detail"]

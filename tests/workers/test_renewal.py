@@ -14,7 +14,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.workers.exchange.publishing import RENEWED_TTL_S
 from diloco.workers.rounds import Base, Publication, Rounds
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.shares import Deployment, totals_of
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, spec_of, sync_spec
 
@@ -90,33 +90,30 @@ class Noting(VirtualLearner):
         super().publish(publication)
 
 
-def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does() -> None:
+@in_virtual_time
+async def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does() -> None:
     """The payload goes before the header, and what is renewed goes soon after: two of a fragment at most stay."""
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=1, tokens=10**9))
-        world.start_syncer()
-        learner = Noting("l0", world)
-        learner.start()
-        await world.until_version(2)
-        assert world.syncer is not None
-        world.syncer.cancel()
-        with suppress(asyncio.CancelledError):
-            await world.syncer
-        began = len(learner.calls)
-        await asyncio.sleep(20)
-        assert learner.renewed > 3
-        calls = learner.calls[began:]
-        written = [key for what, key in calls if what == "payload"]
-        for key in written[1:]:
-            assert calls.index(("payload", key)) < calls.index(("header", key))
-        await asyncio.sleep(RENEWED_TTL_S + 1)
-        there = [key for key in dict.fromkeys(written) if await world.bus.count_chunks(key)]
-        assert 1 <= len(there) <= 2, there
-        assert len(await world.bus.read_offers(0)) == 1
-        await end(learner)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(fragments=1, tokens=10**9))
+    world.start_syncer()
+    learner = Noting("l0", world)
+    learner.start()
+    await world.until_version(2)
+    assert world.syncer is not None
+    world.syncer.cancel()
+    with suppress(asyncio.CancelledError):
+        await world.syncer
+    began = len(learner.calls)
+    await asyncio.sleep(20)
+    assert learner.renewed > 3
+    calls = learner.calls[began:]
+    written = [key for what, key in calls if what == "payload"]
+    for key in written[1:]:
+        assert calls.index(("payload", key)) < calls.index(("header", key))
+    await asyncio.sleep(RENEWED_TTL_S + 1)
+    there = [key for key in dict.fromkeys(written) if await world.bus.count_chunks(key)]
+    assert 1 <= len(there) <= 2, there
+    assert len(await world.bus.read_offers(0)) == 1
+    await end(learner)
 
 
 class Forgetful(VirtualLearner):
@@ -138,30 +135,27 @@ class Forgetful(VirtualLearner):
         return connected
 
 
-def test_after_an_outage_of_the_bus_deltas_are_offered_again_at_once() -> None:
+@in_virtual_time
+async def test_after_an_outage_of_the_bus_deltas_are_offered_again_at_once() -> None:
     """It may have lost them. They are not left until they would be renewed, half an interval of 200 steps later."""
+    world = VirtualRun(sync_spec(fragments=1, sync_interval=200, quorum=2, tokens=10**9))
+    world.start_syncer()
+    learner = Forgetful("l0", world)
+    learner.start()
 
-    async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=1, sync_interval=200, quorum=2, tokens=10**9))
-        world.start_syncer()
-        learner = Forgetful("l0", world)
-        learner.start()
+    async def newest() -> int:
+        return max((offer.header.serial for offer in await world.bus.read_offers(0)), default=0)
 
-        async def newest() -> int:
-            return max((offer.header.serial for offer in await world.bus.read_offers(0)), default=0)
-
-        while not (before := await newest()):
-            await asyncio.sleep(0.1)
-        learner.fails, steps = True, learner.rounds.steps
-        await asyncio.sleep(3)  # longer than a read of the tape waits
-        learner.fails = False
-        while await newest() == before:
-            await asyncio.sleep(0.1)
-        assert learner.rounds.steps - steps < 50
-        await end(learner)
-        world.stop.set()
-
-    run_virtual(main())
+    while not (before := await newest()):
+        await asyncio.sleep(0.1)
+    learner.fails, steps = True, learner.rounds.steps
+    await asyncio.sleep(3)  # longer than a read of the tape waits
+    learner.fails = False
+    while await newest() == before:
+        await asyncio.sleep(0.1)
+    assert learner.rounds.steps - steps < 50
+    await end(learner)
+    world.stop.set()
 
 
 def test_an_outage_of_all_syncers_for_a_minute_of_five_costs_at_most_five_points() -> None:

@@ -12,7 +12,7 @@ from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.tape import Committed
 from diloco.workers.exchange import carrier, version_0
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
+from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 FRAGMENTS = 8
@@ -57,20 +57,22 @@ async def begun(learners: int) -> None:
     await end(*party)
 
 
-def test_one_learner_uploads_however_long_a_fragment_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_one_learner_uploads_however_long_a_fragment_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its claim does not lapse meanwhile: the bus never has the parameters twice."""
     written = slow(monkeypatch, upload_s=2.5 * CLAIM_TTL_S)
-    run_virtual(begun(learners=3))
+    await begun(learners=3)
     assert len(written) == FRAGMENTS
 
 
 @pytest.mark.parametrize(("upload_s", "copy_s"), [(INITIAL_TTL_S / 3, 0.0), (0.0, 0.9 * INITIAL_TTL_S)])
-def test_what_was_uploaded_first_is_there_until_the_last_is_copied(
+@in_virtual_time
+async def test_what_was_uploaded_first_is_there_until_the_last_is_copied(
     upload_s: float, copy_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though all of it takes longer than a payload lives that nobody prolongs."""
     written = slow(monkeypatch, upload_s, copy_s)
-    run_virtual(begun(learners=2))
+    await begun(learners=2)
     assert len(written) == FRAGMENTS
 
 
@@ -102,7 +104,8 @@ async def test_who_lost_its_claim_leaves_the_upload_to_the_other(monkeypatch: py
 
 @pytest.mark.parametrize("lost", [range(FRAGMENTS), [3], [FRAGMENTS - 1]])
 @pytest.mark.parametrize("by_another", [False, True])
-def test_what_a_failover_has_lost_of_an_upload_is_uploaded_again(
+@in_virtual_time
+async def test_what_a_failover_has_lost_of_an_upload_is_uploaded_again(
     lost: Iterable[int], by_another: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once, by whoever claims it first, though the word that it is there has survived on another server."""
@@ -112,49 +115,43 @@ def test_what_a_failover_has_lost_of_an_upload_is_uploaded_again(
         return nonce not in refused and await claim(self, nonce, ttl_s)
 
     monkeypatch.setattr(MemoryBus, "claim_initial", claim_initial)
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
-        party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
-        while (upload := await world.bus.read_initial()) is None:
-            await asyncio.sleep(0.01)
-        for p in lost:
-            world.store.delete(world.bus.keys.initial_payload(p, upload.nonce))
-        refused.update([upload.nonce] * by_another)
-        world.start_syncer()
-        await asyncio.sleep(CLAIM_TTL_S)
-        refused.clear()
-        await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
-        await end(*party)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
+    party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    while (upload := await world.bus.read_initial()) is None:
+        await asyncio.sleep(0.01)
+    for p in lost:
+        world.store.delete(world.bus.keys.initial_payload(p, upload.nonce))
+    refused.update([upload.nonce] * by_another)
+    world.start_syncer()
+    await asyncio.sleep(CLAIM_TTL_S)
+    refused.clear()
+    await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
+    await end(*party)
     times = Counter(int(key.split(":initial:")[1].split(":")[0]) for key in written)
     assert all(times[p] == 2 for p in lost)
     assert set(times.values()) <= {1, 2}
 
 
-def test_of_a_lost_upload_only_what_has_no_head_is_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_of_a_lost_upload_only_what_has_no_head_is_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest would lie on the bus for nothing: no commit takes it away."""
     written = slow(monkeypatch, copy_s=0.5 * INITIAL_TTL_S)
-
-    async def main() -> None:
-        world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
-        learner = VirtualLearner("l0", world, 0.1).start()
-        world.start_syncer()
-        while None in (heads := await world.bus.read_heads([0, 1])):
-            await asyncio.sleep(0.05)
-        assert all(heads)
-        for key in [key for key in world.store.values if ":initial:" in key]:
-            world.store.delete(key)
-        await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
-        await end(learner)
-
-    run_virtual(main())
+    world = VirtualRun(sync_spec(fragments=FRAGMENTS, tokens=10**9))
+    learner = VirtualLearner("l0", world, 0.1).start()
+    world.start_syncer()
+    while None in (heads := await world.bus.read_heads([0, 1])):
+        await asyncio.sleep(0.05)
+    assert all(heads)
+    for key in [key for key in world.store.values if ":initial:" in key]:
+        world.store.delete(key)
+    await world.until_version(1, 4 * FRAGMENTS * INITIAL_TTL_S)
+    await end(learner)
     assert len(written) < 2 * FRAGMENTS
     assert len(set(written[FRAGMENTS:])) == len(written) - FRAGMENTS
 
 
-def test_a_head_that_took_its_upload_with_it_is_not_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_virtual_time
+async def test_a_head_that_took_its_upload_with_it_is_not_uploaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the payload is gone by the time a learner looks that saw no head."""
     written = slow(monkeypatch)
     commit, seen = MemoryBus.commit, asyncio.Event()
@@ -174,5 +171,5 @@ def test_a_head_that_took_its_upload_with_it_is_not_uploaded_again(monkeypatch: 
 
     monkeypatch.setattr(MemoryBus, "commit", as_somebody_looks)
     monkeypatch.setattr(MemoryBus, "count_chunks", count_chunks)
-    run_virtual(begun(learners=2))
+    await begun(learners=2)
     assert len(written) == FRAGMENTS
