@@ -1,26 +1,17 @@
 """Promises about inner steps that had nothing to train on: batches of which every token was masked."""
 
-import numpy as np
 import pytest
 
-from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed, Rejected
-from diloco.workers.rounds import Base, OpenWindow, Rounds
+from diloco.workers.rounds import OpenWindow
 from diloco_studies.virtual.virtual_time import in_virtual_time
-from tests.virtual_run import VirtualLearner, VirtualRun, spec_of, sync_spec
-
-
-def joined() -> Rounds:
-    sync = sync_spec(fragments=1, sync_interval=4)
-    rounds = Rounds(layout_of(spec_of(sync).tensors), sync)
-    rounds.adopt(Base(0, 0, bytes(16), np.zeros(7, np.float32)))
-    rounds.adopt(Base(0, 1, bytes(16), np.zeros(7, np.float32)))
-    return rounds
+from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
+from tests.workers.test_renewal import rounds_of
 
 
 def test_a_fragment_that_is_due_waits_for_a_token() -> None:
     """It is published at the first step that has some, with all of its steps."""
-    rounds = joined()
+    rounds = rounds_of(4)
     for _ in range(6):
         rounds.trained(0)
         assert not list(rounds.publications({}))
@@ -32,7 +23,7 @@ def test_a_fragment_that_is_due_waits_for_a_token() -> None:
 
 
 def test_without_a_token_nothing_is_published_on_leaving() -> None:
-    rounds = joined()
+    rounds = rounds_of(4)
     rounds.trained(0)
     assert not list(rounds.last({}, due=True))
     assert rounds.counts[1:4] == (0, 0, 0)

@@ -19,11 +19,12 @@ from tests.shares import Deployment, totals_of
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, spec_of, sync_spec
 
 
-def rounds_of(interval: int) -> Rounds:
-    sync = sync_spec(fragments=1, sync_interval=interval)
+def rounds_of(interval: int, fragments: int = 1, **changes: Any) -> Rounds:
+    """Of one who has adopted version 1 of each fragment."""
+    sync = sync_spec(fragments=fragments, sync_interval=interval, **changes)
     rounds = Rounds(layout_of(spec_of(sync).tensors), sync)
-    for version in (0, 1):
-        rounds.adopt(Base(0, version, bytes(16), np.zeros(7, np.float32)))
+    for version, p in itertools.product((0, 1), range(fragments)):
+        rounds.adopt(Base(p, version, bytes(16), np.zeros(7, np.float32)))
     return rounds
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import itertools
 import weakref
 from contextlib import suppress
 from types import SimpleNamespace
@@ -19,7 +18,8 @@ from diloco.workers.exchange.exchange_thread import JoinedLearner
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.rounds import Base, Rounds
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline
-from tests.virtual_run import VirtualLearner, VirtualRun, end, spec_of, sync_spec
+from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
+from tests.workers.test_renewal import rounds_of
 
 H, P = 8, 8
 
@@ -110,18 +110,10 @@ async def test_however_long_the_bus_is_away_a_quarter_of_the_model_and_a_fragmen
     await end(learner)
 
 
-def rounds_of(interval: int, **changes: Any) -> Rounds:
-    sync = sync_spec(fragments=P, sync_interval=interval, **changes)
-    rounds = Rounds(layout_of(spec_of(sync).tensors), sync)
-    for version, p in itertools.product((0, 1), range(P)):
-        rounds.adopt(Base(p, version, bytes(16), np.zeros(7, np.float32)))
-    return rounds
-
-
 def test_who_waits_longest_for_room_is_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a line that is too slow for all would carry the first fragments again and again, and never the last."""
     monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
-    rounds, released = rounds_of(1), dict[int, int]()
+    rounds, released = rounds_of(1, P), dict[int, int]()
     published = []
     for _ in range(12):
         rounds.trained(10)
@@ -135,7 +127,7 @@ def test_who_waits_longest_for_room_is_next(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_small_model_has_room_for_all_of_it() -> None:
     """Short intervals at the start of a run leave no window out."""
-    rounds = rounds_of(1)
+    rounds = rounds_of(1, P)
     rounds.trained(10)
     assert len(list(rounds.publications({}, {}, {}))) == P
 
@@ -145,7 +137,7 @@ def test_a_server_of_a_cluster_that_is_away_takes_no_room_from_the_fragments_of_
 ) -> None:
     """Its own fragments fill the room; those of the other server go on, one at a time."""
     monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
-    rounds, released = rounds_of(1, groups=2), dict[int, int]()
+    rounds, released = rounds_of(1, P, groups=2), dict[int, int]()
     went = set()
     for _ in range(20):
         rounds.trained(10)
@@ -160,10 +152,7 @@ def test_a_server_of_a_cluster_that_is_away_takes_no_room_from_the_fragments_of_
 def test_few_large_fragments_wait_for_no_payload_but_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows count headers: those of two fragments go out at once, however large these are."""
     monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
-    sync = sync_spec(fragments=3, sync_interval=1)
-    rounds = Rounds(layout_of(spec_of(sync).tensors), sync)
-    for version, p in itertools.product((0, 1), range(3)):
-        rounds.adopt(Base(p, version, bytes(16), np.zeros(7, np.float32)))
+    rounds = rounds_of(1, 3)
     rounds.trained(10)
     assert len(list(rounds.publications({}, {}, {}))) == 2
 
@@ -171,7 +160,7 @@ def test_few_large_fragments_wait_for_no_payload_but_the_one_before(monkeypatch:
 def test_what_is_to_be_offered_again_and_found_no_room_goes_out_on_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bus that came back may lack all of it."""
     monkeypatch.setattr("diloco.workers.rounds.LEAST_ROOM", 0)
-    rounds, released = rounds_of(1), dict[int, int]()
+    rounds, released = rounds_of(1, P), dict[int, int]()
     for _ in range(P):
         rounds.trained(10)
         for one in rounds.publications({}, {}, released):
