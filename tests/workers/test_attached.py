@@ -397,22 +397,15 @@ def test_a_learner_that_is_closed_while_it_joins_gives_up_and_leaves_nothing(red
 
 
 @pytest.mark.redis
-def test_closing_says_what_no_call_has_said_once(redis_server: str) -> None:
-    """The other thread has ended meanwhile: as `with` does. A loop that was told is not told again."""
-    for told in (False, True):
-        with a_syncer(redis_server, f"fails-{told}"):
-            learner = learner_of(redis_server, f"fails-{told}").open()
+def test_a_loop_that_was_told_why_its_other_thread_has_ended_is_not_told_again(redis_server: str) -> None:
+    """By closing, which says it to a loop that was not."""
+    with a_syncer(redis_server, "fails"):
+        learner = learner_of(redis_server, "fails").open()
+        thread = learner.joined.thread
+        thread.failure = UsageError("as an exchange fails")
+        thread.end()
+        with pytest.raises(UsageError, match="as an exchange fails"):
             learner.step(1)
-            thread = learner.joined.thread
-            thread.failure = UsageError("as an exchange fails")
-            thread.end()
-            if told:
-                with pytest.raises(UsageError, match="as an exchange fails"):
-                    learner.step(1)
-                learner.close()
-            else:
-                with pytest.raises(UsageError, match="as an exchange fails"):
-                    learner.close()
-            learner.close()
-            assert not learner.left_in_order
-            assert not threads()
+        learner.close()
+        assert not learner.left_in_order
+        assert not threads()

@@ -78,14 +78,6 @@ def evaluations(url: str, run: str) -> list[Evaluation]:
     return [one for _, one in on_bus(url, run, lambda bus: bus.read_evaluations())]
 
 
-def wait_for_state(url: str, run: str) -> None:
-    """The syncer says how far a run is some moments after its first learner has joined."""
-    until = time.monotonic() + HANGING_S
-    while on_bus(url, run, lambda bus: bus.read_state()) is None:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
 @contextmanager
 def following(evaluator: Evaluator) -> Iterator[threading.Thread]:
     thread = threading.Thread(target=evaluator.follow)
@@ -151,7 +143,6 @@ def test_measuring_in_a_training_loop_leaves_training_as_it_is(redis_server: str
             evaluator = Evaluator(model, loss_of, run=name, redis_url=redis_server)
             until(lambda: on_bus(redis_server, name, lambda bus: bus.read_state()))
             optimizer: Any = learner.optimizer
-            wait_for_state(redis_server, name)
             for _ in range(8):  # not told to the learner: nothing is published, so nothing is adopted
                 optimizer.zero_grad()
                 model(torch.full((2, 4), 2.0)).square().sum().backward()
@@ -181,7 +172,7 @@ def test_in_a_loop_it_follows_what_is_merged(redis_server: str, run: str) -> Non
             return evaluator.evaluate()
 
         def look() -> None:
-            wait_for_state(redis_server, run)
+            until(lambda: on_bus(redis_server, run, lambda bus: bus.read_state()))  # some moments after joining
             found.append(asyncio.run(measured()))
 
         train(learner_of(redis_server, run, model), look)

@@ -17,6 +17,7 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.workers.checks.model_checks import check_optimizer
 from diloco.workers.learner import Learner
 from tests.workers.test_parameters import Net
+from tests.workers.test_trial_step import Accelerated
 
 
 def learner(model: Any, optimizer: Any = None, **given: Any) -> Learner:
@@ -201,21 +202,6 @@ def test_parts_of_one_memory_are_taken() -> None:
 # --- optimizers -------------------------------------------------------------------------------------
 
 
-class Delegating(torch.optim.Optimizer):
-    """As Accelerate's: no state of its own, and no `super().__init__`."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.optimizer.state
-
-    @property
-    def param_groups(self) -> Any:  # type: ignore[override]
-        return self.optimizer.param_groups
-
-
 class Duck:
     def __init__(self, optimizer: Any) -> None:
         self.optim = optimizer
@@ -232,7 +218,7 @@ class Own(torch.optim.SGD):
 def test_the_optimizer_that_keeps_the_moments_is_found() -> None:
     model = Net()
     adam = torch.optim.AdamW(model.parameters())
-    for wrapper in (adam, Delegating(adam), Duck(adam), Duck(Delegating(adam))):
+    for wrapper in (adam, Accelerated(adam), Duck(adam), Duck(Accelerated(adam))):
         assert check_optimizer(model, wrapper) is adam
     own = Own(adam)
     assert check_optimizer(model, own) is own

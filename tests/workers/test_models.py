@@ -19,18 +19,20 @@ def blocks(count: int = 4, tokens: int = 17) -> torch.Tensor:
     return torch.randint(0, 256, (count, tokens), generator=torch.Generator().manual_seed(3))
 
 
-@pytest.mark.parametrize("name", ["tiny", "small", "10m"])
+@pytest.mark.parametrize("name", SIZES)
 def test_the_size_table_tells_the_truth(name: str) -> None:
-    """The count shown to people is the count of the model."""
-    assert sum(p.numel() for p in build(name, 0).parameters()) == SIZES[name].parameters()
-    assert len(list(build(name, 0).parameters())) == SIZES[name].tensors
+    """The count shown to people is the count of the model; on the meta device, where that takes no memory."""
+    with torch.device("meta"):
+        model = GPT(SIZES[name], 256, 0)
+    assert sum(p.numel() for p in model.parameters()) == SIZES[name].parameters()
+    assert len(list(model.parameters())) == SIZES[name].tensors
 
 
 def test_sizes_span_under_1m_to_about_1b() -> None:
-    counts = [size.parameters() for size in SIZES.values()]
-    assert counts == sorted(counts)
-    assert counts[0] < 1e6
-    assert 0.9e9 < counts[-1] < 1.1e9
+    counts = {name: size.parameters() for name, size in SIZES.items()}
+    assert list(counts.values()) == sorted(counts.values())
+    assert next(iter(counts.values())) < 1e6
+    assert (counts["124m"], counts["350m"], counts["1b"]) == (123_920_384, 349_552_640, 996_671_488)
 
 
 def test_an_unknown_size_names_the_known_ones() -> None:
@@ -77,18 +79,6 @@ def test_rotation_makes_attention_depend_on_distance_only() -> None:
 
 def test_there_is_no_bias_anywhere() -> None:
     assert all(tensor.dim() == 2 for tensor in GPT(SMALL, 256, 0).parameters())
-
-
-def test_it_learns() -> None:
-    """Forty steps on one batch bring the loss well down."""
-    model, batch = GPT(SMALL, 256, 0), blocks()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(40):
-        loss = loss_of(model, batch)
-        torch.autograd.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert loss.item() < 2.0
 
 
 def test_generation_is_seeded_and_keeps_its_prompt() -> None:

@@ -142,29 +142,26 @@ def test_the_learning_rate_follows_the_runs_progress(book: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("recovered", "share"),
-    slow_beyond(2, [("fresh", 1 / 10), ("peer", 1.0), ("start", 1 / 20), ("checkpoint", 1.0)]),
+    ("recovered", "earlier", "share"),
+    slow_beyond(
+        3,
+        [
+            *(("fresh", 0, 1 / 10), ("peer", 0, 1.0), ("checkpoint", 1, 2 / 10)),
+            *(("start", 0, 1 / 20), ("checkpoint", 20, 1.0)),
+        ],
+    ),
 )
 def test_only_fresh_moments_get_a_ramp(
-    book: Path, monkeypatch: pytest.MonkeyPatch, recovered: str, share: float
+    book: Path, monkeypatch: pytest.MonkeyPatch, recovered: str, earlier: int, share: float
 ) -> None:
-    """A fixed one at the run's start, one of the asked length after joining, none with recovered moments."""
+    """A fixed one at the run's start, one of the asked length after joining, none with recovered moments; and where
+    fresh ones were saved a step after joining, the second of ten steps of the ramp comes next."""
     monkeypatch.setattr(FakeLearner, "recovered", recovered)
-    monkeypatch.setattr(FakeLearner, "earlier_steps", 20 if recovered == "checkpoint" else 0)
+    monkeypatch.setattr(FakeLearner, "earlier_steps", earlier)
     trainer.train(settings(book, lr=0.01, warmup=0.0, ramp_steps=10))
     rates = FakeLearner.made[0].rates
     assert rates[0] == pytest.approx(0.01 * share, rel=0.01)
     assert rates[20] == pytest.approx(0.01, rel=0.2)
-
-
-def test_a_checkpoint_of_young_moments_goes_on_with_their_ramp(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saved one step after joining with fresh moments: the second of ten steps of ramp comes next."""
-    monkeypatch.setattr(FakeLearner, "recovered", "checkpoint")
-    monkeypatch.setattr(FakeLearner, "earlier_steps", 1)
-    trainer.train(settings(book, lr=0.01, warmup=0.0, ramp_steps=10))
-    rates = FakeLearner.made[0].rates
-    assert rates[0] == pytest.approx(0.01 * 2 / 10, rel=0.01)
-    assert rates[8] == pytest.approx(0.01, rel=0.05)
 
 
 def test_the_learner_is_told_what_to_recover_from(book: Path, tmp_path: Path) -> None:
