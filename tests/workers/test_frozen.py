@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import torch
@@ -165,14 +164,6 @@ def test_other_differences_are_still_told() -> None:
     with pytest.raises(SpecMismatch, match="quorum: here 1, the run has 2") as refused:
         compare(spec(A), other)
     assert "frozen" not in str(refused.value)
-
-
-def test_a_spec_from_before_agrees_on_nothing_frozen() -> None:
-    fields = spec(A).model_dump()
-    del fields["frozen"]
-    old = decode(Spec, msgpack.packb(fields))
-    assert old.frozen is None
-    compare(spec(A), old)
 
 
 @pytest.mark.parametrize(

@@ -143,27 +143,6 @@ def test_what_is_taken_sees_no_later_token(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.trainers
-@pytest.mark.parametrize("config", [BERT, XLM, LLAMA | {"is_causal": False}], ids=lambda config: config["model_type"])
-def test_what_a_switch_refuses_does_see_later_tokens(config: dict[str, Any]) -> None:
-    """As transformers builds it: to refuse it is no caution."""
-    transformers = pytest.importorskip("transformers")
-    made = transformers.CONFIG_MAPPING[config["model_type"]].from_dict(config)
-    assert later_tokens_change(transformers.AutoModelForCausalLM.from_config(made))
-
-
-@pytest.mark.trainers
-def test_an_encoder_decoder_would_be_trained_without_its_encoder() -> None:
-    """Therefore it is refused, though none of its tokens sees later ones."""
-    transformers = pytest.importorskip("transformers")
-    whole = transformers.CONFIG_MAPPING["bart"].from_dict(BART)
-    built = transformers.AutoModelForCausalLM.from_config(whole)
-    assert not later_tokens_change(built)
-    assert not [name for name, _ in built.named_parameters() if "encoder" in name.split(".")]
-    both = transformers.AutoModelForSeq2SeqLM.from_config(whole)
-    assert [name for name, _ in both.named_parameters() if "encoder" in name.split(".")]
-
-
-@pytest.mark.trainers
 def test_a_model_must_know_the_texts_tokens_and_have_its_positions(
     book: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
