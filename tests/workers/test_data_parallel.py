@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +19,7 @@ from diloco.workers.trainer import data_parallel
 from diloco.workers.trainer.data_parallel import block_order, run_rank
 from diloco.workers.trainer.sample import load_model, sample
 from tests import HANGING_S
+from tests.parties import wait_for
 
 RANK = """
 import sys
@@ -84,25 +84,25 @@ def test_two_ranks_train_one_model(pair: Path) -> None:
     assert sample(load_model(found.folder, found.trainer, found.tensors), "line", 5, 1.0, 0, 0).startswith("line")
 
 
-def test_two_ranks_are_one_with_twice_the_batch(
-    pair: Path, tmp_path: Path, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gradient mean over ranks is that of the whole batch: nearly the same held-out loss after 40 steps."""
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process can be one rank."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setattr(data_parallel, "StopFlag", lambda: SimpleNamespace(asked=False))
+
+
+def test_two_ranks_are_one_with_twice_the_batch(pair: Path, tmp_path: Path, told: dict[str, Any], alone: None) -> None:
+    """The gradient mean over ranks is that of the whole batch: nearly the same held-out loss after 40 steps."""
     assert run_rank(load(RankProcess, told | {"batch": 8}), tmp_path, 1, 0) == 0
     losses = [json.loads((out / "result.json").read_text())["global_val_loss"] for out in (tmp_path, pair)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)  # without the mean: 17 % apart
 
 
 def test_evaluations_are_as_many_and_as_long_as_asked_for(
-    tmp_path: Path, told: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, told: dict[str, Any], alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One at every step with no time in between, and one at the end, each over two blocks."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    monkeypatch.setattr(data_parallel, "StopFlag", lambda: SimpleNamespace(asked=False))
     measure, sizes = data_parallel.shared_held_out_loss, []
 
     def recorded(model: Any, validation: Any, device: Any) -> float:
@@ -122,9 +122,7 @@ def test_a_signal_to_one_rank_ends_all_with_results(tmp_path: Path, told: dict[s
     out = tmp_path / "out"
     ranks = start(out, 2, **told | {"tokens": 10**9})
     try:
-        deadline = time.monotonic() + HANGING_S
-        while not (out / "progress.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        wait_for((out / "progress.jsonl").exists)
         ranks[1].send_signal(signal.SIGTERM)
         assert [rank.wait(HANGING_S) for rank in ranks] == [0, 0]
     finally:

@@ -25,13 +25,6 @@ pytestmark = pytest.mark.redis
 SYNC = SyncSettings(fragments=2, sync_interval=2, first_interval=0, quorum=1, tokens=400, global_codec="fp32")
 
 
-def member(url: str, run: str, **more: Any) -> Learner:
-    torch.manual_seed(len(more.get("learner_id", "")))
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    return Learner(model, optimizer, run=run, redis_url=url, sync=SYNC, leave_s=10.0, **more)
-
-
 def train(learner: Learner) -> None:
     """To the end of the run, on data of its own."""
     own = torch.full((2, 4), float(len(learner.id)))
@@ -67,7 +60,7 @@ def flat(learner: Learner) -> list[np.ndarray]:
 def test_after_a_run_every_learner_has_the_finished_runs_model(redis_server: str) -> None:
     """Its last merges, those of what was published on leaving, are waited for. The optimizers keep their moments."""
     with a_syncer(redis_server, "whole"):
-        learners = [member(redis_server, "whole", learner_id=name) for name in ("a", "bb")]
+        learners = [learner_of(redis_server, "whole", learner_id=name, sync=SYNC, leave_s=10.0) for name in ("a", "bb")]
         threads = [threading.Thread(target=train, args=(one,)) for one in learners]
         for thread in threads:
             thread.start()

@@ -39,6 +39,7 @@ from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.recovery import Found
 from diloco.workers.stopping import STOPS, Stopped, Stopping
 from tests import HANGING_S, samples
+from tests.parties import wait_for
 from tests.workers.test_device_encoding import a_syncer
 
 pytestmark = pytest.mark.redis
@@ -647,12 +648,7 @@ def test_a_proposal_that_a_checkpoint_took_the_place_of_is_made_anew(redis_serve
 
     learner = threading.Thread(target=learn)
     learner.start()
-    proposed = None
-    deadline = time.monotonic() + HANGING_S
-    while proposed is None:
-        assert time.monotonic() < deadline
-        proposed = on_bus(redis_server, "proposed-anew", lambda bus: bus.read_spec())
-        time.sleep(0.05)
+    proposed = wait_for(lambda: on_bus(redis_server, "proposed-anew", lambda bus: bus.read_spec()))
     spec = codec.decode(Spec, proposed)
     ours = spec.model_copy(update={"sync": spec.sync.model_copy(update={"sync_interval": 7})})
     assert on_bus(redis_server, "proposed-anew", lambda bus: bus.replace_spec(codec.encode(ours), proposed))

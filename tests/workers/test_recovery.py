@@ -156,34 +156,23 @@ def test_moments_come_back_in_a_run_that_was_resumed_under_another_name(tmp_path
     assert Party(tmp_path).join(state=STATE.model_copy(update={"started_unix_s": 99.0})) == "fresh"
 
 
-def test_moments_of_more_than_a_peer_can_send_are_not_asked_of_one(tmp_path: Path, monkeypatch) -> None:
-    """The log says so, with their size; smaller ones are."""
-    party = Party(tmp_path)
-    elements = sum(fragment.elements for fragment in party.layout.fragments)
-    bus: Any = None
-    with structlog.testing.capture_logs() as log:
-        monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", 8 * elements)
-        assert party.recovery.peers(bus, bus, 1024) is not None
-        assert log == []
-        monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", 8 * elements - 1)
-        assert party.recovery.peers(bus, bus, 1024) is None
-    assert [(one["event"], one["bytes"]) for one in log] == [("moments_too_large_for_peers", 8 * elements)]
-
-
 def test_above_what_a_peer_sends_moments_come_from_the_state_folder_else_they_are_fresh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who comes back asks nobody, and its log says why, and where its moments are from."""
-    monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", 1)
+    """Who comes back asks nobody, and its log says why, with their size, and where its moments are from."""
     first = left(tmp_path)
+    size = 8 * sum(fragment.elements for fragment in first.layout.fragments)
     bus: Any = None
+    monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", size)
+    assert first.recovery.peers(bus, bus, 1024) is not None
+    monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", size - 1)
     for folder, source in ((tmp_path, "checkpoint"), (None, "fresh")):
         again = Party(folder)
         with structlog.testing.capture_logs() as log:
             peers: Any = again.recovery.peers(bus, bus, 1024)
             assert again.join(peers=peers) == source
-        told = [(one["event"], one.get("source")) for one in log]
-        assert told == [("moments_too_large_for_peers", None), ("moments_recovered", source)]
+        told = [(one["event"], one.get("bytes"), one.get("source")) for one in log]
+        assert told == [("moments_too_large_for_peers", size, None), ("moments_recovered", None, source)]
         assert log[0]["instead"] == "its own from --state-dir, else fresh with the ramp"
         assert again.keeper.earlier_steps == 5 * (source == "checkpoint")
         assert folder is None or same(again.moments(), first.moments())
@@ -260,11 +249,6 @@ def spoil(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
     return apply
 
 
-def cut(folder: Path) -> None:
-    (file,) = folder.glob("moments-*")
-    file.write_bytes(file.read_bytes()[:-8])
-
-
 def flip(folder: Path) -> None:
     (file,) = folder.glob("moments-*")
     data = bytearray(file.read_bytes())
@@ -305,7 +289,6 @@ def add(name: str) -> Callable[[Path], None]:
         (spoil(lambda told: told.pop("steps")), "steps"),
         (lambda folder: (folder / "state.json").write_text("{"), "damaged"),
         (lambda folder: next(folder.glob("moments-*")).unlink(), "no whole state"),
-        (cut, "does not have the digest"),
         (flip, "does not have the digest"),
         (poison, "exp_avg of fragment . is not finite"),
         (eight_bits, "no whole state"),
@@ -713,10 +696,3 @@ def test_a_folder_that_cannot_be_written_is_said_on_joining(tmp_path: Path, caps
     looked(Party(tmp_path / "shared"))
     assert "give each a folder of its own" in capsys.readouterr().out
     first.own.folder.close(60.0)
-
-
-def test_no_disk_ends_no_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    blocked = tmp_path / "file"
-    blocked.write_text("")
-    left(blocked / "state")
-    assert "state_not_saved" in capsys.readouterr().out

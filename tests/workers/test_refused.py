@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,9 +18,10 @@ from diloco.workers.exchange.refused import Refused
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
 from diloco_studies.virtual.virtual_time import in_virtual_time
-from tests import HANGING_S, samples
+from tests import samples
 from tests.virtual_run import end, under_way
 from tests.workers.test_device_encoding import a_syncer
+from tests.workers.test_learner_life import until
 
 
 @in_virtual_time
@@ -142,25 +142,21 @@ def test_a_model_that_became_nan_goes_on_from_the_globals_with_fresh_moments(red
         optimizer.step()
         optimizer.zero_grad()
         learner.step(tokens=10)
-        time.sleep(0.01)
 
-    def until(learner: Learner, version: int, scale: float = 1.0) -> None:
-        deadline = time.monotonic() + HANGING_S
-        while min(learner.joined.training.rounds.versions) < version:
-            assert time.monotonic() < deadline
-            step(learner, scale)
+    def until_version(learner: Learner, version: int, scale: float = 1.0) -> None:
+        until(lambda: min(learner.joined.training.rounds.versions) >= version or step(learner, scale))
 
     given = {"run": "nan", "redis_url": redis_server, "learner_id": "l0", "sync": sync, "leave_s": 5.0}
     with a_syncer(redis_server, "nan"), structlog.testing.capture_logs() as logs:
         learner = Learner(model, optimizer, **given).open()  # type: ignore[arg-type]
-        until(learner, 2)
+        until_version(learner, 2)
         step(learner, math.nan)  # which may have adopted a global since: its moments stay as they are
         assert optimizer.state[model.weight]["exp_avg"].isnan().all()
-        until(learner, min(learner.joined.training.rounds.versions) + 4)
+        until_version(learner, min(learner.joined.training.rounds.versions) + 4)
         assert model.weight.isfinite().all()
         assert all(one["exp_avg"].isfinite().all() for one in optimizer.state.values())
         with pytest.raises(LearnerDiverged) as told:
-            until(learner, 10**9, math.nan)
+            until_version(learner, 10**9, math.nan)
         learner.close()
     assert exit_status(told.value) == 1
     assert [one["event"] for one in logs].count("learner_diverged") == 2
