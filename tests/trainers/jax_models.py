@@ -1,6 +1,5 @@
 """One small classifier, in torch and in JAX, on the same data: both begin with the same values and step by SGD."""
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 from torch import nn
 
 from diloco.pipeline.settings import SyncSettings
-from tests import HANGING_S
 from tests.workers.test_device_encoding import a_syncer
+from tests.workers.test_learner_life import until
 
 FEATURES, HIDDEN, CLASSES, BATCH = 8, 16, 4, 16
 RATE = 0.1
@@ -180,10 +179,7 @@ def in_step(
             for _ in range(sync.sync_interval if number else 1):  # on version 0 the fragment is due at once
                 for party in parties:  # in turns: who sees an open window would publish before it is due
                     party.train()
-            until = time.monotonic() + HANGING_S
-            while not all(party.learner.joined.shared.adoptions for party in parties):
-                assert time.monotonic() < until, "nothing was merged"
-                time.sleep(0.002)
+            until(lambda: all(party.learner.joined.shared.adoptions for party in parties))
             for party in parties:
                 party.adopt()
         assert all(party.learner.joined.training.rounds.versions == (rounds,) for party in parties)

@@ -449,14 +449,12 @@ REFUSED = {
         {},
         r"leaf 'a\\ud800' has a name that is no Unicode",
     ),
-    "a complex one": (lambda: {"w": jnp.zeros(2, jnp.complex64)}, {}, "leaf w is complex64"),
     "eight bits": (
         lambda: [jnp.zeros(2, jnp.float8_e4m3fn)],
         {},
         "leaf 0 is float8_e4m3fn; .* may be float32, bfloat16",
     ),
     "a number": (lambda: {"w": 1.0}, {}, "leaf w is a float"),
-    "nothing": (dict, {}, "no leaf with elements"),
     "only empty ones": (lambda: {"w": jnp.zeros((0, 3))}, {}, "no leaf with elements"),
     "a donated one": (donated, {}, "leaf w was donated"),
     "one name twice": (lambda: {"a": {"b": jnp.ones(1)}, "a.b": jnp.ones(1)}, {}, "leaves a.b and a.b are both 'a.b'"),
@@ -468,12 +466,7 @@ REFUSED = {
         "names: the pytree has no leaf 'hidden.weight'",
     ),
     "one name for two": (jax_params, {"names": {"out.bias": "hidden.bias"}}, "out.bias and hidden.bias are both"),
-    "names in a list": (
-        jax_params,
-        {"names": ["out.bias"]},
-        "names=.*: pass a dict of own name -> its name in the run",
-    ),
-    "names as text": (jax_params, {"names": "out.bias"}, "names='out.bias': pass a dict"),
+    "names as text": (jax_params, {"names": "out.bias"}, "names='out.bias': pass a dict of own name -> its name in"),
     "an embedding as text": (jax_params, {"embeddings": "out.kernel"}, "embeddings='out.kernel': pass a list of own"),
     "an embedding as a number": (jax_params, {"embeddings": 1}, "embeddings=1: pass a list of own names"),
     "moments kept in words": (jax_params, {"moments_kept": "no"}, "moments_kept='no': pass True or False"),
@@ -501,7 +494,7 @@ def test_a_name_that_is_none_is_refused_with_the_form_that_is_wanted(wrong):
         Learner(jax_params(), names={"out.kernel": wrong}, **NOWHERE)
 
 
-def donated() -> Any:
+def deleted() -> Any:
     """An array that is no longer there."""
     (array := jnp.ones(())).delete()
     return array
@@ -510,7 +503,7 @@ def donated() -> Any:
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
-        (donated, "loss was donated to a jitted function"),
+        (deleted, "loss was donated to a jitted function"),
         (lambda: jax.random.key(0), "loss: key<fry> of shape ()"),
         (lambda: jnp.ones((), complex), "loss: complex64 of shape ()"),
         (lambda: jnp.ones(2), "loss: float32 of shape (2,)"),
@@ -571,9 +564,8 @@ def test_another_pytree_than_the_one_that_joined_is_refused_at_its_step(redis_se
         ):
             with pytest.raises(UsageError, match=said):
                 one.step(wrong, tokens=1)
-        for wrong_loss in (jnp.ones(2), "low"):
-            with pytest.raises(UsageError, match="pass one number"):
-                one.step(params, tokens=1, loss=wrong_loss)
+        with pytest.raises(UsageError, match="pass one number"):
+            one.step(params, tokens=1, loss="low")
         with pytest.raises(UsageError, match="traced"):
             jax.jit(lambda params: one.step(params, tokens=1))(params)
         with pytest.raises(UsageError, match="tokens"):

@@ -1,5 +1,7 @@
 """Promises about the way between a model's tensors and the flat vectors that travel."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -31,26 +33,19 @@ def fragments_of(model: nn.Module, count: int = 2, device: str = "cpu") -> Fragm
     return FragmentParameters(model.to(device), layout_of(tensor_table(model, SyncSettings(fragments=count))))
 
 
-def test_the_table_lists_each_trained_tensor_once_with_its_rule() -> None:
-    """Embeddings merge by mean, the rest by RDA, frozen tensors do not travel."""
-    rules = {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge="rda"))}
-    assert rules == {"table.weight": "mean", "body.weight": "rda", "body.bias": "rda", "head.weight": "rda"}
+@pytest.mark.parametrize(
+    ("merge", "vector", "matrix"), [("mean", "mean", "mean"), ("rda", "rda", "rda"), ("rda-row", "rda", "rda-row")]
+)
+def test_the_table_lists_each_trained_tensor_once_with_its_rule(merge: Any, vector: str, matrix: str) -> None:
+    """Embeddings merge by mean, the rest as asked; a vector has no rows, and frozen tensors do not travel."""
+    rules = {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge=merge))}
+    assert rules == {"table.weight": "mean", "body.weight": matrix, "body.bias": vector, "head.weight": matrix}
 
 
 def test_a_tied_head_is_its_embedding() -> None:
     """A tied tensor is listed once and merges by mean."""
     table = whole_tensors(Net(tied=True), SyncSettings(fragments=2))
     assert [(t.name, t.rule) for t in table if t.elements == 28] == [("table.weight", "mean")]
-
-
-def test_merge_mean_is_mean_everywhere() -> None:
-    assert {t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge="mean"))} == {"mean"}
-
-
-def test_rda_of_rows_is_for_matrices() -> None:
-    """A vector has no rows; an embedding stays with the mean."""
-    rows = {t.name: t.rule for t in tensor_table(Net(), SyncSettings(fragments=2, merge="rda-row"))}
-    assert rows == {"table.weight": "mean", "body.weight": "rda-row", "body.bias": "rda", "head.weight": "rda-row"}
 
 
 @pytest.mark.parametrize("merge", ["mean", "rda"])
