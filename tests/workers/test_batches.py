@@ -1,7 +1,6 @@
 """A `batch_sampler` from the work queue, in torch's own loader: each index once, acknowledged when it is trained on."""
 
 import threading
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -90,15 +89,6 @@ def test_a_pass_that_ends_untrained_is_given_again() -> None:
     for batch in fed.loader():
         fed.step(batch)
     assert fed.trained == seen
-
-
-def test_a_second_loader_over_the_same_batches_goes_on(options: dict[str, Any]) -> None:
-    fed = Fed(40, 4)
-    for batch in fed.loader():
-        fed.step(batch)
-    for batch in fed.loader(**options):
-        fed.step(batch)
-    assert Counter(fed.trained) == Counter(dict.fromkeys(range(40), 2))
 
 
 def test_two_passes_at_once_are_refused() -> None:

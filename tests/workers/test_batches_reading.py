@@ -22,6 +22,7 @@ from diloco.workers.trainer.data.blocks import permuted
 from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined
+from tests.workers.test_reading import until_epoch
 
 ORDER = DataOrder(length=301, seed=5)
 PER_SHARD = 8
@@ -85,16 +86,6 @@ async def unread(world: VirtualRun) -> tuple[int, list[int]]:
 
 def each(epochs: int) -> Counter[int]:
     return Counter(dict.fromkeys(range(ORDER.length), epochs))
-
-
-async def until_epoch(world: VirtualRun, epoch: int) -> None:
-    """Until nothing is left of this epoch and all before."""
-    async with asyncio.timeout(300):
-        while True:
-            queue = await world.bus.read_shards()
-            if queue.epochs > epoch and not any(shard.epoch <= epoch for shard, _ in queue.open):
-                return
-            await asyncio.sleep(0.05)
 
 
 @in_virtual_time

@@ -197,10 +197,6 @@ def test_a_run_goes_on_after_a_resume_with_the_same_frozen_tensors_only(tmp_path
         first.start_syncer()
         learner = VirtualLearner("l0", first).start()
         await first.until_version(2)
-        other = world(B)
-        other.store, other.bus = first.store, first.bus
-        with pytest.raises(SpecMismatch, match="frozen tensor base"):
-            await VirtualLearner("l1", other).live()
         first.stop.set()
         assert first.syncer is not None
         await first.syncer

@@ -22,9 +22,6 @@ MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "AdamW fused amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True, amsgrad=True),
     "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.01),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
 }
 

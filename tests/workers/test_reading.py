@@ -37,7 +37,7 @@ def times_read(epochs: int, *parts: list[tuple[int, int]]) -> Counter[int]:
 
 async def until_epoch(world: VirtualRun, epoch: int) -> None:
     """Until nothing is left of this epoch and all before."""
-    async with asyncio.timeout(200):
+    async with asyncio.timeout(300):
         while True:
             queued, rest = await unread(world)
             if queued > epoch and not any(e <= epoch for e, _ in rest):

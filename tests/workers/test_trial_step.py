@@ -83,19 +83,6 @@ class Sharp(torch.optim.Optimizer):
         self.base_optimizer.step()
 
 
-class Looking(torch.optim.Optimizer):
-    """As common implementations of Lookahead: `.optimizer` steps, slow weights and a counter are its own."""
-
-    def __init__(self, parameters: Any) -> None:
-        self.optimizer = torch.optim.AdamW(parameters, lr=0.1)
-        super().__init__(self.optimizer.param_groups, {})
-        self.counts = {"fast": 0}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.optimizer.step()
-        self.counts["fast"] += 1
-
-
 class Listing(torch.optim.SGD):
     """Holds its parameters in a list of its own, beside groups."""
 
@@ -173,7 +160,6 @@ MADE: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], bool]] = {
     "counting": (Counting, True),
     "hooked": (hooked, True),
     "sharp": (Sharp, False),
-    "looking": (Looking, False),
     "listing": (Listing, False),
     "closing": (Closing, False),
     "failing": (Failing, False),
