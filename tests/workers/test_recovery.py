@@ -37,6 +37,7 @@ from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRe
 from diloco.workers.parameters import tensor_table
 from diloco.workers.rounds import Rounds
 from tests import HANGING_S, samples
+from tests.parties import wait_for
 from tests.workers.test_optimizer_state import MAKERS, step, taken
 from tests.workers.test_parameters import Net, TiedWords
 
@@ -640,10 +641,7 @@ def test_a_state_is_saved_though_the_losses_of_each_step_are_written_at_its_end(
         written.clear()
         party.train(1)
         written.set()
-        until = time.monotonic() + HANGING_S
-        while party.keeper.saves:
-            assert time.monotonic() < until
-            time.sleep(0.001)
+        wait_for(lambda: not party.keeper.saves)
     assert (tmp_path / "state.json").exists()
     party.leave()
     lines = [json.loads(line) for line in (tmp_path / "losses.jsonl").read_text().splitlines()]

@@ -112,14 +112,8 @@ def test_the_same_text_has_the_same_fingerprint_wherever_it_lies(tmp_path) -> No
     assert len({same, *(index.fingerprint for index in others)}) == 5
 
 
-def test_a_party_with_other_shards_is_refused(tmp_path) -> None:
+def test_a_run_of_no_text_is_refused(tmp_path) -> None:
     written(tmp_path / "run")
-    written(tmp_path / "other", TEXTS[1:])
-    asked = TrainerSettings(data=str(tmp_path / "run"))
-    spec = trainer_spec(asked, open_text(asked.data))
-    check_text(open_text(str(tmp_path / "run")), "run", spec)
-    with pytest.raises(SpecMismatch, match="holds another text here than in the run"):
-        check_text(open_text(str(tmp_path / "other")), "other", spec)
     with pytest.raises(SpecMismatch, match="not started by the built-in trainer"):
         check_text(open_text(str(tmp_path / "run")), "run", {})
 
