@@ -12,7 +12,7 @@ from diloco.pipeline.retry import Outages
 from diloco.workers.ranks.carrier import RanksCarrier
 from diloco.workers.ranks.under_way import SMALL, UnderWay
 from diloco.workers.rounds import Base, Publication
-from tests.ranks.test_moves import head
+from tests import samples
 
 
 class Servers:
@@ -70,7 +70,7 @@ async def settle() -> None:
 
 def pull(carrier: RanksCarrier, *fragments: int) -> dict[int, "asyncio.Task[Any]"]:
     """Have these pulled, as each lane does; the numbers of their globals."""
-    heads = {p: head(1).model_copy(update={"fragment": p}) for p in fragments}
+    heads = {p: samples.head(p, version=1) for p in fragments}
     return {p: asyncio.create_task(carrier.pull(lambda p=p: heads[p])) for p in fragments}  # type: ignore[misc]
 
 

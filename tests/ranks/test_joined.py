@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found
@@ -28,9 +27,9 @@ from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wishes import Wishes
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import Stopping
-from tests import HANGING_S
+from tests import HANGING_S, samples
 
-TENSOR = TensorSpec(name="t", shape=(2,), dtype="float32", rule="mean", fragment=0)
+TENSOR = samples.tensor("t", (2,), rule="mean")
 
 
 class Alone:

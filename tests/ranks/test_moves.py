@@ -15,8 +15,7 @@ import structlog
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.head import Head, MergedBase, WindowView
-from diloco.pipeline.messages.spec import TensorSpec
+from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.payload.codec import PayloadReader
 from diloco.pipeline.retry import Backoff, Outages
 from diloco.pipeline.settings import SyncSettings
@@ -30,31 +29,14 @@ from diloco.workers.ranks.shares import SLICE, Shares
 from diloco.workers.ranks.under_way import UnderWay
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
+from tests import samples
 from tests.ranks.test_wires import wired
 
 ELEMENTS = SLICE + 1000
 """So that what is handed over takes two messages."""
-LAYOUT = layout_of((TensorSpec(name="t", shape=(ELEMENTS,), dtype="float32", rule="mean", fragment=0),))
+LAYOUT = layout_of((samples.tensor("t", (ELEMENTS,), rule="mean"),))
 SYNC = SyncSettings(fragments=1, codec="int8").sync_spec()
 ME = {"learner": "l", "incarnation": "0123abcd"}
-WINDOW = WindowView(state="idle", attempt=0, members=(), expected=1, reason="", deadline_unix_s=None)
-
-
-def head(version: int) -> Head:
-    return Head(
-        fragment=0,
-        version=version,
-        digest=bytes(16),
-        payload="p",
-        chunks=1,
-        momentum="",
-        previous_digest=None,
-        window=WINDOW,
-        merged=(),
-        merged_deltas=0,
-        merged_tokens=0,
-        rejected_tokens=0,
-    )
 
 
 class Crew:
@@ -117,7 +99,7 @@ class Crew:
 
     async def pull(self, to: int) -> int | None:
         self.next_server = to
-        return await self.carrier.pull(lambda: head(self.version + 1))
+        return await self.carrier.pull(lambda: samples.head(version=self.version + 1))
 
     def adopt(self, number: int | None) -> None:
         assert number is not None
@@ -265,7 +247,7 @@ async def test_a_rank_whose_rows_are_not_finite_says_so_once_an_episode(monkeypa
 
 async def test_the_newest_head_is_pulled_and_neither_its_turn_nor_an_outage_counts(monkeypatch: Any) -> None:
     """Of those that come while the server is busy, and while its bus is away: of that time nothing is the pull's."""
-    now, fails, heads = [100.0], [2], [head(2)]
+    now, fails, heads = [100.0], [2], [samples.head(version=2)]
 
     def pull_shown(*given: Any) -> Any:
         now[0] += 1
@@ -291,11 +273,11 @@ async def test_the_newest_head_is_pulled_and_neither_its_turn_nor_an_outage_coun
             layout=LAYOUT, clock=SimpleNamespace(now=lambda: now[0]), shared=Shared(), log=structlog.get_logger()
         )
         pulling = Pulling(member, crew.carrier)
-        pulling._wanted[0], pulling._seen_s[0] = head(3), 100.0
+        pulling._wanted[0], pulling._seen_s[0] = samples.head(version=3), 100.0
         working = asyncio.create_task(pulling._pull_wanted_on(0))
         await asyncio.sleep(0.01)
         now[0] = 900.0
-        pulling._wanted[0], pulling._seen_s[0] = head(4), 890.0
+        pulling._wanted[0], pulling._seen_s[0] = samples.head(version=4), 890.0
         crew.adopt(first)
         await crew.until(lambda: pulling.latest)
         working.cancel()

@@ -10,13 +10,13 @@ import torch
 
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.moments import OptimizerKind
-from diloco.pipeline.messages.spec import TensorSpec
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateRefused
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.shares import Ranges, local_layout
+from tests import samples
 
-WHOLE = layout_of((TensorSpec(name="t", shape=(4,), dtype="float32", rule="mean", fragment=0),))
+WHOLE = layout_of((samples.tensor("t", (4,), rule="mean"),))
 RUN = RunIdentity(run="run", started_unix_s=5.0)
 KIND = OptimizerKind(optimizer="SGD", moments=("momentum",), numbers=())
 NOTHING = OptimizerKind(optimizer="SGD", moments=(), numbers=())

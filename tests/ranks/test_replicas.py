@@ -9,11 +9,11 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.parameters import FragmentParameters, FragmentTensors, tensor_table
 from diloco.workers.ranks.replicas import ELEMENTS, EVERY, Samples, apart, sampled
 from diloco.workers.ranks.shares import Shares
+from tests import samples
 from tests.ranks.party import Party
 
 
@@ -38,7 +38,7 @@ def test_some_rows_of_what_all_hold_are_compared() -> None:
     for slot in fragment.slots:
         rows = slice(None) if slot.tensor.rows is None else slice(*slot.tensor.rows)
         np.testing.assert_array_equal(taken[slot.start : slot.stop], state[slot.tensor.name][rows].numpy().ravel())
-    tensor = TensorSpec(name="t", shape=(4,), dtype="float32", rule="mean", fragment=0)
+    tensor = samples.tensor("t", (4,), rule="mean")
     assert sampled(Shares(layout_of((tensor,)), [{"t": (0, 2)}, {"t": (2, 4)}])) is None
 
 

@@ -11,10 +11,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.workers.ranks.shares import Piece, Shares, elements, in_slices, sources
-
-
-def tensor(name: str, shape: tuple[int, ...], fragment: int = 0, rule: str = "rda") -> TensorSpec:
-    return TensorSpec(name=name, shape=shape, dtype="float32", rule=rule, fragment=fragment)
+from tests.samples import tensor
 
 
 def in_parts(table: list[TensorSpec], fragments: int) -> list[TensorSpec]:
