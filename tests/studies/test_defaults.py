@@ -15,7 +15,6 @@ DECLARED = {
     "studies/diloco_studies/strikes/settings.py": "of what is done to a run",
 }
 OTHER_MEANING = {
-    ("studies/diloco_studies/goodput/constants.py", "syncers"): "of a run on very many chips",
     ("studies/diloco_studies/goodput/constants.py", "checkpoint_every"): "of a job without elasticity",
     ("studies/diloco_studies/quality/settings.py", "eval_tokens"): "the lab evaluates seldom, and on more text",
     ("studies/diloco_studies/quality/settings.py", "learners"): "of the lab, which has no launcher",

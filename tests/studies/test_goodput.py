@@ -14,7 +14,6 @@ from diloco_studies.goodput import renewal
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.fleet import METHODS, jobs, simulate, step_times, together
 from diloco_studies.goodput.job import Stops, Timeline, overlap, run_elastic, run_rigid
-from diloco_studies.goodput.ownership import unowned
 from diloco_studies.goodput.strikes import Strikes, _unit_mean, draw, quantiles, repair_cdf, repairs
 
 PLAIN = Constants(gather=10, down=20, up=20, restart=100, repair="constant", repair_mean=50, slice_chips=1)
@@ -309,8 +308,6 @@ SMALL = Constants(step_time=1, params=1e9, link=1e11)
         ("decoupled", {"syncer_cores": 1}, "mean_sync_s", 1.01, 99),
         ("decoupled", {"outer": "halley"}, "mean_sync_s", 2, 200),
         ("decoupled", {"latency": 2.0}, "outer_steps_per_hour", 0.1, 0.3),  # intervals are stretched
-        ("decoupled", {"syncer_mtbi": 2000.0, "lease": 50.0}, "longest_gap_s", 1.5, 99),
-        ("decoupled", {"syncer_mtbi": 2000.0, "syncers": 1, "syncer_repair": 900.0}, "longest_gap_s", 9, 999),
         ("diloco", {"diloco_interval": 1000}, "outer_steps_per_hour", 0.45, 0.55),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
@@ -350,18 +347,6 @@ def test_a_learner_needs_a_chip():
     """Refused with the numbers."""
     with pytest.raises(UsageError, match="3 chips are too few for 4 learners"):
         jobs(Constants(), 3, 4, 1, rng())
-
-
-def test_nobody_serves_a_fragment_until_another_syncer_takes_its_lease(capsys):
-    """Two lease times at most while another syncer lives; until the repair when there is none. Not a line is logged."""
-    two = unowned(Constants(syncers=3, syncer_mtbi=DAY_S, syncer_repair=600), 10 * DAY_S, rng())
-    gaps = two.ended_s - two.began_s
-    assert gaps.size > 6
-    assert np.median(gaps) <= 2 * 5
-    alone = unowned(Constants(syncers=1, syncer_mtbi=DAY_S, syncer_repair=600), 10 * DAY_S, rng())
-    assert (alone.ended_s - alone.began_s).min() >= 590
-    assert unowned(Constants(), DAY_S, rng()).began_s.size == 0
-    assert capsys.readouterr() == ("", "")
 
 
 # --- units --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import pytest
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
+from diloco.syncer.window import Collecting
 from diloco.workers.rounds import Base, OpenWindow, Rounds
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.fleet import simulate
@@ -38,15 +39,9 @@ def spec(quorum=1, interval=24, fragments=24, gamma=0.8):
     )
 
 
-def followed(learners, constants=None, until=DAY_S, waits=False, gone=None, **sync):
-    follower = Follower(
-        constants or Constants(step_time=1, grace_gamma=sync.get("gamma", 0.8)),
-        learners,
-        spec(**sync),
-        rng(),
-        waits=waits,
-        gone=gone,
-    )
+def followed(learners, constants=None, until=DAY_S, waits=False, **sync):
+    constants = constants or Constants(step_time=1, grace_gamma=sync.get("gamma", 0.8))
+    follower = Follower(constants, learners, spec(**sync), rng(), waits=waits)
     follower.run(until)
     return follower
 
@@ -126,17 +121,6 @@ def test_a_learner_that_was_late_is_merged_one_version_later():
     assert summary["mean_participants"] > 1.3
 
 
-def test_fragments_without_a_syncer_are_merged_when_one_is_back():
-    """Nothing is merged meanwhile, and the window is rebuilt from what is pending."""
-    learners = [Learner(line(), 1.0) for _ in range(3)]
-    gone = Stops(np.array([5000.0]), np.array([6000.0]))
-    follower = followed(learners, until=12_000.0, gone=gone)
-    whole = followed(learners, until=12_000.0)
-    assert 1000 < follower.tally.longest_gap_s < 1060
-    missed = whole.tally.merges - follower.tally.merges
-    assert 20 <= missed <= 1000 / 30 + 2
-
-
 # --- waiting learners ----------------------------------------------------------------------------------------
 
 
@@ -211,9 +195,9 @@ def _ours(steps_before, opened_at, attempt):
     party.clock, party.version, follower._version, follower._intervals[1] = clock, 1, 1, 5
     published = []
     for step in range(1, steps_before + 1):
-        follower._window = follower._new_window(0.0, "idle")
+        follower._window = follower._new_window(0.0)
         if opened_at is not None and step >= opened_at:
-            follower._window = follower._new_window(0.0, "collecting")
+            follower._window.phase = Collecting(0.0)
             follower._window.attempt = attempt if published else 0
             if published and attempt == 0:
                 follower._window._members[party.name] = None

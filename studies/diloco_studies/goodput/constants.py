@@ -100,10 +100,6 @@ class Constants(Site):
     liveness: Span = Field(
         USUAL["liveness_s"], gt=0, description="A learner silent for this long is not waited for. The syncer's own"
     )
-    lease: Span = Field(USUAL["lease_s"], gt=0, description="How long a lease lasts. The syncer's own")
-    syncers: int = Field(2, ge=1, le=64, description="Syncers that share the fragments. Assumed")
-    syncer_mtbi: Span = Field(0.0, description="Mean time between failures of a syncer; 0: none. Assumed")
-    syncer_repair: Span = Field(60.0, gt=0, description="How long it is away then. Assumed")
 
     # --- the network between learners and syncers
     wire_bits: float = Field(16, ge=1, le=32, description="Bits of an element of a delta. Paper: bf16")

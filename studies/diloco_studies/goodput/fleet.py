@@ -17,7 +17,6 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.units import DAY_S
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.job import Job, Stops, Timeline, overlap, run_elastic, run_rigid
-from diloco_studies.goodput.ownership import unowned
 from diloco_studies.goodput.parties import bare
 from diloco_studies.goodput.strikes import Strikes, draw, draw_regions, of_region
 from diloco_studies.goodput.windows import Follower, Learner
@@ -160,8 +159,7 @@ def _follow(constants: Constants, run: Run, days: float, rng: np.random.Generato
         interval=constants.sync_interval,
         fragments=constants.fragments,
     )
-    gone = unowned(constants, days * DAY_S, rng)
-    follower = Follower(constants, run.learners, sync, rng, waits=False, gone=gone)
+    follower = Follower(constants, run.learners, sync, rng, waits=False)
     follower.run(days * DAY_S, FOLLOWED_MERGES)
     return replace(run, windows=follower.tally.summary(constants.fragments))
 
@@ -170,8 +168,7 @@ def _follow_waiting(constants: Constants, run: Run, days: float, rng: np.random.
     """Synchronous DiLoCo: K = M, one fragment, and learners that wait; every window of the run is followed."""
     sync = sync_of(constants, quorum=len(run.learners), interval=constants.diloco_interval, fragments=1)
     duration_s = days * DAY_S
-    gone = unowned(constants, duration_s, rng)
-    follower = Follower(constants, run.learners, sync, rng, waits=True, gone=gone)
+    follower = Follower(constants, run.learners, sync, rng, waits=True)
     follower.run(duration_s)
     stops, waited = [], 0.0
     for learner, (spans, waited_s) in zip(run.learners, follower.waits(), strict=True):

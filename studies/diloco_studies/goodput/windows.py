@@ -2,8 +2,8 @@
 
 One fragment is followed, and all its decisions are the production code's: `syncer.window` says who is in, how long
 to wait and when to merge, `syncer.grace` how long the grace is, `syncer.intake` how long uploads may take,
-`syncer.watch` and `syncer.admission` who is live, expected and waited for; `ownership` runs leases. What is left out
-is tensor arithmetic and the bus. Learners do as `workers.rounds` says: due after the interval in force, followers at
+`syncer.watch` and `syncer.admission` who is live, expected and waited for. What is left out is tensor arithmetic, the
+bus, and syncers that fail. Learners do as `workers.rounds` says: due after the interval in force, followers at
 their next step boundary, renewals of what waits, adoption at a step boundary. A learner that is paused reports
 nothing. The P fragments are alike but for their turn, so one of them stands for all.
 """
@@ -32,7 +32,7 @@ from diloco.syncer.watch import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
 from diloco.workers.rounds import renewed_after
 from diloco_studies.goodput.constants import Constants
-from diloco_studies.goodput.job import Stops, Timeline
+from diloco_studies.goodput.job import Timeline
 from diloco_studies.goodput.link import Link, link_of
 from diloco_studies.goodput.parties import CODEC, LAYOUT, TOKENS, Party, StepClock, bare, digest_of
 
@@ -106,9 +106,8 @@ class Follower:
         rng: np.random.Generator,
         *,
         waits: bool,
-        gone: Stops | None = None,
     ) -> None:
-        """`waits`: learners stand still from their publication until the merge. `gone`: spans without an owner."""
+        """`waits`: learners stand still from their publication until the merge."""
         self._sync, self._waits = sync, waits
         self._gamma = constants.grace_gamma
         self._link: Link = link_of(constants)
@@ -129,19 +128,14 @@ class Follower:
         self._round_trips, self._intervals = RoundTrips(), {0: sync.sync_interval}
         """Version -> its interval."""
         self._version, self._merged = 0, tuple[MergedBase, ...]()
-        self._owned, self._told_attempt = True, -1
-        self._stream: dict[str, Offer] = {}
-        """Pending on the bus, in order of arrival."""
+        self._told_attempt = -1
         self._here: set[str] = set()
         """Entries whose payload is on the bus."""
         self._sent_s: dict[str, float] = {}
         self._merging: Merge | None = None
         self._reopened = 0
         self.tally = Tally()
-        self._window = self._new_window(0.0, "idle")
-        for began_s, ended_s in zip(gone.began_s, gone.ended_s, strict=True) if gone else ():
-            self._at(began_s, "lost")
-            self._at(ended_s, "owned")
+        self._window = self._new_window(0.0)
         for party in self._parties:
             self._at(party.clock.wall_s(1 if not waits else sync.sync_interval), "boundary", party)
 
@@ -178,7 +172,7 @@ class Follower:
         steps = step - party.adopted_step
         due = steps >= (self._intervals[party.version] if party.version or self._waits else 1)
         window = self._window
-        opened = self._owned and window.state is not State.IDLE and window.version == party.version and not self._waits
+        opened = window.state is not State.IDLE and window.version == party.version and not self._waits
         member = opened and party.name in window.members
         again = opened and not member and window.attempt > party.window_attempt
         first, whole = party.published_step is None, party.uploaded_serial == party.serial
@@ -196,7 +190,7 @@ class Follower:
         return published_step + math.ceil(more)
 
     def _publish(self, party: Party, now: float, step: int, due: bool, renews: bool = False) -> None:
-        attempt = max(party.published_attempt + 1, self._window.attempt if self._owned else 0)
+        attempt = max(party.published_attempt + 1, self._window.attempt)
         header = party.publish(step, attempt, due)
         offer = Offer(f"{party.serial}-0@{party.name}", header)
         whole_s = self._link.ends_s(now, self._bits)
@@ -235,7 +229,7 @@ class Follower:
         party.version, party.adopted_step = event.version, step
         party.published_step, party.published_attempt, party.window_attempt = None, -1, 0
         self._at(party.clock.wall_s(step + self._intervals[event.version]), "boundary", party, event.version)
-        opened = self._owned and self._window.state is not State.IDLE and self._window.version == event.version
+        opened = self._window.state is not State.IDLE and self._window.version == event.version
         if opened and not self._waits:
             self._look(party, now)
         self._decide(now)
@@ -253,10 +247,8 @@ class Follower:
 
     def _on_header(self, now: float, event: _Event) -> None:
         assert event.offer is not None  # noqa: S101  # of this kind of event
-        self._stream[event.offer.entry_id] = event.offer
-        if self._owned:
-            self._offer(event.offer, now)
-            self._decide(now)
+        self._offer(event.offer, now)
+        self._decide(now)
 
     def _offer(self, offer: Offer, now: float) -> None:
         self._doubts.heard(offer.header.learner)
@@ -272,7 +264,6 @@ class Follower:
             self._window.uploaded(offer)
 
     def _drop(self, offer: Offer, lost_tokens: int = 0) -> None:
-        self._stream.pop(offer.entry_id, None)
         self._here.discard(offer.entry_id)
         self._sent_s.pop(offer.entry_id, None)
         if self._counting:
@@ -285,12 +276,10 @@ class Follower:
         if offer.entry_id not in self._sent_s:  # dropped by now
             return
         self._here.add(offer.entry_id)
-        in_time = self._uploads.observe(now - self._sent_s[offer.entry_id])
-        if self._owned:
-            if in_time:
-                self._doubts.sound(offer.header.learner)
-            self._window.uploaded(offer)
-            self._decide(now)
+        if self._uploads.observe(now - self._sent_s[offer.entry_id]):
+            self._doubts.sound(offer.header.learner)
+        self._window.uploaded(offer)
+        self._decide(now)
 
     def _told_whole(self, header: DeltaHeader, now: float) -> None:
         """Its learner knows that all of a delta is on the bus, and renews it should nothing become of it."""
@@ -306,7 +295,7 @@ class Follower:
 
     def _decide(self, now: float) -> None:
         window = self._window
-        if not self._owned or self._merging is not None or window.state is State.IDLE:  # idle: no delta is due
+        if self._merging is not None or window.state is State.IDLE:  # idle: no delta is due
             return
         while isinstance(decision := window.decide(now, self._conditions(now)), Reopened):
             self._overdue(decision, now)
@@ -363,9 +352,8 @@ class Follower:
             self._drop(offer, offer.header.tokens)
 
     def _on_commit(self, now: float, event: _Event) -> None:
-        if self._merging is None or event.version != self._version:  # its owner died
-            return
         decision, self._merging = self._merging, None
+        assert decision is not None  # noqa: S101  # of this kind of event
         late = self._window.late.offers
         overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
         headers = [offer.header for offer in decision.contributions]
@@ -389,7 +377,7 @@ class Follower:
             )
             self._drop(offer)
         self._merged = tuple(merged.values())
-        self._window, self._told_attempt = self._new_window(now, "idle"), -1
+        self._window, self._told_attempt = self._new_window(now), -1
         for offer in late:
             self._offer(offer, now)
         for party in self._parties:
@@ -421,31 +409,13 @@ class Follower:
             tally.first_s = now
         tally.last_s = now
 
-    def _new_window(self, now: float, state: str) -> Window:
-        view = bare(WindowView, state=state, attempt=max(0, self._told_attempt) if state != "idle" else 0)
+    def _new_window(self, now: float) -> Window:
         head = bare(
             Head,
             version=self._version,
             digest=digest_of(self._version),
             previous_digest=digest_of(self._version - 1) if self._version else None,
-            window=view,
+            window=bare(WindowView, state="idle", attempt=0),
             merged=self._merged,
         )
         return Window(head, DeltaFormat(LAYOUT, CODEC, 1), now)
-
-    # --- its owner -----------------------------------------------------------------------------------------
-
-    def _on_lost(self, now: float, _: _Event) -> None:
-        self._owned, self._merging = False, None
-
-    def _on_owned(self, now: float, _: _Event) -> None:
-        """The successor rebuilds the window from the stream; what it measured before is gone."""
-        self._owned = True
-        self._grace, self._uploads, self._doubts = GraceEstimator(), UploadEstimator(), Doubts()
-        self._round_trips, self._times = RoundTrips(), MergedTimes()
-        opened = self._window.state is not State.IDLE
-        self._window = self._new_window(now, "collecting" if opened else "idle")
-        for offer in list(self._stream.values()):
-            self._offer(offer, now)
-        self._told_attempt = -1
-        self._decide(now)
