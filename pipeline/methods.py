@@ -55,7 +55,6 @@ METHODS: dict[str, Method] = {
     ),
     "data-parallel": Method("the baseline that averages gradients at every step"),
 }
-PAPER = METHODS["paper"].settings
 
 
 def settings_of(method: str, learners: int, tensors: int | None = None) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 YEAR_S = 365.25 * 86400.0
-DAY_S = 86400.0
 MOST_S = 10_000 * YEAR_S
 
 _COUNTS: dict[str, int | str] = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}

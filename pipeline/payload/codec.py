@@ -156,16 +156,6 @@ class ChunkParts(NamedTuple):
 Encoded = bytes | ChunkParts
 
 
-def whole_chunk(chunk: Encoded) -> bytes:
-    """An encoded chunk in one piece."""
-    return chunk.joined() if isinstance(chunk, ChunkParts) else chunk
-
-
-def chunk_size(chunk: Encoded | memoryview) -> int:
-    """Bytes of an encoded chunk."""
-    return chunk.nbytes if isinstance(chunk, ChunkParts) else len(chunk)
-
-
 def heading(index: int, size: int) -> bytes:
     """What stands before `size` bytes of data in chunk `index`."""
     number = bytes([index]) if index < 2**7 else _sized(index, 0xCC)

@@ -26,8 +26,9 @@ from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, Learn
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.tape import WindowChanged
 from diloco.pipeline.messages.wire import MOST_LEASE_S
-from diloco.pipeline.payload.codec import Encoded, Payload, encode, whole_chunk
+from diloco.pipeline.payload.codec import Encoded, Payload, encode
 from diloco_studies.virtual.memory import MemoryBus
+from diloco_studies.virtual.memory_fragments import whole_chunk
 from diloco_studies.virtual.memory_run import LATE_REPORTS
 from tests import HANGING_S, samples
 from tests.backdoor import Backdoor

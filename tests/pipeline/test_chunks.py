@@ -11,12 +11,11 @@ from diloco.pipeline.payload.codec import (
     Payload,
     PayloadReader,
     as_bytes,
-    chunk_size,
     heading,
     payload_digest,
     split_chunk,
-    whole_chunk,
 )
+from diloco_studies.virtual.memory_fragments import chunk_size, whole_chunk
 from tests.samples import encode_chunks
 
 CHUNK = 2 * LEAST_PARTS

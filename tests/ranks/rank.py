@@ -20,11 +20,12 @@ from torch import nn
 
 from diloco import Learner
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.payload.codec import Payload, PayloadReader, chunk_size, decode
+from diloco.pipeline.payload.codec import Payload, PayloadReader, decode
 from diloco.workers.ranks import found
 from diloco.workers.ranks.part import Part
 from diloco.workers.ranks.turns import Turns
 from diloco.workers.rounds import Rounds
+from diloco_studies.virtual.memory_fragments import chunk_size
 from tests.ranks.dying import die_as_told
 
 kind, name, folder = sys.argv[1:4]

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.units import DAY_S, YEAR_S, parse_count, parse_rate, parse_span
+from diloco.pipeline.units import YEAR_S, parse_count, parse_rate, parse_span
 from diloco_studies.goodput import renewal
-from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.constants import DAY_S, Constants
 from diloco_studies.goodput.fleet import METHODS, jobs, simulate, step_times, together
 from diloco_studies.goodput.job import Stops, Timeline, overlap, run_elastic, run_rigid
 from diloco_studies.goodput.strikes import Strikes, _unit_mean, draw, quantiles, repair_cdf, repairs

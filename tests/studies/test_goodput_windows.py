@@ -8,14 +8,12 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.syncer.window import Collecting
 from diloco.workers.rounds import Base, OpenWindow, Rounds
-from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.constants import DAY_S, Constants
 from diloco_studies.goodput.fleet import simulate
 from diloco_studies.goodput.job import Stops, Timeline
 from diloco_studies.goodput.link import Link, link_of
 from diloco_studies.goodput.parties import StepClock, bare
 from diloco_studies.goodput.windows import Follower, Learner
-
-DAY_S = 86_400.0
 
 
 def line(*stops, until=DAY_S):

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import Field
 
 from diloco.pipeline.messages.wire import OuterName
-from diloco.pipeline.methods import PAPER
+from diloco.pipeline.methods import METHODS
 from diloco.pipeline.needs import GLOBALS
 from diloco.pipeline.settings import SyncerSettings, SyncSettings, defaults
 from diloco.pipeline.site import Site
@@ -19,6 +19,8 @@ from diloco.pipeline.units import YEAR_S, Span
 
 USUAL = defaults(SyncSettings) | defaults(SyncerSettings)
 """A real run's defaults."""
+PAPER = METHODS["paper"].settings
+DAY_S = 86_400.0
 
 
 class Constants(Site):

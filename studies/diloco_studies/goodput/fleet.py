@@ -14,8 +14,7 @@ import numpy as np
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.units import DAY_S
-from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.constants import DAY_S, Constants
 from diloco_studies.goodput.job import Job, Stops, Timeline, overlap, run_elastic, run_rigid
 from diloco_studies.goodput.parties import bare
 from diloco_studies.goodput.strikes import Strikes, draw, draw_regions, of_region

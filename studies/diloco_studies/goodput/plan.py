@@ -14,8 +14,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.needs import GLOBALS, Needs, needs_of, pace_of
 from diloco.pipeline.party_memory import TRAINING_BYTES
 from diloco.pipeline.redis_memory import CODECS
-from diloco.pipeline.units import DAY_S, counted
-from diloco_studies.goodput.constants import USUAL, Constants
+from diloco.pipeline.units import counted
+from diloco_studies.goodput.constants import DAY_S, USUAL, Constants
 from diloco_studies.goodput.fleet import jobs, simulate, together
 
 LEARNERS = (1, 2, 4, 8)

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.units import DAY_S
-from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.constants import DAY_S, Constants
 from diloco_studies.goodput.traces import Floats, read_trace
 
 _CHECKED_POINTS = 20_000

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.units import DAY_S
-from diloco_studies.goodput.constants import Constants
+from diloco_studies.goodput.constants import DAY_S, Constants
 from diloco_studies.goodput.fleet import finish, jobs, step_times, sync_of
 from diloco_studies.goodput.windows import SETTLED, Follower
 

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from diloco.pipeline.bus.ports import Clock
-from diloco.pipeline.payload.codec import Encoded, chunk_size
+from diloco.pipeline.payload.codec import Encoded
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
+from diloco_studies.virtual.memory_fragments import chunk_size
 
 RUN = "lab"
 

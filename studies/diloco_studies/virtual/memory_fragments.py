@@ -19,8 +19,18 @@ from diloco.pipeline.errors import PayloadIncomplete
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES, MOST_LEASE_S
-from diloco.pipeline.payload.codec import Encoded, decode_tape, encode, whole_chunk
+from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 from diloco_studies.virtual.memory_calls import MemoryCalls
+
+
+def whole_chunk(chunk: Encoded) -> bytes:
+    """An encoded chunk in one piece."""
+    return chunk.joined() if isinstance(chunk, ChunkParts) else chunk
+
+
+def chunk_size(chunk: Encoded | memoryview) -> int:
+    """Bytes of an encoded chunk."""
+    return chunk.nbytes if isinstance(chunk, ChunkParts) else len(chunk)
 
 
 class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLeases, SyncerBoard):
