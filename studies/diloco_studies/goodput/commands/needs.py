@@ -13,14 +13,14 @@ from diloco.pipeline.units import Amount, Span, written
 from diloco.plan import choices, show
 from diloco_studies.goodput import bandwidth as links
 from diloco_studies.goodput import studies
-from diloco_studies.goodput.commands.options import Files, Pictured, one, one_whole
+from diloco_studies.goodput.commands.options import Files, one, one_whole
 from diloco_studies.goodput.constants import Constants
 from diloco_studies.goodput.plan import Plan
 from diloco_studies.goodput.plan import plan as make_plan
 from diloco_studies.goodput.table import standard_error
 
 
-def bandwidth(params: str, step_time: str, layers: int, run: links.Run, files: Pictured) -> None:
+def bandwidth(params: str, step_time: str, layers: int, run: links.Run, files: Files) -> None:
     """`diloco simulate bandwidth`."""
     console = Console()
     files.check()
@@ -54,16 +54,6 @@ def bandwidth(params: str, step_time: str, layers: int, run: links.Run, files: P
     given = {"params": size, "step_time_s": step_s, "layers": model.layers, **asdict(run)}
     faster = {name: {f"{link:g}": one for link, one in times.items()} for name, times in regions.items()}
     files.write(rows, {**given, "regions_12b_times_faster": faster})
-    curves = {
-        f"{name}: {kinds[name].wire}": (
-            list(links.GRID_GBIT_S),
-            [100 * links.utilisation(model, method, rate * 1e9) for rate in links.GRID_GBIT_S],
-            None,
-        )
-        for name, method in kinds.items()
-    }
-    what = f"{about}, H = {run.sync_interval}"
-    files.draw("lines", curves, ("Gbit/s", "compute utilisation (%)"), what, scales=("log", "linear"))
 
 
 def _for_what(method: links.Method) -> tuple[str, str]:
@@ -96,7 +86,7 @@ def _row(made: Plan) -> dict[str, Any]:
     return {**asdict(made), **each, "warnings": "; ".join(made.warnings), "parties": ", ".join(parties)}
 
 
-def mixed(constants: Constants, learners: int, seeds: int, days: float, files: Pictured) -> None:
+def mixed(constants: Constants, learners: int, seeds: int, days: float, files: Files) -> None:
     """`diloco simulate mixed`."""
     console = Console()
     files.check()
@@ -118,16 +108,9 @@ def mixed(constants: Constants, learners: int, seeds: int, days: float, files: P
         shown.add_row(name, *texts, f"{m.mean_grace_s:.2f} s")
     console.print(shown)
     files.write(rows, {"constants": world.model_dump(mode="json"), "learners": learners, "days": days, "seeds": seeds})
-    bars = {
-        "goodput": {r["way"]: (r["goodput"], r["goodput_stderr"]) for r in rows},
-        "learners in a merge / M": {
-            r["way"]: (r["mean_participants"] / learners, r["mean_participants_stderr"] / learners) for r in rows
-        },
-    }
-    files.draw("bars", bars, ("", "share"), "Mixed hardware")
 
 
-def scavenge(files: Pictured) -> None:
+def scavenge(files: Files) -> None:
     """`diloco simulate scavenge`."""
     files.check()
     rows = studies.rows()
@@ -141,6 +124,3 @@ def scavenge(files: Pictured) -> None:
         shown.add_row(f"+{row['extra']:.0%}" + " (fitted)" * row["fitted"], *texts)
     Console().print(shown)
     files.write(rows, studies.scavenged(studies.FITTED_EXTRA)._asdict())
-    x = [100 * row["extra"] for row in rows]
-    series = {name: (x, [row[name] for row in rows], None) for one in names for name in (one, f"paper, {one}")}
-    files.draw("lines", series, ("extra compute (%)", "relative time"), "Scavenging")

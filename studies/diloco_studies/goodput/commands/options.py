@@ -70,11 +70,10 @@ class Pictured(Files):
 
     plot: Annotated[Path | None, _file("--plot", "Also draw it, as PNG")] = None
 
-    def draw(self, kind: str, *what: Any, **how: Any) -> None:
-        """Call a function of `plot`, if a picture is asked for; it gets the file first."""
+    def draw(self, rows: Sequence[dict[str, Any]], title: str, across: str = "chips") -> None:
+        """As `plot.draw`, if a picture is asked for."""
         if self.plot:
-            pictures = importlib.import_module("diloco_studies.goodput.commands.plot")
-            getattr(pictures, kind)(self.plot, *what, **how)
+            importlib.import_module("diloco_studies.goodput.commands.plot").draw(self.plot, rows, title, across)
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:

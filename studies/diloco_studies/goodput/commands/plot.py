@@ -1,6 +1,6 @@
 """Pictures of the failure simulator's tables."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,6 @@ matplotlib.use("Agg")  # no display needed, and none opened
 
 COLOURS = {"data-parallel": "#c0392b", "elastic": "#e08e0b", "diloco": "#7f8c8d", "decoupled": "#1f5f99"}
 MARKERS = "osD^vP*"
-
-
-def _axes(ylabel: str, xlabel: str, title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(8.2, 5.0), dpi=130, layout="constrained")
-    axes = figure.subplots()
-    axes.set_xlabel(xlabel)
-    axes.set_ylabel(ylabel)
-    axes.set_title(title, fontsize=11)
-    axes.grid(True, alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _chips(count: float) -> str:
@@ -54,7 +43,7 @@ def _tidy(axes: Axes, ylabel: str, across: str, values: Sequence[float]) -> None
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def table(path: Path, rows: Sequence[dict[str, Any]], title: str, across: str = "chips") -> None:
+def draw(path: Path, rows: Sequence[dict[str, Any]], title: str, across: str) -> None:
     """Goodput, uptime and longest stall against a column of `ACROSS`; a line a method and M, the paper's as rings."""
     figure = Figure(figsize=(12.0, 5.6), dpi=130, layout="constrained")
     panels = figure.subplot_mosaic([["goodput", "uptime"], ["goodput", "stall"]], width_ratios=[1.5, 1])
@@ -99,43 +88,4 @@ def table(path: Path, rows: Sequence[dict[str, Any]], title: str, across: str = 
     axes.set_ylim(0, 101)
     axes.legend(fontsize=8, frameon=False)
     figure.suptitle(title, fontsize=11)
-    save(figure, path)
-
-
-Line = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
-"""x, y, and the standard errors of y if it has any."""
-
-
-def lines(
-    path: Path,
-    series: Mapping[str, Line],
-    labels: tuple[str, str],
-    title: str,
-    scales: tuple[str, str] = ("linear", "linear"),
-) -> None:
-    """One line a name; `labels` and `scales` are those of x and y."""
-    figure, axes = _axes(labels[1], labels[0], title)
-    for number, (name, (x, y, errors)) in enumerate(series.items()):
-        style: dict[str, Any] = {"marker": MARKERS[number % len(MARKERS)], "markersize": 4, "linewidth": 1.4}
-        axes.errorbar(x, y, errors, label=name, capsize=2, **style)
-    axes.set_xscale(scales[0])
-    axes.set_yscale(scales[1])
-    axes.legend(fontsize=8, frameon=False)
-    save(figure, path)
-
-
-def bars(
-    path: Path, series: Mapping[str, Mapping[str, tuple[float, float]]], labels: tuple[str, str], title: str
-) -> None:
-    """Groups (x) of bars, one a series, each with its standard error."""
-    figure, axes = _axes(labels[1], labels[0], title)
-    groups = list(dict.fromkeys(group for values in series.values() for group in values))
-    width = 0.8 / len(series)
-    for number, (name, values) in enumerate(series.items()):
-        at = [i + (number - (len(series) - 1) / 2) * width for i in range(len(groups))]
-        heights, errors = zip(*(values.get(group, (0.0, 0.0)) for group in groups), strict=True)
-        drawn = axes.bar(at, heights, width * 0.95, yerr=errors, capsize=2, label=name)
-        axes.bar_label(drawn, fmt="%.2f", fontsize=7)
-    axes.set_xticks(range(len(groups)), groups)
-    figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=len(series))
     save(figure, path)

@@ -88,9 +88,9 @@ def mtbi(
 
 @app.command()
 @takes(Constants)
-@shares(sample=Sample(seeds=2, days=5.0), files=Pictured())
+@shares(sample=Sample(seeds=2, days=5.0), files=Files())
 def link(
-    settings: Constants, chips: OneSize = "150k", learners: Learners = "4", *, sample: Sample, files: Pictured
+    settings: Constants, chips: OneSize = "150k", learners: Learners = "4", *, sample: Sample, files: Files
 ) -> None:
     """A trace of the link between regions, outages included, against a steady one.
 
@@ -100,7 +100,7 @@ def link(
 
 
 @app.command()
-@shares(files=Pictured())
+@shares(files=Files())
 def bandwidth(
     params: Params = "10e9",
     step_time: Annotated[str, typer.Option(metavar="DURATION", help="Compute time of a step")] = "0.8",
@@ -121,7 +121,7 @@ def bandwidth(
         int, typer.Option(min=0, max=10**6, help="Steps tau that a decoupled sync may hide behind")
     ] = USUAL["overlap_steps"],
     *,
-    files: Pictured,
+    files: Files,
 ) -> None:
     """Bandwidth that each method needs for 50 to 99 % of compute utilisation, at a run's H and in its codecs.
 
@@ -167,21 +167,21 @@ def plan(
 
 @app.command()
 @takes(Constants)
-@shares(files=Pictured())
+@shares(files=Files())
 def mixed(
     settings: Constants,
     learners: Annotated[int, typer.Option(min=2, max=512, help="M")] = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds, for the error bars")] = 3,
     days: Annotated[float, typer.Option(min=0.01, max=365, help="Simulated days of each")] = 0.5,
     *,
-    files: Pictured,
+    files: Files,
 ) -> None:
     """Mixed hardware: goodput and participants when all wait for all, with K = 1, and with K = 1 and grace."""
     importlib.import_module(NEEDS).mixed(settings, learners, seeds, days, files)
 
 
 @app.command()
-@shares(files=Pictured())
-def scavenge(*, files: Pictured) -> None:
+@shares(files=Files())
+def scavenge(*, files: Files) -> None:
     """Extra compute for a part of the run: relative time, data-parallel against decoupled."""
     importlib.import_module(NEEDS).scavenge(files)

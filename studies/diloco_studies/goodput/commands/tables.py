@@ -55,7 +55,7 @@ def table(constants: Constants, chips: str, learners: str, sample: Sample, files
         did.add_row(name, *(" / ".join(_number(r, key, 3) for key in DECIDED) for r in ordered))
     console.print(did)
     files.write(rows, _about(constants, sample))
-    files.draw("table", rows, f"A chip is interrupted once in {constants.mtbi / YEAR_S:g} y")
+    files.draw(rows, f"A chip is interrupted once in {constants.mtbi / YEAR_S:g} y")
 
 
 def mtbi(constants: Constants, chips: str, learners: str, times: str, sample: Sample, files: Pictured) -> None:
@@ -73,7 +73,7 @@ def mtbi(constants: Constants, chips: str, learners: str, times: str, sample: Sa
         shown.add_row(name, *texts)
     console.print(shown)
     files.write(rows, _about(constants, sample))
-    files.draw("table", rows, f"{size:,} chips", "mtbi_s")
+    files.draw(rows, f"{size:,} chips", "mtbi_s")
 
 
 def calibrate(constants: Constants, held_out: str, sample: Sample, files: Files) -> None:
@@ -129,7 +129,7 @@ def _residuals(rows: Sequence[dict[str, Any]], sample: Sample, what: str) -> Tab
     return shown
 
 
-def link(constants: Constants, chips: str, learners: str, sample: Sample, files: Pictured) -> None:
+def link(constants: Constants, chips: str, learners: str, sample: Sample, files: Files) -> None:
     """`diloco simulate link`."""
     if constants.link_trace is None:
         raise UsageError("--link-trace FILE: lines of `second bits_per_second latency_s`; see examples/link-trace.txt")
@@ -147,13 +147,6 @@ def link(constants: Constants, chips: str, learners: str, sample: Sample, files:
         shown.add_row(name_of(cell.method, cell.learners), row["link"], f"{100 * row['goodput']:.1f}", *texts)
     console.print(shown)
     files.write(rows, _about(constants, sample))
-    bars = {
-        kind: {
-            name_of(r["method"], r["learners"]): (r["goodput"], r["goodput_stderr"]) for r in rows if r["link"] == kind
-        }
-        for kind in ("steady", "trace")
-    }
-    files.draw("bars", bars, ("", "goodput"), f"{size:,} chips, links between regions")
 
 
 def name_of(method: str, learners: int) -> str:
