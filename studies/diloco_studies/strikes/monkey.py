@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from diloco.launcher.launch import Child, Children
+from diloco.launcher.launch import Children
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco_studies.strikes.failing.topology import Topology
 from diloco_studies.strikes.proxy import Door, Proxy
@@ -129,16 +129,32 @@ class Monkey:
         detail, ended_s = "", None
         if strike.party in (Party.PRIMARY, Party.SENTINEL):
             ended_s, detail = await self._servers.strike(strike, victim, self._until)
-        elif strike.party is not Party.REDIS:
-            child, doors = self._children[victim], self._doors(strike, victim)
-            self._begin_child(strike.manner, child, doors)
-            await self._until(strike.length_s)
-            self._end_child(strike.manner, child, doors)
-        else:
+        elif strike.manner in AT_DOORS:
             doors = self._doors(strike, victim)
-            detail = self._begin_redis(strike.manner, doors)
+            for door in doors:
+                if strike.manner is Manner.CUT:
+                    door.cut()
+                else:
+                    door.hang()
             await self._until(strike.length_s)
-            await self._end_redis(strike.manner, doors)
+            for door in doors:
+                door.restore()
+        elif strike.party is Party.REDIS:
+            detail = self._begin_redis(strike.manner)
+            await self._until(strike.length_s)
+            await self._end_redis(strike.manner)
+        else:
+            child, kills = self._children[victim], strike.manner is Manner.KILL
+            if kills:
+                child.expected_end = True
+                child.kill_group()
+            else:
+                child.send(signal.SIGSTOP)
+            await self._until(strike.length_s)
+            if kills:
+                child.restart()
+            else:
+                child.send(signal.SIGCONT)
         undone = "stays dead" if strike.for_good else UNDONE[strike.manner]
         self._note(f"{victim} {undone}{detail and f' ({detail})'}")
         self.late_s = max(self.late_s, time.time() - began_s - strike.length_s)
@@ -148,33 +164,8 @@ class Monkey:
 
     def _doors(self, strike: Strike, victim: str) -> list[Door]:
         """Those that the strike shuts."""
-        if strike.manner not in AT_DOORS or self._proxy is None:
-            return []
+        assert self._proxy is not None  # noqa: S101  # of a plan with strikes at doors
         return self._proxy.doors() if strike.party is Party.REDIS else [self._proxy[victim]]
-
-    # --- processes ----------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _begin_child(manner: Manner, child: Child, doors: Sequence[Door]) -> None:
-        match manner:
-            case Manner.KILL:
-                child.expected_end = True
-                child.kill_group()
-            case Manner.PAUSE:
-                child.send(signal.SIGSTOP)
-            case Manner.CUT | Manner.HANG:
-                _shut(manner, doors)
-
-    @staticmethod
-    def _end_child(manner: Manner, child: Child, doors: Sequence[Door]) -> None:
-        match manner:
-            case Manner.KILL:
-                child.restart()
-            case Manner.PAUSE:
-                child.send(signal.SIGCONT)
-            case Manner.CUT | Manner.HANG:
-                for door in doors:
-                    door.restore()
 
     # --- Redis ----------------------------------------------------------------------------------------------
 
@@ -188,30 +179,22 @@ class Monkey:
         assert self._redis is not None  # noqa: S101  # of a plan with strikes on it
         return self._redis
 
-    def _begin_redis(self, manner: Manner, doors: Sequence[Door]) -> str:
-        match manner:
-            case Manner.KILL:
-                self._server.kill()
-                if self._tail is not None:
-                    lost = self._tail.lose(time.monotonic(), append_only_file(self._server))
-                    return f"without the last {lost} bytes of its file"
-            case Manner.PAUSE:
-                self._server.send(signal.SIGSTOP)
-            case Manner.CUT | Manner.HANG:
-                _shut(manner, doors)
-        return ""
+    def _begin_redis(self, manner: Manner) -> str:
+        if manner is Manner.PAUSE:
+            self._server.send(signal.SIGSTOP)
+            return ""
+        self._server.kill()
+        if self._tail is None:
+            return ""
+        return f"without the last {self._tail.lose(time.monotonic(), append_only_file(self._server))} bytes of its file"
 
-    async def _end_redis(self, manner: Manner, doors: Sequence[Door]) -> None:
-        match manner:
-            case Manner.KILL:
-                self._server.start()
-                while not self._server.answers():  # noqa: ASYNC110  # a starting server has no event to wait for
-                    await asyncio.sleep(POLL_S)
-            case Manner.PAUSE:
-                self._server.send(signal.SIGCONT)
-            case Manner.CUT | Manner.HANG:
-                for door in doors:
-                    door.restore()
+    async def _end_redis(self, manner: Manner) -> None:
+        if manner is Manner.PAUSE:
+            self._server.send(signal.SIGCONT)
+            return
+        self._server.start()
+        while not self._server.answers():  # noqa: ASYNC110  # a starting server has no event to wait for
+            await asyncio.sleep(POLL_S)
 
     async def _watch_tail(self) -> None:
         while self._tail is not None:
@@ -219,11 +202,3 @@ class Monkey:
                 with suppress(FileNotFoundError):  # it is being replaced by a rewritten one
                     self._tail.note(time.monotonic(), append_only_file(self._server))
             await asyncio.sleep(NOTE_TAIL_S)
-
-
-def _shut(manner: Manner, doors: Sequence[Door]) -> None:
-    for door in doors:
-        if manner is Manner.CUT:
-            door.cut()
-        else:
-            door.hang()
