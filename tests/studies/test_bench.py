@@ -122,6 +122,7 @@ def test_what_does_not_fit_is_said_before_it_is_started(capsys):
             "--server is for the embedded Redis",
         ),
         (("merge", "--json", "no/such/folder/x.json"), "no folder"),
+        (("codec", "--params", "1e6,x"), "--params 1e6,x: numbers with commas"),
         (("step", "--model", "huge"), "one of nano"),
         (("cost", "--model", "huge"), "one of nano"),
         (("cost", "--steps", "0"), "steps"),

@@ -36,7 +36,6 @@ from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import DTYPES, Payload, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
 from diloco.pipeline.transfer.payloads import arriving, push_growing
-from diloco.pipeline.units import parse_count
 from diloco.syncer.intake import feed
 from diloco.syncer.merging.merge import BLOCK, DeltaNorms
 from diloco.workers.device_encoding import OnDevice
@@ -45,6 +44,7 @@ from diloco.workers.trainer.recipe import choose_device
 from diloco_studies.bench.figures import shown, spread, table, write_json
 from diloco_studies.bench.lines import GBIT, lines
 from diloco_studies.bench.machine import describe
+from diloco_studies.goodput.commands.options import whole
 
 CODECS: tuple[Codec, ...] = ("fp32", "bf16", "int8", "int4")
 CHUNK_BYTES = 512 * 1024
@@ -210,16 +210,6 @@ COLUMNS = {
 }
 
 
-def _sizes(text: str) -> list[int]:
-    try:
-        found = [int(str(parse_count(part))) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise UsageError(f"--params {text}: numbers of elements, e.g. 12.5e6,100e6")
-    return found
-
-
 def main(
     params: Annotated[str, typer.Option(metavar="N,N,...", help="Elements of the fragment")] = "12.5e6,100e6",
     link: Annotated[float, typer.Option(min=0.0, help="Also behind a link of so many Gbit/s; 0: not")] = 1.0,
@@ -239,7 +229,7 @@ def main(
     encoder = None if device is None else OnDevice(choose_device(device))
     machine = describe("embedded") | {"device": device}
     report: dict[str, Any] = {"benchmark": "codec", "link_gbit": link, "machine": machine, "sizes": []}
-    for elements in _sizes(params):
+    for elements in whole(params, "params"):
         found = measure(elements, rounds, link or None, console, encoder)
         spreads = {codec: {name: spread(values) for name, values in found[codec].items()} for codec in CODECS}
         names = [name for name in COLUMNS if any(name in figures for figures in found.values())]

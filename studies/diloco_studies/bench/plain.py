@@ -1,7 +1,6 @@
 """Plain commands to a Redis server over one blocking socket, for what a benchmark asks beside the program's own bus."""
 
 import socket
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlparse
 
@@ -49,9 +48,7 @@ class Plain:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._link.close()
 
     def ask(self, *words: str | int) -> Any:

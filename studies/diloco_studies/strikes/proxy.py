@@ -14,7 +14,6 @@ import contextlib
 import socket
 import struct
 from pathlib import Path
-from types import TracebackType
 
 HOST = "127.0.0.1"
 PIECE_BYTES = 2**18
@@ -145,9 +144,7 @@ class Proxy:
     async def __aenter__(self) -> "Proxy":
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         for door in self._doors.values():
             await door.close()
 

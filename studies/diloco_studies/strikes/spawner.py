@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from diloco.launcher.launch import Child, Process
@@ -119,9 +119,7 @@ class Spawner:
         self._orders = ours
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

@@ -26,13 +26,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
+
+import hiredis
 
 from diloco.pipeline.bus.cluster_slots import SLOTS
 from diloco.pipeline.bus.embedded import KEEPS_FREED, find_server, free_port, remove_left_over
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process import lifecycle
+from diloco_studies.bench.plain import packed
 from diloco_studies.strikes.failing.network import Network
 
 SERVICE = "diloco"
@@ -132,37 +135,25 @@ class Node:
         with socket.socket(socket.AF_UNIX) as line:
             line.settimeout(ASK_S)
             line.connect(str(self._folder / "redis.sock"))
-            with line.makefile("rb") as answer:
-                if self.password:
-                    line.sendall(_command("AUTH", self.password))
-                    _read(answer)
-                line.sendall(_command(*words))
-                return _read(answer)
+            reader = hiredis.Reader(encoding="utf-8", errors="replace")
+            if self.password:
+                _answer(line, reader, "AUTH", self.password)
+            return _answer(line, reader, *words)
 
     def last_lines(self) -> str:
         """Of its log."""
         return "\n".join((self._folder / "redis.log").read_text(errors="replace").splitlines()[-8:])
 
 
-def _command(*words: str | int) -> bytes:
-    parts = [str(word).encode() for word in words]
-    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%b\r\n" % (len(one), one) for one in parts)
-
-
-def _read(answer: IO[bytes]) -> Any:
-    line = answer.readline()
-    if not line.endswith(b"\r\n"):
-        raise ConnectionError("the server hung up")
-    kind, text = line[:1], line[1:-2].decode()
-    if kind == b"-":
-        raise DilocoError(text)
-    if kind == b"+":
-        return text
-    if kind == b":":
-        return int(text)
-    if kind == b"$":
-        return None if int(text) < 0 else answer.read(int(text) + 2)[:-2].decode(errors="replace")
-    return None if int(text) < 0 else [_read(answer) for _ in range(int(text))]
+def _answer(line: socket.socket, reader: hiredis.Reader, *words: str | int) -> Any:
+    line.sendall(packed(*words))
+    while (answer := reader.gets()) is False:
+        if not (piece := line.recv(2**16)):
+            raise ConnectionError("the server hung up")
+        reader.feed(piece)
+    if isinstance(answer, hiredis.HiredisError):
+        raise DilocoError(str(answer))
+    return answer
 
 
 class Servers:
