@@ -466,7 +466,7 @@ def test_a_long_curve_is_thinned(marks, kept):
 
 
 def test_a_broken_csv_says_where(experiment):
-    """Other columns, a line too short, a word for a number, a cell larger than the csv module reads."""
+    """Other columns, a line too short or there twice, a word for a number, a cell larger than the csv module reads."""
     whole = encode(dict(told(experiment, {("dp", 1e-3): (2.0, 2.1, 2.5)}).named()))
     for broken, reason in [
         ("", "columns are"),
@@ -474,6 +474,8 @@ def test_a_broken_csv_says_where(experiment):
         (whole.replace(",loss", "", 1), "line 2 has 13 cells, and the columns are 14"),
         (whole.replace("2.5,", "two,", 1), "line 4"),
         (whole.replace("less", "worse", 1), "line 2"),
+        (whole.replace(",0.5,3600,", ",1e400,3600,", 1), "line 2 is no summary: 1e400 is no finite number"),
+        (whole + whole.splitlines()[3], "line 5 is of a run that an earlier line has"),
         (whole.replace("less", "l" * 2**18, 1), "line 2 is no summary: field larger"),
     ]:
         with pytest.raises(UsageError, match=reason):

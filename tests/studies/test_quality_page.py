@@ -4,7 +4,7 @@ The CSV holds nothing that its experiments do not ask for.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -12,8 +12,6 @@ from statistics import mean, median, stdev
 import numpy as np
 import pytest
 
-from diloco.pipeline.errors import UsageError
-from diloco.pipeline.ramps import interval_at
 from diloco_studies.quality.experiment import read_experiment
 from diloco_studies.quality.results.store import told_digest
 from diloco_studies.quality.results.summary import Mark, RunName, RunSummary, decode, encode
@@ -632,54 +630,6 @@ def test_a_row_without_data_is_on_a_page(section):
     assert section in TABLES or written == WITHOUT_DATA[section]
 
 
-# --- sentences that no table has --------------------------------------------------------------------------
-
-
-def last_interval(label: str) -> int:
-    """H of a row of "Learners" at its end."""
-    rows = read_experiment(CSV.with_name("learners.toml")).rows
-    run = next(row.runs[0] for row in rows if row.label == label)
-    sync, version, step = run.sync_spec(tokens=1), 0, 0
-    while (step := step + interval_at(sync, version)) <= run.steps:
-        version += 1
-    return interval_at(sync, version)
-
-
-def rows_against_the_mean() -> list[float]:
-    names = ("defaults", "defaults-deep")
-    pairs = [changes(f"{name}/decoupled, RDA of rows", f"{name}/decoupled") for name in names]
-    return list(chain.from_iterable(pairs))
-
-
-def longer_by_waiting() -> list[float]:
-    pairs = (("rows, lr=0.016", "rows"), ("rows, ramp of 12, warm-up, outer_warmup=3", "rows, ramp of 12, warm-up 3"))
-    return [percent(time_s(f"many-8/{waits}, learners wait"), time_s(f"many-8/{run}")) for run, waits in pairs]
-
-
-def spread_of_int4() -> list[float]:
-    found = changes("codec/int4", "codec/bf16")
-    return [mean(found), stdev(found)]
-
-
-SENTENCES: dict[str, Callable[[], bool]] = {
-    "**RDA of rows** is better in each of the six pairs.": lambda: max(rows_against_the_mean()) < 0,
-    "Waiting takes 3 to 4 % longer here": lambda: [round(one) for one in longer_by_waiting()] == [3, 4],
-    "the mean of three pairs is +0.01 %, at a spread of 0.8 %": lambda: all(
-        map(agrees, ("0.01", "0.8"), spread_of_int4())
-    ),
-    "H is 24 in neither: it ends at 16 and at 8.": lambda: (
-        [last_interval(f"decoupled, Nesterov, M = {learners}") for learners in (8, 16)] == [16, 8]
-    ),
-}
-
-
-@pytest.mark.parametrize("sentence", SENTENCES)
-def test_a_sentence_of_the_pages_is_true(sentence):
-    """By the CSV, or by the experiment's file."""
-    assert sentence in " ".join("\n".join(page.read_text() for page in PAGES).split())
-    assert SENTENCES[sentence]()
-
-
 # --- the CSV ----------------------------------------------------------------------------------------------
 
 
@@ -718,19 +668,3 @@ def test_a_curve_ends_where_its_run_does():
         tokens, times, *_ = zip(*(Mark(*mark) for mark in one.curve), strict=True)
         assert sorted(set(tokens)) == list(tokens), name
         assert sorted(times) == list(times), name
-
-
-@pytest.mark.parametrize("cell", ["nan", "inf", "1e400"])
-def test_a_csv_with_a_number_that_is_none_is_refused_with_its_line(cell):
-    lines = CSV.read_text().splitlines()
-    fields = lines[1].split(",")
-    fields[-3] = cell  # goodput
-    with pytest.raises(UsageError, match="line 2"):
-        decode("\n".join([lines[0], ",".join(fields)]) + "\n")
-
-
-def test_a_run_that_stands_twice_in_a_csv_is_refused():
-    """The later one must not replace the earlier one in silence."""
-    lines = CSV.read_text().splitlines()
-    with pytest.raises(UsageError, match="line 3"):
-        decode("\n".join([*lines[:2], lines[1]]) + "\n")
