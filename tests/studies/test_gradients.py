@@ -14,9 +14,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def task(tmp_path):
-    (path := tmp_path / "text.txt").write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(4000)))
-    return TextTask(LabRun(model="nano", data=str(path), batch=4, seq_len=32), torch.device("cuda"))
+def task(text):
+    return TextTask(LabRun(model="nano", data=str(text), batch=4, seq_len=32), torch.device("cuda"))
 
 
 def batch(task, number, size=4):

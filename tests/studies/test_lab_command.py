@@ -26,13 +26,6 @@ from tests.studies.test_lab_settings import SWEEP
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(4000)))
-    return path
-
-
 def lab(*arguments):
     return [sys.executable, "-m", "diloco", "lab", *map(str, arguments)]
 

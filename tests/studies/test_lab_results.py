@@ -24,13 +24,6 @@ from diloco_studies.quality.settings import LabRun
 from tests.studies.test_lab_settings import SWEEP
 
 
-@pytest.fixture
-def text(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(4000)))
-    return path
-
-
 def result(value, **more):
     points = [
         {"tokens": n, "merged_tokens": n, "virtual_s": n, "train_loss": 1.0, "measures": {"value": value + 1 / n}}

@@ -13,14 +13,13 @@ RUN = "lab"
 
 
 class LabBus(MemoryBus):
-    """Each call takes `latency_s`, and chunks the time their bytes need; closed, it fails (its party is dead)."""
+    """Each call takes `latency_s`; closed, it fails (its party is dead)."""
 
-    def __init__(self, clock: Clock, store: MemoryStore, latency_s: float, link_mb_s: float | None) -> None:
+    def __init__(self, clock: Clock, store: MemoryStore, latency_s: float) -> None:
         super().__init__(RUN, clock, store)
         self._latency_s = latency_s
         self.moved_bytes = 0
         """Of chunks that this party wrote and read."""
-        self._byte_s = 0.0 if link_mb_s is None else 1e-6 / link_mb_s
 
     async def _turn(self) -> None:
         if self._latency_s:
@@ -28,17 +27,12 @@ class LabBus(MemoryBus):
         await super()._turn()
 
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
-        """They arrive together, when the last one is there."""
-        await self._transfer(chunks)
+        """Counted."""
+        self.moved_bytes += sum(map(chunk_size, chunks))
         await super().write_chunks(key, first, chunks, ttl_s)
 
     async def read_chunks(self, key: str, first: int, limit: int, *args: Any, **more: Any) -> list[bytes | memoryview]:
-        """They are there when the last one is."""
+        """Counted."""
         chunks = await super().read_chunks(key, first, limit, *args, **more)
-        await self._transfer(chunks)
+        self.moved_bytes += sum(map(len, chunks))
         return chunks
-
-    async def _transfer(self, chunks: Sequence[Encoded | memoryview]) -> None:
-        self.moved_bytes += (size := sum(map(chunk_size, chunks)))
-        if self._byte_s and size:
-            await asyncio.sleep(self._byte_s * size)

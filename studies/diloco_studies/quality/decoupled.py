@@ -97,7 +97,7 @@ class LabWorld:
         return link
 
     def _link(self) -> LabBus:
-        return LabBus(self._clock, self._store, self.run.latency_s, self.run.link_mb_s)
+        return LabBus(self._clock, self._store, self.run.latency_s)
 
     def stepped(self, tokens: int, virtual_s: float, loss: torch.Tensor) -> None:
         """A learner has done a step, whose computing took so much virtual time."""

@@ -109,7 +109,6 @@ class LabRun(BaseModel):
     slowdown: float = Field(0.0, ge=0, le=100, description="Every second learner's steps take longer by this share")
     jitter: float = Field(0.0, ge=0, le=100, description="Each step takes longer by up to this share, at random")
     latency_s: float = Field(0.01, ge=0, description="Time of a call to the bus")
-    link_mb_s: float | None = Field(None, gt=0, description="Megabytes a second between a party and the bus")
     fail_every_s: float | None = Field(None, gt=0, description="Mean time between failures of one learner")
     fail_down_s: float = Field(60.0, gt=0, description="Time until a failed learner is back")
     resize_s: float = Field(10.0, ge=0, description="Pause of data-parallel when its size changes; one for all in it")
@@ -239,7 +238,7 @@ class LabRun(BaseModel):
 
 PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
-    *("outer_momentum", "wait", "adopt", "mixing", "latency_s", "link_mb_s"),
+    *("outer_momentum", "wait", "adopt", "mixing", "latency_s"),
     *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer"),
 )
 """Settings that a single loop does not look at."""
