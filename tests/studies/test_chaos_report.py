@@ -206,7 +206,6 @@ def test_a_process_that_is_left_over_is_found() -> None:
     ("arguments", "said"),
     [
         (["--kill", "worker:3s"], "learner, syncer, redis"),
-        (["--cut", "learner:often"], "'often' is no length of time"),
         (["--kill", "learner:3s", "--lose-tail"], "--lose-tail needs --kill redis"),
         (["--for", "ever"], "--for 'ever'"),
         (["--for", "10ms"], "at least 1s"),

@@ -98,18 +98,6 @@ def test_a_quorum_that_is_not_there_is_waited_for():
     assert summary["longest_gap_s"] > 3600
 
 
-def test_the_grace_lets_slower_learners_in():
-    """Learners of two speeds: without grace the slower ones miss merges, with it fewer."""
-    learners = [Learner(line(), 1.0) for _ in range(4)] + [Learner(line(), 1.18) for _ in range(4)]
-    constants = {gamma: Constants(step_time=1, grace_gamma=gamma, link=1e13) for gamma in (0.0, 0.8)}
-    without, with_grace = (
-        followed(learners, constants[gamma], until=8_000.0, gamma=gamma).tally.summary(24) for gamma in (0.0, 0.8)
-    )
-    assert without["mean_participants"] < 7
-    assert with_grace["mean_participants"] > without["mean_participants"] + 0.5
-    assert with_grace["mean_grace_s"] > without["mean_grace_s"] == 0
-
-
 def test_a_learner_that_was_late_is_merged_one_version_later():
     """The window waits for the first one's upload of 3 s: the other is stale by one, and joins the next window."""
     learners = [Learner(line(), 1.0), Learner(line(), 1.6)]
