@@ -12,7 +12,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.units import YEAR_S, parse_count, parse_rate, parse_span
 from diloco_studies.goodput import renewal
 from diloco_studies.goodput.constants import DAY_S, Constants
-from diloco_studies.goodput.fleet import METHODS, jobs, simulate, step_times, together
+from diloco_studies.goodput.fleet import METHODS, jobs, simulate, together
 from diloco_studies.goodput.job import Stops, Timeline, overlap, run_elastic, run_rigid
 from diloco_studies.goodput.strikes import Strikes, _unit_mean, draw, quantiles, repair_cdf, repairs
 
@@ -187,7 +187,6 @@ def test_in_any_world_fewer_chips_and_more_learners_do_no_harm(chips, factor, me
         checkpoint_every=st.sampled_from([0, 50, 1800]),
         checkpoint_write=st.floats(0, 20),
         rack_mtbi=st.sampled_from([0, YEAR_S / 4]),
-        host_mtbi=st.sampled_from([0, YEAR_S]),
         region_mtbi=st.sampled_from([0, 2 * DAY_S]),
     ),
 )
@@ -241,12 +240,12 @@ def test_repair_times_come_from_a_trace(tmp_path):
 
 
 def test_interruptions_come_at_the_rate_of_their_chips():
-    """Chips, hosts and racks add up; a rack takes all its slices."""
-    constants = Constants(host_mtbi=YEAR_S / 2, host_chips=8, rack_mtbi=YEAR_S / 10, rack_chips=256)
+    """Chips and racks add up; a rack takes all its slices."""
+    constants = Constants(rack_mtbi=YEAR_S / 10, rack_chips=256)
     drawn = draw(constants, 100_000, 365.25 * DAY_S, rng())
     racks = drawn.slices == 4
     assert racks.sum() == pytest.approx(100_000 / 256 * 10, rel=0.1)
-    assert (~racks).sum() == pytest.approx(100_000 + 2 * 100_000 / 8, rel=0.02)
+    assert (~racks).sum() == pytest.approx(100_000, rel=0.02)
     assert (np.diff(drawn.at_s) >= 0).all()
 
 
@@ -259,16 +258,6 @@ def test_a_regions_outage_stops_its_learners_and_no_others():
     assert 1 - useful == pytest.approx(expected, rel=0.5)
     assert lost["away"] + lost["up"] + lost["down"] == pytest.approx(1 - useful)
     assert idle.total_s < 0.2 * 7200 * 40
-
-
-def test_slower_chips_hold_up_their_learner():
-    """The slowest of its slices sets the pace; more slices, more waiting."""
-    few = [step_times(Constants(speed_spread=0.05), 6_400, 2, rng(s))[1] for s in range(30)]
-    many = [step_times(Constants(speed_spread=0.05), 640_000, 2, rng(s))[1] for s in range(30)]
-    assert 0 < np.mean(few) < np.mean(many) < 0.3
-    times, waiting = step_times(Constants(older_learners=0.5, older_slowdown=0.18), 1000, 4, rng())
-    assert times == pytest.approx([5, 5, 5.9, 5.9])
-    assert waiting == pytest.approx(0)
 
 
 # --- runs ---------------------------------------------------------------------------------------------------

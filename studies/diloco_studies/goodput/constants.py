@@ -47,8 +47,6 @@ class Constants(Site):
         description="Exponent of the Weibull's distribution function; above 1, few very short ones. Assumed",
     )
     repair_trace: Path | None = Field(None, description="File of repair times, s, one a line, drawn from at random")
-    host_mtbi: Span = Field(0.0, description="Mean time between failures of a whole host; 0: none. Assumed")
-    host_chips: int = Field(8, ge=1, description="Chips of a host; its slice is struck. Assumed")
     rack_mtbi: Span = Field(0.0, description="Mean time between failures of a whole rack; 0: none. Assumed")
     rack_chips: int = Field(256, ge=1, description="Chips of a rack. Assumed")
     region_mtbi: Span = Field(0.0, description="Mean time between outages of a whole region; 0: none. Assumed")
@@ -77,9 +75,6 @@ class Constants(Site):
     checkpoint_write: Span = Field(0.0, description="Time that each checkpoint stops the training. Assumed")
 
     # --- chips and steps
-    speed_spread: float = Field(
-        0.0, ge=0, lt=1, description="Standard deviation of slices' step times, as share. Assumed"
-    )
     step_jitter: float = Field(
         0.0, ge=0, le=10, description="Each inner step of a learner is up to this share longer, at random. Assumed"
     )

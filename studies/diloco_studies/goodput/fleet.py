@@ -7,7 +7,6 @@ merge, so there the window's decisions come first and the goodput after.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
@@ -72,20 +71,10 @@ def jobs(
     return made
 
 
-def step_times(constants: Constants, chips: int, learners: int, rng: np.random.Generator) -> tuple[list[float], float]:
-    """Each learner's step time, which its slowest slice sets, and what the others of it wait, as share."""
-    slices = max(1, round(chips / learners / constants.slice_chips))
+def step_times(constants: Constants, learners: int) -> list[float]:
+    """Each learner's."""
     older = round(constants.older_learners * learners)
-    times, spread = [], constants.speed_spread
-    for m in range(learners):
-        slowest = 1.0
-        if spread:  # the largest of so many normal numbers, drawn by its own distribution
-            share = max(1e-12, float(rng.random()) ** (1.0 / slices))
-            slowest = max(1.0, 1.0 + spread * NormalDist().inv_cdf(min(share, 1 - 1e-15)))
-        slower = 1.0 + constants.older_slowdown * (m >= learners - older)
-        times.append(constants.step_time * slowest * slower)
-    usual = constants.step_time * (1.0 + constants.older_slowdown * older / learners)
-    return times, 1.0 - usual / (sum(times) / learners)
+    return [constants.step_time * (1.0 + constants.older_slowdown * (m >= learners - older)) for m in range(learners)]
 
 
 def together(made: list[Job]) -> tuple[float, dict[str, float], Stops]:
@@ -99,17 +88,10 @@ def together(made: list[Job]) -> tuple[float, dict[str, float], Stops]:
     return useful, lost, stops[0] if len(made) == 1 else overlap(stops, len(made))
 
 
-def finish(
-    constants: Constants,
-    made: list[Job],
-    steps: tuple[list[float], float],
-    days: float,
-) -> Run:
+def finish(constants: Constants, made: list[Job], days: float) -> Run:
     """A run of learners that do not wait for one another."""
     useful, lost, idle = together(made)
-    times, waiting = steps
-    if waiting:
-        lost, useful = {**lost, "slower chips": useful * waiting}, useful * (1.0 - waiting)
+    times = step_times(constants, len(made))
     learners = tuple(Learner(job.timeline, s) for job, s in zip(made, times, strict=True))
     return Run(useful, lost, 1.0 - idle.total_s / (days * DAY_S), idle.longest_s, learners)
 
@@ -128,7 +110,7 @@ def simulate(constants: Constants, method: Method, chips: int, learners: int, da
     count = learners if method in ("diloco", "decoupled") else 1
     rng = np.random.default_rng([seed, METHODS.index(method), chips, count])
     made = jobs(constants, chips, count, days, rng, rigid=method == "data-parallel")
-    run = finish(constants, made, step_times(constants, chips, count, rng), days)
+    run = finish(constants, made, days)
     if method == "decoupled":
         return _follow(constants, run, days, rng)
     if method == "diloco" and count > 1:

@@ -1,6 +1,6 @@
 """Interruptions of a job's chips: when, how many slices, for how long. Pure: numpy and a given generator.
 
-Poisson processes in wall time: one chip takes its slice with it, a host too, a rack its slices, a region all it has.
+Poisson processes in wall time: one chip takes its slice with it, a rack its slices, a region all it has.
 """
 
 import math
@@ -106,10 +106,7 @@ def _trace(path: Path | None) -> Floats:
 
 def draw(constants: Constants, chips: int, duration_s: float, rng: np.random.Generator) -> Strikes:
     """Interruptions of a job of `chips`, but for its region's."""
-    rate = chips / constants.mtbi
-    if constants.host_mtbi:
-        rate += chips / constants.host_chips / constants.host_mtbi
-    at_s = times_of(rate, duration_s, rng)
+    at_s = times_of(chips / constants.mtbi, duration_s, rng)
     parts = [Strikes(at_s, repairs(constants, at_s.size, rng), np.ones(at_s.size))]
     if constants.rack_mtbi:
         at_s = times_of(chips / constants.rack_chips / constants.rack_mtbi, duration_s, rng)

@@ -6,7 +6,7 @@ import numpy as np
 
 from diloco.pipeline.errors import UsageError
 from diloco_studies.goodput.constants import DAY_S, Constants
-from diloco_studies.goodput.fleet import finish, jobs, step_times, sync_of
+from diloco_studies.goodput.fleet import finish, jobs, sync_of
 from diloco_studies.goodput.windows import SETTLED, Follower
 
 MIXED = {"older_learners": 1 / 2, "older_slowdown": 0.18, "step_jitter": 0.10, "link": 1e12}
@@ -43,7 +43,7 @@ def mixed(constants: Constants, learners: int, days: float, seed: int) -> dict[s
         rng = np.random.default_rng(seed)
         world = calm.model_copy(update={"grace_gamma": gamma})
         made = jobs(world, learners * world.slice_chips, learners, days, rng)
-        run = finish(world, made, step_times(world, learners * world.slice_chips, learners, rng), days)
+        run = finish(world, made, days)
         sync = sync_of(world, quorum=quorum, interval=world.sync_interval, fragments=world.fragments)
         follower = Follower(world, run.learners, sync, rng, waits=waits)
         follower.run(days * DAY_S)
