@@ -9,7 +9,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from typing import NamedTuple
 from urllib.parse import urlparse
 
@@ -115,8 +114,9 @@ def _drive(link: socket.socket, command: bytes, reply: int, count: int) -> None:
 class Memory:
     """Copies between large arrays on all cores at once: what anything that touches memory takes at least."""
 
-    def __init__(self, megabytes: int = 64) -> None:
-        self._pairs = [(np.ones(size, np.uint8), np.ones(size, np.uint8)) for size in _shares(megabytes * 2**20)]
+    def __init__(self) -> None:
+        each = 64 * 2**20 // usable_cores()
+        self._pairs = [(np.ones(each, np.uint8), np.ones(each, np.uint8)) for _ in range(usable_cores())]
 
     def rate(self) -> float:
         """Bytes per second, those read and those written together."""
@@ -127,10 +127,6 @@ class Memory:
         for thread in threads:
             thread.join()
         return 2 * sum(source.nbytes for source, _ in self._pairs) / (time.perf_counter() - began)
-
-
-def _shares(total: int) -> Sequence[int]:
-    return [total // usable_cores()] * usable_cores()
 
 
 def merge_traffic(elements: int, learners: int, item_bytes: float, momentum: bool) -> float:

@@ -28,11 +28,11 @@ SILENT_S = 1.5
 """Steps further apart than this are not drawn as one stretch of training."""
 
 
-def stretches(steps_s: Sequence[float], silent_s: float = SILENT_S) -> list[tuple[float, float]]:
+def stretches(steps_s: Sequence[float]) -> list[tuple[float, float]]:
     """Times of training, as (begin, length), from the ends of its steps."""
     found: list[tuple[float, float]] = []
     for at in steps_s:
-        if found and at - (found[-1][0] + found[-1][1]) <= silent_s:
+        if found and at - (found[-1][0] + found[-1][1]) <= SILENT_S:
             found[-1] = (found[-1][0], at - found[-1][0])
         else:
             found.append((at, 0.0))

@@ -105,7 +105,7 @@ class Rate:
 SPANS = ("before", "during", "after")
 
 
-def around(steps_s: Sequence[float], began_s: float, ended_s: float, around_s: float = AROUND_S) -> dict[str, Rate]:
+def around(steps_s: Sequence[float], began_s: float, ended_s: float) -> dict[str, Rate]:
     """One incarnation's step rates before, during and after an outage, between ends of steps.
 
     Nothing where it did not live through the outage: it needs a step before its beginning and one after its end.
@@ -113,8 +113,8 @@ def around(steps_s: Sequence[float], began_s: float, ended_s: float, around_s: f
     first, last = bisect_right(steps_s, began_s) - 1, bisect_left(steps_s, ended_s)
     if first < 0 or last >= len(steps_s):
         return {}
-    start = bisect_left(steps_s, began_s - around_s)
-    stop = bisect_right(steps_s, ended_s + around_s) - 1
+    start = bisect_left(steps_s, began_s - AROUND_S)
+    stop = bisect_right(steps_s, ended_s + AROUND_S) - 1
     spans = {"before": (start, first), "during": (first, last), "after": (last, stop)}
     return {name: Rate(late - early, steps_s[late] - steps_s[early]) for name, (early, late) in spans.items()}
 
@@ -131,14 +131,14 @@ def outages(strikes: Iterable[Struck], parties: Iterable[Party]) -> list[Gap]:
     return found
 
 
-def rates_around(steps: StepTimes, found: Sequence[Gap], around_s: float = AROUND_S) -> dict[str, dict[str, Rate]]:
+def rates_around(steps: StepTimes, found: Sequence[Gap]) -> dict[str, dict[str, Rate]]:
     """Per learner, summed over outages and incarnations: rates before, during and after."""
     sums: dict[str, dict[str, Rate]] = {}
     for learner, incarnations in steps.items():
         mine = {span: Rate() for span in SPANS}
         for _, times_s in incarnations:
             for outage in found:
-                for span, rate in around(times_s, outage.began_s, outage.ended_s, around_s).items():
+                for span, rate in around(times_s, outage.began_s, outage.ended_s).items():
                     mine[span].add(rate)
         sums[learner] = mine
     return sums

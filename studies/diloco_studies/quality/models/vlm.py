@@ -33,10 +33,8 @@ class VisionLanguage(GPT):
         return F.linear(rms_norm(x), self.embedding.weight)[:, patches.size(1) :]
 
 
-def build_vision_language(
-    name: str, seed: int, patches: int, patch: int, channels: int = 1, vocab_size: int = 256
-) -> VisionLanguage:
-    """A model by the name of its GPT's size; the same seed gives the same parameters.
+def build_vision_language(name: str, seed: int, patches: int, patch: int) -> VisionLanguage:
+    """A model of bytes and grey images by the name of its GPT's size; the same seed gives the same parameters.
 
     patches: in an image. patch: pixels a side of each.
 
@@ -44,4 +42,4 @@ def build_vision_language(
         UsageError: unknown name.
     """
     check_size(name)
-    return VisionLanguage(SIZES[name], patches, patch, channels, vocab_size, seed)
+    return VisionLanguage(SIZES[name], patches, patch, 1, 256, seed)
