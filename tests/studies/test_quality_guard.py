@@ -1,0 +1,25 @@
+"""What a user gets by default still learns as the first table of docs/results/quality.md says."""
+
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from diloco_studies.quality.engine import train
+from diloco_studies.quality.experiment import read_experiment
+from diloco_studies.quality.results.summary import RunName, decode
+
+QUALITY = Path(__file__).parents[2] / "docs/quality"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_defaults_learn_within_2_percent_of_what_is_recorded():
+    """Five minutes: 0.2M parameters, M = 4, 400 steps, three seeds. Other processors round sums otherwise, and other
+    releases of Python have another standard library to learn: some tenths of a percent in the median."""
+    experiment = read_experiment(QUALITY / "defaults.toml")
+    [row] = [row for row in experiment.rows if row.label == "decoupled"]
+    recorded = decode((QUALITY / "results.csv").read_text())
+    expected = median(recorded[RunName(experiment.name, row.label, run.seed)].value for run in row.runs)
+    losses = [train(run, "cpu")["final"]["value"] for run in row.runs]
+    assert median(losses) == pytest.approx(expected, rel=0.02), losses
