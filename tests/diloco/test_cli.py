@@ -111,7 +111,7 @@ def test_a_party_without_redis_is_told_how_to_name_one(command, capsys):
     [
         (["learner", "--clip", "2"], "DILOCO_CLIP, or clip in a file for --config"),
         (["syncer", "--drain-s", "9s"], "DILOCO_DRAIN_S, or drain_s in a file for --config"),
-        (["run", "--grace-gamma", "0.5"], "DILOCO_GRACE_GAMMA"),
+        (["run", "--grace-gamma=0.5"], "DILOCO_GRACE_GAMMA"),
         (["run", "--log-losses"], "DILOCO_LOG_LOSSES"),
         (["demo", "--device", "cpu"], "--devices"),
         (["run", "--no-log-losses"], "DILOCO_LOG_LOSSES"),
@@ -121,16 +121,8 @@ def test_a_party_without_redis_is_told_how_to_name_one(command, capsys):
 def test_a_flag_that_is_gone_says_where_its_setting_is(arguments, instead, capsys):
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {arguments[1]} is no flag: ")
+    assert said.startswith(f"error: {arguments[1].partition('=')[0]} is no flag: ")
     assert instead in said
-
-
-def test_an_expert_setting_comes_from_a_variable_or_the_file(started, monkeypatch, tmp_path):
-    config = tmp_path / "run.toml"
-    config.write_text('clip = 2.0\nleave_s = "7s"\n')
-    monkeypatch.setenv("DILOCO_LEAVE_S", "8s")
-    assert cli.main(["learner", "--redis-url", URL, "--config", str(config)]) == 0
-    assert (started[0].clip, started[0].leave_s) == (2.0, 8.0)
 
 
 def test_the_flags_of_a_run_fit_on_a_page():
@@ -151,11 +143,6 @@ def test_the_list_of_commands_imports_none_of_them():
     assert not loaded & {"torch", "numpy", "redis", "matplotlib", "diloco_studies", "diloco.workers", "diloco.options"}
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_every_command_of_the_table_is_there(name):
-    assert get_command(cli.load_command(name)) is not None
-
-
 def test_where_no_studies_are_installed_their_commands_are_not_listed_and_say_how_to_get_them():
     """The product is whole without them."""
     code = (
@@ -173,13 +160,6 @@ def test_where_no_studies_are_installed_their_commands_are_not_listed_and_say_ho
         "error: `diloco lab` comes with the studies; in a checkout: "
         f"{sys.executable} -m pip install -c constraints.txt -e studies\n",
     )
-
-
-def test_an_unknown_key_in_the_file_is_refused(tmp_path, capsys):
-    config = tmp_path / "run.toml"
-    config.write_text("tokenz = 5\n")
-    assert cli.main(["learner", "--redis-url", URL, "--config", str(config)]) == 2
-    assert "tokenz" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
@@ -319,8 +299,3 @@ def test_the_folder_of_a_recording(tmp_path):
         choose(RunProcess(record_deltas=tmp_path / "else" / "file", **asked))
     with pytest.raises(UsageError, match="needs another --method"):
         check(RunProcess(record_deltas=Path("deltas"), method="data-parallel", **asked))
-
-
-def test_a_plan_of_impossible_size_is_refused(capsys):
-    assert cli.main(["plan", "--params", "1e308"]) == 2
-    assert "--params" in capsys.readouterr().err

@@ -106,19 +106,6 @@ def test_a_token_that_is_too_short_is_told_the_least_length(
     assert "hunter2" not in said
 
 
-@pytest.mark.parametrize("given", ["fast", "5 Gbyte/s"])
-def test_a_rate_without_a_rates_unit_is_told_what_one_looks_like(
-    given: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--link", given]) == REFUSED
-    assert "5Gbps or 800Mbit/s" in capsys.readouterr().err
-
-
-def test_a_link_of_a_few_bits_is_a_unit_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--link", "5"]) == REFUSED
-    assert "at least 1k" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -128,6 +115,9 @@ def test_a_link_of_a_few_bits_is_a_unit_left_out(capsys: pytest.CaptureFixture[s
         (["run", "--lr", "nan"], "lr='nan': not a finite number (allowed: more than 0)"),
         (["run", "--pace", "2 weeks"], "pace='2 weeks': not a number, such as 200ms, 10s or 5m (allowed: at least 0)"),
         (["run", "--method", "magic"], "method='magic': no such choice (allowed: one of decoupled, paper, "),
+        (["run", "--lease-s", "1e300"], "lease_s='1e300': too large (allowed: more than 0.1, at most 3600)"),
+        *((["plan", "--link", given], "5Gbps or 800Mbit/s") for given in ("fast", "5 Gbyte/s")),
+        (["plan", "--link", "5"], "at least 1k"),
         (["learner", "--device", "tpu"], "device='tpu': not of the form that it takes (allowed: auto, cpu, cuda, "),
         (
             ["doctor", "--params", "huge"],

@@ -177,12 +177,6 @@ def test_a_typo_is_answered_with_flags_and_commands_that_there_are(capsys):
     assert "run" in suggestions(capsys, "ran")
 
 
-def test_a_former_flag_is_told_in_each_of_its_forms(capsys):
-    for form in (["--clip", "2"], ["--clip=2"]):
-        assert cli.main(["run", *form]) == 2
-        assert "--clip is no flag: set it by DILOCO_CLIP" in capsys.readouterr().err
-
-
 def test_a_settings_file_may_have_been_saved_with_a_mark_of_its_encoding(tmp_path):
     """As Windows' editors do."""
     (tmp_path / "some.toml").write_bytes(b"\xef\xbb\xbfquorum = 3\n")

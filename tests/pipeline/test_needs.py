@@ -284,7 +284,7 @@ def test_a_model_of_few_layers_has_no_more_fragments_than_tensors() -> None:
     ("asked", "named"),
     [
         (["--learners", "0"], "at least 1"),
-        (["--params", "1e30"], "at most 10T"),
+        (["--params", "1e308"], "at most 10T"),
         (["--params", "12"], "at least 10k"),
         (["--step-time", "0"], "more than 0"),
         (["--params", "1B", "--width", "100000"], "change --params"),
