@@ -173,17 +173,6 @@ def test_on_a_narrow_terminal_less_is_shown_but_versions_and_windows_whole(width
     assert ("inner step" in text) == (width > 60)
 
 
-@pytest.mark.parametrize("width", [30, 60, 80, 200])
-def test_it_fits_the_width_of_any_terminal(width):
-    assert max(len(line) for line in text_of(status(), width).splitlines()) <= width
-
-
-def test_a_run_without_anything_yet_can_be_shown():
-    empty = status(phase="waiting", tokens=0, budget_tokens=0, progress=0.0, learners=[], fragments=[], evaluation=None)
-    assert "waiting" in text_of(empty)
-    assert "global validation loss -" in plain_line(empty)
-
-
 def test_before_a_run_is_agreed_on_nothing_is_of_a_budget_of_0():
     empty = status(phase="waiting", tokens=0, budget_tokens=0, progress=0.0, learners=[], fragments=[], evaluation=None)
     for text in (plain_line(empty), text_of(empty, 200)):

@@ -113,14 +113,6 @@ def test_tokens_that_a_forger_claims_to_have_lost_do_not_spoil_the_account():
     assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values()) == 1000
 
 
-def test_merged_tokens_count_each_fragment_by_its_share():
-    """Fragment 0 is 3/4 of the model: 1000 tokens in it and 200 in fragment 1 are 800 tokens of the model."""
-    heads = [samples.head(0, merged_tokens=1000, version=2), samples.head(1, merged_tokens=203, version=5)]
-    status = build(heads=heads)
-    assert status["merged_tokens"] == 800  # 750 + 50.75, floored
-    assert status["outer_steps"] == 7
-
-
 def test_the_merged_share_is_of_all_that_was_trained_and_pending_stands_beside_it():
     """1000 trained since the first sample, of which 500 merged; 2000 of 4000 in all."""
     heads = [samples.head(0, merged_tokens=2000), samples.head(1, merged_tokens=2000)]
@@ -184,12 +176,6 @@ def test_what_learners_say_cannot_command_the_terminal_of_who_reads_it(sample, f
     assert [getattr(read, name) for name in fields] == ["?]0;pwned???"] * 2
 
 
-def test_merged_tokens_are_never_above_tokens():
-    """Reports lag behind: what is merged but not yet reported is not shown."""
-    heads = [samples.head(0, merged_tokens=5000), samples.head(1, merged_tokens=5000)]
-    assert build(heads=heads)["merged_tokens"] == 1000
-
-
 @pytest.mark.parametrize(("phase", "rest"), [("running", "pending"), ("draining", "pending"), ("finished", "died")])
 def test_every_token_is_accounted_for(phase, rest):
     """tokens = merged + overwritten + rejected + died + pending; the rest is pending until the run is finished."""
@@ -233,13 +219,6 @@ def test_tokens_of_earlier_parts_of_a_resumed_run_count():
     assert status["tokens"] == 6000
     assert status["progress"] == 0.6
     assert build(state=samples.run_state(tokens=20_000))["progress"] == 1.0
-
-
-def test_what_a_checkpoint_lacked_is_not_pending_after_a_resume():
-    """It was trained before, and nobody publishes it any more."""
-    state = samples.run_state(base_tokens=5000, base_merged=4000, tokens=5500)
-    status = build(state=state, heads=[samples.head(p, merged_tokens=4000) for p in range(2)], reports=[])
-    assert (status["tokens_lost"]["died"], status["tokens_lost"]["pending"]) == (1000, 500)
 
 
 def test_heads_whose_server_is_away_are_not_gone_and_what_was_merged_there_still_is():
