@@ -418,16 +418,3 @@ def test_an_optimizer_that_was_replaced_is_noticed(redis_server: str) -> None:
             if at == 3:
                 break
     assert [one["log_level"] for one in log if one["event"] == "no_step_counted"] == ["warning"]
-
-
-@pytest.mark.redis
-def test_a_loader_is_gone_through_once_at_a_time(redis_server: str) -> None:
-    """A pass inside a pass would take the learner from the one around it, which would go on without."""
-    loop = Loop()
-    with a_syncer(redis_server, "inside-loader"):
-        loader = loop.loader(redis_server, "inside-loader", tokens=2**40)
-        for _ in loader:
-            with pytest.raises(UsageError, match="under way"):
-                next(iter(loader))
-            break
-        assert not threads()
