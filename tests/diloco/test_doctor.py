@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import socket
-import ssl
 import subprocess
 import sys
 import tempfile
@@ -50,8 +49,7 @@ from diloco_studies.strikes.proxy import Proxy
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import HANGING_S, samples
-from tests.certificates import make_authority
-from tests.pipeline.test_acl import rules_of
+from tests.pipeline.conftest import as_user, known, rules_of
 
 ROOT = Path(__file__).parents[2]
 PASSWORD = "letters-and-digits"  # noqa: S105  # of a server that lives for a test
@@ -455,20 +453,16 @@ def test_a_learner_whose_user_may_run_no_script_is_named_and_each_partys_own_use
     healthy: EmbeddedRedis, look: Look, client: Any
 ) -> None:
     """What is missing is said in the server's words; users of `diloco acl` may be what they are called."""
-    if int(client.info()["redis_version"].split(".")[0]) < 7:
-        pytest.skip("ACL selectors need Redis 7")
-    users = {user.name: rules_of(user) for user in acl.users("run", ["anna", "bert"])}
-    users["learner-bert"] = [rule for rule in users["learner-bert"] if "evalsha" not in rule]
+    users = {user.name: user for user in acl.users("run", ["anna", "bert"])}
+    less = " ".join(rule for rule in rules_of(users["learner-bert"]) if "evalsha" not in rule)
+    users["learner-bert"] = acl.User("learner-bert", less)
     found, lines = {}, {}
-    try:
-        for name, rules in users.items():
-            client.execute_command("ACL", "SETUSER", name, "on", f">{PASSWORD}", *rules)
-            status, findings = look("--redis-url", f"redis://{name}:{PASSWORD}@127.0.0.1:{healthy.port}")
+    with known(client, users.values()):
+        for name in users:
+            status, findings = look("--redis-url", as_user(f"redis://127.0.0.1:{healthy.port}", name))
             (found[name],) = [one for one in findings if one.about == "rights"]
             lines[name] = [one for one in findings if one.about == "line"]
             assert status == (found[name].level == "error")
-    finally:
-        client.execute_command("ACL", "DELUSER", *users)
     assert {name for name, one in found.items() if one.level != "ok"} == {"learner-bert"}
     assert found["learner-anna"].found == "user learner-anna may be: learner"
     assert found["viewer"].found == "user viewer may be: viewer"
@@ -485,29 +479,20 @@ def test_a_learner_whose_user_may_run_no_script_is_named_and_each_partys_own_use
 @pytest.mark.redis
 def test_a_user_of_one_run_need_not_name_it_or_is_told_to(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
     """An operator may ask what its user is for. A learner may not, so the run has to be named."""
-    if int(client.info()["redis_version"].split(".")[0]) < 7:
-        pytest.skip("ACL selectors need Redis 7")
-    users = {user.name: rules_of(user) for user in acl.users("theirs", ["anna"])}
-    for name, rules in users.items():
-        client.execute_command("ACL", "SETUSER", name, "on", f">{PASSWORD}", *rules)
-    try:
-        url = f"redis://{{}}:{PASSWORD}@127.0.0.1:{healthy.port}"
-        status, findings = look("--redis-url", url.format("operator"))
+    operator, learner = (as_user(f"redis://127.0.0.1:{healthy.port}", name) for name in ("operator", "learner-anna"))
+    with known(client, acl.users("theirs", ["anna"])):
+        status, findings = look("--redis-url", operator)
         assert (status, bad(findings)) == (0, {})
         assert "user operator is made for run theirs alone, so that one is looked at" in {one.found for one in findings}
         assert any(one.found.startswith("no run 'theirs' is there") for one in findings)
-        status, findings = look("--redis-url", url.format("learner-anna"))
+        status, findings = look("--redis-url", learner)
         found = bad(findings)["rights"]
         assert (status, set(bad(findings))) == (1, {"rights"})
         assert "of run 'run', which is what is tried where none is named: " in found.found
         assert found.remedy.startswith("give --run NAME, the run of this user; or, if it is 'run': diloco acl")
-        assert bad(look("--redis-url", url.format("learner-anna"), "--run", "theirs")[1]) == {}
-        assert (
-            "diloco acl --run run"
-            in bad(look("--redis-url", url.format("operator"), "--run", "run")[1])["rights"].remedy
-        )
-    finally:
-        client.execute_command("ACL", "DELUSER", *users)
+        assert bad(look("--redis-url", learner, "--run", "theirs")[1]) == {}
+        asked = bad(look("--redis-url", operator, "--run", "run")[1])["rights"]
+        assert "diloco acl --run run" in asked.remedy
 
 
 @pytest.mark.redis
@@ -515,13 +500,10 @@ async def test_a_user_that_may_not_ask_for_its_name_is_told_it_by_the_refusal(
     healthy: EmbeddedRedis, client: Any
 ) -> None:
     """Users of `diloco acl` may run few commands; who has come by a certificate is not in the URL."""
-    client.execute_command("ACL", "SETUSER", "anna", "on", f">{PASSWORD}", "~*", "+@all", "-acl|whoami")
-    try:
-        examination = await examine(f"redis://anna:{PASSWORD}@127.0.0.1:{healthy.port}")
+    with known(client, [acl.User("anna", "~* +@all -acl|whoami")]):
+        examination = await examine(as_user(f"redis://127.0.0.1:{healthy.port}", "anna"))
         found = await examination.user()
         await examination.close()
-    finally:
-        client.execute_command("ACL", "DELUSER", "anna")
     assert found in ("anna", ""), "servers before 7.2 do not say it"
     assert found or not client.info().get("valkey_version")
 
@@ -596,26 +578,6 @@ def served(main: Callable[[asyncio.Event, Callable[[str], None]], Any]) -> Itera
         loop.close()
 
 
-def test_a_tls_port_that_is_addressed_without_tls_is_named(look: Look, tmp_path: Path) -> None:
-    """Any listener that speaks TLS hangs up on what is none. A server with TLS on is `test_tls.py`'s."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl program, to make certificates")
-    authority = make_authority(tmp_path / "ours")
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(*authority.issued("server"))
-
-    async def listen(over: asyncio.Event, tell: Callable[[str], None]) -> None:
-        server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, ssl=context)
-        async with server:
-            tell(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-            await over.wait()
-
-    with served(listen) as url:
-        status, findings = look("--redis-url", url)
-    assert status == 1
-    assert "TLS (rediss://)" in bad(findings)["Redis"].remedy
-
-
 @pytest.mark.redis
 def test_a_port_without_tls_that_is_addressed_with_it_is_named(healthy: EmbeddedRedis, look: Look) -> None:
     """The other way round; without TLS on both sides it is in order."""
@@ -626,14 +588,6 @@ def test_a_port_without_tls_that_is_addressed_with_it_is_named(healthy: Embedded
     assert "no TLS is spoken there" in found.found
     assert "nobody answers" not in found.found, "it does"
     assert bad(look("--redis-url", f"redis://127.0.0.1:{healthy.port}")[1]) == {}
-
-
-def test_a_server_that_is_not_there_is_named(look: Look) -> None:
-    status, findings = look("--redis-url", f"redis://127.0.0.1:{free_port('127.0.0.1')}")
-    found = bad(findings)["Redis"]
-    assert status == 1
-    assert "127.0.0.1" in found.found
-    assert "has a Redis been started" in found.remedy
 
 
 # --- the line, the clock ------------------------------------------------------------------------------
@@ -734,18 +688,6 @@ def test_a_learners_memory_has_the_process_itself_in_it_as_the_plans_has() -> No
     assert "3.2GB of it before any model" in found.found
 
 
-def test_a_folder_that_cannot_be_written_is_named(look: Look, tmp_path: Path) -> None:
-    """Whoever asks: a file stands in its place."""
-    (tmp_path / "taken").write_text("")
-    status, findings = look("--checkpoint-dir", str(tmp_path / "taken" / "checkpoints"))
-    found = bad(findings)["disk of checkpoint-dir"]
-    assert status == 1
-    assert "cannot be written" in found.found
-    assert "--checkpoint-dir" in found.remedy
-    assert bad(look("--checkpoint-dir", str(tmp_path / "checkpoints"))[1]) == {}
-    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
 def test_a_folder_that_may_not_be_entered_or_asked_is_named(
     look: Look, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -802,20 +744,6 @@ def test_a_disk_too_small_for_the_checkpoints_is_named(look: Look, tmp_path: Pat
 
 def machine(speed: Speed) -> Machine:
     return Machine("3.12", {}, (), 8, 64e9, 1, 8, "as set", 1, speed, 3e9)
-
-
-def test_an_outer_step_slower_than_a_round_is_named_and_a_fast_machine_has_none() -> None:
-    """By `pacing`'s own judgement; with what helps, and what that costs."""
-    sync = SyncSettings(sync_interval=24, outer="halley").sync_spec()
-    run = Run("run", sync, 1e9, 4, 0.1, (3e11,) * 8)
-    for speed, level in ((Speed(1e10, 8), "warning"), (Speed(1e13, 8), "ok")):
-        here = machine(speed)
-        found = checks.merges(run, checks.site_of(run, here, None), here)
-        assert found.level == level, found
-    here = machine(Speed(1e10, 8))
-    found = checks.merges(run, checks.site_of(run, here, None), here)
-    assert "outer step 30.0 s" in found.found
-    assert found.remedy.startswith("start the run with --outer nesterov"), "a fifth of it would be too long too"
 
 
 def test_a_model_whose_outer_step_is_too_slow_here_is_named(look: Look) -> None:

@@ -20,7 +20,7 @@ from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS
 from diloco.pipeline.settings import EvaluatorProcess, load
 from tests import HANGING_S, samples
-from tests.pipeline.test_acl import as_user, rules_of
+from tests.pipeline.conftest import as_user, known
 
 REFUSED = 2
 Here = Callable[..., subprocess.CompletedProcess[str]]
@@ -33,15 +33,9 @@ pytestmark = pytest.mark.usefixtures("own_environment")
 @pytest.fixture
 def of_another_run(redis_server: str) -> Iterator[tuple[str, str]]:
     """URL of a Redis whose users were made for another run, and a run's name."""
-    admin: Any = redis_py.Redis.from_url(redis_server, protocol=2, decode_responses=True)
-    if int(admin.info()["redis_version"].split(".")[0]) < 7:
-        pytest.skip("ACL selectors need Redis 7")
     users = acl.users(f"other-{secrets.token_hex(3)}", ["anna"])
-    for user in users:
-        admin.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
-    yield redis_server, f"mine-{secrets.token_hex(3)}"
-    admin.execute_command("ACL", "DELUSER", *(user.name for user in users))
-    admin.close()
+    with redis_py.Redis.from_url(redis_server, protocol=2) as admin, known(admin, users):
+        yield redis_server, f"mine-{secrets.token_hex(3)}"
 
 
 def party(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:

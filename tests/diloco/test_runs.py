@@ -21,7 +21,7 @@ from diloco.pipeline.messages.wire import FORMAT
 from diloco.pipeline.payload.codec import decode, encode
 from tests import samples
 from tests.backdoor import RedisBackdoor
-from tests.pipeline.test_acl import as_user, rules_of
+from tests.pipeline.conftest import as_user, known
 
 pytestmark = pytest.mark.redis
 
@@ -208,15 +208,12 @@ def test_the_operator_of_one_run_sees_that_there_are_others_and_frees_its_own(
     held: Held, redis_server: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of another's run it learns that it is there, and how many keys it has."""
-    if int(held.backdoor.client.info()["redis_version"].split(".")[0]) < 7:  # type: ignore[index]
-        pytest.skip("ACL selectors need Redis 7")
     other = Held(redis_server)
     for run in (held, other):
         run.begin(Phase.FINISHED)
     user = acl.operator(held.name)
-    held.backdoor.client.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
     held.url = as_user(redis_server, user.name)
-    try:
+    with known(held.backdoor.client, [user]):
         found = rows(held, capsys)
         assert (found[held.name]["phase"], found[held.name]["tokens"]) == ("finished", 900)
         assert (found[other.name]["phase"], found[other.name]["tokens"]) == ("not permitted", 0)
@@ -225,10 +222,7 @@ def test_the_operator_of_one_run_sees_that_there_are_others_and_frees_its_own(
         assert "take the operator of that run" in capsys.readouterr().err
         assert other.state.phase is Phase.FINISHED
         assert held.diloco("runs", "delete", held.name, "--yes") == 0
-    finally:
-        held.backdoor.client.execute_command("ACL", "DELUSER", user.name)
-        other.backdoor.free_memory()
-        other.backdoor.client.close()
+    other.backdoor.client.close()
 
 
 def test_an_extension_that_was_killed_between_its_two_writes_is_made_again(held: Held) -> None:

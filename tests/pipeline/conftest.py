@@ -2,7 +2,8 @@
 
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -24,6 +25,20 @@ def as_user(url: str, name: str) -> str:
     return url.replace("://", f"://{name}:pw-{name}@", 1)
 
 
+@contextmanager
+def known(client: Any, users: Iterable[acl.User]) -> Iterator[None]:
+    """These users are the server's for as long as the block lasts: `as_user`. Skipped before Redis 7."""
+    users, version = list(users), client.info()["redis_version"]
+    if int(str(version).split(".")[0]) < 7:
+        pytest.skip(f"ACL selectors need Redis 7, this is {version}")
+    for user in users:
+        client.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
+    try:
+        yield
+    finally:
+        client.execute_command("ACL", "DELUSER", *(user.name for user in users))
+
+
 class Server:
     """A Redis 7 with the users of one run."""
 
@@ -34,8 +49,6 @@ class Server:
         self.admin: Any = self.backdoor.client
         self.admin.execute_command("ACL", "LOG", "RESET")
         self.users = acl.users(self.run, LEARNERS)
-        for user in self.users:
-            self.admin.execute_command("ACL", "SETUSER", user.name, "on", f">pw-{user.name}", *rules_of(user))
 
     async def bus(self, user: str) -> RedisBus:
         return await connect(as_user(self.url, user), self.run)
@@ -43,18 +56,9 @@ class Server:
     def raw(self, user: str) -> Any:
         return redis_py.Redis.from_url(as_user(self.url, user), protocol=2)
 
-    def close(self) -> None:
-        self.admin.execute_command("ACL", "DELUSER", *(user.name for user in self.users))
-        self.admin.close()
-
 
 @pytest.fixture
 def server(redis_server: str) -> Iterator[Server]:
-    probe: Any = redis_py.Redis.from_url(redis_server, protocol=2)
-    version = probe.info()["redis_version"]
-    probe.close()
-    if int(version.split(".")[0]) < 7:
-        pytest.skip(f"ACL selectors need Redis 7, this is {version}")
     server = Server(redis_server)
-    yield server
-    server.close()
+    with server.admin, known(server.admin, server.users):
+        yield server

@@ -32,7 +32,7 @@ from diloco.pipeline.errors import BusError, BusFull, BusUnavailable, UsageError
 from diloco.pipeline.view.status_reader import read_status
 from diloco_studies.strikes.failing.servers import DOWN_MS, SERVER, ClusterServers, Node, SentinelServers, Servers
 from tests import HANGING_S, samples
-from tests.pipeline.test_acl import rules_of
+from tests.pipeline.conftest import rules_of
 from tests.pipeline.test_cluster import everything
 
 pytestmark = [
