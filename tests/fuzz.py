@@ -27,9 +27,9 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages import spec as spec_messages
 from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.messages.payload import Chunk, Update, Updates
-from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload
+from diloco.pipeline.messages.run import Event, InitialUpload
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
-from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
+from diloco.pipeline.messages.tape import Committed, Rewound, WindowChanged
 from diloco.pipeline.messages.wire import Codec, Message
 from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader, as_bytes, decode, decode_tape, encode
@@ -51,9 +51,7 @@ LAYOUT = layout_of(
     [spec_messages.TensorSpec(name="t", shape=(ELEMENTS,), dtype="float32", rule="rda", fragment=0)]
 ).fragments[0]
 
-CONTRIBUTION = Contribution(
-    learner="l0", incarnation="0" * 8, base_version=0, attempt=0, steps=4, tokens=400, weight=1.0, norm=1.0
-)
+CONTRIBUTION = samples.contribution()
 UPDATE = Update(payload="update", chunks=2, base=bytes(16), averaged=False)
 BASE = MergedBase(learner="l0", incarnation="0" * 8, base_version=3, tokens=400)
 SHARD = Shard(epoch=0, index=1, start=8, stop=16)
@@ -83,7 +81,7 @@ EXAMPLES: dict[type[Message], Message] = {
         samples.moments_offer(),
         samples.report(),
         samples.seen(),
-        Evaluation(loss=1.5, tokens=900, versions=(1, 2), unix_s=1.0, elapsed_s=9.0, final=False),
+        samples.evaluation(),
         Event(name="learner_joined", who="l0", detail="", unix_s=1.0),
         samples.run_state(manifest=((3, bytes(16)), (4, bytes(16)))),
         DataOrder(length=16, seed=3),
@@ -94,9 +92,7 @@ EXAMPLES: dict[type[Message], Message] = {
         Committed.installed(0, 1, bytes(16), reason="", syncer="s", unix_s=1.0).model_copy(
             update={"contributions": (CONTRIBUTION, CONTRIBUTION)}
         ),
-        Rejected.of(
-            samples.header(), (0, 3), lost_tokens=4, reason=RefusalReason.NON_FINITE, detail="a NaN", unix_s=1.0
-        ),
+        samples.rejected(),
         WindowChanged(fragment=1, version=2, attempt=0, reason="open", unix_s=1.0),
         Rewound(fragment=1, version=2, was_version=4, unix_s=1.0),
     )

@@ -13,9 +13,9 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, OptimizerKind
-from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenReport
+from diloco.pipeline.messages.run import Evaluation, LearnerReport, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
 from diloco.pipeline.transfer.payloads import push_global
 from diloco.workers.rounds import Rounds
@@ -183,6 +183,22 @@ def committed(**given: Any) -> Committed:
         "unix_s": 0.0,
     }
     return Committed(**{**values, **given})
+
+
+def contribution(learner: str = "l0", **given: Any) -> Contribution:
+    """Of a merge of its own, unless told otherwise."""
+    values: dict[str, Any] = {"incarnation": "0" * 8, "base_version": 0, "attempt": 0, "steps": 4, "tokens": 400}
+    return Contribution(**{"learner": learner, "weight": 1.0, "norm": 1.0, **values, **given})
+
+
+def rejected(learner: str = "l0", **given: Any) -> Rejected:
+    told: dict[str, Any] = {"lost_tokens": 0, "reason": RefusalReason.NON_FINITE, "detail": "NaN", "unix_s": 1.0}
+    return Rejected.of(header(), (0, 0), **told).model_copy(update={"learner": learner, **given})
+
+
+def evaluation(**given: Any) -> Evaluation:
+    values: dict[str, Any] = {"loss": 2.5, "tokens": 900, "versions": (1, 2), "unix_s": 1.0, "elapsed_s": 9.0}
+    return Evaluation(**{**values, "final": False, **given})
 
 
 async def commit(

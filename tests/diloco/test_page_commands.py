@@ -28,7 +28,6 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable, DilocoError
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.page.collector import Collector
 from diloco_studies.virtual.memory import MemoryBus
@@ -39,9 +38,7 @@ from tests.backdoor import RedisBackdoor
 def tape(folder: Path, merges: int = 3) -> None:
     """One of a fragment to which a learner has brought a delta every ten seconds."""
     folder.mkdir(parents=True)
-    part = Contribution(
-        learner="anna", incarnation="a" * 8, base_version=0, attempt=0, steps=4, tokens=500, weight=1.0, norm=1.0
-    )
+    part = samples.contribution("anna", tokens=500)
     records = [samples.committed(unix_s=1000.0)]
     records += [
         samples.committed(version=n, base_digest=bytes(16), contributions=(part,), unix_s=1000.0 + 10 * n)

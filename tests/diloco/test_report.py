@@ -25,7 +25,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
 from diloco.pipeline.messages.spec import TensorSpec
-from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, Rewound, WindowChanged
+from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, Rewound, WindowChanged
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.status import build_status
@@ -41,31 +41,14 @@ LAYOUT = layout_of(
 
 
 def committed(fragment: int, version: int, *parts: tuple[str, str, int], unix_s: float = 1.0) -> Committed:
-    return Committed(
+    return samples.committed(
         fragment=fragment,
         version=version,
-        digest=bytes(16),
         base_digest=bytes(16),
         contributions=tuple(
-            Contribution(
-                learner=who,
-                incarnation=incarnation,
-                base_version=version - 1,
-                attempt=0,
-                steps=1,
-                tokens=tokens,
-                weight=1 / len(parts),
-                norm=1.0,
-            )
-            for who, incarnation, tokens in parts
+            samples.contribution(who, incarnation=life, base_version=version - 1, tokens=tokens, weight=1 / len(parts))
+            for who, life, tokens in parts
         ),
-        reason="all expected in",
-        norm=1.0,
-        quorum_s=0.1,
-        grace_s=0.1,
-        upload_s=0.1,
-        merge_s=0.1,
-        syncer="s",
         unix_s=unix_s,
     )
 
@@ -73,41 +56,16 @@ def committed(fragment: int, version: int, *parts: tuple[str, str, int], unix_s:
 def rejected(
     fragment: int, who: str, incarnation: str, tokens: int, lost: int, unix_s: float = 1.0, base: int = 9
 ) -> Rejected:
-    return Rejected(
-        fragment=fragment,
-        version=1,
-        learner=who,
-        incarnation=incarnation,
-        base_version=base,
-        attempt=0,
-        steps=1,
-        tokens=tokens,
-        lost_tokens=lost,
-        reason=RefusalReason.TOO_STALE,
-        detail="",
-        unix_s=unix_s,
-    )
+    told = {"fragment": fragment, "version": 1, "base_version": base, "reason": RefusalReason.TOO_STALE}
+    return samples.rejected(who, incarnation=incarnation, tokens=tokens, lost_tokens=lost, unix_s=unix_s, **told)
 
 
 def report(
     who: str, incarnation: str, tokens: int, overwritten: int = 0, left: bool = True, **more: Any
 ) -> LearnerReport:
-    fields: dict[str, Any] = {
-        "step": tokens // 10,
-        "versions": (1, 1),
-        "loss": 2.0,
-        "tokens_per_s": 100.0,
-        "step_s": 0.1,
-        "step_s_median": 0.1,
-        "blocked_s": 0.01,
-        "wall_s": tokens / 100,
-        "host": "here",
-        "device": "cpu",
-        "published": tokens * LAYOUT.elements - overwritten,
-    } | more
-    return LearnerReport(
-        learner=who, incarnation=incarnation, tokens=tokens, overwritten=overwritten, left=left, **fields
-    )
+    published = tokens * LAYOUT.elements - overwritten
+    fields = {"step": tokens // 10, "wall_s": tokens / 100, "overwritten": overwritten, "published": published} | more
+    return samples.report(who, incarnation=incarnation, tokens=tokens, left=left, **fields)
 
 
 def ledger_inputs(*reports: LearnerReport, **more: Any) -> LedgerInputs:
@@ -121,9 +79,7 @@ A, B, C = ("a", "00000001"), ("b", "00000002"), ("b", "00000003")
 
 
 def evaluation(tokens: int, elapsed_s: float, loss: float, final: bool = False) -> Evaluation:
-    return Evaluation(
-        loss=loss, tokens=tokens, versions=(1, 1), unix_s=1000 + elapsed_s, elapsed_s=elapsed_s, final=final
-    )
+    return samples.evaluation(loss=loss, tokens=tokens, unix_s=1000 + elapsed_s, elapsed_s=elapsed_s, final=final)
 
 
 def outcome(**changes: Any) -> Outcome:

@@ -21,7 +21,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.run import Evaluation
-from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected
+from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.view.page.collector import RunReader
 from diloco.tracking.curves import Point
@@ -71,18 +71,13 @@ def writer(folder: Path, kept: Kept, run: str = "r") -> Iterator[Writer]:
 
 
 def evaluation(tokens: int, loss: float, unix_s: float = 1000.0, final: bool = False) -> Evaluation:
-    return Evaluation(loss=loss, tokens=tokens, versions=(0, 0), unix_s=unix_s, elapsed_s=1.0, final=final)
+    return samples.evaluation(loss=loss, tokens=tokens, versions=(0, 0), unix_s=unix_s, final=final)
 
 
 def merge(fragment: int, version: int, unix_s: float, base: int | None = None) -> Committed:
     """Of two learners with 100 and 300 tokens; `base`: of the second, where it is stale."""
     bases = {"l0": (version - 1, 100), "l1": (version - 1 if base is None else base, 300)}
-    parts = tuple(
-        Contribution(
-            learner=name, incarnation="0" * 8, base_version=at, attempt=0, steps=4, tokens=tokens, weight=0.5, norm=1.0
-        )
-        for name, (at, tokens) in bases.items()
-    )
+    parts = tuple(samples.contribution(name, base_version=at, tokens=n, weight=0.5) for name, (at, n) in bases.items())
     return samples.committed(
         fragment=fragment, version=version, contributions=parts, unix_s=unix_s, base_digest=bytes(16), norm=3.0
     )

@@ -20,7 +20,7 @@ from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
-from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, Phase, SeenReport
+from diloco.pipeline.messages.run import Event, InitialUpload, Phase, SeenReport
 from diloco.pipeline.messages.shards import DataOrder, Shard
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import pull, push
@@ -147,9 +147,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     (head,) = await evaluator.read_heads([0])
     for payload in (head.payload, head.rest):
         assert await evaluator.read_chunks(payload, 0, 10, 2**20, extend_s=600) == [b"chunk"] * 2
-    await evaluator.add_evaluation(
-        Evaluation(loss=1.0, tokens=1, versions=(1,), elapsed_s=1.0, final=False, unix_s=0.0)
-    )
+    await evaluator.add_evaluation(samples.evaluation(loss=1.0))
     status = await read_status(viewer, LoopClock())
     assert status["evaluation"]["loss"] == 1.0
     assert status["outer_steps"] == 1
@@ -242,8 +240,7 @@ async def story(server: Server, parties: dict[str, Any]) -> tuple[int, bytes]:
         await learner.write_report(samples.report(learner=name))
         await stage(learner, server.keys.delta_payload(0, name, "0" * 8, 0))
         await learner.offer(samples.header(name))
-    evaluation = Evaluation(loss=1.0, tokens=1, versions=(1,), elapsed_s=1.0, final=False, unix_s=0.0)
-    await parties["evaluator"].add_evaluation(evaluation)
+    await parties["evaluator"].add_evaluation(samples.evaluation())
     there = server.backdoor.dump()
     assert all(key in there for key in families(server.keys).values())
     return expected

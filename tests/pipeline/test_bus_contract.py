@@ -22,7 +22,7 @@ from diloco.pipeline.errors import (
     LearnerReplaced,
     PayloadIncomplete,
 )
-from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, SeenReport
+from diloco.pipeline.messages.run import Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard
 from diloco.pipeline.messages.tape import WindowChanged
 from diloco.pipeline.messages.wire import MOST_LEASE_S
@@ -221,8 +221,7 @@ async def test_events_and_evaluations_are_read_in_order_from_any_point(bus: Bus)
     assert [e.name for _, e in events] == ["one", "two", "three"]
     assert [e.name for _, e in await bus.read_events(events[0][0])] == ["two", "three"]
     assert [e.name for _, e in await bus.read_events(limit=2)] == ["one", "two"]
-    evaluation = Evaluation(loss=2.0, tokens=5, versions=(0, 1), unix_s=1.0, elapsed_s=2.0, final=False)
-    await bus.add_evaluation(evaluation)
+    await bus.add_evaluation(evaluation := samples.evaluation())
     assert [e for _, e in await bus.read_evaluations()] == [evaluation]
 
 

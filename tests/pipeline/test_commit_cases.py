@@ -17,7 +17,7 @@ from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
 from diloco.pipeline.messages.head import MergedBase, WindowView
 from diloco.pipeline.messages.payload import Update
-from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected, WindowChanged
+from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, WindowChanged
 from tests import samples
 from tests.backdoor import Backdoor
 from tests.samples import IDLE
@@ -25,12 +25,6 @@ from tests.samples import IDLE
 NONCE = "aa" * 8
 OTHER = "bb" * 8
 FIRST = bytes([1]) * 16
-
-
-def contribution(learner: str) -> Contribution:
-    return Contribution(
-        learner=learner, incarnation="0" * 8, base_version=0, attempt=0, steps=4, tokens=400, weight=0.5, norm=1.0
-    )
 
 
 async def stage(bus: Bus, key: str, chunks: int = 2) -> Staged:
@@ -47,7 +41,7 @@ async def commit_on(bus: Bus, expected: tuple[int, bytes] | None, fragment: int 
         version=version,
         digest=digest,
         base_digest=expected[1] if expected else None,
-        contributions=(contribution("l0"), contribution("l1")) if expected else (),
+        contributions=tuple(samples.contribution(name, weight=0.5) for name in ("l0", "l1")) if expected else (),
     )
     commit = Commit(
         nonce=NONCE,
@@ -87,20 +81,7 @@ async def first_head(bus: Bus, fragment: int = 0) -> tuple[int, bytes]:
 
 
 def rejected(learner: str, lost: int = 0, reason: RefusalReason = RefusalReason.NON_FINITE) -> Rejected:
-    return Rejected(
-        fragment=0,
-        version=0,
-        learner=learner,
-        incarnation="0" * 8,
-        base_version=0,
-        attempt=0,
-        steps=4,
-        tokens=400,
-        lost_tokens=lost,
-        reason=reason,
-        detail="NaN",
-        unix_s=1.0,
-    )
+    return samples.rejected(learner, lost_tokens=lost, reason=reason)
 
 
 # --- put back ---

@@ -11,8 +11,8 @@ import pytest
 
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable
-from diloco.pipeline.messages.run import Evaluation, Event, LearnerReport
-from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
+from diloco.pipeline.messages.run import Event, LearnerReport
+from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MOST_SECONDS
 from diloco.pipeline.view.page import collector as page_collector
 from diloco.pipeline.view.page.collector import Collector
@@ -379,10 +379,7 @@ def test_what_is_kept_is_bounded() -> None:
     model = PageModel("run")
     reports = [samples.seen(f"l{n}") for n in range(MOST_LANES + 50)]
     events = [Event(name="learner_joined", who=f"l{n}", detail="x" * 500, unix_s=1500.0) for n in range(2 * MOST_MARKS)]
-    points = [
-        Evaluation(loss=1.0, tokens=n, versions=(), unix_s=1000.0 + n / 10, elapsed_s=0.0, final=False)
-        for n in range(3 * MOST_LOSSES)
-    ]
+    points = [samples.evaluation(tokens=n, unix_s=1000.0 + n / 10) for n in range(3 * MOST_LOSSES)]
     model.see(look(reports=reports, events=events, evaluations=points))
     model.patch()
     told = model.snapshot()
@@ -398,9 +395,7 @@ def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:
     """A report of years, records and events of the next century and of the last one."""
     model, now_s = PageModel("run"), 2_000_000_000.0
     merge = samples.committed(version=1, unix_s=9e10, contributions=())
-    refused = Rejected.of(
-        samples.header("l0"), (0, 1), lost_tokens=1, reason=RefusalReason.FLOOD, detail="", unix_s=9e10
-    )
+    refused = samples.rejected(unix_s=9e10)
     event = Event(name="learner_joined", who="l0", detail="", unix_s=9e10)
     seen = samples.seen("l0", wall_s=MOST_SECONDS, age_s=0.1)
     model.see(look(now_s, [seen], records=[merge, refused], events=[event], began_s=1.0))
@@ -416,9 +411,8 @@ def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:
 def test_a_refused_header_of_a_made_up_name_has_no_lane() -> None:
     """Its name is not even an id."""
     model = PageModel("run")
-    strange = Rejected.of(None, (0, 1), lost_tokens=0, reason=RefusalReason.BAD_MESSAGE, detail="", unix_s=1999.0)
-    named = strange.model_copy(update={"learner": "<img src=x onerror=alert(1)>"})
-    model.see(look(records=[strange, named], reports=[samples.seen("l0")]))
+    strange = [samples.rejected(learner=name, unix_s=1999.0) for name in ("", "<img src=x onerror=alert(1)>")]
+    model.see(look(records=strange, reports=[samples.seen("l0")]))
     model.patch()
     assert set(model.snapshot()["coarse"]["lanes"]) == {"L/l0", "F/0"}
 

@@ -126,7 +126,7 @@ def test_a_run_that_comes_to_its_end() -> None:
 
 def test_a_finished_run() -> None:
     """It says what came of it, whoever is silent by now."""
-    evaluation = samples_evaluation()
+    evaluation = samples.evaluation(loss=1.5, tokens=2000, final=True)
     state = samples.run_state(phase=Phase.FINISHED, tokens=2000, budget_tokens=2000, started_unix_s=1000.0)
     said = verdict(status([samples.seen("l0", age_s=40.0)], state, evaluation=evaluation), Beside(away_s=0))
     assert said == {
@@ -155,10 +155,6 @@ def test_a_run_that_was_stopped_before_its_budget(reason: str, budget: int, how:
     said = verdict(status([samples.seen("l0", left=True)], state), Beside())
     assert said["text"].startswith(f"The run {how}: 2000 tokens in ")
     assert said["level"] == "over"
-
-
-def samples_evaluation() -> Evaluation:
-    return Evaluation(loss=1.5, tokens=2000, versions=(40, 40), unix_s=1090.0, elapsed_s=90.0, final=True)
 
 
 def test_nobody_is_left() -> None:

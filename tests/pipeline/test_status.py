@@ -14,7 +14,7 @@ import pytest
 
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.head import Head, WindowView
-from diloco.pipeline.messages.run import Evaluation, Event, Phase
+from diloco.pipeline.messages.run import Event, Phase
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, WindowStatus, build_status
 from diloco.pipeline.view.status_reader import read_status
@@ -46,10 +46,8 @@ def test_the_shape_is_one_and_json():
     window = WindowView(
         state="grace", attempt=2, members=("l0",), expected=3, reason="grace: 1 in", deadline_unix_s=1012.5
     )
-    evaluation = Evaluation(loss=1.5, tokens=900, versions=(1, 2), unix_s=1.0, elapsed_s=9.0, final=False)
-    status = build(
-        heads=[samples.head(0, window=window, version=3, interval=40), samples.head(1)], evaluation=evaluation
-    )
+    heads = [samples.head(0, window=window, version=3, interval=40), samples.head(1)]
+    status = build(heads=heads, evaluation=samples.evaluation(loss=1.5))
     assert json.loads(json.dumps(status)) == status
     assert status["evaluation"] == {"loss": 1.5, "tokens": 900, "elapsed_s": 9.0, "final": False}
     assert status["fragments"][0].keys() == FragmentStatus.__annotations__.keys()
@@ -291,9 +289,7 @@ def test_status_is_read_from_the_bus():
         for p, size in enumerate((600, 200)):
             await samples.commit(bus, p, 0, np.zeros(size, np.float32))
         for n in range(1500):
-            await bus.add_evaluation(
-                Evaluation(loss=float(n), tokens=n, versions=(), unix_s=0.0, elapsed_s=0.0, final=False)
-            )
+            await bus.add_evaluation(samples.evaluation(loss=float(n), tokens=n))
         await asyncio.sleep(silence_s)
         return await read_status(bus, clock)
 
