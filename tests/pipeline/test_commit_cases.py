@@ -513,16 +513,6 @@ async def test_a_refused_step_changes_nothing(bus: Bus, backdoor: Backdoor, step
     assert backdoor.dump() == before
 
 
-async def test_a_repeated_commit_is_refused_and_the_tape_has_it_once(bus: Bus, backdoor: Backdoor) -> None:
-    commit = await commit_on(bus, await first_head(bus))
-    await bus.commit(commit)
-    before = backdoor.dump()
-    with pytest.raises(HeadMoved):
-        await bus.commit(commit)
-    assert backdoor.dump() == before
-    assert [entry.record for entry in await bus.read_tape({0: START})].count(commit.record) == 1
-
-
 async def test_of_many_commits_on_one_head_one_is_done(bus: Bus) -> None:
     expected = await first_head(bus)
     commits = [
@@ -534,18 +524,6 @@ async def test_of_many_commits_on_one_head_one_is_done(bus: Bus) -> None:
     assert sum(isinstance(result, HeadMoved) for result in results) == 7
     (head,) = await bus.read_heads([0])
     assert (head.version, head.merged_tokens) == (1, 800)
-
-
-async def test_an_owner_whose_lease_lapsed_while_it_merged_cannot_commit(bus: Bus, backdoor: Backdoor) -> None:
-    expected = await first_head(bus)
-    commit = await commit_on(bus, expected)
-    await bus.acquire_lease(0, NONCE, 0.05)
-    await asyncio.sleep(0.1)
-    assert await bus.acquire_lease(0, OTHER, 60)
-    with pytest.raises(LeaseLost):
-        await bus.commit(commit)
-    (head,) = await bus.read_heads([0])
-    assert head.version == 0
 
 
 @pytest.mark.parametrize("change", [{"version": 5}, {"digest": bytes(16)}])
