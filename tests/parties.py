@@ -23,9 +23,16 @@ def environment(**more: str) -> dict[str, str]:
     return kept | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "studies")))} | more
 
 
-def wait_for(condition: Callable[[], Any], limit_s: float = HANGING_S, shown: Callable[[], object] = str) -> Any:
+def python(*command: object, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """A Python process to its end, and what it said. environ: beside an environment without settings."""
+    run = [sys.executable, *map(str, command)]
+    env = environment(**environ)
+    return subprocess.run(run, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANGING_S)
+
+
+def wait_for(condition: Callable[[], Any], shown: Callable[[], object] = str) -> Any:
     """What it returns, once that is true. shown: for a wait in vain."""
-    until = time.monotonic() + limit_s
+    until = time.monotonic() + HANGING_S
     while not (found := condition()):
         assert time.monotonic() < until, f"it did not happen in time\n{shown()}"
         time.sleep(0.1)

@@ -1,13 +1,13 @@
 """The import layers of ARCHITECTURE.md, file by file, and who may import what."""
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.parties import python
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
 
@@ -262,5 +262,5 @@ def test_pure_cores_know_no_clock_no_socket_no_logger():
 def test_importing_it_does_not_load_the_library(module, forbidden):
     """The syncer's image carries no torch, and none carries studies: their processes must not even try."""
     code = f"import {module}, sys; sys.exit({forbidden!r} in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.returncode == 0, done.stderr or f"{module} loads {forbidden}"

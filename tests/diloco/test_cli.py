@@ -17,6 +17,7 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import LearnerProcess, SyncerProcess, is_expert
 from diloco_studies.virtual.virtual_time import run_virtual
+from tests.parties import python
 from tests.syncer.test_replay import record_run
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 
@@ -52,13 +53,7 @@ def test_help_and_the_syncer_need_no_torch():
         "import sys; sys.modules['torch'] = sys.modules['matplotlib'] = None\n"
         "from diloco.cli import main; sys.exit(any([main([command, '--help']) for command in sys.argv[1:]]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program, *COMMANDS],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=Path(__file__).parents[2],
-    )
+    done = python("-W", "error", "-c", program, *COMMANDS)
     assert done.returncode == 0, done.stderr
     assert [command for command in COMMANDS if f"Usage: diloco {command}" not in done.stdout] == []
 
@@ -135,9 +130,7 @@ def test_the_flags_of_a_run_fit_on_a_page():
 def test_the_list_of_commands_imports_none_of_them():
     """It stays quick."""
     code = "import sys; from diloco.cli import main; main([]); print(*sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
-    )
+    done = python("-c", code)
     loaded = set(done.stdout.splitlines()[-1].split())
     assert "diloco.cli" in loaded
     assert not loaded & {"torch", "numpy", "redis", "matplotlib", "diloco_studies", "diloco.workers", "diloco.options"}
@@ -149,9 +142,7 @@ def test_where_no_studies_are_installed_their_commands_are_not_listed_and_say_ho
         "import sys; sys.modules['diloco_studies'] = None\n"
         "from diloco.cli import main; main([]); sys.exit(main(['lab', 'run', 'x.toml']))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
-    )
+    done = python("-c", code)
     listed = {line.split()[1] for line in done.stdout.splitlines() if len(line.split()) > 2}
     assert {"run", "acl"} <= listed
     assert not listed & {"chaos", "simulate", "lab", "bench"}
@@ -165,9 +156,7 @@ def test_where_no_studies_are_installed_their_commands_are_not_listed_and_say_ho
 def test_a_missing_package_is_named_with_the_command_that_installs_it():
     arguments = ["learner", "--redis-url", URL]
     code = f"import sys; sys.modules['torch'] = None; from diloco.cli import main; sys.exit(main({arguments}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2]
-    )
+    done = python("-c", code)
     assert done.returncode == 2
     assert "pip install 'diloco[learner]'" in done.stderr
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import re
 import shutil
 import socket
@@ -49,9 +48,9 @@ from diloco_studies.strikes.proxy import Proxy
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import HANGING_S, samples
+from tests.parties import python
 from tests.pipeline.conftest import as_user, known, rules_of
 
-ROOT = Path(__file__).parents[2]
 PASSWORD = "letters-and-digits"  # noqa: S105  # of a server that lives for a test
 
 
@@ -198,10 +197,7 @@ def test_it_needs_no_torch(healthy: EmbeddedRedis) -> None:
     hide = "import diloco.doctor.measure as m; m.PACKAGES = m.PACKAGES[:-1]; "
     for party, status in (("syncer", 0), ("learner", 1)):
         arguments = ["doctor", "--redis-url", healthy.url, "--model", "nano", "--as", party]
-        done = subprocess.run(
-            [sys.executable, "-c", block.replace("from diloco", hide + "from diloco", 1), *arguments],
-            **{"cwd": ROOT, "capture_output": True, "text": True, "check": False, "timeout": HANGING_S},  # type: ignore[call-overload]
-        )
+        done = python("-c", block.replace("from diloco", hide + "from diloco", 1), *arguments)
         assert done.returncode == status, done.stdout + done.stderr
         assert "no torch" in done.stdout
         assert ("pip install 'diloco[learner]'" in done.stdout) is (party == "learner")
@@ -824,9 +820,7 @@ def test_more_blas_threads_than_cores_are_named() -> None:
     cores = usable_cores()
     if cores == 1:
         pytest.skip("on one core BLAS takes one thread whatever it is told")
-    command = [sys.executable, "-m", "diloco", "doctor", "--as", "syncer"]
-    environ = os.environ | {"OPENBLAS_NUM_THREADS": str(cores)}
-    done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, check=True, timeout=HANGING_S)
+    done = python("-m", "diloco", "doctor", "--as", "syncer", OPENBLAS_NUM_THREADS=str(cores))
     assert f"warning BLAS: a merge multiplies matrices on {cores} of {cores} cores" in done.stdout
     assert "-> unset OPENBLAS_NUM_THREADS" in done.stdout
     assert "1 warning, " in done.stdout
@@ -897,9 +891,8 @@ run.Launcher.start, run.Launcher.watch = lambda _: None, watch
 sys.exit(main())
 """
     with config(client, maxmemory=4 * 2**20):
-        command = [sys.executable, "-c", starts_none, "run", "--redis-url", healthy.url, "--run", "shown"]
-        small = ["--model", "10m", "--learners", "1", "--http-port", "0", "--out", str(tmp_path / "out")]
-        done = subprocess.run([*command, *small], capture_output=True, text=True, check=False, timeout=HANGING_S)
+        small = ["--model", "10m", "--learners", "1", "--http-port", "0", "--out", tmp_path / "out"]
+        done = python("-c", starts_none, "run", "--redis-url", healthy.url, "--run", "shown", *small)
     client.flushall()
     assert done.returncode == 1
     shown = " ".join(done.stdout.split())

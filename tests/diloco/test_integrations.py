@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -29,7 +28,7 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.workers.background import OwnThread
 from diloco.workers.learner import Learner
 from diloco.workers.stopping import Stopped
-from tests import HANGING_S
+from tests.parties import python
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import on_bus, reports, threads, until
 
@@ -239,8 +238,7 @@ def test_an_iterator_that_is_held_as_its_program_ends_leaves_the_run(redis_serve
     another thread still asks for a batch is told in words, and keeps no other from leaving. A child leaves nothing."""
     run = f"held-{secrets.token_hex(4)}"
     with a_syncer(redis_server, run, tokens=10**6):
-        program = [sys.executable, "-c", HELD, redis_server, run, where]
-        done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False, timeout=HANGING_S)
+        done = python("-c", HELD, redis_server, run, where)
         found = sorted((seen.report for seen in reports(redis_server, run)), key=lambda report: report.left)
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr

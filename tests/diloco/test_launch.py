@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,10 @@ from diloco.pipeline.view.status import build_status
 from diloco.status import _Found
 from diloco_studies.quality.settings import PRESETS as LAB_PRESETS
 from diloco_studies.virtual.virtual_time import run_virtual
-from tests import HANGING_S, samples
+from tests import samples
+from tests.parties import ROOT, wait_for
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 from tests.workers.test_device_encoding import a_syncer
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -586,13 +584,6 @@ def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):
 
 
 # --- children ----------------------------------------------------------------------------------------------
-
-
-def wait_for(condition: Any, limit_s: float = HANGING_S) -> None:
-    until = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < until, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def is_running(pid: int) -> bool:

@@ -20,6 +20,7 @@ from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.process.interrupts import INTERRUPTED_STATUS
 from diloco.pipeline.settings import EvaluatorProcess, load
 from tests import HANGING_S, samples
+from tests.parties import python
 from tests.pipeline.conftest import as_user, known
 
 REFUSED = 2
@@ -229,7 +230,7 @@ sys.exit(main())
 def test_ctrl_c_while_a_command_is_imported_ends_it_without_a_word(module: str) -> None:
     """Whatever is being imported: a library may take an exception there for a part of itself that is missing."""
     code = INTERRUPTED.format(module=module, arguments=["doctor", "--json"])
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANGING_S)
+    done = python("-c", code)
     assert (done.returncode, done.stdout, done.stderr) == (INTERRUPTED_STATUS, "", "")
 
 
@@ -237,7 +238,7 @@ def test_ctrl_c_is_left_ignored_where_it_was() -> None:
     """As `nohup` and shells do for what they start in the background."""
     code = INTERRUPTED.format(module="typer", arguments=["--version"])
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + code
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=HANGING_S)
+    done = python("-c", code)
     assert done.returncode == 0
     assert done.stdout.startswith("diloco ")
 
@@ -248,7 +249,6 @@ def test_ctrl_c_after_the_end_of_a_command_changes_nothing() -> None:
     code = "import os, signal, sys, threading, time; from diloco.__main__ import main; status = main()"
     code = f"{code}; threading.Thread(target=time.sleep, args=(90,)).start()"
     code = f"{code}; os.kill(os.getpid(), signal.SIGINT); sys.exit(status)"
-    command = [sys.executable, "-c", code, "--version"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANGING_S)
+    done = python("-c", code, "--version")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("diloco ")

@@ -3,8 +3,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -13,6 +11,7 @@ import structlog
 
 from diloco.pipeline.process import lifecycle, logs
 from tests import HANGING_S
+from tests.parties import python
 
 
 class Terminal(io.StringIO):
@@ -123,9 +122,7 @@ async def main():
     await asyncio.sleep(60)
 asyncio.run(main())
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=HANGING_S, check=False
-    )
+    done = python("-c", program)
     assert done.stdout.strip() == "cleaning up"
     assert done.returncode == 1
     assert "second signal" in done.stderr

@@ -5,14 +5,13 @@ import os
 import subprocess
 import sys
 import termios
-import time
 from pathlib import Path
 
 import pytest
 
 from tests import HANGING_S
+from tests.parties import ROOT, python, wait_for
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -71,10 +70,7 @@ def test_a_reader_that_goes_in_the_middle_of_a_character_leaves_text(tmp_path, p
     assert os.read(ours, 100) == b"heard\n"
     process.stdin.write(b"\n")
     process.stdin.flush()
-    until = time.monotonic() + HANGING_S
-    while int.from_bytes(fcntl.ioctl(ours, termios.FIONREAD, bytes(4)), sys.byteorder) < size:
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_for(lambda: int.from_bytes(fcntl.ioctl(ours, termios.FIONREAD, bytes(4)), sys.byteorder) >= size)
     os.close(ours)
     process.communicate(timeout=HANGING_S)
     assert process.returncode == 0
@@ -116,7 +112,7 @@ logs.configure("info")
 structlog.get_logger().info("delta_published")
 print("went on")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = python("-c", code)
     assert done.stdout == "went on\n"
     assert done.returncode == 0
 
@@ -153,8 +149,6 @@ Path(sys.argv[1]).write_text(f"{socket.socket().fileno() > 2} {there}")
 
 
 def test_help_is_shown_on_a_stream_without_its_characters():
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    command = [sys.executable, "-m", "diloco", "run", "--help"]
-    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    done = python("-m", "diloco", "run", "--help", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr
     assert "--learners" in done.stdout
