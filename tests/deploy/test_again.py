@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from tests import HANGING_S
+from tests.parties import wait_for
 
 AGAIN = Path(__file__).parents[2] / "deploy/again.sh"
 LIVES = """
@@ -42,10 +42,7 @@ def test_what_is_asked_to_end_does_and_stays_down(tmp_path: Path, popen: Callabl
     """SIGTERM is handed on, once; the status is the command's."""
     lives = tmp_path / "lives"
     process = popen([str(AGAIN), sys.executable, "-c", STAYS, str(lives)], env={"AFTER_S": "0"})
-    until = time.monotonic() + HANGING_S
-    while not lives.exists():
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    wait_for(lives.exists)
     process.send_signal(signal.SIGTERM)
     assert process.wait(HANGING_S) == AGAIN_STATUS
     assert lives.read_text() == "x"

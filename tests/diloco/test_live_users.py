@@ -17,6 +17,7 @@ from diloco.pipeline.bus.redis_streams import connect, open_bus
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco_studies.strikes.failing.servers import Node, SentinelServers
 from tests import HANGING_S, samples
+from tests.parties import environment
 from tests.pipeline.test_failover import moved, until_answered
 
 pytestmark = [
@@ -42,7 +43,7 @@ class Operator:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._environment = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
+        self._environment = environment()
         binaries = folder / "bin"
         binaries.mkdir()
         scripts = {"diloco": f'#!/bin/sh\nexec {sys.executable} -m diloco "$@"\n'}

@@ -1,10 +1,8 @@
 """`diloco redis`: a Redis for parties on several machines, for as long as the command runs."""
 
-import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +13,7 @@ from diloco.options import RedisProcess, reached_at
 from diloco.pipeline.bus.acl import NOBODY
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 from tests import HANGING_S
-
-ROOT = Path(__file__).parents[2]
+from tests.parties import environment, wait_for
 
 
 @pytest.mark.redis
@@ -24,10 +21,9 @@ ROOT = Path(__file__).parents[2]
 def test_it_says_how_it_is_reached_and_serves_until_it_is_ended(number: int, status: int) -> None:
     """However it is ended, no server is left behind (SIGKILL: on Linux)."""
     port, password = free_port(), "letters-and-digits"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
     command = [sys.executable, "-u", "-m", "diloco", "redis", "--redis-port", str(port)]
-    environment = kept | {"PYTHONPATH": str(ROOT), "DILOCO_REDIS_PASSWORD": password}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    given = environment(DILOCO_REDIS_PASSWORD=password)
+    with subprocess.Popen(command, env=given, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             said = process.stdout.readline()
@@ -41,14 +37,14 @@ def test_it_says_how_it_is_reached_and_serves_until_it_is_ended(number: int, sta
             assert process.wait(HANGING_S) == status
         finally:
             process.kill()
-    deadline = time.monotonic() + HANGING_S
-    while True:
+
+    def gone() -> bool:
         try:
-            redis_py.Redis(port=port, password=password).ping()
+            return not redis_py.Redis(port=port, password=password).ping()
         except redis_py.ConnectionError:
-            break
-        assert time.monotonic() < deadline, "the server outlived its command"
-        time.sleep(0.05)
+            return True
+
+    wait_for(gone)
 
 
 def test_it_listens_to_others_only_with_a_password(

@@ -9,7 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing, nullcontext
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
 from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +34,7 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
 from tests.backdoor import RedisBackdoor
+from tests.parties import environment
 
 
 def tape(folder: Path, merges: int = 3) -> None:
@@ -50,6 +52,18 @@ def tape(folder: Path, merges: int = 3) -> None:
 def model_in(page: Path) -> dict[str, object]:
     (data,) = re.findall(r'<script type="application/json" id="model">(.*?)</script>', page.read_text())
     return dict(json.loads(data))
+
+
+@contextmanager
+def watching(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+    """`diloco watch --web`, with a token."""
+    command = [sys.executable, "-m", "diloco", "watch", "--web", *arguments]
+    env = environment(DILOCO_HTTP_TOKEN="correct-horse", PYTHONUNBUFFERED="1")  # noqa: S106  # made up
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def lines_of(address: str, path: str, count: int) -> list[str]:
@@ -202,14 +216,7 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
 
         asyncio.run(finish())
         Folder(tmp_path).write_run(server.url, RunProcess(run="gone"), {})
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "diloco", "watch", "--web", "--http-port", "0", str(tmp_path)],
-            env=environ | {"PYTHONUNBUFFERED": "1", "DILOCO_HTTP_TOKEN": "correct-horse"},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        try:
+        with watching("--http-port", "0", str(tmp_path)) as process:
             assert process.stdout is not None
             address = process.stdout.readline().split()[1]
             lines = iter(process.stdout.readline, "")
@@ -224,9 +231,6 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
             assert said["text"].startswith("The run was stopped at 10% of its budget (by the user)")
             process.send_signal(signal.SIGINT)
             assert process.wait(HANGING_S) == 0
-        finally:
-            process.kill()
-            process.communicate()
 
 
 @pytest.mark.parametrize("left", ["{}", '{"run": null, "method": 5, "learners": "x"}', '{"global_val_loss": "x"}'])
@@ -281,14 +285,7 @@ async def test_a_page_outlives_the_output_folder_of_its_run_for_as_long_as_redis
 @pytest.mark.redis
 def test_a_page_beside_any_run(redis_server: str) -> None:
     """Whoever may read the bus serves it: the address is the first line; a token is asked for; Ctrl-C ends it well."""
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "diloco", "watch", "--web", "--run", "beside"],
-        env=environ | {"DILOCO_REDIS_URL": redis_server, "DILOCO_HTTP_TOKEN": "correct-horse", "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
+    with watching("--run", "beside", "--redis-url", redis_server) as process:
         assert process.stdout is not None
         assert select.select([process.stdout], [], [], HANGING_S)[0]
         (address,) = re.findall(r"^page (http://127\.0\.0\.1:\d+/) \(it asks for DILOCO_", process.stdout.readline())
@@ -301,9 +298,6 @@ def test_a_page_beside_any_run(redis_server: str) -> None:
         assert 'diloco_run_phase{phase="finished",run="beside"} 0.0\n' in lines_of(address, "/metrics", 1000)
         process.send_signal(signal.SIGINT)
         assert process.wait(HANGING_S) == 0
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.redis

@@ -22,6 +22,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.payload.codec import encode
 from tests import HANGING_S, samples
+from tests.parties import environment
 
 pytestmark = pytest.mark.redis
 
@@ -35,15 +36,13 @@ async def begin(url: str, run: str, state: RunState) -> None:
 
 @contextmanager
 def watching(url: str, run: str, *more: str, out: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DILOCO_")}
     command = [sys.executable, "-m", "diloco", "status", "--run", run, "--watch", "1", *more]
-    environ |= {"DILOCO_REDIS_URL": url, "PYTHONUNBUFFERED": "1"}
-    process = subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=environ)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    env = environment(DILOCO_REDIS_URL=url, PYTHONUNBUFFERED="1")
+    with subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_it_goes_through_an_outage_and_ends_cleanly_at_ctrl_c(redis_binary: object) -> None:

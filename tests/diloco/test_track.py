@@ -3,7 +3,6 @@
 import asyncio
 import importlib
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from diloco.tracking.follow import Notes, Writer
 from diloco.tracking.trackers import Wandb
 from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
+from tests.parties import environment, wait_for
 from tests.syncer.test_run_metrics import look
 
 QUICK = """
@@ -182,8 +182,8 @@ class Watcher:
     """A process that writes a run's curves."""
 
     def __init__(self, url: str, run: str, kind: str, folder: Path, lacking: str = "") -> None:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("DILOCO_", "WANDB_"))}
-        environ = kept | {"DILOCO_REDIS_URL": url, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+        kept = {name: value for name, value in environment(DILOCO_REDIS_URL=url).items() if "WANDB_" not in name}
+        environ = kept | {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
         given = ["watch", "--run", run, "--to", kind, "--into", str(folder)]
         self.process = subprocess.Popen(
             [sys.executable, "-c", QUICK, lacking or "no_such_module", *given],
@@ -204,11 +204,12 @@ class Watcher:
             self._reads = False
             time.sleep(3.0)
             return
-        until = time.monotonic() + HANGING_S
-        while self._last() < tokens:
+
+        def noted() -> bool:
             assert self.process.poll() is None, self.process.communicate()
-            assert time.monotonic() < until
-            time.sleep(0.1)
+            return self._last() >= tokens
+
+        wait_for(noted)
         time.sleep(1.0)
 
     def _last(self) -> int:

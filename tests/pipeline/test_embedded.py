@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,8 @@ from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from diloco.pipeline.messages.spec import Spec
-from tests import HANGING_S, samples
+from tests import samples
+from tests.parties import wait_for
 
 pytestmark = pytest.mark.redis
 
@@ -161,13 +161,6 @@ def test_the_packages_server_comes_first_then_path_and_without_any_one_line_says
     assert find_server() == valkey
 
 
-def until_it_answers(server: EmbeddedRedis) -> None:
-    deadline = time.monotonic() + HANGING_S
-    while not server.answers():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 async def test_a_killed_server_comes_back_with_all_that_it_had_synced(redis_binary: Path | None) -> None:
     """At the same place, so that its users find it again."""
     with EmbeddedRedis(appendonly=True, fsync="always", binary=redis_binary) as server:
@@ -178,7 +171,7 @@ async def test_a_killed_server_comes_back_with_all_that_it_had_synced(redis_bina
         with pytest.raises(BusUnavailable):
             await bus.info()
         server.start()
-        until_it_answers(server)
+        wait_for(server.answers)
         assert [offer.entry_id for offer in await bus.read_offers(0)] == [at]
         assert (await bus.info()).server_id != before.server_id
         await bus.close()
