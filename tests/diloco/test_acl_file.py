@@ -3,9 +3,6 @@
 import hashlib
 import re
 import shutil
-import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,10 +11,11 @@ import redis as redis_py
 from diloco import cli
 from diloco.acl import LEAST, make, template, variable
 from diloco.pipeline.bus import acl
-from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server, free_port
+from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import NotPermitted, UsageError
-from tests import HANGING_S, samples
+from tests import samples
+from tests.parties import wait_for
 
 ROOT = Path(__file__).parents[2]
 
@@ -111,37 +109,6 @@ def test_no_password_is_taken_from_arguments(capsys: pytest.CaptureFixture[str])
         assert "--redis-password" not in shown
 
 
-@pytest.fixture
-def started(redis_binary: Path | None, tmp_path: Path) -> Iterator[tuple[int, dict[str, str]]]:
-    """Port of a server that was started with a file of `diloco acl`, and its passwords."""
-    binary = redis_binary or find_server()
-    said = subprocess.run(
-        [str(binary), "--version"], capture_output=True, text=True, check=True, timeout=HANGING_S
-    ).stdout
-    if int(said.partition("v=")[2].split(".")[0]) < 7:
-        pytest.skip(f"ACL selectors need Redis 7, this is {said}")
-    secrets_file, users, port = tmp_path / "secrets.env", tmp_path / "users.acl", free_port()
-    users.write_text(make("r", ["l0"], secrets_file))
-    command = [str(binary), "--port", str(port), "--bind", "127.0.0.1", "--aclfile", str(users), "--save", ""]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen([*command, "--dir", str(tmp_path)], stdout=log, stderr=log, start_new_session=True)
-    try:
-        stranger = redis_py.Redis(port=port, protocol=2, username="health", password="")
-        deadline = time.monotonic() + HANGING_S
-        while True:
-            try:
-                assert stranger.ping()
-                break
-            except redis_py.ConnectionError:
-                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-                time.sleep(0.02)
-        stranger.close()
-        yield port, dict(line.split("=") for line in secrets_file.read_text().splitlines())
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.redis
 @pytest.mark.parametrize("name", ["redis-server", ""])
 def test_a_server_with_users_reads_all_of_its_append_only_file_again(tmp_path: Path, name: str) -> None:
@@ -160,30 +127,29 @@ def test_a_server_with_users_reads_all_of_its_append_only_file_again(tmp_path: P
         client.evalsha(script, 2, "diloco:{r}:state", "diloco:{r}:spec")
         server.kill()
         server.start()
-        for _ in range(500):
-            if server.answers():
-                break
-            time.sleep(0.01)
+        wait_for(server.answers)
         assert [client.get(f"diloco:{{r}}:{key}") for key in ("state", "spec")] == [b"a", b"b"]
         client.close()
 
 
 @pytest.mark.redis
-async def test_a_server_takes_the_file_and_knows_its_users(started: tuple[int, dict[str, str]]) -> None:
+async def test_a_server_takes_the_file_and_knows_its_users(tmp_path: Path) -> None:
     """From the first moment on: nobody is let in without a password but to ask whether it is there."""
-    port, passwords = started
-    with pytest.raises(UsageError, match="asks for a login; set user and password in DILOCO_REDIS_URL"):
-        await connect(f"redis://127.0.0.1:{port}", "r")
-    syncer, learner = [
-        await connect(f"redis://{user}:{passwords[variable(user)]}@127.0.0.1:{port}", "r")
-        for user in ("syncer", "learner-l0")
-    ]
-    assert await learner.offer(samples.header("l0"))
-    assert len(await syncer.read_offers(0)) == 1
-    with pytest.raises(NotPermitted):
-        await learner.acquire_lease(0, "aa" * 8, 1)
-    await learner.close()
-    await syncer.close()
+    (tmp_path / "users.acl").write_text(make("r", ["l0"], tmp_path / "secrets.env"))
+    passwords = dict(line.split("=") for line in (tmp_path / "secrets.env").read_text().splitlines())
+    with EmbeddedRedis(port=0, users=tmp_path / "users.acl") as server:
+        with pytest.raises(UsageError, match="asks for a login; set user and password in DILOCO_REDIS_URL"):
+            await connect(f"redis://127.0.0.1:{server.port}", "r")
+        syncer, learner = [
+            await connect(f"redis://{user}:{passwords[variable(user)]}@127.0.0.1:{server.port}", "r")
+            for user in ("syncer", "learner-l0")
+        ]
+        assert await learner.offer(samples.header("l0"))
+        assert len(await syncer.read_offers(0)) == 1
+        with pytest.raises(NotPermitted):
+            await learner.acquire_lease(0, "aa" * 8, 1)
+        await learner.close()
+        await syncer.close()
 
 
 def test_the_users_of_servers_that_take_over_are_those_of_the_compose_files(tmp_path: Path) -> None:

@@ -111,11 +111,9 @@ def test_redis_starts_with_the_users_that_are_shipped_and_gets_a_port_only_with_
 def test_redis_knows_after_a_restart_whom_the_file_names_and_nobody_else(tmp_path: Path) -> None:
     (tmp_path / "given.acl").write_text("# users\nuser syncer on #{REDIS_SYNCER_PASSWORD} +ping\n")
     (tmp_path / "users.acl").write_text("user syncer on #00 +ping\nuser learner-bert on #11\n")
-    (tmp_path / "docker-entrypoint.sh").write_text("#!/bin/sh\n")
-    (tmp_path / "docker-entrypoint.sh").chmod(0o700)
-    script = (ROOT / "deploy" / "redis.sh").read_text().replace("/data/users.acl", f"{tmp_path}/users.acl")
-    script = script.replace("/etc/diloco/users.acl", f"{tmp_path}/given.acl")
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_SYNCER_PASSWORD": "secret"}
+    script, environment = server_script(tmp_path, "")
+    script = script.replace(f"{ROOT}/deploy/users.acl", f"{tmp_path}/given.acl")
+    environment |= {"REDIS_SYNCER_PASSWORD": "secret", "MORE_USERS": ""}
     for _ in range(2):
         subprocess.run(["/bin/sh", "-c", script], env=environment, check=True)
         digest = hashlib.sha256(b"secret").hexdigest()
@@ -351,11 +349,9 @@ def test_servers_that_start_again_are_what_sentinels_have_made_of_them(container
 
 def test_a_sentinel_takes_a_changed_password_and_forgets_nothing_that_it_has_found_out(tmp_path: Path) -> None:
     """With the old one no server lets it in, and nobody would take a dead primary's place."""
-    (tmp_path / "docker-entrypoint.sh").write_text("#!/bin/sh\n")
-    (tmp_path / "docker-entrypoint.sh").chmod(0o700)
+    environment = server_script(tmp_path, "")[1] | {"PRIMARY": "10.0.0.1"}
     script, config = (ROOT / "deploy" / "sentinel.sh").read_text(), tmp_path / "sentinel.conf"
     script = script.replace("/data", str(tmp_path))
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PRIMARY": "10.0.0.1"}
     for password in ("secret-one", "secret-two"):
         command = ["/bin/sh", "-c", script]
         subprocess.run(command, env=environment | {"REDIS_SENTINEL_PASSWORD": password}, check=True)
