@@ -307,20 +307,6 @@ async def test_reports_that_somebody_made_up_go_and_nobodys_own_nor_what_was_tra
     assert len(stored[bus.keys.learners][0]) == len(stored[bus.keys.seen][0]) == 3
 
 
-async def test_a_report_that_is_larger_than_any_goes_and_takes_no_others_along(bus: Bus, backdoor: Backdoor) -> None:
-    """So does a name, or a time, that is larger than any."""
-    await bus.write_report(samples.report("l0"))
-    await bus.write_report(samples.report("l1"))
-    backdoor.hset(bus.keys.learners, "l0/large", bytes(LearnerReport.max_bytes + 1))
-    backdoor.hset(bus.keys.learners, "x" * 100, b"")
-    backdoor.hset(bus.keys.learners, "unreadable", b"")
-    backdoor.hset(bus.keys.seen, "l0/large", b"9" * 21)
-    assert [one.report.learner for one in await bus.read_reports()] == ["l0", "l1"]
-    stored, own = backdoor.dump(), {f"{name}/{'0' * 8}".encode() for name in ("l0", "l1")}
-    assert set(stored[bus.keys.learners][0]) == {*own, b"unreadable"}
-    assert set(stored[bus.keys.seen][0]) == own
-
-
 # --- version 0 ---------------------------------------------------------------------------------------
 
 

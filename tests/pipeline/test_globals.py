@@ -145,23 +145,3 @@ def test_who_created_the_run_trains_from_what_others_get() -> None:
     for (p, _), values in first.items():
         np.testing.assert_array_equal(values, second[p, 0])
         np.testing.assert_array_equal(values, nearest(learners[0].begin(len(values))))
-
-
-@in_virtual_time
-async def test_a_syncer_that_takes_over_goes_on_from_the_exact_values() -> None:
-    world = VirtualRun(sync_spec(tokens=4000, outer_momentum=0.5, global_codec="bf16"))
-    world.start_syncer()
-    learner = Creeping("l0", world).start()
-    await world.until_version(3)
-    world.stop.set()
-    await world.syncer
-    heads = await world.heads()
-    service = world.start_syncer()
-    async with asyncio.timeout(10):
-        while len(service.owners) < 2 or not all(owner.loaded for owner in service.owners):
-            await asyncio.sleep(0.001)
-    for head, owner in zip(heads, service.owners, strict=True):
-        assert owner.loaded.fragment.version == head.version
-        assert payload_digest(as_bytes(owner.loaded.fragment.theta), 1024) == head.digest
-        assert not np.array_equal(owner.loaded.fragment.theta, nearest(owner.loaded.fragment.theta))
-    await world.finish(learner)
