@@ -21,7 +21,7 @@ from diloco.pipeline.payload.codec import encode
 from diloco.syncer.checkpoints import loading
 from diloco.syncer.checkpoints.places import place_of
 from diloco_studies.virtual.memory import MemoryBus
-from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
+from diloco_studies.virtual.virtual_time import VirtualClock, inline, run_virtual
 from tests import samples
 from tests.saving import save_checkpoint
 
@@ -44,9 +44,6 @@ DIGESTS = {
 def checkpoint(folder: Path, trained: Arrays, frozen: Mapping[str, bytes] | None = MappingProxyType({})) -> Path:
     """As a syncer leaves it. frozen: digests."""
 
-    async def here(fn: Any, *args: Any) -> Any:
-        return fn(*args)
-
     async def main() -> Path:
         tensors = tuple(
             TensorSpec(name=name, shape=one.shape, dtype="float32", rule="mean", fragment=0)
@@ -60,7 +57,7 @@ def checkpoint(folder: Path, trained: Arrays, frozen: Mapping[str, bytes] | None
         await bus.write_state(samples.run_state(tokens=900))
         flat = np.concatenate([one.reshape(-1) for one in trained.values()])
         await samples.commit(bus, 0, 3, flat, chunk_bytes=sync.chunk_bytes)
-        return Path(str(await save_checkpoint(bus, spec, place_of(folder), here)))
+        return Path(str(await save_checkpoint(bus, spec, place_of(folder), inline)))
 
     return run_virtual(main())
 

@@ -21,6 +21,7 @@ from diloco.launcher.folder import Folder, choose, own_checkpoint, plain, resume
 from diloco.launcher.launch import Children, environment, threads_for
 from diloco.launcher.locate import Place, locate, without_secrets
 from diloco.launcher.option_checks import check, check_demo
+from diloco.launcher.report import build
 from diloco.options import (
     DemoProcess,
     RunProcess,
@@ -38,6 +39,7 @@ from diloco.status import _Found
 from diloco_studies.quality.settings import PRESETS as LAB_PRESETS
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
+from tests.diloco.test_report import outcome
 from tests.parties import ROOT, wait_for
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec
 from tests.workers.test_device_encoding import a_syncer
@@ -569,10 +571,7 @@ def test_a_run_that_is_not_there_is_told_from_one_that_waits(tmp_path, redis_ser
 
 
 def test_status_and_tape_of_a_finished_run_need_no_redis(tmp_path, capsys):
-    report = {"learners": [], "tokens_lost": {}, "tokens": 5, "merged_tokens": 5, "wall_s": 1.0, "outer_steps": 1}
-    report |= {"global_val_loss": 2.5, "stopped": False, "method": "decoupled", "demo": None, "checkpoint": None}
-    share = {"since_start": 1.0, "pending": 0.0, "recent": None, "recent_s": 0.0, "recent_is_all": True}
-    report |= {"warnings": [], "merged_share": share, "evaluations": [], "elapsed_s": 1.0, "settings": {"learners": 1}}
+    report = json.loads(json.dumps(build(outcome())))
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "x" / "report.json").write_text(json.dumps(report))
     assert cli.main(["status", "--json"]) == 0

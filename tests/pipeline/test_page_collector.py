@@ -24,14 +24,11 @@ from diloco.pipeline.view.status import LIVE_S, build_status
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
 from tests import samples
+from tests.browser.stage import collector_of
 from tests.pipeline.test_page_timeline import Follower
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way
 
 pytestmark = pytest.mark.usefixtures("no_log_lines")
-
-
-def collector_of(world: VirtualRun, epoch: str = "e1") -> Collector:
-    return Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), epoch)
 
 
 def lane(times: Model, name: str) -> list[tuple[float, int]]:
