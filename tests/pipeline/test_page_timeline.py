@@ -74,14 +74,18 @@ def test_what_is_no_number_is_left_out(value: float | None) -> None:
 def test_the_whole_run_keeps_everything_in_ever_longer_buckets(begin_s: float) -> None:
     """Bits of two buckets are those of the one; of two numbers the later one stays. Memory is bounded."""
     times = Timeline(begin_s, 1.0, sliding=False, most=8)
-    for second in range(64):
-        times.mark("a", begin_s + second, begin_s + second, 1 << second % 2)
-        times.put("n", begin_s + second, float(second))
+    for at_s in (begin_s + second for second in range(64)):
+        times.mark("all", at_s, at_s, 1 << int(at_s) % 2)
+        times.mark(f"{at_s}", at_s, at_s, 4)
+        times.put("all", at_s, at_s)
+        times.put(f"{at_s}", at_s, at_s)
     assert times.step_s == 16.0
-    assert {bits for _, bits in marks(times, "a")[1:-1]} == {3}
-    assert times.series["n"][-1] == 63.0
-    assert len(times.lanes["a"]) <= 8
-    assert times.begins_s <= begin_s
+    assert {bits for _, bits in marks(times, "all")[1:-1]} == {3}
+    assert times.series["all"][-1] == at_s
+    assert len(times.lanes["all"]) <= 8
+    for at_s in (begin_s + second for second in range(64)):
+        assert marks(times, f"{at_s}") == [(at_s // 16 * 16, 4)]
+        assert times.series[f"{at_s}"][int(at_s // 16) - times.first :] == [at_s]
 
 
 def test_a_sliding_one_keeps_the_last_buckets_as_fine_as_they_were() -> None:
