@@ -125,11 +125,6 @@ async def test_others_join_over_a_port_with_the_password(redis_binary: Path | No
             await connect(server.url, "r")
 
 
-def test_it_listens_to_the_world_only_with_a_password() -> None:
-    with pytest.raises(UsageError, match="without a password"):
-        EmbeddedRedis(port=0, host="0.0.0.0")  # noqa: S104
-
-
 def test_a_server_that_does_not_start_shows_its_last_lines(tmp_path: Path) -> None:
     broken = tmp_path / "redis-server"
     broken.write_text("#!/bin/sh\necho 'no such module'\nexit 3\n")

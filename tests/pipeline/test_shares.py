@@ -23,9 +23,9 @@ def noted(points):
     return samples
 
 
-def steadily(until_s, per_s=100, share=0.5, pending=0):
-    """A run that merges `share` of what it trains, all but the last `pending` tokens."""
-    return [(at / 4, int(at / 4 * per_s), max(0, int((at / 4 * per_s - pending) * share))) for at in range(until_s * 4)]
+def steadily(until_s):
+    """A run that merges half of what it trains, 100 tokens a second."""
+    return [(at / 4, 25 * at, 25 * at // 2) for at in range(until_s * 4)]
 
 
 def test_the_recent_share_is_of_the_last_five_minutes_only():
@@ -49,15 +49,6 @@ def test_a_share_that_is_of_all_of_the_run_is_known_to_say_nothing_new():
     assert not shares(noted(resumed[: 4 * 200]), resumed[4 * 200])["recent_is_all"]
 
 
-def test_what_is_pending_does_not_spoil_the_recent_share():
-    """There is as much of it at the end as at the beginning: it shows in the share since the start, by its name."""
-    points = steadily(600, share=0.9, pending=6000)
-    found = shares(noted(points), points[-1], pending=6000)
-    assert found["recent"] == pytest.approx(0.9, abs=0.01)
-    assert found["since_start"] == pytest.approx(0.81, abs=0.01)
-    assert found["pending"] == pytest.approx(0.1, abs=0.01)
-
-
 def test_nothing_is_said_of_a_run_that_has_just_begun():
     """Merges come in lumps: the first seconds tell nothing, and no tokens are no share."""
     nothing = {"since_start": None, "pending": None, "recent": None, "recent_s": 0.0, "recent_is_all": True}
@@ -65,13 +56,6 @@ def test_nothing_is_said_of_a_run_that_has_just_begun():
     samples = noted([(1000.0, 0, 0)])
     assert recent_share(samples, (1000.0 + LEAST_S - 1, 500, 100))[0] is None
     assert recent_share(samples, (1000.0 + LEAST_S, 500, 100)) == (0.2, LEAST_S)
-
-
-def test_a_run_whose_syncers_are_gone_is_seen_to_merge_nothing():
-    """Nobody notes samples any more, and learners train on: the share falls."""
-    points = steadily(400, share=1.0)
-    samples, (_, trained, merged) = noted(points), points[-1]
-    assert recent_share(samples, (1000.0, trained + 60_000, merged))[0] < 0.05
 
 
 def test_merges_of_what_was_trained_before_are_no_more_than_all():
