@@ -219,19 +219,6 @@ def config(client: Any, **values: Any) -> Iterator[None]:
 
 
 @pytest.mark.redis
-def test_a_policy_that_evicts_is_named(healthy: EmbeddedRedis, look: Look, client: Any) -> None:
-    with config(client, maxmemory=2**30, maxmemory_policy="allkeys-lru"):
-        status, findings = look("--redis-url", healthy.url)
-    found = bad(findings)
-    assert set(found) == {"eviction"}
-    assert "allkeys-lru" in found["eviction"].found
-    assert found["eviction"].remedy.startswith(
-        'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET maxmemory-policy noeviction,'
-    )
-    assert status == 0  # a run goes on with it
-
-
-@pytest.mark.redis
 def test_a_memory_too_small_for_the_model_is_an_error_and_a_smaller_model_is_none(
     healthy: EmbeddedRedis, look: Look, client: Any
 ) -> None:
@@ -248,17 +235,6 @@ def test_a_memory_too_small_for_the_model_is_an_error_and_a_smaller_model_is_non
         assert "Redis memory" not in bad(look("--redis-url", healthy.url, "--params", "1B", "--as", "learner")[1])
     with config(client, maxmemory=(mb - 1) * 2**20):
         assert "Redis memory" in bad(look("--redis-url", healthy.url, "--params", "1B", "--as", "learner")[1])
-
-
-@pytest.mark.redis
-def test_a_server_that_keeps_nothing_is_named(healthy: EmbeddedRedis, look: Look, client: Any, tmp_path: Path) -> None:
-    """Beside checkpoints that is in order."""
-    with config(client, appendonly="no"):
-        found = bad(look("--redis-url", healthy.url)[1])
-        assert bad(look("--redis-url", healthy.url, "--checkpoint-dir", str(tmp_path))[1]) == {}
-    assert set(found) == {"persistence"}
-    assert "a restart loses all" in found["persistence"].found
-    assert "keep checkpoints (--checkpoint-dir of each syncer)" in found["persistence"].remedy
 
 
 def test_a_server_of_ours_is_not_told_to_keep_what_it_drops_at_its_end() -> None:

@@ -410,14 +410,6 @@ def write_run(folder: Path, **changes: Any) -> None:
     (folder / "run.json").write_text(json.dumps(fields))
 
 
-def test_a_live_run_is_found_on_its_redis_and_a_finished_one_in_its_folder(tmp_path):
-    write_run(tmp_path / "out")
-    place = locate(BusSettings(), tmp_path / "out")
-    assert (place.run, place.redis_url) == ("r", "unix:///tmp/x")
-    (tmp_path / "out" / "report.json").write_text("{}")
-    assert locate(BusSettings(), tmp_path / "out").redis_url is None
-
-
 def test_without_a_folder_the_redis_url_counts_and_then_the_newest_run():
     assert locate(BusSettings(redis_url="redis://h", run="x"), None).redis_url == "redis://h"
     with pytest.raises(UsageError, match="no run in"):

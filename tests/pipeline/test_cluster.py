@@ -155,6 +155,7 @@ def test_the_doctor_names_the_node_that_a_line_is_about_and_what_one_lost_node_w
     assert "CONFIG SET cluster-require-full-coverage no" in wrong["remedy"]
     (evicts,) = [one for one in found["eviction"] if one["level"] == "warning"]
     assert evicts["found"].startswith(f"{addresses[1]}: maxmemory-policy is allkeys-lru")
+    assert "CONFIG SET maxmemory-policy noeviction," in evicts["remedy"]
     assert [one["level"] for one in covered] == ["ok"]
     assert "127.0.0.1" not in covered[0]["found"], "of all nodes alike it is said once"
     assert len(found["Redis version"]) == 1

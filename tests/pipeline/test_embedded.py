@@ -56,18 +56,6 @@ def test_no_value_is_taken_that_is_larger_than_the_largest_of_a_run(redis_binary
         assert re.search(r"--proto-max-bulk-len\s+(- )?64mb\b", text)
 
 
-async def test_a_bus_whose_server_ended_says_so_and_reaches_the_next_one(redis_binary: Path | None) -> None:
-    with EmbeddedRedis(port=0, binary=redis_binary) as server:
-        bus = await connect(f"redis://127.0.0.1:{server.port}", "r")
-        before = await bus.info()
-    with pytest.raises(BusUnavailable):
-        await bus.tape_end()
-    with EmbeddedRedis(port=server.port, binary=redis_binary):
-        after = await bus.info()
-    assert before.server_id != after.server_id
-    await bus.close()
-
-
 def test_it_starts_beside_a_users_own_module_of_the_same_name(
     redis_binary: Path | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,13 +127,6 @@ def test_a_name_that_could_lead_elsewhere_is_refused_in_words_and_on_the_wire(na
         assert TypeAdapter(PartyId).validate_python(good) == good == party_name(good)
 
 
-def test_all_wrong_values_are_named_at_once():
-    """One run of the command, all complaints."""
-    with pytest.raises(UsageError) as error:
-        load(SyncSettings, {"quorum": 0, "fragments": 0})
-    assert len(str(error.value).splitlines()) == 2
-
-
 def test_a_wrong_value_of_the_file_is_named_with_file_and_line(tmp_path, monkeypatch):
     """It is not blamed for what a flag or a variable says in its place."""
     config = toml(tmp_path, "# ours\nfragments = 4\n'quorum' = -1\n")

@@ -72,16 +72,6 @@ async def test_another_entry_under_the_id_of_what_was_read_last_is_another_tape(
     assert await read(reader) == [merged(1, "t")]
 
 
-async def test_where_nothing_was_lost_a_reader_reads_on(bus: Bus, backdoor: Backdoor) -> None:
-    now_ms, key = int(time.time() * 1000), bus.keys.tape(0)
-    backdoor.append(key, encode(merged(0)), now_ms)
-    reader = TapeReader(bus, 1)
-    await read(reader)
-    assert await read(reader) == []
-    backdoor.append(key, encode(merged(1)), now_ms + 1)
-    assert await read(reader) == [merged(1)]
-
-
 class TwoServers(MemoryBus):
     """A cluster: each of two groups lies on a server of its own."""
 
