@@ -47,7 +47,7 @@ from diloco.syncer.checkpoints.saving import OLD_S
 from diloco_studies.strikes.proxy import Proxy
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
-from tests import HANGING_S, samples
+from tests import samples
 from tests.parties import python
 from tests.pipeline.conftest import as_user, known, rules_of
 
@@ -96,12 +96,9 @@ def bad(findings: list[Finding]) -> dict[str, Finding]:
 @pytest.mark.redis
 def test_a_healthy_set_up_has_no_finding(healthy: EmbeddedRedis, look: Look, client: Any, tmp_path: Path) -> None:
     """Of no kind; and what each fault below would be found under was looked at."""
-    client.config_set("maxmemory", 2**30)
-    try:
-        folders = ["--checkpoint-dir", str(tmp_path / "new"), "--state-dir", str(tmp_path)]
+    folders = ["--checkpoint-dir", str(tmp_path / "new"), "--state-dir", str(tmp_path)]
+    with config(client, maxmemory=2**30):
         status, findings = look("--redis-url", healthy.url, "--model", "nano", "--step-time", "1s", *folders)
-    finally:
-        client.config_set("maxmemory", 0)
     assert bad(findings) == {}
     assert status == 0
     assert {one.about for one in findings} >= {
@@ -530,26 +527,6 @@ def test_a_server_elsewhere_without_a_password_is_named_and_one_with_tls_and_a_u
     assert {one.level for one in checks.transport(guarded, [Server.of(INFO)])} == {"ok"}
 
 
-@contextmanager
-def served(main: Callable[[asyncio.Event, Callable[[str], None]], Any]) -> Iterator[str]:
-    """The URL that `main` tells, in a thread of its own, for as long as the block lasts."""
-    loop, opened, over, urls = asyncio.new_event_loop(), threading.Event(), asyncio.Event(), list[str]()
-
-    def tell(url: str) -> None:
-        urls.append(url)
-        opened.set()
-
-    thread = threading.Thread(target=lambda: loop.run_until_complete(main(over, tell)))
-    thread.start()
-    try:
-        assert opened.wait(HANGING_S)
-        yield urls[0]
-    finally:
-        loop.call_soon_threadsafe(over.set)
-        thread.join(HANGING_S)
-        loop.close()
-
-
 @pytest.mark.redis
 def test_a_port_without_tls_that_is_addressed_with_it_is_named(healthy: EmbeddedRedis, look: Look) -> None:
     """The other way round; without TLS on both sides it is in order."""
@@ -566,18 +543,12 @@ def test_a_port_without_tls_that_is_addressed_with_it_is_named(healthy: Embedded
 
 
 @pytest.mark.redis
-def test_a_line_too_slow_for_the_run_is_named_with_what_helps(healthy: EmbeddedRedis, look: Look) -> None:
+async def test_a_line_too_slow_for_the_run_is_named_with_what_helps(healthy: EmbeddedRedis, look: Look) -> None:
     """Its rate is measured, by payloads; the same run on the line as it is has no such finding."""
     run = ["--model", "10m", "--step-time", "100ms"]
-
-    async def hold(over: asyncio.Event, tell: Callable[[str], None]) -> None:
-        async with Proxy(healthy.socket_path, bytes_per_s=4e6) as proxy:
-            await proxy.add("a")
-            tell(proxy.url("a"))
-            await over.wait()
-
-    with served(hold) as url:
-        status, findings = look("--redis-url", url, *run)
+    async with Proxy(healthy.socket_path, bytes_per_s=4e6) as proxy:
+        await proxy.add("a")
+        status, findings = await asyncio.to_thread(look, "--redis-url", proxy.url("a"), *run)
     found = bad(findings)["line and run"]
     (line,) = [one for one in findings if one.about == "line"]
     assert "Mbit/s up" in line.found
@@ -585,7 +556,7 @@ def test_a_line_too_slow_for_the_run_is_named_with_what_helps(healthy: EmbeddedR
     assert status == 1
     assert "of the line" in found.found
     assert "--codec" in found.remedy
-    assert "line and run" not in bad(look("--redis-url", healthy.url, *run)[1])
+    assert "line and run" not in bad((await asyncio.to_thread(look, "--redis-url", healthy.url, *run))[1])
 
 
 def test_a_clock_that_is_wrong_is_named_by_how_much_it_matters() -> None:
