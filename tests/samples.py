@@ -188,7 +188,8 @@ def committed(**given: Any) -> Committed:
 def contribution(learner: str = "l0", **given: Any) -> Contribution:
     """Of a merge of its own, unless told otherwise."""
     values: dict[str, Any] = {"incarnation": "0" * 8, "base_version": 0, "attempt": 0, "steps": 4, "tokens": 400}
-    return Contribution(**{"learner": learner, "weight": 1.0, "norm": 1.0, **values, **given})
+    values |= {"learner": learner, "weight": 1.0, "norm": 1.0}
+    return Contribution(**values | given)
 
 
 def rejected(learner: str = "l0", **given: Any) -> Rejected:
@@ -198,7 +199,7 @@ def rejected(learner: str = "l0", **given: Any) -> Rejected:
 
 def evaluation(**given: Any) -> Evaluation:
     values: dict[str, Any] = {"loss": 2.5, "tokens": 900, "versions": (1, 2), "unix_s": 1.0, "elapsed_s": 9.0}
-    return Evaluation(**{**values, "final": False, **given})
+    return Evaluation(**values | {"final": False} | given)
 
 
 async def commit(

@@ -56,7 +56,7 @@ def committed(fragment: int, version: int, *parts: tuple[str, str, int], unix_s:
 def rejected(
     fragment: int, who: str, incarnation: str, tokens: int, lost: int, unix_s: float = 1.0, base: int = 9
 ) -> Rejected:
-    told = {"fragment": fragment, "version": 1, "base_version": base, "reason": RefusalReason.TOO_STALE}
+    told: dict[str, Any] = {"fragment": fragment, "version": 1, "base_version": base, "reason": RefusalReason.TOO_STALE}
     return samples.rejected(who, incarnation=incarnation, tokens=tokens, lost_tokens=lost, unix_s=unix_s, **told)
 
 
@@ -64,7 +64,8 @@ def report(
     who: str, incarnation: str, tokens: int, overwritten: int = 0, left: bool = True, **more: Any
 ) -> LearnerReport:
     published = tokens * LAYOUT.elements - overwritten
-    fields = {"step": tokens // 10, "wall_s": tokens / 100, "overwritten": overwritten, "published": published} | more
+    fields: dict[str, Any] = {"step": tokens // 10, "wall_s": tokens / 100, "published": published}
+    fields |= {"overwritten": overwritten} | more
     return samples.report(who, incarnation=incarnation, tokens=tokens, left=left, **fields)
 
 
