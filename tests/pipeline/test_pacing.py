@@ -112,15 +112,14 @@ def helps(outer_s, *, at_once=8, threads=1, together_s=0.0, fragments=4, **sync)
 
 
 def test_two_things_are_advised_at_most_and_the_cheapest_first():
-    """Threads cost no quality. Then a round of twice the length, then Nesterov's step, then still longer rounds."""
+    """Threads cost no quality. Nesterov's step costs less than a round of twice the length."""
     found = helps(1.5)
     assert len(found) == 2
     assert "on 2 of its cores" in found[0]
-    assert "--sync-interval 48;" in found[1]
+    assert "--outer nesterov" in found[1]
     slower = helps(1.5, at_once=1)
-    assert "--sync-interval 48;" in slower[0]
-    assert "--outer nesterov" in slower[1]
-    assert "--outer nesterov" in helps(3.0, at_once=1)[0]
+    assert "--outer nesterov" in slower[0]
+    assert "--sync-interval 48;" in slower[1]
     for outer_s in (0.9, 3.0, 30.0, 1e5):
         assert 1 <= len(helps(outer_s)) <= 2
 

@@ -261,6 +261,14 @@ def stale_deltas() -> Iterator[list[float]]:
     yield changes(rebased, kept)
 
 
+def longer_interval() -> Iterator[list[float]]:
+    base = "intervals/H = 24"
+    for run in (base, "intervals/H = 48", "intervals/H = 96"):
+        against = [] if run == base else [percent(mean(values(run)), mean(values(base))), *changes(run, base)]
+        syncer_s = mean(one.syncer_s or 0.0 for one in summaries(run))
+        yield [mean(values(run)), *values(run), *against, merged(run), syncer_s]
+
+
 def interval() -> Iterator[list[float]]:
     base = "H = 24, P = 4, tau = 2"
     for label in (
@@ -565,6 +573,7 @@ TABLES = {
     "Outer steps": outer_steps,
     "The inner optimizer": inner_optimizer,
     "Stale deltas": stale_deltas,
+    "A longer H": longer_interval,
     "H, P and tau": interval,
     "Merge rules, weights, overlapped steps, late learners": merge_rules,
     "Carrying steps over an adoption": carrying,
