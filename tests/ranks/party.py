@@ -13,7 +13,6 @@ from typing import Any, Self
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.messages.run import Event
-from tests import HANGING_S
 from tests.parties import ends_of_logs, environment, wait_for
 
 RANK = Path(__file__).with_name("rank.py")
@@ -83,12 +82,12 @@ class Party:
 
         return asyncio.run(read())
 
-    def until(self, true: Callable[[], Any], limit_s: float = HANGING_S) -> None:
-        wait_for(true, limit_s, self.shown)
+    def until(self, true: Callable[[], Any]) -> None:
+        wait_for(true, self.shown)
 
-    def ended(self, *processes: subprocess.Popen[bytes], limit_s: float = HANGING_S) -> list[int]:
+    def ended(self, *processes: subprocess.Popen[bytes]) -> list[int]:
         """Their statuses, once all have ended."""
-        self.until(lambda: all(process.poll() is not None for process in processes), limit_s)
+        self.until(lambda: all(process.poll() is not None for process in processes))
         return [process.returncode for process in processes]
 
     def shown(self) -> str:

@@ -60,7 +60,7 @@ def test_what_one_rank_has_otherwise_all_refuse(tmp_path: Path, given: str, name
             )
             for rank in range(3)
         ]
-        assert party.ended(*ranks, limit_s=300) == [0] * 3, party.shown()
+        assert party.ended(*ranks) == [0] * 3, party.shown()
         for rank in range(3):
             (refused,) = party.said(f"them-{rank}", "refused")
             assert named in refused, refused
