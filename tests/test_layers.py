@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from diloco_studies.quality.results.source import tree_of
 from tests.parties import python
 
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").is_file())
@@ -130,12 +131,8 @@ def sources() -> dict[str, str]:
 
 @cache
 def parsed(path: str) -> ast.Module:
-    """A source. Tried again on SystemError: where threads parse too, CPython 3.11 counts wrongly (gh-106905)."""
-    source = (ROOT / path).read_text()
-    try:
-        return ast.parse(source)
-    except SystemError:
-        return ast.parse(source)
+    """A source."""
+    return tree_of((ROOT / path).read_text())
 
 
 @cache

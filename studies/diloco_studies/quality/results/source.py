@@ -66,12 +66,20 @@ def _file(name: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
+def tree_of(source: str) -> ast.Module:
+    """A source. Tried again on SystemError: where threads parse too, CPython 3.11 counts wrongly (gh-106905)."""
+    try:
+        return ast.parse(source)
+    except SystemError:
+        return ast.parse(source)
+
+
 def _imports(name: str) -> set[str]:
     """Our modules that a module's source names, inside functions too."""
     file = _file(name)
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
     named: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(tree_of(file.read_text())):
         if isinstance(node, ast.Import):
             named.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -83,7 +91,7 @@ def _imports(name: str) -> set[str]:
 
 
 def _meaning(file: Path) -> str:
-    tree = ast.parse(file.read_text())
+    tree = tree_of(file.read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             # Any bare string is a docstring or a field's description in this code.
