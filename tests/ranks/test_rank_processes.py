@@ -51,7 +51,7 @@ def test_each_ranks_rows_have_the_heads_digests(tmp_path: Path, codecs: tuple[st
     with Party(tmp_path, tokens=12_000, **given) as party:
         counts = {"duo": ("ddp", 2), "trio": ("fsdp", 3)}
         learners = [party.learner(kind, name, ranks, TEST_KEEP="1") for name, (kind, ranks) in counts.items()]
-        assert party.ended(*(rank for one in learners for rank in one), limit_s=360) == [0] * 5, party.shown()
+        assert party.ended(*(rank for one in learners for rank in one)) == [0] * 5, party.shown()
         for name, (_, ranks) in counts.items():
             assert all(party.said(f"{name}-{rank}", "alike True") for rank in range(ranks)), party.shown()
             served = [{line.split()[1] for line in party.said(f"{name}-{r}", "pulled ")} for r in range(ranks)]
@@ -88,7 +88,7 @@ def test_a_killed_rank_takes_its_learner_down_and_nobody_else(tmp_path: Path) ->
         party.until(lambda: party.said("trio-0", "step 30") and party.said("solo-0", "step 30"))
         trio[1].kill()
         began = time.monotonic()
-        statuses = party.ended(*trio, limit_s=360)
+        statuses = party.ended(*trio)
         print(f"the others have ended after {time.monotonic() - began:.1f} s with {statuses}")
         assert all(statuses), party.shown()
         for rank in (0, 2):
@@ -159,7 +159,7 @@ def test_each_rank_carries_its_share_of_the_bytes(tmp_path: Path, kind: str) -> 
     """Of six fragments of equal size each of three ranks serves two: sent and read, within 5 % of a third."""
     with Party(tmp_path, sync_interval=6, fragments=6, tokens=150_000, first_interval=0) as party:
         ranks = party.learner(kind, "trio", 3, TEST_EVEN="1", TEST_STEP_S="0.005")
-        assert party.ended(*ranks, limit_s=300) == [0] * 3, party.shown()
+        assert party.ended(*ranks) == [0] * 3, party.shown()
         said = [party.said(f"trio-{rank}", "left True")[0].split() for rank in range(3)]
         for column in (3, 4):
             carried = [int(words[column]) for words in said]

@@ -206,7 +206,7 @@ def test_ranks_and_one_process_read_one_queue(tmp_path: Path) -> None:
             for kind, (name, ranks) in kinds.items()
             for process in party.learner(kind, name, ranks, TEST_BATCHES=str(length))
         ]
-        assert party.ended(*started, limit_s=300) == [0] * 5, party.shown()
+        assert party.ended(*started) == [0] * 5, party.shown()
         rows = Counter[int]()
         for name, ranks in kinds.values():
             steps = [party.said(f"{name}-{rank}", "rows") for rank in range(ranks)]
