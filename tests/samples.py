@@ -194,7 +194,7 @@ def contribution(learner: str = "l0", **given: Any) -> Contribution:
 
 def rejected(learner: str = "l0", **given: Any) -> Rejected:
     told: dict[str, Any] = {"lost_tokens": 0, "reason": RefusalReason.NON_FINITE, "detail": "NaN", "unix_s": 1.0}
-    return Rejected.of(header(), (0, 0), **told).model_copy(update={"learner": learner, **given})
+    return Rejected(**{**Rejected.of(header(), (0, 0), **told).model_dump(), "learner": learner, **given})
 
 
 def evaluation(**given: Any) -> Evaluation:

@@ -3,6 +3,7 @@
 import hashlib
 import re
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from diloco.pipeline.bus import acl
 from diloco.pipeline.bus.embedded import EmbeddedRedis, find_server
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import NotPermitted, UsageError
-from tests import samples
+from tests import HANGING_S, samples
 from tests.parties import wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +110,16 @@ def test_no_password_is_taken_from_arguments(capsys: pytest.CaptureFixture[str])
         assert "--redis-password" not in shown
 
 
+@pytest.fixture
+def redis_7(redis_binary: Path | None) -> Path:
+    """A server that knows selectors."""
+    binary = redis_binary or find_server()
+    version = subprocess.run([str(binary), "--version"], capture_output=True, text=True, check=True, timeout=HANGING_S)
+    if int(version.stdout.partition("v=")[2].split(".")[0]) < 7:
+        pytest.skip(f"ACL selectors need Redis 7, this is {version.stdout}")
+    return binary
+
+
 @pytest.mark.redis
 @pytest.mark.parametrize("name", ["redis-server", ""])
 def test_a_server_with_users_reads_all_of_its_append_only_file_again(tmp_path: Path, name: str) -> None:
@@ -133,11 +144,13 @@ def test_a_server_with_users_reads_all_of_its_append_only_file_again(tmp_path: P
 
 
 @pytest.mark.redis
-async def test_a_server_takes_the_file_and_knows_its_users(tmp_path: Path) -> None:
+async def test_a_server_takes_the_file_and_knows_its_users(redis_7: Path, tmp_path: Path) -> None:
     """From the first moment on: nobody is let in without a password but to ask whether it is there."""
     (tmp_path / "users.acl").write_text(make("r", ["l0"], tmp_path / "secrets.env"))
     passwords = dict(line.split("=") for line in (tmp_path / "secrets.env").read_text().splitlines())
-    with EmbeddedRedis(port=0, users=tmp_path / "users.acl") as server:
+    with EmbeddedRedis(port=0, users=tmp_path / "users.acl", binary=redis_7) as server:
+        with redis_py.Redis(port=server.port, protocol=2, username="health", password="") as stranger:
+            assert stranger.ping()
         with pytest.raises(UsageError, match="asks for a login; set user and password in DILOCO_REDIS_URL"):
             await connect(f"redis://127.0.0.1:{server.port}", "r")
         syncer, learner = [

@@ -129,9 +129,7 @@ def saved_run(folder: Folder) -> None:
         world.start_syncer()
         learner = VirtualLearner("l0", world).start()
         await world.until_version(3)
-        world.stop.set()
-        assert world.syncer is not None
-        await world.syncer
+        await world.stop_syncer()
         await learner.kill()
 
     run_virtual(train())
@@ -293,6 +291,10 @@ def test_urls_are_shown_without_their_secrets(url, shown):
         ({"quorum": 5}, "quorum=5.*learners=4"),
         ({"redis_url": "redis://h", "method": "data-parallel"}, "--redis-url"),
         ({"checkpoint_every": 5.0, "method": "data-parallel"}, "--checkpoint-every"),
+        ({"redis_port": 1, "method": "data-parallel"}, "--redis-port"),
+        ({"syncers": 2, "method": "data-parallel"}, "--syncers"),
+        ({"state_every": 5.0, "method": "data-parallel"}, "DILOCO_STATE_EVERY"),
+        ({"drain_s": 9.0, "method": "data-parallel"}, "DILOCO_DRAIN_S"),
         ({"syncers": 3, "http_port": 65534}, "http_port=65534.*65535 is the last"),
         ({"quorum": 2, "outer": "nesterov", "lease_s": 9.0, "method": "data-parallel"}, "--quorum; --outer; --lease-s"),
         ({"outer_lr": 0.5, "method": "data-parallel"}, "--outer-lr needs another --method"),

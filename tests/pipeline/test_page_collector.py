@@ -12,7 +12,7 @@ import pytest
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Event, LearnerReport
-from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.wire import MOST_SECONDS
 from diloco.pipeline.view.page import collector as page_collector
 from diloco.pipeline.view.page.collector import Collector
@@ -408,8 +408,9 @@ def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:
 def test_a_refused_header_of_a_made_up_name_has_no_lane() -> None:
     """Its name is not even an id."""
     model = PageModel("run")
-    strange = [samples.rejected(learner=name, unix_s=1999.0) for name in ("", "<img src=x onerror=alert(1)>")]
-    model.see(look(records=strange, reports=[samples.seen("l0")]))
+    strange = Rejected.of(None, (0, 1), lost_tokens=0, reason=RefusalReason.BAD_MESSAGE, detail="", unix_s=1999.0)
+    named = strange.model_copy(update={"learner": "<img src=x onerror=alert(1)>"})
+    model.see(look(records=[strange, named], reports=[samples.seen("l0")]))
     model.patch()
     assert set(model.snapshot()["coarse"]["lanes"]) == {"L/l0", "F/0"}
 

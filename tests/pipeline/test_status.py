@@ -111,6 +111,14 @@ def test_tokens_that_a_forger_claims_to_have_lost_do_not_spoil_the_account():
     assert status["tokens"] == status["merged_tokens"] + sum(lost(status).values()) == 1000
 
 
+def test_merged_tokens_count_each_fragment_by_its_share():
+    """Fragment 0 is 3/4 of the model: 1000 tokens in it and 200 in fragment 1 are 800 tokens of the model."""
+    heads = [samples.head(0, merged_tokens=1000, version=2), samples.head(1, merged_tokens=203, version=5)]
+    status = build(heads=heads)
+    assert status["merged_tokens"] == 800  # 750 + 50.75, floored
+    assert status["outer_steps"] == 7
+
+
 def test_the_merged_share_is_of_all_that_was_trained_and_pending_stands_beside_it():
     """1000 trained since the first sample, of which 500 merged; 2000 of 4000 in all."""
     heads = [samples.head(0, merged_tokens=2000), samples.head(1, merged_tokens=2000)]

@@ -1,9 +1,12 @@
 """A URL with a wrong port, host or server behind it: what is said names the address, what to look at, and no secret."""
 
 import asyncio
+import shutil
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
@@ -15,6 +18,7 @@ from diloco.pipeline.bus.redis.lanes import Lanes
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, UsageError
+from tests.certificates import make_authority
 from tests.serving import serving
 
 
@@ -60,6 +64,15 @@ async def test_where_nobody_answers_the_address_is_named_and_what_to_look_at(whe
     text = await said(url)
     assert text.startswith(f"Redis at {where}: ")
     assert "has a Redis been started, and is DILOCO_REDIS_URL its address?" in text
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the openssl program, to make certificates")
+async def test_a_tls_port_that_is_addressed_without_tls_is_named(tmp_path: Path) -> None:
+    """Any listener that speaks TLS hangs up on what is none. A server with TLS on is `test_tls.py`'s."""
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(*make_authority(tmp_path / "ours").issued("server"))
+    async with await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0, ssl=context) as server:
+        assert "TLS (rediss://)" in await said(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}")
 
 
 @pytest.mark.parametrize(("url", "asked"), [("redis://h:1", True), ("redis://h:1,h:2", False)])

@@ -4,7 +4,7 @@ The CSV holds nothing that its experiments do not ask for.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import mean, median, stdev
@@ -12,6 +12,7 @@ from statistics import mean, median, stdev
 import numpy as np
 import pytest
 
+from diloco.pipeline.ramps import interval_at
 from diloco_studies.quality.experiment import read_experiment
 from diloco_studies.quality.results.store import told_digest
 from diloco_studies.quality.results.summary import Mark, RunName, RunSummary, decode, encode
@@ -637,6 +638,47 @@ def test_a_row_without_data_is_on_a_page(section):
     written = page_tables()[section]
     assert [figures for figures in WITHOUT_DATA[section] if figures not in written] == []
     assert section in TABLES or written == WITHOUT_DATA[section]
+
+
+# --- sentences that no table has --------------------------------------------------------------------------
+
+
+def last_interval(label: str) -> int:
+    """H of a row of "Learners" at its end."""
+    rows = read_experiment(CSV.with_name("learners.toml")).rows
+    run = next(row.runs[0] for row in rows if row.label == label)
+    sync, version, step = run.sync_spec(tokens=1), 0, 0
+    while (step := step + interval_at(sync, version)) <= run.steps:
+        version += 1
+    return interval_at(sync, version)
+
+
+def longer_by_waiting() -> list[float]:
+    pairs = (("rows, lr=0.016", "rows"), ("rows, ramp of 12, warm-up, outer_warmup=3", "rows, ramp of 12, warm-up 3"))
+    return [percent(time_s(f"many-8/{waits}, learners wait"), time_s(f"many-8/{run}")) for run, waits in pairs]
+
+
+def spread_of_int4() -> list[float]:
+    found = changes("codec/int4", "codec/bf16")
+    return [mean(found), stdev(found)]
+
+
+SENTENCES: dict[str, Callable[[], bool]] = {
+    "Waiting takes 3 to 4 % longer here": lambda: [round(one) for one in longer_by_waiting()] == [3, 4],
+    "the mean of three pairs is +0.01 %, at a spread of 0.8 %": lambda: all(
+        map(agrees, ("0.01", "0.8"), spread_of_int4())
+    ),
+    "H is 24 in neither: it ends at 16 and at 8.": lambda: (
+        [last_interval(f"decoupled, Nesterov, M = {learners}") for learners in (8, 16)] == [16, 8]
+    ),
+}
+
+
+@pytest.mark.parametrize("sentence", SENTENCES)
+def test_a_sentence_of_the_pages_is_true(sentence):
+    """By the CSV, or by the experiment's file."""
+    assert sentence in " ".join("\n".join(page.read_text() for page in PAGES).split())
+    assert SENTENCES[sentence]()
 
 
 # --- the CSV ----------------------------------------------------------------------------------------------
