@@ -199,6 +199,19 @@ class VirtualRun:
         self.syncer = asyncio.create_task(self.service.run(self.stop))
         return self.service
 
+    async def stop_syncer(self) -> None:
+        """As SIGTERM: it ends in order."""
+        assert self.syncer is not None
+        self.stop.set()
+        await self.syncer
+
+    async def kill_syncer(self) -> None:
+        """As SIGKILL: nothing more is said or done."""
+        assert self.syncer is not None
+        self.syncer.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.syncer
+
     async def heads(self) -> list[Head]:
         return [head for head in await self.bus.read_heads(range(self.spec.sync.fragments)) if head]
 

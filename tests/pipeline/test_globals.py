@@ -111,8 +111,7 @@ def test_steps_too_small_for_bf16_add_up_all_the_same() -> None:
             exact = await pull_exact(world.bus, head, layout.elements, world.spec.sync, inline)
             assert (exact - began > 12 * 2 * STEP).all()
             assert (exact - began < 0.002).all(), "an error has added up"
-        world.stop.set()
-        await world.syncer
+        await world.stop_syncer()
 
     run_virtual(main())
     one, other = learners
@@ -136,8 +135,7 @@ def test_who_created_the_run_trains_from_what_others_get() -> None:
                 await asyncio.sleep(0.01)
         for learner in learners:
             await learner.kill()
-        world.stop.set()
-        await world.syncer
+        await world.stop_syncer()
 
     run_virtual(main())
     first, second = (learner.based for learner in learners)

@@ -75,8 +75,7 @@ def test_a_fragment_is_split_and_digested_beside_the_loop_as_a_checkpoint_is_res
         beside.serves(world.start_syncer(**given))
         party = learners(world)
         await world.until_version(3)
-        world.stop.set()
-        await world.syncer
+        await world.stop_syncer()
         await end(*party)
         return beside
 

@@ -32,8 +32,7 @@ async def train(world: VirtualRun, place: str, versions: int, skew_s: float, **s
     world.start_syncer(skew_s, checkpoint_dir=place, **settings)
     learner = VirtualLearner("l", world, incarnation=secrets.token_hex(8)).start()
     await world.until_version(versions)
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     await learner.kill()
 
 

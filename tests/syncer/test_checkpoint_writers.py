@@ -301,8 +301,7 @@ async def test_a_syncer_that_is_told_to_stop_saves_as_long_as_it_gets_on(
     learner = VirtualLearner("l0", world).start()
     await world.until_version(1)
     await learner.kill()
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     assert service.in_order == in_time
     assert any(tmp_path.glob("*/latest")) == in_time  # noqa: ASYNC240  # virtual time
     if in_time:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 
@@ -89,9 +88,7 @@ async def test_a_stream_of_another_kind_holds_up_its_fragment_alone() -> None:
 @in_virtual_time
 async def test_a_syncer_that_comes_takes_the_fragments_whose_heads_can_be_read() -> None:
     world, party = await under_way(2, quorum=2)
-    world.syncer.cancel()
-    with suppress(asyncio.CancelledError):
-        await world.syncer
+    await world.kill_syncer()
     key = world.bus.keys.head(1)
     digest = world.store.values[key].pop(b"digest")
     world.start_syncer(syncer_id="another")

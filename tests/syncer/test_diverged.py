@@ -49,8 +49,7 @@ async def test_what_a_learner_that_is_nan_trains_is_counted_and_brings_the_run_n
     bad = Poisoned("bad", world, 0.1, "b" * 16).start()
     if restarted:
         await world.until_version(8)
-        world.stop.set()
-        await world.syncer  # type: ignore[misc]
+        await world.stop_syncer()
         before = await world.bus.read_state()
         assert before.set_aside > 0
         world.start_syncer()
@@ -81,8 +80,7 @@ async def test_its_tokens_count_again_once_something_of_it_is_merged_and_nothing
     assert seen == sorted(seen)
     assert 0 < aside[-1] == aside[20], "it counts again"
     await end(honest, bad)
-    world.stop.set()
-    await world.syncer  # type: ignore[misc]
+    await world.stop_syncer()
     assert load_checkpoint(tmp_path).state.set_aside == aside[-1]
     resumed = VirtualRun(sync_spec(tokens=10**6), resume=str(tmp_path))
     resumed.start_syncer()

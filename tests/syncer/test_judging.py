@@ -134,16 +134,14 @@ async def test_who_takes_a_fragment_over_or_resumes_it_judges_by_what_was_merged
         assert merged == {"l0", "l1"}
         assert {one.reason for one in tape if isinstance(one, Rejected)} >= {RefusalReason.ABSURD_NORM}
         assert max(abs(values).max() for values in party[0].values) < 3
-        world.stop.set()
-        await world.syncer  # type: ignore[misc]
+        await world.stop_syncer()
 
     sync = sync_spec(tokens=10**9)
     world = VirtualRun(sync, checkpoint_dir=str(tmp_path))
     world.start_syncer()
     party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
     await world.until_version(MERGES_NEEDED + 2)
-    world.stop.set()
-    await world.syncer  # type: ignore[misc]
+    await world.stop_syncer()
     world.start_syncer()
     await judged(world, party)
     await end(*party)

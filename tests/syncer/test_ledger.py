@@ -271,8 +271,7 @@ async def test_while_a_run_goes_on_the_rest_is_pending(tmp_path: Path) -> None:
     await asyncio.sleep(0.35)
     parts = await run.books()
     assert all(one.pending > 0 and one.died == 0 for one in parts)
-    run.world.syncer.cancel()
-    await asyncio.gather(run.world.syncer, return_exceptions=True)
+    await run.world.kill_syncer()
     await asyncio.sleep(2.0)
     await end(*learners)
     await asyncio.sleep(6.0)
@@ -293,8 +292,7 @@ async def test_a_bus_that_loses_its_last_second(tmp_path: Path, told: bool) -> N
     await asyncio.sleep(1.5)
     assert await world.versions() > before
     if not told:
-        world.syncer.cancel()
-        await asyncio.gather(world.syncer, return_exceptions=True)
+        await world.kill_syncer()
     world.store.restart(saved)
     if not told:
         world.start_syncer()
@@ -321,8 +319,7 @@ async def test_a_bus_that_loses_all_while_everybody_stays(tmp_path: Path, syncer
     learners = [run.learner(i) for i in range(2)]
     await world.until_version(5)
     if syncer_too:
-        world.syncer.cancel()
-        await asyncio.gather(world.syncer, return_exceptions=True)
+        await world.kill_syncer()
     flush(world)
     if syncer_too:
         world.start_syncer()

@@ -133,8 +133,7 @@ async def test_without_the_syncer_that_knew_them_learners_bring_the_heads_back()
     """Syncer and bus lose all at once: the run begins again with what was trained, and says so."""
     world, party = await under_way(5)
     trained = min(float(values.min()) for values in party[0].values)
-    world.syncer.cancel()
-    await asyncio.gather(world.syncer, return_exceptions=True)
+    await world.kill_syncer()
     flush(world)
     await asyncio.sleep(1.0)
     world.start_syncer()
@@ -220,8 +219,7 @@ async def test_another_runs_redis_that_comes_in_the_place_of_ours_is_left_as_it_
     party = [VirtualLearner(f"t{i}", theirs, 0.1, f"{i + 9:016x}").start() for i in range(2)]
     await theirs.until_version(3)
     await end(*party)
-    theirs.syncer.cancel()
-    await asyncio.gather(theirs.syncer, return_exceptions=True)
+    await theirs.kill_syncer()
     ours = VirtualRun(sync_spec(tokens=10**9))
     ours.start_syncer()
     mine = learners(ours)
@@ -462,8 +460,7 @@ async def test_without_a_syncer_the_first_spec_stands_and_learners_of_the_old_on
     world.start_syncer()
     (learner,) = learners(world, 1)
     await world.until_version(2)
-    world.syncer.cancel()
-    await asyncio.gather(world.syncer, return_exceptions=True)
+    await world.kill_syncer()
     flush(world)
     await world.bus.propose_spec(encode(other_spec()))
     await asyncio.sleep(60.0)
@@ -498,8 +495,7 @@ async def test_the_status_of_a_run_whose_heads_or_spec_are_gone_says_so_and_what
     """It does not say `running` as if all were well."""
     world, party = await under_way(2)
     assert not (await read_status(world.bus, world.clock))["warnings"]
-    world.syncer.cancel()
-    await asyncio.gather(world.syncer, return_exceptions=True)
+    await world.kill_syncer()
     keys = world.bus.keys
     for key in (keys.head(0), keys.head(1)) if what == "heads" else (keys.spec,):
         world.store.delete(key)

@@ -31,8 +31,7 @@ async def test_a_momentum_is_taken_over_mended_saved_restored_and_replayed(tmp_p
     service = world.start_syncer()
     learner = VirtualLearner("l0", world).start()
     await world.until_version(5)
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     was = [owner.loaded.fragment.momentum for owner in service.owners]
     assert all(momentum.any() for momentum in was)
     service = world.start_syncer()
@@ -62,8 +61,7 @@ async def test_a_momentum_is_taken_over_mended_saved_restored_and_replayed(tmp_p
             found = await pull_state(bus, head, fragment.elements, sync, inline)
             assert found[1].tobytes() == due
     commits.extend(record for record in await world.tape() if isinstance(record, Committed))
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     outcome = replay(tmp_path / "recording", commits, lambda _: None)
     assert outcome.differences == []
     assert outcome.repeated > 10

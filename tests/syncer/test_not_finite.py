@@ -116,8 +116,7 @@ async def test_a_syncer_that_is_told_to_stop_between_such_merges_stops_at_once()
     world, learners = await start(10**6)
     await asyncio.sleep(40.0)
     began = asyncio.get_running_loop().time()
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     assert asyncio.get_running_loop().time() - began < 5.0
     await end(*learners)
 
@@ -127,8 +126,7 @@ async def test_values_on_the_bus_that_are_not_finite_are_not_merged_into() -> No
     """Whoever wrote them: the owner says so, and waits."""
     world, learners = await start(0)
     await world.until_version(2)
-    world.syncer.cancel()
-    await asyncio.gather(world.syncer, return_exceptions=True)
+    await world.kill_syncer()
     await end(*learners)
     (head,) = await world.bus.read_heads([0])
     elements = len(learners[0].values[0])

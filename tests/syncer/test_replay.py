@@ -252,8 +252,7 @@ def test_a_take_over_records_values_that_must_be_met(tmp_path, global_codec: str
         world.start_syncer()
         learner = VirtualLearner("l", world).start()
         await world.until_version(3)
-        world.stop.set()
-        await world.syncer
+        await world.stop_syncer()
         world.start_syncer()
         await world.finish(learner)
         commits.extend(record for record in await world.tape() if isinstance(record, Committed))
@@ -299,8 +298,7 @@ def record_stragglers(folder: Path, **changes: Any) -> list[Committed]:
 
         learners[2].bus.offer = slowly
         await world.until_version(8)
-        world.stop.set()
-        await world.syncer
+        await world.stop_syncer()
         world.start_syncer()
         await world.finish(*learners)
         commits.extend(record for record in await world.tape() if isinstance(record, Committed))
@@ -398,8 +396,7 @@ def test_a_resumed_run_is_replayed_from_its_checkpoint(tmp_path) -> None:
         world.start_syncer()
         learner = VirtualLearner("l", world).start()
         await world.until_version(4)
-        world.stop.set()
-        await world.syncer
+        await world.stop_syncer()
         await learner.kill()
 
     async def second() -> None:

@@ -23,8 +23,7 @@ async def stopped_run(folder: Path) -> None:
     world.start_syncer()
     learners = [VirtualLearner(f"l{i}", world, incarnation=f"{i:016x}").start() for i in range(2)]
     await world.until_version(5)
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     await end(*learners)
 
 
@@ -73,8 +72,7 @@ async def test_a_run_that_is_resumed_again_and_again_knows_when_it_began(tmp_pat
         world.start_syncer(resume=tmp_path, checkpoint_dir=tmp_path)
         learner = VirtualLearner("again", world, incarnation="f" * 16).start()
         await world.until_version(max(one.version for one in load_checkpoint(tmp_path).fragments) + 1)
-        world.stop.set()
-        await world.syncer
+        await world.stop_syncer()
         await learner.kill()
         assert load_checkpoint(tmp_path).state.origin_unix_s == origin
 
@@ -154,8 +152,7 @@ async def test_a_restarted_syncer_with_the_same_flags_goes_on(tmp_path) -> None:
     world.start_syncer(resume=tmp_path)
     learner = VirtualLearner("l", world, incarnation="f" * 16).start()
     await world.until_version(saved.fragments[0].version + 2)
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     world.start_syncer(resume=tmp_path)
     await go_on(world, tmp_path, learner)
 
@@ -168,8 +165,7 @@ async def test_a_run_that_began_without_the_checkpoint_is_not_overwritten(tmp_pa
     world.start_syncer()
     learner = VirtualLearner("l", world, incarnation="f" * 16).start()
     await world.until_version(1)
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     world.start_syncer(resume=tmp_path)
     with pytest.raises(UsageError, match="--run"):
         await world.syncer

@@ -86,8 +86,7 @@ async def test_a_syncer_that_waits_for_a_spec_says_at_once_what_is_wrong_with_it
     with capture_logs() as lines:
         world.start_syncer()
         await asyncio.sleep(1)
-        world.stop.set()
-        await world.syncer
+        await world.stop_syncer()
     told = [line for line in lines if line["event"] in ("bus_warning", "waiting_for_spec")]
     assert [line.get("detail") for line in told] == ["keys may be evicted", None]
 
@@ -187,8 +186,7 @@ async def test_a_syncer_that_is_stopped_in_the_runs_first_moments_saves_it(tmp_p
     async with asyncio.timeout(4 * WATCH_S):
         while min(await world.versions(), default=0) < 1:
             await asyncio.sleep(0.001)
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     await learner.kill()
     saved = load_checkpoint(tmp_path)
     assert [one.version for one in saved.fragments] == await world.versions()
@@ -205,8 +203,7 @@ async def test_the_metrics_count_open_windows() -> None:
     await asyncio.sleep(5.0)
     assert service.metrics.registry.get_sample_value("diloco_open_windows") == 2
     await learner.kill()
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
 
 
 @in_virtual_time

@@ -128,8 +128,7 @@ async def test_headers_lost_with_the_bus_are_offered_again() -> None:
             if not any(stream.ids for stream in headers):
                 saved = world.store.snapshot()
             await asyncio.sleep(0.001)
-    world.syncer.cancel()  # its memory would save the day: what the learners do is what is tested
-    await asyncio.gather(world.syncer, return_exceptions=True)
+    await world.kill_syncer()  # its memory would save the day: what the learners do is what is tested
     world.store.restart(saved)
     for learner in learners:
         disconnect(learner)

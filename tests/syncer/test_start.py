@@ -417,8 +417,7 @@ async def test_a_checkpoint_of_a_run_that_was_draining_is_gone_on_from(tmp_path:
     async with asyncio.timeout(60):
         while (now := await world.bus.read_state()) is None or now.phase is Phase.RUNNING:
             await asyncio.sleep(0.01)
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     await killed_all(world, party)
     assert saved_tokens(tmp_path) >= 400
     service = world.start_syncer()
@@ -483,7 +482,6 @@ async def test_a_finished_runs_start_is_no_error_and_a_stopped_ones_is_tried_aga
     service = world.start_syncer()
     party = learners(world)
     await world.until_version(3)
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     assert service.status_at_exit == AGAIN_STATUS
     await killed_all(world, party)

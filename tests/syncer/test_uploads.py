@@ -165,8 +165,7 @@ async def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that
 
     dying.bus.write_chunks = hangs  # type: ignore[method-assign]
     await announced.wait()
-    world.syncer.cancel()
-    await asyncio.gather(world.syncer, return_exceptions=True)
+    await world.kill_syncer()
     await dying.kill()
     (was,) = await world.versions()
     service = world.start_syncer(liveness_s=3.0)

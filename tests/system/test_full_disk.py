@@ -90,8 +90,7 @@ async def test_checkpoints_that_find_no_room_are_said_and_tried_again_while_merg
     assert folder_of(disk / "checkpoints") != before
     assert (await world.service.status())["warnings"] == []
     assert len(list((disk / "checkpoints").iterdir())) <= 4, "nothing half is left"
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     assert world.service.in_order
     await end(*learners)
 
@@ -101,8 +100,7 @@ async def test_a_syncer_that_stops_with_a_full_disk_says_that_its_last_checkpoin
     """It ends, with an error."""
     world, learners = await begun(checkpoint_dir=disk / "checkpoints")
     fill(disk)
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     assert not world.service.in_order
     assert count(told, "checkpoint_failed") == 1
     await end(*learners)
@@ -142,8 +140,7 @@ async def test_an_archive_that_is_deleted_is_written_again_from_what_the_tape_ha
     await end(*learners)
     await asyncio.sleep(2.0)
     shutil.rmtree(tmp_path / "tape")
-    world.stop.set()
-    await world.syncer
+    await world.stop_syncer()
     assert world.service.in_order
     tape = await world.tape()
     assert read_archive(tmp_path / "tape") == tape

@@ -367,8 +367,7 @@ async def test_a_run_without_a_syncer_keeps_what_is_published_bounded_and_goes_o
     world.start_syncer()
     learners = [VirtualLearner(f"l{i}", world, 0.5, f"{i:016x}").start() for i in range(2)]
     await world.until_version(2)
-    world.syncer.cancel()
-    await asyncio.gather(world.syncer, return_exceptions=True)
+    await world.kill_syncer()
     versions, most = await world.versions(), 0
     with capture_logs() as told:
         for _ in range(60):

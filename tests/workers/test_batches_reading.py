@@ -218,8 +218,7 @@ def test_a_resumed_run_goes_on_with_the_epoch_in_the_order_in_which_it_was_begun
         await asyncio.sleep(4.0)
         learner.stop = True
         await learner.task
-        world.stop.set()
-        await world.syncer
+        await world.stop_syncer()
         return learner.trained
 
     async def second() -> list[int]:

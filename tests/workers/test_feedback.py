@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -312,9 +311,7 @@ async def test_while_nothing_is_merged_a_fragment_keeps_two_errors_and_its_books
     learners = [Watched(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
     await world.until_version(3)
     assert world.syncer is not None
-    world.syncer.cancel()
-    with suppress(asyncio.CancelledError):
-        await world.syncer
+    await world.kill_syncer()
     before = [learner.rounds.deltas for learner in learners]
     await asyncio.sleep(15)
     for learner, deltas in zip(learners, before, strict=True):

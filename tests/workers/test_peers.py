@@ -1,7 +1,7 @@
 """Promises about moments from a peer: real peers on the memory bus, in virtual time."""
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -74,14 +74,19 @@ class World:
 
     async def trains(self, name: str, value: float, steps: int = 100, kind: OptimizerKind = ADAM) -> Counting:
         """A peer that trains on, and answers wishes with moments of one value."""
-        peer = self.party(name, kind)
-        bus = self.bus
-        await bus.write_report(samples.report(name, step=steps))
 
         async def take() -> Moments:
             await asyncio.sleep(0.2)  # until its next step boundaries
             return moments(value)
 
+        return await self.gives(name, take, steps, kind)
+
+    async def gives(
+        self, name: str, take: Callable[[], Awaitable[Moments | None]], steps: int = 500, kind: OptimizerKind = ADAM
+    ) -> Counting:
+        """A peer that answers wishes with what it takes."""
+        peer, bus = self.party(name, kind), self.bus
+        await bus.write_report(samples.report(name, step=steps))
         self.tasks[name] = asyncio.create_task(peer.answer(lambda: steps, take))
         return bus
 
@@ -268,15 +273,13 @@ async def test_a_negative_second_moment_is_refused() -> None:
 async def test_a_donor_trains_on_whatever_its_own_moments_are(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Its fault is logged, its training goes on, and another peer answers the wish."""
     world = World()
-    bad = world.party("l0")
-    await world.bus.write_report(samples.report("l0", step=500))
 
     async def take() -> Moments:
         if fault == "device":
             raise RuntimeError("the device is gone")
         return moments(float("nan"))
 
-    world.tasks["l0"] = asyncio.create_task(bad.answer(lambda: 500, take))
+    await world.gives("l0", take)
     asking = asyncio.create_task(world.party("l2").ask())
     await asyncio.sleep(1.5)
     await world.trains("l1", 4.0)
@@ -289,16 +292,14 @@ async def test_a_donor_trains_on_whatever_its_own_moments_are(fault: str, capsys
 async def test_a_learner_without_moments_to_give_claims_no_second_wish() -> None:
     """Who asked waits for another peer, or begins fresh, a claim's expiry later; the next one does not wait for it."""
     world = World()
-    none = world.party("l0")
-    await world.bus.write_report(samples.report("l0", step=500))
 
     async def take() -> None:
         return None
 
-    task = world.tasks["l0"] = asyncio.create_task(none.answer(lambda: 500, take))
+    await world.gives("l0", take)
     asking = asyncio.create_task(world.party("l2").ask())
     await asyncio.sleep(1.5)
-    assert task.done()
+    assert world.tasks["l0"].done()
     await world.trains("l1", 4.0)
     assert value_of(await asking) == 4.0
     await world.kill("l1")
@@ -313,8 +314,6 @@ async def test_a_learner_without_moments_to_give_claims_no_second_wish() -> None
 async def test_a_donor_that_is_too_slow_says_so() -> None:
     """Else nobody would learn why joiners begin fresh; it looks for wishes again."""
     world = World()
-    slow = world.party("l0")
-    await world.bus.write_report(samples.report("l0", step=500))
     asked = list[float]()
 
     async def take() -> Moments:
@@ -323,7 +322,7 @@ async def test_a_donor_that_is_too_slow_says_so() -> None:
         return moments(3.0)
 
     with capture_logs() as log:
-        world.tasks["l0"] = asyncio.create_task(slow.answer(lambda: 500, take))
+        await world.gives("l0", take)
         assert await world.party("l1").ask() is None
         await asyncio.sleep(module.UPLOAD_S)
     (told,) = [line["error"] for line in log if line["event"] == "moments_not_given"]

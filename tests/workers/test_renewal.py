@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -100,9 +99,7 @@ async def test_a_delta_lies_on_the_bus_whole_until_the_one_that_renews_it_does()
     learner.start()
     await world.until_version(2)
     assert world.syncer is not None
-    world.syncer.cancel()
-    with suppress(asyncio.CancelledError):
-        await world.syncer
+    await world.kill_syncer()
     began = len(learner.calls)
     await asyncio.sleep(20)
     assert learner.renewed > 3
