@@ -199,13 +199,12 @@ def _helps(
     if queue_s > room_s and syncers < sync.fragments and together_s / (syncers + 1) <= round_s + room_s:
         yield "start another syncer on another machine"
     longer = _longer(sync, worst, step_s, together_s)
-    told = f"start the run with longer rounds (--sync-interval {longer}; a short run with 48 ended 8 % higher)"
-    rounds = [told] if longer else []
     if by_outer:
-        other = [f"start the run with {CHEAPER}"]
-        yield from other + rounds
+        yield f"start the run with {CHEAPER}"
+    if longer:
+        yield f"start the run with longer rounds (--sync-interval {longer}; a short run with 48 ended 8 % higher)"
+    if by_outer:
         return
-    yield from rounds
     yield "give the syncer more cores, or fewer neighbours"
     if syncers < sync.fragments:
         yield "start another syncer on another machine"

@@ -39,6 +39,20 @@ def connected(url: str) -> socket.socket:
     return link
 
 
+def answered(link: socket.socket, reader: hiredis.Reader, *words: str | int) -> Any:
+    """A command's answer, or its error, as the reader reads them.
+
+    Raises:
+        ConnectionError: the server hung up.
+    """
+    link.sendall(packed(*words))
+    while (answer := reader.gets()) is False:
+        if not (piece := link.recv(2**16)):
+            raise ConnectionError("the server hung up")
+        reader.feed(piece)
+    return answer
+
+
 class Plain:
     """One connection; for the time of a `with` block."""
 
@@ -53,9 +67,7 @@ class Plain:
 
     def ask(self, *words: str | int) -> Any:
         """A command's answer."""
-        self._link.sendall(packed(*words))
-        while (answer := self._reader.gets()) is False:
-            self._reader.feed(self._link.recv(2**16))
+        answer = answered(self._link, self._reader, *words)
         if isinstance(answer, Exception):
             raise UsageError(f"Redis: {' '.join(map(str, words[:2]))}: {answer}")
         return answer

@@ -35,7 +35,7 @@ from diloco.pipeline.bus.embedded import KEEPS_FREED, find_server, free_port, re
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process import lifecycle
-from diloco_studies.bench.plain import packed
+from diloco_studies.bench.plain import answered
 from diloco_studies.strikes.failing.network import Network
 
 SERVICE = "diloco"
@@ -146,11 +146,7 @@ class Node:
 
 
 def _answer(line: socket.socket, reader: hiredis.Reader, *words: str | int) -> Any:
-    line.sendall(packed(*words))
-    while (answer := reader.gets()) is False:
-        if not (piece := line.recv(2**16)):
-            raise ConnectionError("the server hung up")
-        reader.feed(piece)
+    answer = answered(line, reader, *words)
     if isinstance(answer, hiredis.HiredisError):
         raise DilocoError(str(answer))
     return answer
