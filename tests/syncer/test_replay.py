@@ -174,7 +174,8 @@ def test_a_damaged_or_missing_orthogonalised_step_is_found(orthogonal, tmp_path)
     path = file_of(tmp_path / "copy", bad)
     whole = path.read_bytes()
 
-    step = slice(at := 8 * 2 * (1 + len(bad.contributions)), at + 24)
+    at = 8 * 2 * (1 + len(bad.contributions))
+    step = slice(at, at + 24)
 
     def flip(header: MergeHeader, body: np.ndarray) -> MergeHeader:
         body[at] ^= 1
