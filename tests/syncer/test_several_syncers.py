@@ -750,7 +750,7 @@ async def test_an_outer_step_that_will_not_fit_is_said_before_it_is_first_taken(
         assert max(await world.versions()) < 20
         found = await read_status(world.bus, world.clock)
         assert found["outer_step"] == {"outer_s": 0.125, "room_s": 0.1, "share": pytest.approx(1.25)}
-        assert [text for text in found["warnings"] if "outer step 0.1 s" in text and "longer rounds" in text]
+        assert [text for text in found["warnings"] if "outer step 0.1 s" in text and "--outer nesterov" in text]
         assert gauge(syncer, "outer_share") == pytest.approx(1.25)
         assert gauge(syncer, "merge_share") > 1
         assert gauge(syncer, "outer_room") == pytest.approx(0.1)
