@@ -289,7 +289,7 @@ class Start:
         if "tokens" in self.settings.model_fields_set and found is not Way.FINISHED:
             anew["tokens"] = self.settings.tokens
         spec = spec.model_copy(update={"sync": spec.sync.model_copy(update=anew)})
-        agree(self.settings, spec.sync.model_dump(), SyncSettings)
+        agree(self.settings, spec.sync.model_dump(), SyncSettings, "the checkpoint")
         there = await self._on_bus(checkpoint)
         self.bus.use_spec(spec)
         fragments = range(spec.sync.fragments)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from diloco.pipeline.bus.ports import START
-from diloco.pipeline.errors import BusUnavailable, RunReplaced, UsageError
+from diloco.pipeline.errors import BusUnavailable, RunReplaced, SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import InitialUpload, Phase, RunState
 from diloco.pipeline.messages.tape import Committed
@@ -152,6 +152,35 @@ async def test_the_same_command_is_right_from_the_first_start_to_the_end(tmp_pat
     async with asyncio.timeout(60):
         await asyncio.gather(*(one.task for one in late if one.task))
     assert [one.left for one in late] == [True, True], "who is started again ends with it"
+
+
+@in_virtual_time
+async def test_what_is_told_otherwise_than_the_checkpoint_has_it_is_named_before_anything_begins(
+    tmp_path: Path,
+) -> None:
+    """A larger budget is taken. Another run's checkpoints in the same place count for nothing."""
+    world = VirtualRun(sync_spec(tokens=10**8), checkpoint_dir=tmp_path)
+    world.start_syncer()
+    party = learners(world)
+    await world.until_version(3)
+    await world.stop_syncer()
+    await killed_all(world, party)
+    world.start_syncer(tokens=10**9, quorum=5, sync_interval=77)
+    with pytest.raises(
+        SpecMismatch, match=r"the checkpoint disagree:\n  sync_interval: here 77.*\n  quorum: here 5"
+    ) as told:
+        async with asyncio.timeout(60):
+            await world.syncer
+    assert "tokens" not in str(told.value)
+    assert await world.bus.read_state() is None
+    world.start_syncer(tokens=10**9)
+    party = learners(world, first=20)
+    await until_joined(*party)
+    state = await world.bus.read_state()
+    assert state.base_tokens == saved_tokens(tmp_path)
+    assert state.budget_tokens == 10**9
+    await killed_all(world, party)
+    assert newest_of_run(place_of(tmp_path), "other") is None
 
 
 @in_virtual_time
