@@ -1,6 +1,7 @@
 """compose.yaml for real: build, bring up, add learners, kill one, add again, end, tear down. `make test-docker`."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,29 @@ def test_learners_come_and_go_in_a_run_of_containers(project: Project, tmp_path:
     assert saved["run"]["tokens"] >= TOKENS
     assert sum(fragment["version"] for fragment in saved["fragments"]) >= status["outer_steps"]
     assert all((newest / fragment["file"]).stat().st_size > 0 for fragment in saved["fragments"])
+
+
+def test_after_the_loss_of_all_but_the_checkpoints_the_same_command_goes_on(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DILOCO_CHECKPOINT_EVERY", "5s")
+    step("build")
+    project.compose("build", timeout_s=1200)
+    step("up with two learners")
+    project.scale(2)
+    merged = project.until(merging(16, project.learner_ids()), "two learners merge")["outer_steps"]
+    saved = ("exec", "syncer", "sh", "-c", "cat /checkpoints/run/*/latest || true")
+    while not project.compose(*saved):
+        time.sleep(1)
+    step("kill all, and lose what Redis had")
+    project.compose("kill")
+    project.compose("rm", "--force")
+    docker("volume", "rm", f"{project.name}_redis")
+    step("up again")
+    project.scale(2)
+    project.until(merging(0, project.learner_ids()), "they merge again")
+    assert "checkpoint_restored" in project.compose("logs", "syncer")
+    assert project.status()["outer_steps"] > merged
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,3 +113,25 @@ def test_learners_that_reach_their_time_limit_are_requeued_and_the_run_is_finish
     assert [cluster.events(log)[-1] for log in logs[:2]]
     assert [one["reason"] for one in cluster.events(logs[0]) if one["event"] == "training_ended"][-1] == "run finished"
     assert any((cluster.folder / "checkpoints").glob("*/latest"))
+
+
+def test_after_the_loss_of_all_but_the_checkpoints_the_same_lines_go_on(cluster: Cluster) -> None:
+    """Redis' data lies on the node, say, which is gone. The server's log is one for both lives."""
+    small = {"DILOCO_FRAGMENTS": "4", "DILOCO_SYNC_INTERVAL": "6", "DILOCO_THREADS": "1", "DILOCO_TOKENS": "10M"}
+    small |= {"DILOCO_RUN": "slurm", "DILOCO_REDIS_PORT": str(free_port()), "DILOCO_CHECKPOINT_EVERY": "5"}
+    small |= {"DILOCO_MODEL": "nano", "DILOCO_SEQ_LEN": "64", "DILOCO_BATCH": "4", "DILOCO_PACE": "0.1"}
+
+    def submitted() -> tuple[str, str]:
+        server = cluster.submit("server.sbatch", "--time=20", "--run=slurm", **small)
+        return server, cluster.submit("learner.sbatch", "--array=0-1", "--time=20", "--run=slurm", **small)
+
+    jobs = submitted()
+    cluster.until(lambda: cluster.count("server.log", "checkpoint_saved") >= 2)
+    cluster.slurm.ask("scancel", "--signal=KILL", "--full", *jobs)
+    cluster.until(lambda: all(state not in ("RUNNING", "COMPLETING") for state, _ in cluster.jobs().values()))
+    shutil.rmtree(cluster.folder / "redis")
+    merged = cluster.count("server.log", "fragment_merged")
+    jobs = submitted()
+    cluster.until(lambda: cluster.count("server.log", "fragment_merged") >= merged + 8)
+    assert cluster.count("server.log", "checkpoint_restored") == 1
+    cluster.slurm.ask("scancel", *jobs)
