@@ -86,9 +86,8 @@ def test_after_the_loss_of_all_but_the_checkpoints_the_same_command_goes_on(
     docker("volume", "rm", f"{project.name}_redis")
     step("up again")
     project.scale(2)
-    project.until(merging(0, project.learner_ids()), "they merge again")
+    project.until(merging(merged, project.learner_ids()), "they merge more than had been merged")
     assert "checkpoint_restored" in project.compose("logs", "syncer")
-    assert project.status()["outer_steps"] > merged
 
 
 @pytest.fixture
