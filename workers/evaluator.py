@@ -74,6 +74,7 @@ class Evaluator:
 
         Raises:
             SpecMismatch: the run has another model.
+            RunReplaced: another run has begun under the name since the last time.
             UsageError: `loss_fn` gave no number. NaN and infinities are kept, as null in the files.
         """
         with _randomness_kept(self._measured.model):
@@ -86,7 +87,7 @@ class Evaluator:
         another thread. Meanwhile `evaluate` is not for use.
 
         Raises:
-            SpecMismatch, UsageError: as `evaluate`.
+            SpecMismatch, RunReplaced, UsageError: as `evaluate`.
         """
         in_own_loop(self._follow())
 
@@ -118,8 +119,12 @@ class Evaluator:
 
     def _of(self, spec: Spec) -> Evaluating:
         """That of this run; what is pulled stays from one time to the next."""
-        if self._evaluating is None or self._evaluating.spec != spec:
-            self._evaluating = Evaluating(spec, self._measured, self._every_s)
+        before = self._evaluating
+        if before is not None and before.spec == spec:
+            return before
+        self._evaluating = Evaluating(spec, self._measured, self._every_s)
+        if before is not None:
+            self._evaluating.known = before.known
         return self._evaluating
 
 

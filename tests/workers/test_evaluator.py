@@ -1,6 +1,8 @@
 """Promises about the evaluator, on the bus in memory, and about sampling from a checkpoint."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import torch
 
 from diloco.export import read_globals
 from diloco.pipeline.clock import LoopClock
-from diloco.pipeline.errors import OtherFormat, UsageError, exit_status
+from diloco.pipeline.errors import OtherFormat, RunReplaced, UsageError, exit_status
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import FORMAT
+from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import EvaluatorProcess, SyncSettings, TrainerSettings
+from diloco.workers import evaluator as library
+from diloco.workers.evaluator import Evaluator
 from diloco.workers.exchange import evaluating
 from diloco.workers.exchange.evaluating import Evaluating
 from diloco.workers.parameters import FragmentParameters, tensor_table
@@ -56,11 +61,10 @@ class Run:
         digest = await samples.commit(self.bus, p, version, flat, expected=held, chunk_bytes=chunk_bytes)
         self.heads[p] = (version, digest)
 
-    async def state(self, phase: Phase, tokens: int) -> None:
+    async def state(self, phase: Phase, tokens: int, began: float = 0.0) -> None:
         manifest = tuple(self.heads[p] for p in sorted(self.heads)) if phase is Phase.FINISHED else ()
-        await self.bus.write_state(
-            samples.run_state(phase=phase, tokens=tokens, budget_tokens=1000, started_unix_s=0.0, manifest=manifest)
-        )
+        told = {"phase": phase, "tokens": tokens, "budget_tokens": 1000, "manifest": manifest}
+        await self.bus.write_state(samples.run_state(**told, started_unix_s=began))
 
     def evaluating(self, every_s: float = 0.0, tokens: int = 64, **told: Any) -> Evaluating:
         return Evaluating(self.spec, built_in(self.spec, EvaluatorProcess(eval_tokens=tokens, **told)), every_s)
@@ -114,6 +118,40 @@ async def test_a_run_of_another_wire_format_ends_it(book: Path, monkeypatch: pyt
         with pytest.raises(OtherFormat) as told:
             await evaluating.follow("", "run", lambda spec: run.evaluating(), asyncio.Event())
     assert exit_status(told.value) == 2
+
+
+@pytest.mark.parametrize("more_tokens", [0, 1])
+def test_the_loss_of_another_run_of_the_name_is_not_given_out_as_this_ones(
+    book: Path, monkeypatch: pytest.MonkeyPatch, more_tokens: int
+) -> None:
+    """Redis was emptied, and a fresh learner began anew, perhaps with another budget: `evaluate` says so, each time,
+    and adds nothing to the new run. Whoever has measured nothing yet measures what is there."""
+    run = Run(book)
+
+    @asynccontextmanager
+    async def opened(*_: object) -> AsyncIterator[MemoryBus]:
+        yield run.bus
+
+    async def begin(model: GPT, began: float) -> None:
+        run.bus = MemoryBus("run", LoopClock())
+        run.heads.clear()
+        await run.bus.propose_spec(encode(run.spec))
+        await run.state(Phase.RUNNING, 10, began)
+        for p in (0, 1, 0, 1):
+            await run.commit(model, p)
+
+    monkeypatch.setattr(library, "open_bus", opened)
+    first = Evaluator(build("tiny", 0), lambda model: 1.0, redis_url="redis://nowhere")
+    asyncio.run(begin(build("tiny", 0), 5.0))
+    assert first.evaluate() == 1.0
+    other = run.spec.sync.model_copy(update={"tokens": run.spec.sync.tokens + more_tokens})
+    run.spec = run.spec.model_copy(update={"sync": other})
+    asyncio.run(begin(build("tiny", 1), 6.0))
+    for _ in range(2):
+        with pytest.raises(RunReplaced, match="This evaluator has measured the run that began"):
+            first.evaluate()
+    assert asyncio.run(run.evaluations()) == []
+    assert Evaluator(build("tiny", 0), lambda model: 2.0, redis_url="redis://nowhere").evaluate() == 2.0
 
 
 async def test_evaluations_keep_their_distance(book: Path) -> None:

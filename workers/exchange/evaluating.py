@@ -68,7 +68,8 @@ class Evaluating:
         self._next_s = 0.0
         self.last: float | None = None
         """What was last measured."""
-        self._state: RunState | None = None
+        self.known: RunState | None = None
+        """The run's state as something of it was last measured."""
 
     async def look(self, bus: Bus) -> bool:
         """Evaluate if it is time and something changed; True once the finished run has its last evaluation.
@@ -76,11 +77,8 @@ class Evaluating:
         Raises:
             RunReplaced: another run has begun under this name.
         """
-        state = await bus.read_state()
-        if state is None:
+        if (state := await self._read_state(bus)) is None:
             return False
-        state.check_same_run(self._state, bus.keys.run, "This evaluator has measured")
-        self._state = state
         finished = state.phase is Phase.FINISHED
         if not finished and time.monotonic() < self._next_s:
             return False
@@ -94,13 +92,22 @@ class Evaluating:
         return finished
 
     async def measure(self, bus: Bus) -> float | None:
-        """The loss of what the heads name now, whenever it was last measured; None: there is nothing yet."""
-        state = await bus.read_state()
+        """The loss of what the heads name now, whenever it was last measured; None: there is nothing yet.
+
+        Raises:
+            RunReplaced: as `look`.
+        """
+        state = await self._read_state(bus)
         if state is None or not await self._pull(bus):
             return None
         if self._held != self._measured:
             await self._evaluate(bus, state, final=tuple(self._held) == state.manifest)
         return self.last
+
+    async def _read_state(self, bus: Bus) -> RunState | None:
+        if (state := await bus.read_state()) is not None:
+            state.check_same_run(self.known, bus.keys.run, "This evaluator has measured")
+        return state
 
     async def _pull(self, bus: Bus) -> bool:
         """Make the model that of the heads; False if one is not there, or went meanwhile: read them again."""
@@ -125,6 +132,7 @@ class Evaluating:
     async def _evaluate(self, bus: Bus, state: RunState, final: bool) -> None:
         # in a thread: the loop goes on serving its connections
         self.last = loss = await asyncio.to_thread(self._number)
+        self.known = state
         now = bus.clock.unix()
         evaluation = Evaluation(
             loss=loss,
