@@ -3,7 +3,8 @@
 import asyncio
 import copy
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from diloco.syncer.checkpoints import restoring
 from diloco.syncer.checkpoints.loading import newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.serving.start import OnBus, Way, way_of
+from diloco.workers.exchange import newest
+from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.syncer.test_lost import flush
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way, until_joined
@@ -477,6 +480,40 @@ async def test_who_trained_does_not_go_on_in_a_run_that_began_anew() -> None:
             await trained.task
     assert ended.group_contains(RunReplaced, match="Learner l0 has version")
     await killed_all(world, [fresh])
+
+
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.DRAINING])
+@in_virtual_time
+async def test_globals_of_a_run_that_began_anew_are_not_given_out_as_the_earlier_ones(
+    phase: Phase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner has left, asks for the run's model, and perhaps waits for its last merges. Redis is emptied, and the
+    same spec begins anew: it is given an error, and not the other model."""
+    world, party = await under_way(5)
+    await killed(world, party)
+    known = await world.bus.read_state()
+    await world.bus.write_state(known.model_copy(update={"phase": phase}))
+
+    @asynccontextmanager
+    async def opened(*_: object) -> AsyncIterator[MemoryBus]:
+        yield world.bus
+
+    async def asked() -> list[np.ndarray]:
+        layout = layout_of(world.spec.tensors)
+        return await newest.read_newest("", RUN, world.spec, layout, range(2), known, left=True)
+
+    monkeypatch.setattr(newest, "open_bus", opened)
+    waiting = asyncio.create_task(asked())
+    await asyncio.sleep(1.0)
+    assert waiting.done() is (phase is Phase.RUNNING)
+    flush(world)
+    world.start_syncer()
+    fresh = learners(world, 1, first=40)
+    await world.until_version(2)
+    await asyncio.sleep(1.0)
+    with pytest.raises(RunReplaced, match="This learner was in"):
+        await (asked() if phase is Phase.RUNNING else waiting)
+    await killed(world, fresh)
 
 
 @in_virtual_time
