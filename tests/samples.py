@@ -249,6 +249,7 @@ def moments_offer(**given: Any) -> MomentsOffer:
         "kind": OptimizerKind(optimizer="torch.AdamW", moments=("exp_avg", "exp_avg_sq"), numbers=("step",)),
         "numbers": ((30.0, 30.0, 30.0),),
         "steps": 30,
+        "began_unix_s": 1000.0,
     }
     return MomentsOffer(**{**values, **given})
 

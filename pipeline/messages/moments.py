@@ -4,7 +4,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, FiniteFloat
 
-from diloco.pipeline.messages.wire import MAX_TENSORS, Count, Digest, Message, Nonce, PartyId, Text
+from diloco.pipeline.messages.wire import MAX_TENSORS, Count, Digest, Message, Nonce, PartyId, Text, UnixSeconds
 
 StateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 MAX_STATE_NAMES = 16
@@ -51,3 +51,5 @@ class MomentsOffer(Message):
     """For each name in `kind.numbers`, one value a tensor, in the spec's order."""
     steps: Count
     """Inner steps of the donor's incarnation."""
+    began_unix_s: UnixSeconds
+    """When the donor's run began. Others of the same name have other parameters, and no use for its moments."""

@@ -229,7 +229,7 @@ def asked(ours: OptimizerState, *asking: OptimizerState) -> list[Moments | None]
 
     def peers(learner: str, state: OptimizerState, store: MemoryStore) -> Peers:
         bus = MemoryBus("run", VirtualClock(), store)
-        return Peers(bus, VirtualClock(), learner, state.layout, state.kind, 1024)
+        return Peers(bus, VirtualClock(), learner, state.layout, state.kind, 1024, samples.run_state)
 
     async def donor() -> Moments:
         return taken(ours)

@@ -66,11 +66,13 @@ class World:
         self.uploads: set[str] = set()
         self.asked = 0
         self.chunk_s = 0.0
+        self.run = samples.run_state()
+        """What parties are in that are made from now on."""
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def party(self, name: str, kind: OptimizerKind = ADAM) -> Peers:
-        self.bus = Counting(self)
-        return Peers(self.bus, VirtualClock(), name, LAYOUT, kind, CHUNK_BYTES)
+        self.bus, run = Counting(self), self.run
+        return Peers(self.bus, VirtualClock(), name, LAYOUT, kind, CHUNK_BYTES, lambda: run)
 
     async def trains(self, name: str, value: float, steps: int = 100, kind: OptimizerKind = ADAM) -> Counting:
         """A peer that trains on, and answers wishes with moments of one value."""
@@ -258,6 +260,32 @@ async def test_another_optimizers_offer_does_not_stand_in_the_way() -> None:
     await world.trains("l2", 4.0)
     assert value_of(await world.party("l3").ask()) == 4.0
     assert len(world.uploads) == 8
+
+
+@pytest.mark.parametrize("uploading", [False, True])
+@in_virtual_time
+async def test_moments_of_an_earlier_run_of_the_name_are_not_taken(uploading: bool) -> None:
+    """Redis was emptied, and a fresh learner began anew. One that was cut off trains on in the earlier run, and finds
+    a wish of the new one before it hears of that, or had claimed one before. A peer of the new run answers it."""
+    world = World()
+    world.chunk_s = 2.0 * uploading
+    await world.trains("l0", 3.0)
+    if uploading:
+        await world.bus.ask_moments(MomentsWish(learner="l9", kind=ADAM), module.WISH_TTL_S)
+        await asyncio.sleep(2.0)
+        assert (await world.bus.read_moments()).claimed
+    for key in list(world.store.values):
+        world.store.delete(key)
+    world.store.expiries.clear()
+    world.chunk_s, world.run = 0.0, samples.run_state(started_unix_s=2000.0)
+    await world.bus.write_report(samples.report("l5", step=500))
+    found, _ = await world.timed(world.party("l1").ask())
+    assert found is None
+    offer = (await world.bus.read_moments()).offer
+    assert offer is not None, "it was offered"
+    assert offer.began_unix_s == 1000.0
+    await world.trains("l6", 4.0)
+    assert value_of(await world.party("l2").ask()) == 4.0
 
 
 @in_virtual_time

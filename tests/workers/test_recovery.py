@@ -165,12 +165,12 @@ def test_above_what_a_peer_sends_moments_come_from_the_state_folder_else_they_ar
     size = 8 * sum(fragment.elements for fragment in first.layout.fragments)
     bus: Any = None
     monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", size)
-    assert first.recovery.peers(bus, bus, 1024) is not None
+    assert first.recovery.peers(bus, bus, 1024, samples.run_state) is not None
     monkeypatch.setattr(recovery, "MOST_OFFERED_BYTES", size - 1)
     for folder, source in ((tmp_path, "checkpoint"), (None, "fresh")):
         again = Party(folder)
         with structlog.testing.capture_logs() as log:
-            peers: Any = again.recovery.peers(bus, bus, 1024)
+            peers: Any = again.recovery.peers(bus, bus, 1024, samples.run_state)
             assert again.join(peers=peers) == source
         told = [(one["event"], one.get("bytes"), one.get("source")) for one in log]
         assert told == [("moments_too_large_for_peers", size, None), ("moments_recovered", None, source)]

@@ -163,7 +163,7 @@ class ExchangeThread:
         """The last part of joining, while the exchange follows the heads already; then the same for others."""
         training, shared = self._training, exchange.shared
         recovery, rounds = training.recovery, training.rounds
-        peers = recovery.peers(bus, bus.clock, training.spec.sync.chunk_bytes)
+        peers = recovery.peers(bus, bus.clock, training.spec.sync.chunk_bytes, lambda: shared.state)
         versions = tuple(base.version for base in shared.adoptions.values())
         found = await recovery.find(peers, versions, shared.state)
         await say_joined(bus, training.learner, training.incarnation, versions, shared.state)

@@ -23,7 +23,7 @@ from diloco.pipeline.bus.ports import Bus, Clock, MomentsBoard
 from diloco.pipeline.errors import BadPayload, BusError, DilocoError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, OptimizerKind
-from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.workers.moments.moments import Moments, check, of_moment
 
@@ -53,9 +53,17 @@ class Peers:
     """A learner's dealings with its peers' moments."""
 
     def __init__(
-        self, bus: Bus, clock: Clock, learner: str, layout: Layout, kind: OptimizerKind, chunk_bytes: int
+        self,
+        bus: Bus,
+        clock: Clock,
+        learner: str,
+        layout: Layout,
+        kind: OptimizerKind,
+        chunk_bytes: int,
+        state: Callable[[], RunState | None],
     ) -> None:
-        self._bus, self._clock, self._learner = bus, clock, learner
+        """state: of the run that this learner is in, as it last saw it."""
+        self._bus, self._clock, self._learner, self._state = bus, clock, learner, state
         self._layout, self._kind, self._chunk_bytes = layout, kind, chunk_bytes
 
     # --- asking -------------------------------------------------------------------------------------
@@ -84,7 +92,7 @@ class Peers:
         began = unclaimed = self._clock.now()
         while True:
             board, now = await self._bus.read_moments(), self._clock.now()
-            if board.offer is not None and board.offer.kind == self._kind:
+            if board.offer is not None and self._is_ours(board.offer):
                 return board.offer
             if board.claimed:
                 unclaimed = now
@@ -97,6 +105,11 @@ class Peers:
                 wish = MomentsWish(learner=self._learner, kind=self._kind)
                 await self._bus.ask_moments(wish, WISH_TTL_S)
             await asyncio.sleep(POLL_S)
+
+    def _is_ours(self, offer: MomentsOffer) -> bool:
+        """Of this kind, and of the run that this learner is in."""
+        state = self._state()
+        return state is not None and (offer.kind, offer.began_unix_s) == (self._kind, state.began_unix_s)
 
     async def _fetch(self, offer: MomentsOffer) -> Moments:
         """Pull an offer.
@@ -154,12 +167,12 @@ class Peers:
         wish, offer = board.wish, board.offer
         if wish is None or board.claimed or wish.learner == self._learner or wish.kind != self._kind:
             return False
-        return offer is None or offer.kind != self._kind
+        return offer is None or not self._is_ours(offer)
 
     async def _donate(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments | None]]) -> bool:
         """Fulfil a wish, if nobody else does; False: there are no moments to give."""
-        nonce = secrets.token_hex(8)
-        if not await self._bus.claim_moments(nonce, CLAIM_TTL_S):
+        nonce, state = secrets.token_hex(8), self._state()
+        if state is None or not await self._bus.claim_moments(nonce, CLAIM_TTL_S):
             return True
         holding = asyncio.create_task(self._hold(nonce))
         try:
@@ -179,6 +192,7 @@ class Peers:
                     kind=self._kind,
                     numbers=tuple(moments.numbers[name] for name in self._kind.numbers),
                     steps=steps(),
+                    began_unix_s=state.began_unix_s,
                 )
                 announced = await self._bus.finish_moments(offer, OFFER_TTL_S)
                 log.info("moments_offered", learner=self._learner, announced=announced)

@@ -16,6 +16,7 @@ rest of a lost shard to whoever comes first, and it must be read once, not twice
 
 import asyncio
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,9 +82,9 @@ class Recovery:
         asked = None if peers is None else await peers.ask()
         return here if asked is None else Found("peer", asked)
 
-    def peers(self, bus: Bus, clock: Clock, chunk_bytes: int) -> Peers | None:
+    def peers(self, bus: Bus, clock: Clock, chunk_bytes: int, state: Callable[[], RunState | None]) -> Peers | None:
         """Dealings with peers; None where this optimizer's moments are of no use to others, nor theirs to it, or are
-        more than goes through the bus in the time that anybody waits.
+        more than goes through the bus in the time that anybody waits. state: as `Peers`.
         """
         own = self._own
         if own.state is None or not own.state.for_peers:
@@ -97,7 +98,7 @@ class Recovery:
                 instead="its own from --state-dir, else fresh with the ramp",
             )
             return None
-        return Peers(bus, clock, own.learner, own.layout, own.state.kind, chunk_bytes)
+        return Peers(bus, clock, own.learner, own.layout, own.state.kind, chunk_bytes, state)
 
     async def copy(self) -> Moments | None:
         """A copy of the moments, once the training thread has made it; None: it cannot make one."""
