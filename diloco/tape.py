@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgpack
+import structlog
 import typer
 
 from diloco.launcher.locate import is_live, locate
@@ -13,6 +14,7 @@ from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.messages.run import moment
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeRecord
 from diloco.pipeline.messages.wire import Message
@@ -28,14 +30,20 @@ def read_archive(folder: Path) -> list[TapeRecord]:
     """Records of an archived tape (`*.msgpack`, one file for each fragment group and writer); each one once.
 
     By time, but those of one group always in the order of their tape: the clocks of several syncers may differ.
-    A record cut short at the end of a file is left out: its writer was killed in the middle of it.
+    A record cut short at the end of a file is left out: its writer was killed in the middle of it. It is said where
+    the folder has records of several runs, such as one that began anew on an empty Redis.
 
     Raises:
         BadMessage: a record is damaged.
     """
     tapes = [list(_records(file)) for file in sorted(folder.glob("*.msgpack"))]
     # Each syncer archives what is there when it starts and all that comes: who started first knows most.
-    return _in_order(sorted(filter(None, tapes), key=lambda tape: tape[0].unix_s))
+    found = _in_order(sorted(filter(None, tapes), key=lambda tape: tape[0].unix_s))
+    began = {record.began_unix_s for record in found if isinstance(record, Committed) and record.began_unix_s}
+    if len(began) > 1:
+        detail = "runs of one name, one after another: give each a --tape-dir of its own to tell their records apart"
+        structlog.get_logger().warning("tape_of_several_runs", began=list(map(moment, sorted(began))), detail=detail)
+    return found
 
 
 def _in_order(tapes: Iterable[Sequence[TapeRecord]]) -> list[TapeRecord]:

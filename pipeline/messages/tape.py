@@ -82,12 +82,22 @@ class Committed(Message):
     unix_s: UnixSeconds
     interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """Sync interval of the base that was merged into, as its head said it."""
+    began_unix_s: UnixSeconds | None = None
+    """Of initial parameters and a checkpoint's: when their run began, which tells it from others of its name."""
 
     @classmethod
     def installed(
-        cls, fragment: int, version: int, digest: bytes, *, reason: str, syncer: str, unix_s: float
+        cls,
+        fragment: int,
+        version: int,
+        digest: bytes,
+        *,
+        reason: str,
+        syncer: str,
+        unix_s: float,
+        began_unix_s: float | None = None,
     ) -> "Committed":
-        """A version that no merge made: initial parameters, or a checkpoint's."""
+        """A version that no merge made: initial parameters, a checkpoint's, or one that was put back."""
         return cls(
             fragment=fragment,
             version=version,
@@ -102,6 +112,7 @@ class Committed(Message):
             merge_s=0.0,
             syncer=syncer,
             unix_s=unix_s,
+            began_unix_s=began_unix_s,
         )
 
 

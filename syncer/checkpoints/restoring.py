@@ -140,6 +140,15 @@ async def _restore_fragment(
     published = await push_global(bus, *at, theta, sync, STAGED_TTL_S, offload, kept)
     digest = await offload(payload_digest, as_bytes(theta), sync.chunk_bytes)
     reason = f"restored from {checkpoint.folder_name}"
+    record = Committed.installed(
+        p,
+        saved.version,
+        digest,
+        reason=reason,
+        syncer=syncer,
+        unix_s=clock.unix(),
+        began_unix_s=checkpoint.state.began_unix_s,
+    )
     await bus.commit(
         Commit(
             nonce=nonce,
@@ -151,6 +160,6 @@ async def _restore_fragment(
             merged=(),
             norms=saved.norms,
             merged_tokens=saved.merged_tokens,
-            record=Committed.installed(p, saved.version, digest, reason=reason, syncer=syncer, unix_s=clock.unix()),
+            record=record,
         )
     )

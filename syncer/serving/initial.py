@@ -66,25 +66,33 @@ class InitialVersions:
         # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
         sync = layout.sync(self._sync)
         whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, sync, STAGED_TTL_S, self._offload)
-        await self._bus.commit(self._first(layout.id, payload.digest, whole, upload, key))
+        record = Committed.installed(
+            layout.id,
+            0,
+            payload.digest,
+            reason=f"initial parameters of {upload.learner}",
+            syncer=self._context.name,
+            unix_s=self._context.clock.unix(),
+            began_unix_s=state.began_unix_s,
+        )
+        await self._bus.commit(self._first(record, whole, upload, key))
         at = (layout.id, 0, payload.digest)
         was = adopted(self._context.watch, layout.id)
         if await say_rewound(self._bus, self._context.clock, self._context.nonce, at, IDLE_VIEW, was):
             self._context.metrics.rewinds.inc()
         return True
 
-    def _first(self, fragment: int, digest: bytes, whole: Published, upload: InitialUpload, key: str) -> Commit:
+    def _first(self, record: Committed, whole: Published, upload: InitialUpload, key: str) -> Commit:
         """key: of the learner's upload, which goes with the commit."""
-        reason, unix_s = f"initial parameters of {upload.learner}", self._context.clock.unix()
         return Commit(
             nonce=self._context.nonce,
             expected=None,
             version=0,
-            digest=digest,
+            digest=record.digest,
             published=whole,
             window=IDLE_VIEW,
             merged=(),
             merged_tokens=upload.merged_tokens if upload.began_unix_s is not None else 0,
-            record=Committed.installed(fragment, 0, digest, reason=reason, syncer=self._context.name, unix_s=unix_s),
+            record=record,
             delta_payloads=(key,),
         )

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable, RunReplaced, SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
-from diloco.pipeline.messages.run import InitialUpload, Phase, RunState
+from diloco.pipeline.messages.run import InitialUpload, Phase, RunState, moment
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.transfer.payloads import push
@@ -23,7 +24,9 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints import restoring
 from diloco.syncer.checkpoints.loading import newest_of_run
 from diloco.syncer.checkpoints.places import place_of
+from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving.start import OnBus, Way, way_of
+from diloco.tape import read_archive
 from diloco.workers.exchange import newest
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
@@ -514,6 +517,60 @@ async def test_globals_of_a_run_that_began_anew_are_not_given_out_as_the_earlier
     with pytest.raises(RunReplaced, match="This learner was in"):
         await (asked() if phase is Phase.RUNNING else waiting)
     await killed(world, fresh)
+
+
+def read_tape(folder: Path) -> tuple[list[Committed], list[list[str]]]:
+    """Its merges, and the beginnings of the runs that it is said to be of, where it is of several."""
+    with capture_logs() as log:
+        records = read_archive(folder)
+    commits = [one for one in records if isinstance(one, Committed)]
+    return commits, [one["began"] for one in log if one["event"] == "tape_of_several_runs"]
+
+
+@in_virtual_time
+async def test_an_archive_of_two_runs_of_one_name_has_both_and_is_said_to_be_of_two(tmp_path: Path) -> None:
+    """Not so where the run went on, from a learner's parameters or from a checkpoint. What was there stays as it was,
+    and each merge of both is made again."""
+    tape, saved, deltas = tmp_path / "tape", tmp_path / "saved", tmp_path / "deltas"
+    world = VirtualRun(sync_spec(tokens=10**9), tape_dir=tape, record_deltas=deltas)
+    world.start_syncer()
+    party = learners(world)
+    await world.until_version(5)
+    await cancelled(world.syncer)
+    flush(world)
+    world.start_syncer(checkpoint_dir=saved)
+    await asyncio.sleep(30.0)
+    await world.until_version(2)
+    assert "goes on from what" in (await world.bus.read_state()).reason
+    await world.stop_syncer()
+    await killed_all(world, party)
+    world.start_syncer(resume=saved)
+    party = learners(world, first=20)
+    await asyncio.sleep(9.0 + SETTLED_S)
+    first = await world.bus.read_state()
+    assert "resumed from" in first.reason
+    await world.stop_syncer()
+    await killed_all(world, party)
+    before, said = read_tape(tape)
+    assert said == []
+    installed = [one for one in before if one.base_digest is None]
+    assert len({one.reason for one in installed}) >= 3, "or nothing was installed again"
+    assert {one.began_unix_s for one in installed} == {first.began_unix_s}
+    files = {file: file.read_bytes() for file in tape.iterdir()}
+
+    world.start_syncer()
+    party = learners(world, first=40)
+    await world.until_version(3)
+    second = await world.bus.read_state()
+    await world.stop_syncer()
+    await killed_all(world, party)
+    commits, said = read_tape(tape)
+    assert said == [[moment(one.began_unix_s) for one in (first, second)]]
+    assert commits[: len(before)] == before
+    assert {file: file.read_bytes() for file in files} == files
+    outcome = replay(deltas, commits, lambda merges: None)
+    assert (outcome.differences, outcome.repeated) == ([], outcome.merges)
+    assert outcome.merges == sum(bool(one.contributions) for one in commits)
 
 
 @in_virtual_time
