@@ -20,9 +20,10 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.transfer.payloads import push
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
+from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints import restoring
-from diloco.syncer.checkpoints.loading import newest_of_run
+from diloco.syncer.checkpoints.loading import known_elements, newest_of_run
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.replay.replay import replay
 from diloco.syncer.serving.start import OnBus, Way, way_of
@@ -596,6 +597,64 @@ async def test_the_ledger_of_a_run_that_goes_on_from_a_learner_says_what_it_took
     inputs = await read_ledger_inputs(world.bus, world.spec.sync.fragments, 5.0)
     end = await world.bus.read_state()
     assert end.tokens == end.base_tokens + sum(report.tokens for report in inputs.reports)
+    await cancelled(world.syncer)
+
+
+async def closed_status(world: VirtualRun) -> Status:
+    """The status, whose tokens add up."""
+    status = await read_status(world.bus, world.clock)
+    assert status["tokens"] == status["merged_tokens"] + sum(status["tokens_lost"].values())
+    return status
+
+
+@in_virtual_time
+async def test_the_status_of_a_run_that_goes_on_from_a_checkpoint_is_as_true_as_before(tmp_path: Path) -> None:
+    """Learners outlive Redis and syncer. What was merged up to the checkpoint stays merged; what was merged after it
+    is gone, and rejected is only what was trained while nobody merged. With other learners it is what was saved."""
+    world = VirtualRun(sync_spec(tokens=10**9), checkpoint_dir=tmp_path, checkpoint_every=40.0)
+    world.start_syncer()
+    party = learners(world)
+    await world.until_version(100)
+    before = await closed_status(world)
+    await cancelled(world.syncer)
+    saved = newest_of_run(place_of(tmp_path), RUN)
+    merged = known_elements(saved)[0] // saved.layout.elements
+    assert before["merged_tokens"] - merged > 1000, "or this shows nothing"
+    flush(world)
+    lost_s = world.clock.now()
+    await asyncio.sleep(5.0)
+    world.start_syncer()
+    while len(await world.heads()) < 2:
+        await asyncio.sleep(0.1)
+    alone_tokens = 200 * (world.clock.now() - lost_s)
+    await asyncio.sleep(10.0)
+    after, now = await closed_status(world), await world.bus.read_state()
+    assert (now.base_tokens, now.base_merged) == (saved.state.tokens, merged)
+    assert 0 < after["tokens_lost"]["rejected"] <= alone_tokens < 3000
+    assert after["tokens_lost"]["died"] < 100
+    assert after["tokens"] - saved.state.tokens <= alone_tokens + 200 * 10 + 100, "what they trained before counts once"
+    assert merged + 1000 < after["merged_tokens"] < merged + 200 * 10
+
+    await world.stop_syncer()
+    had = await closed_status(world)
+    await killed_all(world, party)
+    world.start_syncer()
+    fresh = learners(world, first=20)
+    await until_joined(*fresh)
+    again = await closed_status(world)
+    lost, earlier = again["tokens_lost"], had["tokens_lost"]
+    assert again["merged_tokens"] == pytest.approx(had["merged_tokens"], abs=100)
+    assert lost["rejected"] == earlier["rejected"]
+    assert lost["overwritten"] == pytest.approx(earlier["overwritten"], abs=100)
+    await asyncio.sleep(10.0)
+    for one in fresh:
+        one.stop = True
+    await asyncio.sleep(10.0)
+    end, state = await closed_status(world), await world.bus.read_state()
+    assert end["merged_tokens"] > again["merged_tokens"] + 1000
+    assert end["tokens_lost"]["rejected"] == lost["rejected"]
+    inputs = await read_ledger_inputs(world.bus, world.spec.sync.fragments, 5.0)
+    assert state.tokens == state.base_tokens + sum(report.tokens for report in inputs.reports)
     await cancelled(world.syncer)
 
 
