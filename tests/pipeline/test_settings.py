@@ -11,9 +11,10 @@ from pydantic import Field, TypeAdapter, ValidationError
 from diloco.cli import main
 from diloco.options import ALL_FIELDS, DemoProcess
 from diloco.pipeline.agreement import agree
-from diloco.pipeline.errors import SpecMismatch, UsageError
-from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.errors import BadMessage, SpecMismatch, UsageError
+from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import PartyId, party_name
+from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.settings import (
     PARTIES,
     BusSettings,
@@ -31,6 +32,7 @@ from diloco.pipeline.site import Site
 from diloco.pipeline.sources import check_variables
 from diloco.pipeline.wrong_values import allowed, told
 from diloco_studies.strikes.settings import ChaosProcess
+from tests import samples
 
 pytestmark = pytest.mark.usefixtures("own_environment")
 
@@ -125,6 +127,16 @@ def test_a_name_that_could_lead_elsewhere_is_refused_in_words_and_on_the_wire(na
         TypeAdapter(PartyId).validate_python(name)
     for good in ("a", "a.b", "..a", "-", "_.", "a" * 64):
         assert TypeAdapter(PartyId).validate_python(good) == good == party_name(good)
+
+
+def test_more_fragments_than_a_run_can_join_with_are_refused_with_their_number():
+    """By whoever sets a run up, and by whoever finds its spec."""
+    with pytest.raises(UsageError, match=r"^fragments=1025: too large \(allowed: at least 1, at most 1024\)"):
+        load(SyncSettings, {"fragments": 1025})
+    most = load(SyncSettings, {"fragments": 1024}).sync_spec()
+    spec = samples.spec().model_copy(update={"sync": most.model_copy(update={"fragments": 1025})})
+    with pytest.raises(BadMessage, match=r"sync\.fragments: .*1024 \(got 1025\)"):
+        decode(Spec, encode(spec))
 
 
 def test_a_wrong_value_of_the_file_is_named_with_file_and_line(tmp_path, monkeypatch):

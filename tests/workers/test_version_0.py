@@ -10,10 +10,11 @@ import pytest
 from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.tape import Committed
+from diloco.pipeline.messages.wire import MAX_FRAGMENTS
 from diloco.workers.exchange import carrier, version_0
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
-from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
+from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
 
 FRAGMENTS = 8
 CLAIM_TTL_S, INITIAL_TTL_S = 1.0, 6.0
@@ -63,6 +64,32 @@ async def test_one_learner_uploads_however_long_a_fragment_takes(monkeypatch: py
     written = slow(monkeypatch, upload_s=2.5 * CLAIM_TTL_S)
     await begun(learners=3)
     assert len(written) == FRAGMENTS
+
+
+class FarBus(MemoryBus):
+    """Each call takes a while."""
+
+    async def _turn(self) -> None:
+        await asyncio.sleep(0.02)
+        await super()._turn()
+
+
+class FarLearner(VirtualLearner):
+    def connect(self) -> FarBus:
+        return FarBus(RUN, self.world.clock, self.world.store)
+
+
+@in_virtual_time
+async def test_as_many_fragments_as_a_run_may_have_join_in_a_few_round_trips(no_log_lines: None) -> None:
+    """One of each after the other, up and down, would take twenty seconds each way."""
+    world = VirtualRun(sync_spec(fragments=MAX_FRAGMENTS, tokens=10**12))
+    world.start_syncer()
+    learner = FarLearner("l0", world).start()
+    async with asyncio.timeout(4):
+        while not learner.joined:
+            await asyncio.sleep(0.1)
+    await end(learner)
+    await world.kill_syncer()
 
 
 @pytest.mark.parametrize(("upload_s", "copy_s"), [(INITIAL_TTL_S / 3, 0.0), (0.0, 0.9 * INITIAL_TTL_S)])

@@ -5,7 +5,7 @@ itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.carri
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -33,6 +33,8 @@ DELTA_TTL_S = 600.0
 INITIAL_TTL_S = 600.0
 SLOW_PULL_S = 60.0
 """A payload that takes several reads is kept for so long from each one on."""
+PART = 32
+"""Of the fragments, one of so many is on its way at a time while a learner joins."""
 
 
 class Feedback(Protocol):
@@ -90,6 +92,17 @@ async def on_all_lanes(work: Callable[[int], Coroutine[Any, Any, None]], lanes: 
                 group.create_task(work(lane))
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def some_at_once(work: Callable[[int], Coroutine[Any, Any, None]], fragments: Sequence[int]) -> None:
+    """Do a work for each fragment, one of 32 of them at a time: so no number of round trips grows with theirs."""
+    lanes = max(1, len(fragments) // PART)
+
+    async def on(lane: int) -> None:
+        for p in fragments[lane::lanes]:
+            await work(p)
+
+    await on_all_lanes(on, lanes)
 
 
 def delta_key(member: Member, fragment: int, serial: int) -> str:

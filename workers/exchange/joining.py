@@ -4,8 +4,9 @@ Learners wait here only. What joining waits for is said where that takes long.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import structlog
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, NotPermitted
 from diloco.pipeline.fragments import Layout
+from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
@@ -24,7 +26,7 @@ from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import offload
 from diloco.workers.encoding import Encoder, OnHost
 from diloco.workers.exchange.agreement import Agreement, compare
-from diloco.workers.exchange.carrier import Carrier, OwnCarrier
+from diloco.workers.exchange.carrier import Carrier, OwnCarrier, some_at_once
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.identity import Identity
 from diloco.workers.exchange.member import Member
@@ -113,10 +115,8 @@ class Joining:
         async with meanwhile(reporting, say_why(self._bus, fragments, self._log)):
             await version_0.ensure(self._incarnation, trained=False)
             while missing := [p for p in fragments if p not in pulling.latest]:
-                for head in await retry(self._bus.read_heads, missing):
-                    if head is not None and not await retry(pulling.pull, head):
-                        await retry(self._reporting.write)  # its owner sees that there is somebody who cannot
-                        await asyncio.sleep(POLL_S)
+                heads = dict(zip(missing, await retry(self._bus.read_heads, missing), strict=True))
+                await some_at_once(partial(self._pull, pulling, heads), missing)
         if self._shared.state is None:  # the heads came right behind it: whose moments these are goes by it
             await retry(self._reporting.write)
         unix_s = self._clock.unix()
@@ -124,6 +124,12 @@ class Joining:
         await retry(self._tell, joined)
         self._outages.count = 0  # those until here lost nothing: nothing was published
         return Exchange(member, agreement, version_0, carrier, pulling, self._reporting, self._claims)
+
+    async def _pull(self, pulling: Pulling, heads: Mapping[int, Head | None], p: int) -> None:
+        head, retry = heads[p], self._outages.retry
+        if head is not None and not await retry(pulling.pull, head):
+            await retry(self._reporting.write)  # its owner sees that there is somebody who cannot
+            await asyncio.sleep(POLL_S)
 
     async def _tell(self, event: Event) -> None:
         """Nobody needs to know of it to train: a stream that any learner can spoil keeps nobody out."""

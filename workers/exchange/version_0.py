@@ -14,7 +14,7 @@ from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.view.ledger import whole_tokens
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.exchange.agreement import Agreement
-from diloco.workers.exchange.carrier import INITIAL_TTL_S, Carrier
+from diloco.workers.exchange.carrier import INITIAL_TTL_S, Carrier, some_at_once
 from diloco.workers.exchange.member import Member
 
 CLAIM_TTL_S = 10.0
@@ -29,8 +29,8 @@ class Version0:
     def __init__(self, member: Member, agreement: Agreement, carrier: Carrier) -> None:
         self._bus, self._member, self._agreement, self._carrier = member.bus, member, agreement, carrier
         self._fragments = range(len(member.layout.fragments))
-        self._chunks: list[int] = []
-        """Of each fragment that this learner has uploaded; 0 of one that had a head."""
+        self._chunks: dict[int, int] = {}
+        """Fragment that this learner has uploaded -> chunks of it."""
         self._announced: InitialUpload | None = None
         """What it has, once all of it was there."""
 
@@ -99,18 +99,22 @@ class Version0:
 
     async def _upload(self, nonce: str, trained: bool) -> None:
         """All that has no head, under a claim that is kept however long a fragment takes; then announce it."""
-        member, self._chunks, self._announced = self._member, [], None
+        member, self._chunks, self._announced = self._member, {}, None
         member.log.info("initial_upload_started", fragments=len(self._fragments))
+
+        async def upload_one(p: int) -> None:
+            self._chunks[p] = await self._carrier.upload_initial(p, nonce)
+
         try:
             async with meanwhile(self._keep_claim(nonce)):
                 heads = await self._bus.read_heads(self._fragments)
-                for p, head in zip(self._fragments, heads, strict=True):  # what has a head is not wanted any more
-                    self._chunks.append(await self._carrier.upload_initial(p, nonce) if head is None else 0)
+                # What has a head is not wanted any more.
+                await some_at_once(upload_one, [p for p in self._fragments if heads[p] is None])
                 upload = self._word(nonce, trained)
                 if await self._bus.finish_initial(upload, INITIAL_TTL_S):
                     self._announced = upload
         except BusError:  # whatever went wrong, the claim lapses and somebody begins again
-            self._chunks = []
+            self._chunks = {}
 
     async def _keep_claim(self, nonce: str) -> None:
         while await self._member.outages.retry(self._bus.claim_initial, nonce, CLAIM_TTL_S):  # noqa: ASYNC110  # no event
@@ -122,7 +126,7 @@ class Version0:
         bus, size = self._bus, self._member.spec.sync.chunk_bytes
         while True:
             await asyncio.sleep(PROLONG_S)
-            for p, count in enumerate(self._chunks):
+            for p, count in list(self._chunks.items()):
                 with suppress(BadPayload):  # whoever appends to it harms its readers, who look at it
                     await bus.read_chunks(bus.keys.initial_payload(p, nonce), count, 1, size, extend_s=INITIAL_TTL_S)
             mine = self._announced

@@ -175,7 +175,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         senders = self._hash(self.keys.senders(group))
         for name in [name for name in senders if not stored_values.is_learner(name)]:
             del senders[name]
-        fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
-        for name in stored_values.new_senders(senders, after) if fragments else ():
+        for name in stored_values.new_senders(senders, after) if self._fragments else ():
+            fragments = (p for p in range(self._fragments) if self.keys.group(p) == group)
             if not any(self._stream(self.keys.deltas(p, name.decode())).ids for p in fragments):
                 del senders[name]
