@@ -36,6 +36,8 @@ MOST_ARRIVED = 1024
 MOST_AT_ONCE = 256
 """Headers looked at before the window decides again, however many more there are."""
 RETRY_S = 0.2
+FLOODED_S = 0.1
+"""Reading rests for so long after a flood was cut: there may be more of it at once."""
 
 FIRST_UPLOAD_S = 30.0
 """Upload deadline before any upload was measured."""
@@ -55,7 +57,7 @@ class Arrivals:
     def __init__(self, bus: Offers, fragment: int, wake: asyncio.Event) -> None:
         self._bus, self._p, self._wake = bus, fragment, wake
         self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MOST_ARRIVED)
-        self._flooding = dict[str, None]()
+        self._flooding, self._cut = set[str](), asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -68,10 +70,18 @@ class Arrivals:
         for _ in range(min(self._arrived.qsize(), MOST_AT_ONCE)):
             yield self._arrived.get_nowait()
 
-    def flooding(self) -> list[str]:
-        """Learners that had more headers waiting than there may be, since this was asked last."""
-        found, self._flooding = list(self._flooding), {}
-        return found
+    def flooding(self) -> Iterator[str]:
+        """Learners that have more headers waiting than there may be. Each is to be cut before the next is asked for.
+
+        What was read of it is among what goes then, and is forgotten: a step for each would keep the others waiting.
+        """
+        for learner in self._flooding:
+            kept = [entry for _ in range(self._arrived.qsize()) if _of(entry := self._arrived.get_nowait()) != learner]
+            for entry in kept:
+                self._arrived.put_nowait(entry)
+            yield learner
+        self._flooding = set()
+        self._cut.set()
 
     def check(self) -> None:
         """Go on only while reading does.
@@ -94,16 +104,28 @@ class Arrivals:
     async def _read(self) -> None:
         after: dict[str, str] = {}
         while True:
-            found = Counter[str]()
-            for entry in await self._bus.read_offers(self._p, after, BLOCK_S, MOST_HEADERS):
+            entries = await self._bus.read_offers(self._p, after, BLOCK_S, MOST_HEADERS + 1)
+            found = Counter(map(_of, entries))
+            flooding = {learner for learner, count in found.items() if count > MOST_HEADERS}
+            if flooding:
+                self._cut.clear()
+                self._flooding = flooding
+                self._wake.set()
+            for entry in entries:
                 learner, after_id = parse_offer_id(entry.entry_id)
-                after = {**after, learner: after_id}
-                found[learner] += 1
-                if found[learner] == MOST_HEADERS:  # there may be more
-                    self._flooding[learner] = None
-                self._wake.set()
-                await self._arrived.put(entry)
-                self._wake.set()
+                if learner not in flooding:
+                    after = {**after, learner: after_id}
+                    self._wake.set()
+                    await self._arrived.put(entry)
+                    self._wake.set()
+            if flooding:
+                await self._cut.wait()
+                await asyncio.sleep(FLOODED_S)
+
+
+def _of(entry: Offered) -> str:
+    """The learner on whose stream it is."""
+    return parse_offer_id(entry.entry_id)[0]
 
 
 class UploadEstimator:

@@ -1,6 +1,7 @@
 """Learners that send what cannot be used, or too much of it, among others that do not: in virtual time."""
 
 import asyncio
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from diloco.pipeline.bus.commits import MOST_HEADERS
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, WindowChanged
 from diloco.pipeline.messages.wire import MAX_LEARNERS
-from diloco.pipeline.payload.codec import decode
+from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.payload.quantize import BLOCK
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.admission import DOUBTED_AFTER, Doubts
@@ -25,6 +27,7 @@ from diloco.syncer.intake import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.workers.exchange import refused
 from diloco.workers.rounds import RENEWED_BY
+from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import samples, slow_beyond
 from tests.samples import encode_chunks
@@ -331,6 +334,69 @@ async def test_a_flood_of_headers_is_refused_and_fills_neither_tape_nor_memory()
     for learner in learners:
         assert learner.longest_step_s < 0.2
         await learner.kill()
+
+
+@in_virtual_time
+async def test_merges_keep_their_rate_in_a_flood_and_five_seconds_after_it_all_is_as_before(
+    monkeypatch: pytest.MonkeyPatch, no_log_lines: None
+) -> None:
+    """A thousand headers a second for 25 s, past us, on each stream of a learner that trains: half are like its own.
+
+    A call takes 20 ms, so no step may be taken for each of them. Nobody has to remove anything.
+    """
+    turn = MemoryBus._turn
+
+    async def far(self: MemoryBus) -> None:
+        await asyncio.sleep(0.02)
+        await turn(self)
+
+    monkeypatch.setattr(MemoryBus, "_turn", far)
+    world, learners = await under_way(4, learners=3, quorum=2, sync_interval=16)
+    sent = itertools.count(1)
+
+    async def pour(count: int) -> None:
+        for head in await world.heads():
+            forged = samples.header(
+                "l2",
+                incarnation=f"{next(sent):08x}",
+                fragment=head.fragment,
+                base_version=head.version,
+                base_digest=head.digest,
+                layout=world.service.serving.context.layout.digest,
+                codec=world.spec.sync.codec,
+                chunks=1,
+            )
+            for n in range(count):
+                world.bus._xadd(world.bus.keys.deltas(head.fragment, "l2"), b"x" if n % 2 else encode(forged))
+
+    async def flood() -> None:
+        while True:
+            await pour(50)
+            await asyncio.sleep(0.05)
+
+    async def merges(seconds: float) -> list[Committed]:
+        cursors = await world.bus.tape_end()
+        await asyncio.sleep(seconds)
+        found = [entry.record for entry in await world.bus.read_tape(cursors, limit=100_000)]
+        return [record for record in found if isinstance(record, Committed)]
+
+    def with_it(commits: list[Committed]) -> float:
+        return sum(any(part.learner == "l2" for part in c.contributions) for c in commits) / len(commits)
+
+    usual = await merges(40.0)
+    flooding = asyncio.create_task(flood())
+    meanwhile = await merges(25.0)
+    flooding.cancel()
+    await asyncio.sleep(5.0)
+    await pour(MOST_HEADERS + 6)  # most of what is read of it stays, and is read again
+    await asyncio.sleep(5.0)
+    after = await merges(40.0)
+    assert len(meanwhile) / 25 > 0.7 * len(usual) / 40
+    assert len(after) > 0.95 * len(usual)
+    assert min(with_it(usual), with_it(after)) > 0.9
+    assert sum(head.refused[RefusalReason.FLOOD] for head in await world.heads()) > 20_000
+    assert max([len(await world.bus.read_offers(p)) for p in range(2)]) < 5, "nothing of it is left"
+    await end(*learners)
 
 
 def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> None:
