@@ -9,10 +9,9 @@ with each merge (`stretched`). The head says it to learners and successors, the 
 import math
 
 from diloco.pipeline.messages.spec import SyncSpec
-from diloco.pipeline.messages.wire import MOST_STEPS
 
-MOST_STRETCHED = 16
-"""An interval is so many times the planned one at most: it is decided again no sooner than with the next merge."""
+LONGEST = 96
+"""Steps. No interval is made longer: none was measured that is (docs/results/quality-choices.md, "A longer H")."""
 
 
 def interval_at(sync: SyncSpec, version: int) -> int:
@@ -56,7 +55,7 @@ def lengthened(interval: int, sync_interval: int, overlap_steps: int, round_trip
     """A planned interval, made longer where round trips take long.
 
     What is trained in a round trip is overwritten. It is no greater a share than where a round trip takes one step; and
-    once the interval is H, no greater a share than tau of H.
+    once the interval is H, no greater a share than tau of H; as far as `LONGEST` goes.
 
     Args:
         interval: as planned.
@@ -66,4 +65,4 @@ def lengthened(interval: int, sync_interval: int, overlap_steps: int, round_trip
     if not overlap_steps:
         return interval
     hides = min(interval, sync_interval / overlap_steps)
-    return max(interval, int(min(MOST_STEPS, MOST_STRETCHED * interval, hides * round_trip)))
+    return max(interval, int(min(LONGEST, hides * round_trip)))
