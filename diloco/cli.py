@@ -11,7 +11,8 @@ from safetensors import SafetensorError
 from typer.main import get_command
 
 from diloco.extras import STUDIES, load_extra
-from diloco.pipeline.errors import DilocoError, UsageError, exit_status
+from diloco.pipeline.errors import REFUSED_STATUS, DilocoError, UsageError, exit_status
+from diloco.pipeline.files.writable import said
 from diloco.pipeline.process.interrupts import raise_again
 
 
@@ -171,6 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DilocoError as error:
         sys.stderr.write(f"error: {error}\n")
         return exit_status(error)
+    except PermissionError as error:
+        sys.stderr.write(f"error: {said(error)}\n")
+        return REFUSED_STATUS
     except (OSError, SafetensorError) as error:  # a full disk, a damaged file: the system's words say what
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1

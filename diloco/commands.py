@@ -6,6 +6,7 @@ Heavy parts (torch, matplotlib, Redis) are imported by the commands that need th
 import importlib
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +17,8 @@ from diloco.extras import load_extra
 from diloco.launcher.option_checks import check_data, check_evaluator, check_model_name
 from diloco.options import SettingsCommand, WatchProcess, takes
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.address import is_address
+from diloco.pipeline.files.writable import try_folder
 from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
@@ -60,6 +63,10 @@ def syncer(settings: SyncerProcess) -> None:
             f"--checkpoint-dir {settings.checkpoint_dir} would die with the syncer: give a folder, "
             "s3://bucket/path or gs://bucket/path"
         )
+    for folder in (settings.checkpoint_dir, settings.tape_dir, settings.record_deltas):
+        if folder is not None and not is_address(str(folder)):
+            with suppress(OSError):  # of a full disk there is a warning
+                try_folder(Path(folder))
     _join(settings, "syncer")
     for finding in importlib.import_module("diloco.doctor.start").wrong_for_syncer(settings):
         structlog.get_logger().warning("machine_warning", about=finding.about, detail=str(finding))

@@ -138,7 +138,7 @@ def look_at_folder(setting: str, path: Path | str) -> Folder:
             setting, path, free_bytes=float(shutil.disk_usage(there).free), there=there == place.path.absolute()
         )
     except (OSError, UsageError) as error:
-        said = error.strerror or str(error) if isinstance(error, OSError) else str(error)
+        said = error.found if isinstance(error, UsageError) else error.strerror or str(error)
         return Folder(setting, path, said.removeprefix(f"{path}: "))
 
 

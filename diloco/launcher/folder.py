@@ -34,6 +34,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.strict_json import dumps
+from diloco.pipeline.files.writable import denied, said, try_folder
 from diloco.pipeline.methods import RunMethod, meant_by
 from diloco.pipeline.settings import (
     NO_FLAG,
@@ -153,7 +154,7 @@ class Folder:
             if elsewhere and settings.resume is not None and not is_address(settings.resume):
                 self._take_moments(output_of(Path(settings.resume)).learners)
         except OSError as error:
-            raise UsageError(f"cannot make the output folder {self.path}: {error}") from error
+            raise UsageError(f"cannot make the output folder {self.path}: {said(error)}") from error
 
     def _keep_results(self, saved: bool) -> None:
         """report.json becomes report-1.json, and so on; what belongs to no checkpoint, tape-1 and learners-1."""
@@ -257,7 +258,8 @@ def choose(settings: RunProcess) -> Folder:
                 f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
             )
         _check_ended(path)
-    _check_writable(path / SETTINGS_FILE, "--out")
+    for one in (path / SETTINGS_FILE, *Folder(path).logs.glob("*.log")):
+        _check_writable(one, "--out")
     if settings.json_report is not None:
         if settings.json_report.is_dir():
             raise UsageError(f"--json-report {settings.json_report} is a folder: give a file's name")
@@ -338,9 +340,13 @@ def _check_ended(path: Path) -> None:
 
 def _check_writable(path: Path, flag: str) -> None:
     """Refuse a path that cannot be made or written, without making it."""
-    there = next(place for place in (path, *path.absolute().parents) if place.exists())
-    if not os.access(there, os.W_OK) or (there != path and not there.is_dir()):
-        raise UsageError(f"{flag} {path} cannot be written: {there} is no folder, or not yours to write to")
+    try:
+        if not path.exists():
+            try_folder(path.parent)
+        elif not os.access(path, os.W_OK):
+            raise denied(path)
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be written: {said(error)}") from error
 
 
 def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:

@@ -116,7 +116,7 @@ class Checkpoints:
 
         try:
             runs, checkpoints, size_bytes = await self._context.offload(look)
-        except OSError as error:  # said now, not first when there is something to save
+        except (OSError, UsageError) as error:  # said now, not first when there is something to save
             self.problem = f"no checkpoint can be saved in {self._shared} as it is: {error}"
             self._log.error("checkpoint_place_refused", error=str(error))
             return

@@ -6,10 +6,8 @@ the environment, as each store's own tools have them, and from nowhere else.
 """
 
 import importlib
-import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -19,12 +17,10 @@ from typing import Any, Final, Protocol
 from diloco.pipeline.errors import UsageError, missing
 from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.replacing import Part, replace
+from diloco.pipeline.files.writable import TRIED, try_folder
 
 PIECE_BYTES = 8 * 2**20
 """Given to a store's file at a time, which gathers what it sends."""
-TRIED = ".tried-"
-"""How the name of what is written to try a place begins; it goes at once."""
-TRIED_BYTES = 4096
 OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}}
 }
@@ -56,7 +52,7 @@ class Place(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise where nothing can be written; nothing is left there by it."""
+        """Raise where nothing can be written, a UsageError where this user may not; nothing is left there by it."""
         ...
 
     def names(self) -> frozenset[str]:
@@ -131,17 +127,7 @@ class Folder:
 
     def check(self) -> None:
         """As `Place`."""
-        path = self.path.absolute()
-        there = next(one for one in (path, *path.parents) if os.path.lexists(one))  # a link to nothing is in the way
-        if not there.is_dir():
-            raise OSError(f"{there} is no folder")
-        try:
-            with tempfile.TemporaryDirectory(prefix=TRIED, dir=there) as tried:
-                made = Path(tried) / path.relative_to(there)
-                made.mkdir(parents=True, exist_ok=True)
-                (made / "file").write_bytes(bytes(TRIED_BYTES))
-        except OSError as error:
-            raise OSError(f"{there}: {error.strerror or error}") from error
+        try_folder(self.path)
 
     def names(self) -> frozenset[str]:
         """As `Place`."""

@@ -28,6 +28,7 @@ from diloco.pipeline.bus.stored_values import entry_id
 from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.appending import append_whole
+from diloco.pipeline.files.writable import said
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.replay.disk import Disk
@@ -65,7 +66,7 @@ class TapeArchive:
         try:
             self._files = {group: self._opened(group) for group in range(groups)}
         except OSError as error:
-            raise UsageError(f"--tape-dir: cannot write to {directory}: {error}") from error
+            raise UsageError(f"--tape-dir: cannot write to {directory}: {said(error)}") from error
 
     async def follow(self) -> None:
         """Archive until cancelled; what cannot be written is read from the tape again."""

@@ -168,7 +168,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it():
         (NotPermitted("no", "ask", "NOPERM"), "no; ask (NOPERM)", 2),
         (BusUnavailable("no route"), "no route", 1),
         (OSError(28, "No space left on device"), "OSError: [Errno 28] No space left on device", 1),
-        (PermissionError(13, "Permission denied", "x"), "PermissionError: [Errno 13] Permission denied: 'x'", 1),
+        (PermissionError(1, "Operation not permitted"), "[Errno 1] Operation not permitted", 2),
     ],
 )
 def test_a_failure_is_one_message_without_a_traceback(error, shown, status, monkeypatch, capsys):

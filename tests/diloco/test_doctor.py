@@ -639,11 +639,14 @@ def test_a_folder_that_may_not_be_entered_or_asked_is_named(
     def refuses(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
-    for of, name in ((tempfile, "mkdtemp"), (measure.shutil, "disk_usage")):
+    for of, name, said in (
+        (tempfile, "mkdtemp", f"may not use {tmp_path / 'tape'}: {tmp_path} is "),
+        (measure.shutil, "disk_usage", "Permission denied"),
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(of, name, refuses)
             found = measure.look_at_folder("tape-dir", tmp_path / "tape")
-        assert found.problem.endswith("Permission denied")
+        assert said in found.problem
         assert "cannot be written: " in checks.folder(found).found
 
 

@@ -2,6 +2,7 @@
 
 import math
 import reprlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,10 +11,12 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, ValidationError
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.files.writable import try_folder
 from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.settings import SECRETS, STATE_S, BusSettings, EncodeOn, SyncSettings, load
 from diloco.pipeline.units import parse_whole
 from diloco.workers.copies.losses import LossCopy
+from diloco.workers.moments.state_folder import LOCK_FILE, LOSSES_FILE
 
 MAX_STEP_TOKENS = 2**40
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -77,6 +80,9 @@ def check_arguments(**given: Any) -> Arguments:
             )
         )
         raise UsageError(f"Learner: {name}={shown}: {allowed}") from None
+    if arguments.state_dir is not None:
+        with suppress(OSError):  # a learner that comes back beside a full disk is needed
+            try_folder(Path(arguments.state_dir), LOCK_FILE, LOSSES_FILE)
     if arguments.log_losses and arguments.state_dir is None:
         raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
     if arguments.tokens is not None and arguments.sync is not None and "tokens" in arguments.sync.model_fields_set:
