@@ -17,7 +17,8 @@ class HostPort(NamedTuple):
     port: int
 
     def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        host = self.host.replace("%", "%25")  # before the zone of an IPv6 address: RFC 6874
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
 
 class Hosts(NamedTuple):
@@ -41,5 +42,5 @@ class Hosts(NamedTuple):
             alone = urlsplit(f"//{one}")
             if not alone.hostname:
                 raise ValueError
-            hosts.append(HostPort(alone.hostname, alone.port or usual))
+            hosts.append(HostPort(alone.hostname.replace("%25", "%", 1), alone.port or usual))
         return cls(f"{login}@" if login else "", tuple(hosts))

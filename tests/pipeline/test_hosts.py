@@ -38,6 +38,16 @@ def test_several_nodes_of_a_cluster_may_be_named() -> None:
     assert parse("redis://a:7000,b").hosts == (HostPort("a", 7000), HostPort("b", 6379))
 
 
+@pytest.mark.parametrize("written", ["[fe80::1%25eth0]", "[fe80::1%eth0]"])
+def test_the_zone_of_an_ipv6_address_is_read_and_shown_as_it_is_written_in_urls(written: str) -> None:
+    """A browser's way, with the percent sign encoded, and a shell's."""
+    place = parse(f"redis://{written}:7000")
+    assert place.hosts == (HostPort("fe80::1%eth0", 7000),)
+    assert place.at(place.hosts[0])["host"] == "fe80::1%eth0"
+    assert place.where == "[fe80::1%25eth0]:7000"
+    assert Way.of(f"redis://{written}:7000").url == "redis://[fe80::1%25eth0]:7000"
+
+
 def test_connections_end_soon_after_the_other_end_has_gone_without_a_word() -> None:
     options = parse("redis://a").options["socket_keepalive_options"]
     assert int(1000 * SILENT_S) in options.values()

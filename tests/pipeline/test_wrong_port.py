@@ -2,16 +2,19 @@
 
 import asyncio
 import shutil
+import socket
 import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 import redis.exceptions as rx
 
+from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.lanes import Lanes
@@ -45,6 +48,25 @@ async def said(url: str) -> str:
         await connect(url, "run")
     assert "secret" not in str(error.value)
     return str(error.value)
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("first", ["::1", "127.0.0.2"])
+async def test_a_name_whose_first_address_nobody_listens_on_is_reached_by_the_next(
+    first: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as localhost, which is ::1 first on many machines."""
+    known = socket.getaddrinfo
+
+    def twofold(host: str, *args: Any, **more: Any) -> list[Any]:
+        named = [first, "127.0.0.1"] if host == "twofold" else [host]
+        return [one for name in named for one in known(name, *args, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", twofold)
+    with EmbeddedRedis(port=0) as server:
+        bus = await connect(f"redis://twofold:{server.port}", "run")
+        assert await bus.read_spec() is None
+        await bus.close()
 
 
 async def test_an_option_that_there_is_not_is_refused_without_the_password() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -14,6 +15,7 @@ import pytest
 from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable, LeaseLost, RankGone, UsageError
 from diloco.workers.exchange.joining import meanwhile
 from diloco.workers.ranks import wires as wires_module
+from diloco.workers.ranks.found import _own_address
 from diloco.workers.ranks.joined import Rank
 from diloco.workers.ranks.lines import TcpLines, listen
 from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, TOLD_S, Wires
@@ -102,6 +104,26 @@ async def test_one_that_finds_out_alone_has_the_first_of_the_others_tell_the_run
             await wires[2].watch()
         await wires[2].__aexit__(None, None, None)
         assert [wires[rank].speaks for rank in (1, 2)] == [answers, not answers]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6 here")
+async def test_ranks_of_several_machines_call_each_other_by_ipv4_or_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each says the address by which rank 0's machine is reached."""
+    listeners, hosts = [listen(), listen()], []
+    for master in ("127.0.0.1", "::1"):
+        monkeypatch.setenv("MASTER_ADDR", master)
+        hosts.append(_own_address(beside_rank_0=False))
+    assert hosts == ["127.0.0.1", "::1"]
+    for order in (hosts, hosts[::-1]):
+        addresses = [(host, one.getsockname()[1]) for host, one in zip(order, listeners, strict=True)]
+        lines = [TcpLines(rank, addresses, one.dup(), TOKEN) for rank, one in enumerate(listeners)]
+        found = await asyncio.gather(*(one.connect() for one in lines))
+        for one, others in zip(lines, found, strict=True):
+            one.close()
+            for _, writer in others.values():
+                writer.close()
+    for listener in listeners:
+        listener.close()
 
 
 async def test_an_error_from_elsewhere_is_not_lost_where_somebody_watches() -> None:

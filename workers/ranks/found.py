@@ -297,7 +297,7 @@ def meet(
             told = said_by_all(group, Rows(machine=socket.gethostname(), held=ranges))
             machines = [one.machine for one in told]
             alone = len(set(machines)) == 1
-            listener = listen(LOOPBACK if alone else "")
+            listener = listen(LOOPBACK) if alone else listen()
             host = LOOPBACK if alone else _own_address(machines[rank] == machines[0])
             places = said_by_all(group, Place(host=host, port=listener.getsockname()[1]))
     except RuntimeError as error:
@@ -383,6 +383,8 @@ def _own_address(beside_rank_0: bool) -> str:
     master = os.environ.get("MASTER_ADDR", socket.gethostname())
     if beside_rank_0:
         return master
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-        probe.connect((master, 9))
-        return str(probe.getsockname()[0])
+    for family, *_, address in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # no way there: the next one
+            probe.connect(address)  # nothing is sent
+            return str(probe.getsockname()[0])
+    return socket.gethostname()

@@ -88,9 +88,12 @@ class Lines(Protocol):
         """Whoever calls from now on is no rank."""
 
 
-def listen(host: str) -> socket.socket:
-    """A socket on which other ranks will call."""
-    listener = socket.create_server((host, 0))
+def listen(host: str = "") -> socket.socket:
+    """A socket on which other ranks will call. host: "": any address of this machine, of IPv6 too where it has that."""
+    try:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    except (OSError, ValueError):  # it has none, or the host is one of IPv4
+        listener = socket.create_server((host, 0))
     _note(listener.fileno())
     return listener
 
