@@ -296,6 +296,28 @@ def test_lightning_resumes_ends_with_the_run_and_leaves_on_an_error(redis_server
     assert scripts.loss_of(module.model) < scripts.loss_of(llama())
 
 
+def test_lightnings_fast_dev_run_is_one_step_of_a_learner_that_leaves(redis_server: str, tmp_path: Path) -> None:
+    """The run goes on without it, for its whole budget, and the module has the run's values."""
+    from lightning.pytorch import Trainer
+
+    from diloco.integrations.lightning import DilocoCallback
+
+    run, module = f"fast-dev-{tmp_path.name}", lightning_module()
+    with a_syncer(redis_server, run):
+        callback = DilocoCallback(run=run, redis_url=redis_server, tokens=1000 * STEP_TOKENS, sync=SYNC)
+        trainer = Trainer(fast_dev_run=True, accelerator="cpu", callbacks=[callback], enable_progress_bar=False)
+        with capture_logs() as log:
+            trainer.fit(module, scripts.loader("lightning"))
+        assert module.batches == 1
+        assert not threads()
+        (report,) = [seen.report for seen in reports(redis_server, run)]
+        assert (report.left, report.step, report.tokens) == (True, 1, MICRO * LENGTH)
+        (said,) = [one for one in log if one["event"] == "trainer_ended_first"]
+        assert [one["finished"] for one in log if one["event"] == "globals_loaded"] == [False]
+        assert "max_steps=1," in said["detail"]
+        assert ledger(redis_server, run)[0] == "running"
+
+
 @pytest.mark.parametrize("how", ["by hand", "every second batch"])
 def test_lightning_counts_what_was_trained(redis_server: str, tmp_path: Path, how: str) -> None:
     """Also where the module goes backward by hand; and nothing of a batch that gave no loss."""
