@@ -89,6 +89,8 @@ class Settings(BaseSettings):
         if isinstance(value, str):
             if any("\ud800" <= character <= "\udfff" for character in value):
                 raise ValueError("not UTF-8")
+            if "\0" in value:
+                raise ValueError("has a NUL character")
             if cls.model_fields[str(info.field_name)].annotation in (int, int | None):
                 return parse_whole(value)
         return value

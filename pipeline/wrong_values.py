@@ -21,6 +21,8 @@ _WORDS = {
     "string_pattern_mismatch": ("not of the form that it takes", ""),
     "string_type": ("not text", ""),
     "path_type": ("not a path", ""),
+    "dict_type": ("not a dictionary", ""),
+    "is_instance_of": ("not of the kind that it takes", "{class}"),
     "finite_number": ("not a finite number", ""),
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), (_WHOLE, "")),
     **dict.fromkeys(("float_type", "float_parsing"), (_NUMBER, "")),
@@ -74,7 +76,7 @@ def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
 def complaint(error: ValidationError) -> str:
     """What is wrong with a message or a file, and whether another build may have written it."""
     first = error.errors(include_url=False)[0]
-    where, what = ".".join(str(part)[:80] for part in first["loc"]), first["msg"][:400].removeprefix("Value error, ")
+    where, what = ".".join(str(part)[:80] for part in first["loc"]), told(first)[:400]
     if first["type"] == "literal_error" and where.endswith("format"):
         number, reads = repr(first["input"]), first.get("ctx", {}).get("expected")
         number = number if len(number) <= LONGEST else f"{number[:LONGEST]}..."

@@ -11,6 +11,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.settings import SyncSettings, load
 from diloco.pipeline.sources import ENV_PREFIX
+from diloco.pipeline.wrong_values import told
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.exchange.reaching import Beginning
 
@@ -78,14 +79,14 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
     budget = {} if given.tokens is None else {"tokens": given.tokens}
     trainer = given.trainer or {}
     if held is None or given.sync is not None:
-        told = (given.sync or load(SyncSettings)).model_copy(update=budget)
+        asked = (given.sync or load(SyncSettings)).model_copy(update=budget)
         if held is not None:
-            told = agree(told, {"tokens": held.sync.tokens}, SyncSettings)
+            asked = agree(asked, {"tokens": held.sync.tokens}, SyncSettings)
         elif beginning.budget is not None:
-            told = agree(told, {"tokens": beginning.budget}, SyncSettings, WAITING_SYNCER)
-        if held is not None and told.groups is None:
-            told = told.model_copy(update={"groups": held.sync.groups})
-        sync = _own(told, model, beginning.cluster)
+            asked = agree(asked, {"tokens": beginning.budget}, SyncSettings, WAITING_SYNCER)
+        if held is not None and asked.groups is None:
+            asked = asked.model_copy(update={"groups": held.sync.groups})
+        sync = _own(asked, model, beginning.cluster)
     else:
         _say_what_does_not_count(held.sync)
         # Another model than the run's may have too few tensors: joining says how they differ.
@@ -98,7 +99,7 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"])) or "the run's spec"
-        raise UsageError(f"{where}: {problem['msg']}") from error
+        raise UsageError(f"{where}: {told(problem)}") from error
 
 
 def _say_what_does_not_count(held: SyncSpec) -> None:

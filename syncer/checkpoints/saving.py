@@ -32,6 +32,7 @@ from diloco.pipeline.messages.wire import MOST_ELEMENTS, MOST_TOKENS
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.retry import Backoff
 from diloco.pipeline.transfer.payloads import Offload, pull_state
+from diloco.pipeline.wrong_values import complaint
 from diloco.syncer.checkpoints.manifest import (
     CHECKPOINT,
     GLOBALS,
@@ -297,7 +298,7 @@ def _fragment(folder: Place, file: str) -> SavedFragment:
     try:
         return SavedFragment.model_validate_json(folder.read(file))
     except ValidationError as error:
-        raise OSError(f"{folder}/{file} is damaged: {error.errors()[0]['msg']}") from error
+        raise OSError(f"{folder}/{file} is damaged: {complaint(error)}") from error
 
 
 def _make_one(place: Place, name: str, state: SavedState) -> list[str]:

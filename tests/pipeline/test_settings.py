@@ -106,6 +106,8 @@ def test_what_is_no_finite_number_is_refused(text):
 
 def test_text_that_no_file_can_hold_is_refused():
     """A path whose bytes are no UTF-8, as the system hands it to a program."""
+    with pytest.raises(UsageError, match=r"data='book\\x00': has a NUL character; set it with --data"):
+        load(LearnerProcess, {"data": "book\0"})
     with pytest.raises(UsageError, match=r"data='book\\udcff': not UTF-8; set it with --data"):
         load(TrainerSettings, {"data": "book\udcff"})
 

@@ -402,7 +402,7 @@ def rewrite(path: Path, change) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda s: s.pop("format"), "format: Field required"),
+        (lambda s: s.pop("format"), "format: missing"),
         (lambda s: s["fragments"][0].update(version=-1), r"fragments\.0\.version"),
         (lambda s: s["fragments"][0].update(file="../secret.safetensors"), r"fragments\.0\.file"),
         (lambda s: s["spec"]["sync"].pop("quorum"), r"spec\.sync\.quorum"),

@@ -141,6 +141,7 @@ def test_a_learner_refuses_by_name_what_it_was_told(argument: str, value: Any) -
     with pytest.raises(UsageError, match=f"Learner: {argument}.*: ") as refused:
         learner(**{argument: value})
     assert ("=***:" in str(refused.value)) is (argument == "redis_url")
+    assert "Input" not in str(refused.value), "these are pydantic's words"
 
 
 @pytest.mark.parametrize(("name", "value"), [("tokens", 2**63), ("sync_interval", 10**7)])

@@ -23,6 +23,7 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.payload.codec import digest_of
+from diloco.pipeline.wrong_values import complaint
 from diloco.workers.copies.snapshots import Snapshot, snapshot_of
 from diloco.workers.moments.moments import KeptLayout, Moments, of_moment, slots
 from diloco.workers.moments.trial import trial_shape, trial_states
@@ -156,7 +157,7 @@ class OptimizerState:
         try:
             return OptimizerKind(optimizer=told, moments=tuple(moments), numbers=tuple(numbers))
         except ValidationError as error:
-            raise TypeError(f"its states cannot be named: {error.errors()[0]['msg']}") from error
+            raise TypeError(f"its states cannot be named: {complaint(error)}") from error
 
     @property
     def for_peers(self) -> bool:

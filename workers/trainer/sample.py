@@ -11,6 +11,7 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.tensor_file import Tensor
+from diloco.pipeline.wrong_values import complaint
 from diloco.workers.trainer.data import bpe
 from diloco.workers.trainer.data.shards import TOKENIZER_FILE, check_digest, read_index
 from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES
@@ -42,7 +43,7 @@ def load_model(where: str, trainer: object, tensors: Mapping[str, Tensor]) -> Lo
     try:
         spec = _TRAINER.validate_python(trainer)
     except ValidationError as error:
-        raise UsageError(f"{where} is not a checkpoint, or damaged: {error}") from error
+        raise UsageError(f"{where} is not a checkpoint, or damaged: {complaint(error)}") from error
     values = {name: _values(tensor) for name, tensor in tensors.items()}
     if broken := [name for name, tensor in values.items() if not torch.isfinite(tensor).all()]:
         raise UsageError(f"{where} is damaged: {broken[0]} has elements that are not finite")

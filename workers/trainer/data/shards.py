@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.payload.codec import as_bytes
+from diloco.pipeline.wrong_values import complaint
 from diloco.workers.trainer.data.tokens import MIN_BYTES, TextData, Tokens
 
 INDEX_FILE = "index.json"
@@ -121,9 +122,8 @@ def read_index(folder: Path) -> Index:
     except FileNotFoundError as error:
         raise UsageError(f"{path} is missing: {again}") from error
     except (OSError, ValidationError) as error:
-        first = error.errors(include_url=False)[0] if isinstance(error, ValidationError) else None
-        where = str(error) if first is None else f"{'.'.join(map(str, first['loc']))}: {first['msg']}".lstrip(": ")
-        raise UsageError(f"{path} is damaged: {where}; {again}") from error
+        wrong = complaint(error) if isinstance(error, ValidationError) else error
+        raise UsageError(f"{path} is damaged: {wrong}; {again}") from error
     if index.fingerprint != fingerprint_of(index) or index.train_tokens > index.tokens:
         raise UsageError(f"{path} is damaged: its fingerprint is not that of what it says; {again}")
     return index
