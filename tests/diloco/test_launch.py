@@ -251,7 +251,7 @@ def test_the_shared_settings_file_suits_every_party(tmp_path):
 @pytest.mark.parametrize(
     ("name", "value"),
     [("clip", float("inf")), ("lr", 1e-30), ("seed", 2**63 - 1), ("compile", True)]
-    + [("data", text) for text in ("a\nb", "tab\tnul\x00\x1b\x7f", "'''", '"""', "C:\\new\\u0041", "日本 \u2028 é")],
+    + [("data", text) for text in ("a\nb", "tab\tbell\x07\x1b\x7f", "'''", '"""', "C:\\new\\u0041", "日本 \u2028 é")],
 )
 def test_whatever_a_setting_is_the_settings_file_can_be_read(tmp_path, name, value):
     """Every child gets exactly what the launcher was told."""

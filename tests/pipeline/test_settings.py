@@ -137,7 +137,7 @@ def test_more_fragments_than_a_run_can_join_with_are_refused_with_their_number()
         load(SyncSettings, {"fragments": 1025})
     most = load(SyncSettings, {"fragments": 1024}).sync_spec()
     spec = samples.spec().model_copy(update={"sync": most.model_copy(update={"fragments": 1025})})
-    with pytest.raises(BadMessage, match=r"sync\.fragments: .*1024 \(got 1025\)"):
+    with pytest.raises(BadMessage, match=r"sync\.fragments: .*1024\) \(got 1025\)"):
         decode(Spec, encode(spec))
 
 

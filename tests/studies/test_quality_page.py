@@ -109,6 +109,13 @@ WITHOUT_DATA = {
     "From scratch: the defaults": [["1.416", "+2.2"]],
     # no experiment asks for globals as int8 updates, nor for 240 steps
     "Bytes of a delta, and of a global": [["2.1758", "2.1761"], ["2.2075", "2.2074", "2.2092"]],
+    # of rules that no commit has
+    "Where round trips are long": [
+        ["1.482", "84.6", "1.572", "68.5"],
+        ["1.482", "84.6", "1.573", "67.9"],
+        ["1.489", "64.5", "1.572", "63.6"],
+        ["1.497", "55.7", "1.612", "39.3"],
+    ],
     # of `diloco run`
     "Few bits with the default outer step": [
         ["2.2624"],
@@ -268,6 +275,11 @@ def longer_interval() -> Iterator[list[float]]:
         against = [] if run == base else [percent(mean(values(run)), mean(values(base))), *changes(run, base)]
         syncer_s = mean(one.syncer_s or 0.0 for one in summaries(run))
         yield [mean(values(run)), *values(run), *against, merged(run), syncer_s]
+
+
+def round_trips() -> Iterator[list[float]]:
+    for run in ("round-trips/round trips of 4 steps", "round-trips/round trips of 13 steps"):
+        yield [mean(values(run)), *values(run), merged(run)]
 
 
 def interval() -> Iterator[list[float]]:
@@ -575,6 +587,7 @@ TABLES = {
     "The inner optimizer": inner_optimizer,
     "Stale deltas": stale_deltas,
     "A longer H": longer_interval,
+    "Where round trips are long": round_trips,
     "H, P and tau": interval,
     "Merge rules, weights, overlapped steps, late learners": merge_rules,
     "Carrying steps over an adoption": carrying,
