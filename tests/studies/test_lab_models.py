@@ -121,3 +121,13 @@ def test_digits_held_out_are_never_trained_on():
 def test_the_sizes_that_a_file_may_name_are_those_that_are_built():
     """Of the ViT, which a file is read without."""
     assert tuple(vit.SIZES) == VIT_SIZES
+
+
+def test_a_loss_is_said_a_byte_of_text_and_a_token_of_tokens(tmp_path):
+    """And a model has an entry for each token."""
+    np.save(tmp_path / "tokens.npy", np.arange(20_000, dtype=np.uint16) % 1000)
+    (tmp_path / "text.txt").write_text("A text. " * 1000)
+    runs = [LabRun(model="nano", data=str(tmp_path / name)) for name in ("tokens.npy", "text.txt")]
+    tokens, text = (open_task(run, torch.device("cpu")) for run in runs)
+    assert (text.measure, tokens.measure) == ("held-out loss (nats a byte)", "held-out loss (nats a token)")
+    assert tokens.build()(torch.tensor([[999]])).shape == (1, 1, 1024)

@@ -45,7 +45,7 @@ class LabRun(BaseModel):
     experts: int | None = Field(None, ge=1, le=1024, description="Experts of each layer, where there are any")
     experts_a_token: int = Field(2, ge=1, le=1024, description="Experts that a token goes through")
     balance: float = Field(0.01, ge=0, description="Weight of the balancing loss")
-    data: str = Field(USUAL["data"], description="Text file or folder, or 'stdlib'")
+    data: str = Field(USUAL["data"], description="Text file or folder, token shards, or 'stdlib'")
     seq_len: int = Field(USUAL["seq_len"], ge=8, le=65536, description="Tokens in a sequence")
     eval_tokens: int = Field(65_536, ge=1, description="Size of the held-out slice")
     evaluations: int = Field(20, ge=1, le=10_000, description="Points of the curve")

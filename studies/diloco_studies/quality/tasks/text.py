@@ -1,4 +1,4 @@
-"""Language modelling, byte by byte, on any text that `diloco run` takes; files held out are never trained on."""
+"""Language modelling, by bytes or tokens, on any text that `diloco run` takes; files held out are never trained on."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ from torch import nn
 
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.data.tokens import BYTES
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.recipe import held_out_loss, loss_of, to_device
 from diloco_studies.quality.models.moe import MixtureGPT, build_mixture
@@ -17,7 +18,6 @@ from diloco_studies.quality.settings import LabRun
 class TextTask:
     """An example is a block of `seq_len` tokens."""
 
-    measure = "held-out loss (nats a byte)"
     higher_is_better = False
 
     def __init__(self, run: LabRun, device: torch.device) -> None:
@@ -28,6 +28,7 @@ class TextTask:
         """
         text = open_text(run.data)
         self._run, self._device, self._vocab = run, device, text.vocab
+        self.measure = f"held-out loss (nats a {'byte' if text.vocab == BYTES else 'token'})"
         self.same_kernels = run.experts is None
         self._blocks = Blocks(text.train, run.seq_len, run.seed)
         self._held_out = Blocks(text.validation, run.seq_len).spread(run.eval_tokens)
@@ -47,10 +48,10 @@ class TextTask:
         return (to_device(rows, self._device),)
 
     def loss(self, model: nn.Module, batch: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Nats a byte, and the balancing loss of this learner's batch."""
+        """Nats a token, and the balancing loss of this learner's batch."""
         loss = loss_of(model, batch[0])
         return loss + self._run.balance * model.balance if isinstance(model, MixtureGPT) else loss
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
-        """Nats a byte on the held-out slice."""
+        """Nats a token on the held-out slice."""
         return {"value": held_out_loss(model, self._held_out, self._device)}
