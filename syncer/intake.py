@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import structlog
 
 from diloco.pipeline.bus.commits import MOST_HEADERS
-from diloco.pipeline.bus.ports import Clock, Offered, Offers, PayloadStore
+from diloco.pipeline.bus.ports import START, Clock, Offered, Offers, PayloadStore
 from diloco.pipeline.bus.stored_values import parse_offer_id
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
@@ -57,7 +57,9 @@ class Arrivals:
     def __init__(self, bus: Offers, fragment: int, wake: asyncio.Event) -> None:
         self._bus, self._p, self._wake = bus, fragment, wake
         self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MOST_ARRIVED)
-        self._flooding, self._cut = set[str](), asyncio.Event()
+        self._waiting, self._looked = Counter[str](), dict[str, str]()
+        """Of each learner, how many of them were read and not looked at, and the last one that was looked at."""
+        self._flooding, self._cut = dict[str, None](), asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
     @property
@@ -68,19 +70,23 @@ class Arrivals:
     def some(self) -> Iterator[Offered]:
         """The oldest of those that are here, not too many at once."""
         for _ in range(min(self._arrived.qsize(), MOST_AT_ONCE)):
-            yield self._arrived.get_nowait()
+            entry = self._arrived.get_nowait()
+            learner, self._looked[learner] = parse_offer_id(entry.entry_id)
+            self._waiting[learner] -= 1
+            yield entry
 
     def flooding(self) -> Iterator[str]:
         """Learners that have more headers waiting than there may be. Each is to be cut before the next is asked for.
 
-        What was read of it is among what goes then, and is forgotten: a step for each would keep the others waiting.
+        What was read of it is forgotten: a step for each would keep the others waiting. What stays is read again.
         """
         for learner in self._flooding:
             kept = [entry for _ in range(self._arrived.qsize()) if _of(entry := self._arrived.get_nowait()) != learner]
             for entry in kept:
                 self._arrived.put_nowait(entry)
+            self._waiting[learner] = 0
             yield learner
-        self._flooding = set()
+        self._flooding = {}
         self._cut.set()
 
     def check(self) -> None:
@@ -105,8 +111,8 @@ class Arrivals:
         after: dict[str, str] = {}
         while True:
             entries = await self._bus.read_offers(self._p, after, BLOCK_S, MOST_HEADERS + 1)
-            found = Counter(map(_of, entries))
-            flooding = {learner for learner, count in found.items() if count > MOST_HEADERS}
+            self._waiting.update(found := [_of(entry) for entry in entries])
+            flooding = dict.fromkeys(learner for learner in found if self._waiting[learner] > MOST_HEADERS)
             if flooding:
                 self._cut.clear()
                 self._flooding = flooding
@@ -120,6 +126,7 @@ class Arrivals:
                     self._wake.set()
             if flooding:
                 await self._cut.wait()
+                after = {**after, **{learner: self._looked.get(learner, START) for learner in flooding}}
                 await asyncio.sleep(FLOODED_S)
 
 
