@@ -21,7 +21,6 @@ _WORDS = {
     "string_pattern_mismatch": ("not of the form that it takes", ""),
     "string_type": ("not text", ""),
     "path_type": ("not a path", ""),
-    "dict_type": ("not a dictionary", ""),
     "is_instance_of": ("not of the kind that it takes", "{class}"),
     "finite_number": ("not a finite number", ""),
     **dict.fromkeys(("int_type", "int_parsing", "int_parsing_size", "int_from_float"), (_WHOLE, "")),
@@ -59,7 +58,7 @@ def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
 
     field: whose value it is; None: not known, and the one rule that was broken is named alone.
     """
-    said = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "not").rstrip(".")
     wrong, rule = _WORDS.get(problem["type"], (said, ""))
     if field is None:
         bounds = {name: written(one) if isinstance(one, float) else one for name, one in problem.get("ctx", {}).items()}
@@ -86,4 +85,4 @@ def complaint(error: ValidationError) -> str:
         return f"{where or 'message'} {value!r:.40} is unknown to this build: {OTHERS} have written it"
     if first["type"] == "extra_forbidden":
         return f"{where or 'message'} is unknown to this build: {OTHERS} have written it"
-    return f"{where or 'message'}: {what}"
+    return f"{where}: {what}" if where else what

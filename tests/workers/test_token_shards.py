@@ -143,10 +143,15 @@ def other_number(path: Path) -> None:
     path.write_text(json.dumps(told))
 
 
+def emptied(path: Path) -> None:
+    path.write_text("[]")
+
+
 DAMAGE = [
     ("train-00001.bin", cut_short, "train-00001.bin is damaged: it has 9997 bytes, the index says 10000"),
     ("train-00000.bin", Path.unlink, "train-00000.bin cannot be read, which the index names: No such file"),
     ("index.json", cut_short, "index.json is damaged"),
+    ("index.json", emptied, "index.json is damaged: not an object; copy"),
     ("index.json", other_number, "index.json is damaged: its fingerprint is not that of what it says"),
     ("index.json", Path.unlink, "index.json is missing"),
 ]
