@@ -11,7 +11,7 @@ import math
 from diloco.pipeline.messages.spec import SyncSpec
 
 LONGEST = 96
-"""Steps. No interval is made longer: none was measured that is (docs/results/quality-choices.md, "A longer H")."""
+"""Steps. No interval is made longer: 156 gained nothing, more were not measured (docs/results/quality-choices.md)."""
 
 
 def interval_at(sync: SyncSpec, version: int) -> int:

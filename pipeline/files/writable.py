@@ -56,7 +56,8 @@ def try_folder(path: Path, *files: str) -> None:
 
 def said(error: OSError) -> str:
     """What is wrong, for people: of a file that is another user's, what to do about it too."""
-    return str(denied(Path(error.filename)) if isinstance(error, PermissionError) and error.filename else error)
+    theirs = isinstance(error, PermissionError) and isinstance(error.filename, str)
+    return str(denied(Path(error.filename)) if theirs else error)
 
 
 def denied(path: Path) -> UsageError:

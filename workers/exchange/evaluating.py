@@ -133,6 +133,7 @@ class Evaluating:
         # in a thread: the loop goes on serving its connections
         self.last = loss = await asyncio.to_thread(self._number)
         self.known = state
+        await self._read_state(bus)  # the loss is of no run that has begun meanwhile
         now = bus.clock.unix()
         evaluation = Evaluation(
             loss=loss,

@@ -383,7 +383,7 @@ def _own_address(beside_rank_0: bool) -> str:
     master = os.environ.get("MASTER_ADDR", socket.gethostname())
     if beside_rank_0:
         return master
-    for family, *_, address in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
+    for family, *_, address in sorted(socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)):  # IPv4 first
         with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # no way there: the next one
             probe.connect(address)  # nothing is sent
             return str(probe.getsockname()[0])
