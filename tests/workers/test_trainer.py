@@ -195,12 +195,16 @@ def test_one_that_disagrees_is_refused(book: Path) -> None:
     assert not FakeLearner.made
 
 
-def test_one_that_was_slower_to_propose_follows_the_quicker(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Told nothing, it proposes defaults, finds another spec in force, and takes that one's values."""
+@pytest.mark.parametrize("before", [None, {"batch": 4, "tokens": 2_500_000}])
+def test_a_spec_that_is_another_by_the_time_it_joins_is_followed(
+    before: dict[str, int] | None, book: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another learner was quicker to propose, or a syncer's checkpoint takes the place of what one had proposed."""
     theirs = run_spec(settings(book, batch=2))
+    FakeLearner.spec = before and run_spec(settings(book, **before))
 
     def join(learner: FakeLearner) -> FakeLearner:
-        if FakeLearner.spec is None:
+        if FakeLearner.spec != theirs:
             FakeLearner.spec = theirs
             raise SpecMismatch("this learner and the run disagree")
         return learner
@@ -209,6 +213,20 @@ def test_one_that_was_slower_to_propose_follows_the_quicker(book: Path, monkeypa
     small = {"redis_url": "unix:///nowhere", "data": str(book), "seq_len": 32, "threads": 1}
     assert trainer.train(load(LearnerProcess, small)) == 0
     assert FakeLearner.made[-1].told["trainer"] == theirs.trainer
+
+
+def test_another_spec_while_it_trains_is_not_followed(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is another run of the name."""
+    FakeLearner.spec = run_spec(settings(book))
+
+    def step(learner: FakeLearner, tokens: int, loss: torch.Tensor) -> None:
+        FakeLearner.spec = run_spec(settings(book, batch=2))
+        raise SpecMismatch("this learner and the run disagree")
+
+    monkeypatch.setattr(FakeLearner, "step", step)
+    with pytest.raises(SpecMismatch):
+        trainer.train(settings(book))
+    assert len(FakeLearner.made) == 1
 
 
 def test_the_text_may_lie_elsewhere_but_must_be_the_same(book: Path, tmp_path: Path) -> None:

@@ -88,10 +88,11 @@ def train(settings: LearnerProcess) -> int:
     try:
         return train_once(settings, spec, redis_url, device, stop, ranks)
     except SpecMismatch:
-        if spec is not None:
+        if stop.training or (found := read()) == spec:
             raise
-        # Another learner was quicker to propose the spec: follow it, or be refused for what was asked for.
-        return train_once(settings, read(), redis_url, device, stop, ranks)
+        # Another learner was quicker to propose the spec, or a syncer's checkpoint has replaced what one had proposed:
+        # follow it, or be refused for what was asked for.
+        return train_once(settings, found, redis_url, device, stop, ranks)
 
 
 def train_together(
