@@ -225,7 +225,7 @@ def test_another_spec_while_it_trains_is_not_followed(book: Path, monkeypatch: p
 
     monkeypatch.setattr(FakeLearner, "step", step)
     with pytest.raises(SpecMismatch):
-        trainer.train(settings(book))
+        trainer.train(load(LearnerProcess, {"redis_url": "unix:///nowhere", "threads": 1}))
     assert len(FakeLearner.made) == 1
 
 
