@@ -44,10 +44,10 @@ class MemoryBackdoor:
         expiry = self.store.expiries.get(key)
         return None if expiry is None else expiry - LoopClock().now()
 
-    def plant(self, key: str, kind: Kind) -> None:
+    def plant(self, key: str, kind: Kind, string: bytes = b"x") -> None:
         """Put a value of a type at a key."""
         self.store.delete(key)
-        self.store.values[key] = {"string": b"x", "hash": {b"x": b"x"}, "stream": Stream()}[kind]
+        self.store.values[key] = {"string": string, "hash": {b"x": b"x"}, "stream": Stream()}[kind]
         if kind == "stream":
             self.store.stream(key).append((1, 0), b"x")
 
@@ -99,10 +99,10 @@ class RedisBackdoor:
         ms = self.client.pttl(key)
         return None if ms < 0 else ms / 1000
 
-    def plant(self, key: str, kind: Kind) -> None:
+    def plant(self, key: str, kind: Kind, string: bytes = b"x") -> None:
         self.client.delete(key)
         if kind == "string":
-            self.client.set(key, b"x")
+            self.client.set(key, string)
         elif kind == "hash":
             self.client.hset(key, "x", b"x")
         else:

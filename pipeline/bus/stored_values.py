@@ -21,7 +21,7 @@ from diloco.pipeline.messages.head import Head, MergedBase, Norms, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.payload import Update, Updates
 from diloco.pipeline.messages.run import RunState
-from diloco.pipeline.messages.shards import Shard, ShardQueue
+from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS, MOST_TOKENS, PARTY, Message
 from diloco.pipeline.payload.codec import Encoded, decode, encode
@@ -41,6 +41,11 @@ MOST_NEW_SENDERS = 512
 MOST_SENDERS = MAX_LEARNERS
 """Names that a reader of headers does not know, and reads; of more, those that have one. Of more than the second, none
 is known."""
+
+MOST_OPEN_SHARDS = 2**15
+"""Entries of a queue of shards that is read: of an epoch there are half as many at most (`MAX_SHARDS`)."""
+NO_SHARD = Shard(epoch=0, index=0, start=0, stop=0)
+"""What stands for an entry that cannot be read: no blocks, so that who claims it takes it off the queue."""
 
 _LEARNER = re.compile(PARTY.encode())
 
@@ -209,14 +214,20 @@ def savers(live: Iterable[HereSyncer]) -> list[HereSyncer]:
     return sorted(one for one in live if one.saved_tokens)
 
 
+def shard_count(blob: bytes | None) -> int:
+    """Epochs queued, or blocks read of a shard: a number that any learner may write. 0 where there is none."""
+    return int(blob) if blob and blob.isdigit() and len(blob) < 19 else 0  # as the scripts
+
+
+def claimed_shard(at: str, blob: bytes, position: bytes | None) -> ClaimedShard:
+    """An entry of the shard stream, with how far it was read; where that cannot be told, from its start."""
+    return ClaimedShard(entry_id=at, shard=readable(Shard, blob) or NO_SHARD, position=shard_count(position))
+
+
 def shard_queue(epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes]) -> ShardQueue:
-    """The shard stream as a checkpoint keeps it."""
-    return ShardQueue(
-        epochs=epochs,
-        open=tuple(
-            (decode(Shard, blob), decode_count("shard position", positions.get(at.encode()))) for at, blob in entries
-        ),
-    )
+    """The shard stream as a checkpoint keeps it, without what cannot be read."""
+    found = [claimed_shard(at, blob, positions.get(at.encode())) for at, blob in entries]
+    return ShardQueue(epochs=epochs, open=tuple((one.shard, one.position) for one in found if one.shard != NO_SHARD))
 
 
 def check_chunks(first: int, chunks: Sequence[Encoded]) -> None:

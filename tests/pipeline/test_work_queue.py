@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
@@ -222,9 +223,45 @@ async def test_a_position_is_saved_also_where_memory_is_short(bus: Bus, backdoor
     assert (await bus.read_shards()).open == ((SHARDS[0], 4), (SHARDS[2], 0))
 
 
-async def test_a_position_that_is_no_number_is_named(bus: Bus, backdoor: Backdoor) -> None:
+async def test_what_cannot_be_read_is_claimed_as_no_shard_and_is_in_no_checkpoint(bus: Bus, backdoor: Backdoor) -> None:
+    """Any learner may add an entry; who claims it takes it off, and claims the next."""
+    await bus.fill_shards(0, SHARDS[:1])
+    backdoor.append(bus.keys.shards, b"\x91" * 2000)
+    await bus.fill_shards(1, SHARDS[1:])
+    assert await bus.read_shards() == ShardQueue(epochs=2, open=tuple((shard, 0) for shard in SHARDS))
+    first = await claim(bus, L0)
+    bad = await claim(bus, L0, first)
+    assert bad.shard.start == bad.shard.stop
+    await bus.finish_shard(L0, bad.entry_id)
+    assert [(await claim(bus, L0, first)).shard, (await claim(bus, L1)).shard] == SHARDS[1:]
+
+
+@pytest.mark.parametrize("number", [b"far", b"9" * 20, b"9" * 19])
+async def test_a_position_that_cannot_be_one_is_written_over(bus: Bus, backdoor: Backdoor, number: bytes) -> None:
     await bus.fill_shards(0, SHARDS[:1])
     one = await claim(bus, L0)
-    backdoor.hset(bus.keys.shard_positions, one.entry_id, b"far")
-    with pytest.raises(BadMessage):
-        await bus.save_position(L0, one.entry_id, 4)
+    backdoor.hset(bus.keys.shard_positions, one.entry_id, number)
+    assert (await bus.read_shards()).open == ((SHARDS[0], 0),)
+    await bus.save_position(L0, one.entry_id, 4)
+    assert (await bus.read_shards()).open == ((SHARDS[0], 4),)
+
+
+@pytest.mark.parametrize("number", [b"many", b"9" * 20, b"9" * 19])
+async def test_epochs_that_cannot_be_counted_are_as_lost_ones(bus: Bus, backdoor: Backdoor, number: bytes) -> None:
+    await bus.fill_shards(0, SHARDS[:1])
+    backdoor.plant(bus.keys.shard_epoch, "string", number)
+    assert await bus.count_epochs() == 0
+    assert await bus.fill_shards(2, SHARDS, 0)
+    assert await bus.count_epochs() == 3
+
+
+async def test_a_queue_of_more_entries_than_ours_has_is_not_read(
+    bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each checkpoint reads it, and merges wait for that."""
+    monkeypatch.setattr(stored_values, "MOST_OPEN_SHARDS", 3)
+    await bus.fill_shards(0, SHARDS)
+    assert len((await bus.read_shards()).open) == 3
+    backdoor.append(bus.keys.shards, b"x")
+    with pytest.raises(BadMessage, match="more than 3"):
+        await bus.read_shards()

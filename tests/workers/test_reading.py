@@ -8,8 +8,10 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from diloco.pipeline.messages.shards import Shard
+from diloco.pipeline.payload.codec import encode
 from diloco.workers.exchange.work_queue import SILENT_S
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
@@ -63,6 +65,25 @@ async def test_without_faults_every_block_is_read_exactly_once() -> None:
     reads = [learner.read for learner in (*learners, late)]
     assert times_read(epochs, rest, *reads) == {1: epochs * DATA[0]}, "each was read, or is still to be"
     assert sum(map(len, reads)) + len(rest) == epochs * DATA[0], "and there are no others"
+
+
+@in_virtual_time
+async def test_entries_that_are_no_shards_hold_up_nobody() -> None:
+    """Whoever draws one takes it off and goes on, and says so once."""
+    world = VirtualRun(sync_spec(tokens=3000))
+    world.start_syncer()
+    learners = [learner_of(world, i).start() for i in range(2)]
+    await asyncio.sleep(1.0)
+    queue = world.store.stream(world.bus.keys.shards)
+    with capture_logs() as logs:
+        for i in range(20):
+            queue.append((queue.last[0] + 1, 0), encode(Shard(epoch=0, index=0, start=90, stop=98)) if i % 2 else b"x")
+        await world.finish(*learners)
+    told = [line for line in logs if line["event"] == "shard_refused" and line["log_level"] == "warning"]
+    assert len(told) == 2, "one a learner"
+    epochs, rest = await unread(world)
+    assert epochs >= 2
+    assert times_read(epochs, rest, *(learner.read for learner in learners)) == {1: epochs * DATA[0]}
 
 
 @in_virtual_time

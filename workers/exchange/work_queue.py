@@ -56,7 +56,7 @@ class ShardClaims:
         self._finished: list[str] = []
         self._epochs = 0
         """Those queued so far, as far as known by what was claimed."""
-        self._leaving = False
+        self._leaving = self._refused_one = False
         self.returned = asyncio.Event()
         """On leaving: nothing is held any more."""
 
@@ -142,7 +142,10 @@ class ShardClaims:
         """Whether this run's data, of so many blocks, has the shard's."""
         there = 0 <= shard.start < shard.stop <= blocks
         if not there:
-            self._log.warning("shard_refused", start=shard.start, stop=shard.stop, blocks=blocks)
+            say = self._log.debug if self._refused_one else self._log.warning  # anybody may put any number there
+            detail = "an entry of the data queue is no shard of this data: such ones are taken off it unread"
+            say("shard_refused", start=shard.start, stop=shard.stop, blocks=blocks, detail=detail)
+            self._refused_one = True
         return there
 
     async def _settle(self) -> None:

@@ -34,7 +34,7 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
         return await self._put_shards(before, epoch + 1, False, ((shard, 0) for shard in shards))
 
     async def count_epochs(self) -> int:
-        return stored_values.decode_count("shard epoch", await self._redis.command("GET", self.keys.shard_epoch))
+        return stored_values.shard_count(await self._redis.command("GET", self.keys.shard_epoch))
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
         for entry_id in known:
@@ -44,8 +44,7 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
         if not found:
             return None
         at, blob, position = found
-        position = stored_values.decode_count("shard position", position)
-        return ClaimedShard(entry_id=at.decode(), shard=decode(Shard, blob), position=position)
+        return stored_values.claimed_shard(at.decode(), blob, position)
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
         stored_values.entry_id(entry_id)
@@ -59,9 +58,10 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
         await self._redis.script("release_shards", self._queue[:1], consumer)
 
     async def read_shards(self) -> ShardQueue:
-        epochs, entries, positions = await self._redis.script("read_shards", self._queue)
+        most = stored_values.MOST_OPEN_SHARDS
+        epochs, entries, positions = await self._redis.script("read_shards", self._queue, most)
         found = ((at.decode(), fields[1]) for at, fields in entries)
-        return stored_values.shard_queue(stored_values.decode_count("shard epoch", epochs), found, pairs(positions))
+        return stored_values.shard_queue(stored_values.shard_count(epochs), found, pairs(positions))
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         if not await self._put_shards(0, queue.epochs, True, queue.open):

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from diloco.pipeline.bus import stored_values
 from diloco.pipeline.bus.ports import WorkQueue
-from diloco.pipeline.errors import UsageError
+from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.payload.codec import decode, encode
 from diloco_studies.virtual.memory_calls import MemoryCalls
@@ -49,7 +49,7 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
     """Data shards."""
 
     def _queue(self) -> tuple[Stream, Hash, int]:
-        epochs = stored_values.decode_count("shard epoch", self._bytes(self.keys.shard_epoch))
+        epochs = stored_values.shard_count(self._bytes(self.keys.shard_epoch))
         return self._stream(self.keys.shards), self._hash(self.keys.shard_positions), epochs
 
     async def propose_data_order(self, order: DataOrder) -> DataOrder:
@@ -95,8 +95,7 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         at, blob = found[0]
         stream.delivered = max(stream.delivered, stored_values.entry_id(at))
         stream.held[stored_values.entry_id(at)] = (consumer, now_ms)
-        position = stored_values.decode_count("shard position", positions.get(at.encode()))
-        return ClaimedShard(entry_id=at, shard=decode(Shard, blob), position=position)
+        return stored_values.claimed_shard(at, blob, positions.get(at.encode()))
 
     def _holds(self, stream: Stream, consumer: str, entry_id: str) -> bool:
         return stream.held.get(stored_values.entry_id(entry_id), ("", 0))[0] == consumer
@@ -106,7 +105,7 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         stream, positions, _ = self._queue()
         if not self._holds(stream, consumer, entry_id):
             return
-        if position > stored_values.decode_count("shard position", positions.get(entry_id.encode())):
+        if position > stored_values.shard_count(positions.get(entry_id.encode())):
             self.store.hset(self.keys.shard_positions, {entry_id: b"%d" % position})
 
     async def finish_shard(self, consumer: str, entry_id: str) -> None:
@@ -125,6 +124,9 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
     async def read_shards(self) -> ShardQueue:
         await self._turn()
         stream, positions, epochs = self._queue()
+        most = stored_values.MOST_OPEN_SHARDS
+        if max(len(stream.ids), len(positions)) > most:
+            raise BadMessage(f"{self.keys.shards} holds a queue of more than {most} entries")
         return stored_values.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
 
     async def restore_shards(self, queue: ShardQueue) -> None:

@@ -27,6 +27,11 @@ local function cut(value, most_bytes)
   return value and value:sub(1, most_bytes + 1)
 end
 
+-- A number that any learner may have written, up to 2^62 or so; 0 where there is none.
+local function number(value)
+  return value and #value < 19 and value:match('^%d+$') and tonumber(value) or 0
+end
+
 -- What a script looks at and copies of such values, but for the last of them.
 local PART_BYTES = 2 ^ 22
 

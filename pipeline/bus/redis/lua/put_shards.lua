@@ -6,7 +6,7 @@ local shards, positions, epochs = unpack(KEYS)
 local before, after, only_if_empty = ARGV[1], ARGV[2], ARGV[3] == '1'
 local wrong = mistyped(shards, 'stream', positions, 'hash', epochs, 'string')
 if wrong then return wrong end
-if (redis.call('GET', epochs) or '0') ~= before then return {'OK', 0} end
+if number(redis.call('GET', epochs)) ~= tonumber(before) then return {'OK', 0} end
 if only_if_empty and (redis.call('XLEN', shards) > 0 or redis.call('EXISTS', positions) == 1) then return {'OK', 0} end
 
 if not has_group(shards) then redis.call('XGROUP', 'CREATE', shards, 'learners', '0', 'MKSTREAM') end

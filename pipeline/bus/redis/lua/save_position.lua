@@ -5,9 +5,7 @@ local consumer, entry, position = unpack(ARGV)
 local wrong = mistyped(shards, 'stream', positions, 'hash')
 if wrong then return wrong end
 if not holds(shards, consumer, entry) then return {'OK'} end
-local known = redis.call('HGET', positions, entry) or '0'
-if not known:match('^%d+$') then return {'TOTAL', positions, entry} end
-if tonumber(known) >= tonumber(position) then return {'OK'} end
+if number(redis.call('HGET', positions, entry)) >= tonumber(position) then return {'OK'} end
 
 redis.call('PERSIST', positions)
 redis.call('HSET', positions, entry, position)
