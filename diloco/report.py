@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from diloco.launcher.locate import REPORT_FILE, Place, is_live, locate
+from diloco.launcher.locate import REPORT_FILE, RUN_FILE, Place, ended_without_report, is_live, locate
 from diloco.launcher.page import MODEL_FILE, folder_of_page, way_to, write_page
 from diloco.launcher.report import read_report, summary, summary_so_far
 from diloco.pipeline.bus.redis_streams import open_bus
@@ -66,7 +66,8 @@ def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
     elif (folder / REPORT_FILE).is_file():
         typer.echo(summary(read_report(folder / REPORT_FILE)))
     else:
-        raise UsageError(f"{folder} has no {REPORT_FILE}; a page can be made of a tape: --html FILE")
+        why = ended_without_report(folder) if (folder / RUN_FILE).is_file() else f"{folder} has no {REPORT_FILE}"
+        raise UsageError(why, "a page can be made of its tape: --html FILE")
 
 
 async def _look(url: str, run: str, known: bool) -> tuple[Model, Status]:

@@ -6,11 +6,9 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 
 | state | event | guard | next | result |
 |---|---|---|---|---|
-| IDLE | offer | current base, due | COLLECTING | Accepted |
-| IDLE | offer | current base, not due | IDLE | Accepted |
+| IDLE or COLLECTING or GRACE | offer | another learner | unchanged | Accepted |
 | IDLE | offer | stale by one | IDLE | Accepted |
-| IDLE | offer | current base, due; its learner left a delta here and came back | COLLECTING | Late |
-| COLLECTING or GRACE | offer | another learner | unchanged | Accepted |
+| IDLE | offer | its learner left a delta here and came back | IDLE | Late |
 | UPLOADING or MERGING | offer | another learner | unchanged | Late |
 | UPLOADING | offer | a later attempt of a member that has not uploaded | UPLOADING | Accepted |
 | COLLECTING or GRACE | offer | a later attempt of a member that has uploaded | unchanged | Accepted |
@@ -20,6 +18,9 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | COLLECTING or GRACE or UPLOADING or MERGING | offer | seen | unchanged | Refused |
 | any | offer | unknown base, wrong layout, not positive | unchanged | Refused |
 | IDLE | decide | nothing due | IDLE | Wait(no deadline) |
+| IDLE | decide | one is due, or one of who left a delta here and came back | COLLECTING | Wait(no deadline) |
+| IDLE | decide | a doubted learner's is due, and not uploaded | IDLE | Wait(no deadline) |
+| IDLE | decide | a doubted learner's is due and uploaded | COLLECTING | Wait(no deadline) |
 | IDLE | decide | draining, K members, none due | UPLOADING | Wait(upload deadline) |
 | COLLECTING | decide | fewer than K in | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | K in, one of them doubted | COLLECTING | Wait(no deadline) |
@@ -61,7 +62,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import ClassVar
 
-from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.syncer.admission import (
@@ -285,7 +285,7 @@ class Window:
         if member is not None:
             return self._offer_again(member, offer, now, fixed)
         if fixed:
-            return self._hold(offer, now)
+            return self.late.hold(offer)
         if len(self._members) >= MAX_MEMBERS:
             return Refused(RefusalReason.FLOOD, f"{MAX_MEMBERS} learners are in the window", max(0, header.tokens))
         return self._accept(offer, now, None)
@@ -304,7 +304,7 @@ class Window:
         in_its_place = again and not complete and not isinstance(self.phase, Merging)
         if in_its_place or (not fixed and header.base_version > before.base_version):
             return self._accept(offer, now, member.offer)
-        return self._hold(offer, now)
+        return self.late.hold(offer)
 
     def uploaded(self, offer: Offer) -> None:
         """A member's payload is here, complete and sound."""
@@ -347,7 +347,7 @@ class Window:
             case Merging():
                 return phase.merge
             case Idle():
-                if given.draining and self._members:
+                if (given.draining and self._members) or self._is_due(given.doubted):
                     return Collecting(now)
                 return Wait(None, f"no delta due, {len(self._members)} waiting")
             case Collecting():
@@ -368,6 +368,16 @@ class Window:
                 if count < given.quorum:
                     return Reopened((), f"{left} left", phase.opened_at)
                 return self._next_of_uploads(phase, now, given, missing)
+
+    def _is_due(self, doubted: frozenset[str]) -> bool:
+        """Whether a delta on the current base is here whose learner asks for a merge; of a doubted one, if it is whole.
+
+        Else one that sends nothing sound could have all others merge after every step of theirs.
+        """
+        members = self._members.values()
+        here = [m.offer.header for m in members if m.uploaded is not None or m.offer.header.learner not in doubted]
+        later = [offer.header for offer in self.late.offers if offer.header.learner not in doubted]  # it came back
+        return any(header.due and header.base_version == self.version for header in (*here, *later))
 
     def _count(self, given: Conditions) -> int:
         """Headers that count for the quorum."""
@@ -404,18 +414,7 @@ class Window:
 
     def _accept(self, offer: Offer, now: float, replaced: Offer | None) -> Accepted:
         self._members[offer.header.learner] = _Member(offer, now)
-        self._open_for(offer.header, now)
         return Accepted(replaced)
-
-    def _hold(self, offer: Offer, now: float) -> Late | Refused:
-        answer = self.late.hold(offer)
-        if isinstance(answer, Late):
-            self._open_for(offer.header, now)  # its learner left a delta behind, and came back
-        return answer
-
-    def _open_for(self, header: DeltaHeader, now: float) -> None:
-        if self.state is State.IDLE and header.due and header.base_version == self.version:
-            self.phase = Collecting(now)
 
     def _put_off(self, overdue: tuple[Offer, ...]) -> None:
         """Who is awaited and not overdue is first in the next window."""

@@ -258,13 +258,16 @@ def choose(settings: RunProcess) -> Folder:
                 f"the checkpoint to resume is in {path}: --overwrite would delete it; choose another --out"
             )
         _check_ended(path)
-    for one in (path / SETTINGS_FILE, *Folder(path).logs.glob("*.log")):
-        _check_writable(one, "--out")
+    folder = Folder(path)
+    try:
+        try_folder(path, SETTINGS_FILE)
+        try_folder(folder.logs, *(one.name for one in folder.logs.glob("*.log")))
+    except OSError as error:
+        raise UsageError(f"--out {path} cannot be written: {said(error)}") from error
     if settings.json_report is not None:
         if settings.json_report.is_dir():
             raise UsageError(f"--json-report {settings.json_report} is a folder: give a file's name")
         _check_writable(settings.json_report, "--json-report")
-    folder = Folder(path)
     if settings.record_deltas is not None:
         _check_recording(folder, folder.recording(settings.record_deltas))
     return folder

@@ -154,6 +154,16 @@ def no_redis(place: Place) -> str:
     return f"{place} is over already"
 
 
+def ended_without_report(folder: Path) -> str:
+    """How the run of an output folder has ended, and what to do: it has left no report."""
+    ended = RunFile.read(folder).ended
+    how = f"was {ended}" if ended else "ended without a report"
+    said = f"the run in {folder} {how}; its logs are in {folder / 'logs'}"
+    if any((folder / "checkpoints").glob("**/latest")):
+        said += f". To go on from its last checkpoint: the same command again, with --out {folder}"
+    return said
+
+
 def locate(settings: BusSettings, folder: Path | None) -> Place:
     """The run that a command is about: the folder, else the Redis URL, else the newest folder in runs/ (of --run).
 
@@ -179,11 +189,7 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
         raise UsageError(f"{folder} is no output folder of `diloco run`: it has neither {RUN_FILE} nor {REPORT_FILE}")
     live = RunFile.read(folder)
     if not is_live(folder):
-        how = f"was {live.ended}" if live.ended else "ended without a report"
-        ended = f"the run in {folder} {how}; its logs are in {folder / 'logs'}"
-        if any((folder / "checkpoints").glob("**/latest")):
-            ended += f". To go on from its last checkpoint: the same command again, with --out {folder}"
-        raise UsageError(ended)
+        raise UsageError(ended_without_report(folder))
     if live.closing:
         return Place(live.run, None, folder, closing=True)
     url = live.redis_url

@@ -332,7 +332,9 @@ def build_status(
     tokens, merged, lost = _tokens(layout, state, reports, present, live_s, away)
     budget = state.budget_tokens if state is not None else spec.sync.tokens if spec is not None else 0
     quorum = spec.sync.quorum if spec is not None else 0
-    live = len({seen.report.learner for seen in reports if is_live(seen, live_s)})
+    here = [seen for seen in reports if is_live(seen, live_s)]
+    names_here = {seen.report.learner for seen in here}
+    live = len(names_here)
     warnings = list(bus_warnings)
     gone, unreachable = trouble.gone(spec, state, heads, tokens, away), trouble.unreachable(away)
     warnings += [one for one in (gone, unreachable) if one]
@@ -348,13 +350,12 @@ def build_status(
         warnings.append(f"{state.set_aside} tokens do not count for the budget: their learners' deltas are not finite")
     warnings += [state.problem] if state is not None and state.problem else []
     warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
-    doubted = sorted({learner for head in present for learner in head.window.doubted})
+    doubted = sorted(names_here & {learner for head in present for learner in head.window.doubted})
     if doubted and goes_on:
         why = "their last deltas were refused, came too slowly, or did not come"
         warnings.append(f"not waited for, since {why}: {', '.join(doubted)}")
     room = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):
-        here = [seen for seen in reports if is_live(seen, live_s)]
         paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]
         steps = [seen.report.step_s for seen in here]
         slow, room = slow_merges(spec.sync, paces, steps, len(syncers or {})), outer_room(spec.sync, paces, steps)

@@ -206,7 +206,8 @@ class Checkpoints:
                 self._bus, context.agreed.spec, self._place, name, told_of, context.offload
             )
         except (UsageError, PeerError, OSError, BusError) as error:  # fragments are not there yet, or the disk is full
-            self._log.error("checkpoint_failed", error=str(error), safe="all committed versions, on the bus")
+            safe = "all committed versions, on the bus"
+            self._log.error("checkpoint_failed", path=str(self._place), error=str(error), safe=safe)
             if not isinstance(error, UsageError):
                 self.problem = f"the last checkpoint could not be saved in {self._place}, and is tried again: {error}"
             if isinstance(error, BusError):

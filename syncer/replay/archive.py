@@ -76,9 +76,14 @@ class TapeArchive:
                 self.problem = ""
             except OSError as error:
                 if not self.problem:
-                    structlog.get_logger().error("tape_not_archived", error=str(error), safe="it stays on the bus")
+                    self.say_failed(error)
                 self.problem = f"the tape cannot be archived, and is tried again: {error}"
                 await asyncio.sleep(RETRY_S)
+
+    def say_failed(self, error: OSError) -> None:
+        """Say that something could not be written."""
+        safe = "it stays on the bus"
+        structlog.get_logger().error("tape_not_archived", path=str(self._directory), error=str(error), safe=safe)
 
     async def finish(self) -> None:
         """Archive what is there now.

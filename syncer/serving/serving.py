@@ -197,7 +197,7 @@ class Serving:
         try:
             await archive.finish()
         except OSError as error:
-            self._log.error("tape_not_archived", error=str(error), safe="it stays on the bus")
+            archive.say_failed(error)
             self._in_order = False
 
     # --- background -------------------------------------------------------------------------------------

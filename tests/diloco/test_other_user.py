@@ -94,6 +94,21 @@ def test_a_file_of_another_user_in_a_folder_of_ones_own_is_refused_too(
     assert told(lock, lock, started("-c", f"{LEARNER}'{tmp_path}')").stderr)
 
 
+@pytest.mark.parametrize("inner", ["", "logs"])
+def test_ones_own_files_in_a_folder_of_another_user_are_refused_too(
+    inner: str, tmp_path: Path, theirs: Callable[[Path, int], Path]
+) -> None:
+    """Nothing could be put in their place, nor beside them."""
+    out = tmp_path / "out"
+    (out / "logs").mkdir(parents=True)
+    for file in (out / "settings.toml", out / "logs" / "learner-0.log"):
+        file.touch()
+    theirs(out / inner, 0o755)
+    done = started("-m", "diloco", "run", "--learners", "1", "--model", "nano", "--out", str(out))
+    assert done.returncode == 2
+    assert told(out / inner, out / inner, done.stderr)
+
+
 @pytest.mark.parametrize("command", ["run --learners 1 --model nano --out", "sample", "run --learners 1 --resume"])
 def test_a_run_whose_files_this_user_cannot_read_is_refused(
     command: str, tmp_path: Path, theirs: Callable[[Path, int], Path]

@@ -10,6 +10,7 @@ import pytest
 
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.messages.run import Phase, SeenReport
+from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.view.status import build_status
 from diloco.syncer.admission import Diverged
 from diloco.syncer.checkpoints.loading import load_checkpoint
@@ -60,6 +61,24 @@ async def test_what_a_learner_that_is_nan_trains_is_counted_and_brings_the_run_n
     assert bad.rounds.tokens - 400 * (1 + restarted) < state.set_aside < bad.rounds.tokens
     assert state.counted_tokens >= 4000
     assert honest > 3200 - 400 * restarted
+
+
+@in_virtual_time
+async def test_a_fast_one_that_is_nan_has_nobody_merge_after_every_step() -> None:
+    """Once it is doubted its headers ask for no merge: the others make whole intervals."""
+    world = VirtualRun(sync_spec(tokens=10**6, sync_interval=8))
+    world.start_syncer()
+    party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]
+    await world.until_version(8)
+    bad = Poisoned("bad", world, 0.01, "b" * 16).start()
+    await asyncio.sleep(10.0)
+    before = {head.fragment: head.version for head in await world.heads()}
+    await asyncio.sleep(30.0)
+    commits = [one for one in await world.tape() if isinstance(one, Committed)]
+    late = [part.steps for one in commits if one.version > before[one.fragment] for part in one.contributions]
+    assert len(late) > 100
+    assert np.median(late) >= 7
+    await end(*party, bad)
 
 
 @in_virtual_time

@@ -79,7 +79,6 @@ class WindowMachine(RuleBasedStateMachine):
         offer = Offer(entry_id, header)
         state, members, attempt = window.state, window.members, window.attempt
         answer = window.offer(offer, self.now)
-        opener = header.due and header.base_version == self.version
         if isinstance(answer, Refused):
             assert answer.lost_tokens >= 0
             assert (window.state, window.members) == (state, members), "a refused offer changed the window"
@@ -116,11 +115,7 @@ class WindowMachine(RuleBasedStateMachine):
                 del self.held[answer.replaced.entry_id]
         else:
             assert window.members == members
-        opened = State.COLLECTING if opener and state is State.IDLE and not isinstance(answer, Refused) else state
-        assert window.state is opened, "only a due, current offer opens"
-        assert window.attempt == attempt
-        if opened is not state:
-            self.opened_at = self.now
+        assert (window.state, window.attempt) == (state, attempt), "an offer decides nothing"
         return answer
 
     def conditions(self, data: st.DataObject) -> Conditions:
@@ -146,6 +141,9 @@ class WindowMachine(RuleBasedStateMachine):
         decision = window.decide(self.now, given)
         if state is State.IDLE:
             self.opened_at = self.now
+            due = any(o.header.due and o.header.base_version == self.version for o in window.pending())
+            opens = due or (self.draining and members)
+            assert (window.state is State.IDLE) != bool(opens), "it opens for a delta that is due, and no other"
         assert isinstance(decision, Wait) or decision.opened_at == self.opened_at
         if isinstance(decision, Reopened):
             assert window.state is State.COLLECTING
@@ -406,6 +404,7 @@ def test_its_due_attempt_opens_the_window_after_one_that_was_not_due() -> None:
     assert window.state is State.IDLE
     due = Offer("3-0", samples.header("l0", incarnation="b" * 8, attempt=1, serial=1))
     assert window.offer(due, 2.0) == Late(replaced=early)
+    window.decide(2.0, Conditions(quorum=2, expected=frozenset(), live=1, grace_s=0.0, upload_s=30.0))
     assert window.state is State.COLLECTING
 
 

@@ -88,6 +88,7 @@ def window_in(state: State, l1: Offer) -> Window:
     window = fresh()
     if state is not State.IDLE:
         window.offer(L0, 0.0)
+        window.decide(0.0, given())
     if state in (State.GRACE, State.UPLOADING, State.MERGING):
         window.offer(l1, 0.0)
         window.decide(0.0, given(expected=THREE if state is State.GRACE else TWO))
@@ -137,14 +138,14 @@ def not_merged(window: Window) -> None:
     assert not window.members
 
 
+def left_and_came_back(window: Window) -> Any:
+    window.offer(delta("l0", due=False), 1.0)
+    return window.offer(delta("l0", incarnation="f" * 8), 1.0)
+
+
 CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
-    ("offer", "current base, due"): lambda w: w.offer(L0, 1.0),
-    ("offer", "current base, not due"): lambda w: w.offer(delta("l0", due=False), 1.0),
     ("offer", "stale by one"): lambda w: w.offer(delta("l0", base_version=0, base_digest=b"0" * 16), 1.0),
-    ("offer", "current base, due; its learner left a delta here and came back"): lambda w: (
-        w.offer(delta("l0", due=False), 1.0),
-        w.offer(delta("l0", incarnation="f" * 8), 1.0),
-    )[1],
+    ("offer", "its learner left a delta here and came back"): left_and_came_back,
     ("offer", "another learner"): lambda w: w.offer(L2, 1.0),
     ("offer", "a later attempt of a member that has not uploaded"): lambda w: w.offer(LATER, 1.0),
     ("offer", "a later attempt of a member that has uploaded"): lambda w: uploaded(with_l1(w), L1).offer(LATER, 1.0),
@@ -152,6 +153,18 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("offer", "unknown base, wrong layout, not positive"): refused_each,
     ("offer", "seen"): lambda w: w.offer(L0, 1.0),
     ("decide", "nothing due"): lambda w: (w.offer(delta("l0", due=False), 1.0), w.decide(1.0, given()))[1],
+    ("decide", "one is due, or one of who left a delta here and came back"): lambda w: (
+        left_and_came_back(w),
+        w.decide(1.0, given()),
+    )[1],
+    ("decide", "a doubted learner's is due, and not uploaded"): lambda w: (
+        w.offer(L1, 1.0),
+        w.decide(1.0, given(doubted=frozenset({"l1"}))),
+    )[1],
+    ("decide", "a doubted learner's is due and uploaded"): lambda w: (
+        w.offer(L1, 1.0),
+        uploaded(w, L1).decide(1.0, given(doubted=frozenset({"l1"}))),
+    )[1],
     ("decide", "draining, K members, none due"): lambda w: (
         w.offer(delta("l0", due=False), 1.0),
         w.offer(delta("l1", due=False), 1.0),

@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from diloco.pipeline.bus.embedded import free_port
-from diloco.pipeline.errors import RankGone, UsageError
+from diloco.pipeline.errors import RankGone, SpecMismatch, UsageError
 from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, load
 from diloco.workers.checks.sets import check_set
@@ -24,7 +24,7 @@ from diloco.workers.trainer import agent, trainer
 from diloco.workers.trainer.agent import may_start_again
 from diloco.workers.trainer.models.gpt import build
 from diloco.workers.trainer.together import Ranks, blocks_of, mark, rank_device, ranks_here
-from tests import HANGING_S
+from tests import HANGING_S, samples
 from tests.parties import environment
 
 PROGRAM = Path(__file__).with_name("together_rank.py")
@@ -199,6 +199,22 @@ def test_a_rank_that_crashes_is_one_to_start_again_and_a_refused_one_is_not(
             trainer.train_together(*given)
     else:
         assert trainer.train_together(*given) == status
+
+
+def test_ranks_whose_spec_was_replaced_as_they_joined_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a checkpoint that a syncer goes on from; with the spec as it was they are refused."""
+    before, now = samples.spec(), samples.spec(tokens=samples.spec().sync.tokens + 1)
+
+    def join(*given: object) -> int:
+        raise SpecMismatch("this learner and the run disagree")
+
+    monkeypatch.setattr(trainer, "process_group", lambda ranks, device: nullcontext())
+    monkeypatch.setattr(trainer, "agree_on_spec", lambda ranks, read: before)
+    monkeypatch.setattr(trainer, "train_once", join)
+    rest = "unix:///nowhere", torch.device("cpu"), Ranks(0, 2, 0, 2)
+    assert trainer.train_together(load(LearnerProcess, {}), lambda: now, *rest) == AGAIN_STATUS
+    with pytest.raises(SpecMismatch):
+        trainer.train_together(load(LearnerProcess, {}), lambda: before, *rest)
 
 
 def test_blocks_are_the_layers_and_not_what_lies_within_them() -> None:

@@ -108,9 +108,10 @@ def train_together(
             spec = agree_on_spec(ranks, read)
             return train_once(settings, spec, redis_url, device, None, ranks)
     except SpecMismatch as error:
-        if spec is not None:
+        if spec is not None and read() == spec:
             raise
-        log.warning("rank_ended", rank=ranks.number, detail=f"another learner has begun the run: {error}")
+        detail = f"another learner has begun the run, or it goes on from a checkpoint: {error}"
+        log.warning("rank_ended", rank=ranks.number, detail=detail)
     except RankGone as error:
         log.error("rank_ended", rank=ranks.number, detail=str(error))
     except DilocoError:  # it was refused, or its learner cannot go on

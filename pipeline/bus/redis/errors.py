@@ -178,7 +178,7 @@ def _may(user: str, run: str) -> str:
     """What to do where a user may not do something."""
     if not user:
         return "name this party's user in DILOCO_REDIS_URL: redis://USER:PASSWORD@HOST:PORT (`diloco acl` makes users)"
-    named = " (a learner's own goes with its --learner-id; runs are the operator's)"
+    named = " (a learner's own goes with its --learner-id; a viewer's only reads; runs are the operator's)"
     if not run:
         return f"name this party's own user in DILOCO_REDIS_URL{named}; `diloco acl` makes users"
     return (

@@ -295,7 +295,7 @@ class Follower:
 
     def _decide(self, now: float) -> None:
         window = self._window
-        if self._merging is not None or window.state is State.IDLE:  # idle: no delta is due
+        if self._merging is not None:
             return
         while isinstance(decision := window.decide(now, self._conditions(now)), Reopened):
             self._overdue(decision, now)
@@ -307,7 +307,7 @@ class Follower:
         if isinstance(decision, Wait):
             if decision.until is not None:
                 self._at(decision.until, "timer", version=self._version)
-            if window.attempt != self._told_attempt:
+            if window.state is not State.IDLE and window.attempt != self._told_attempt:
                 self._told_attempt = window.attempt
                 self._tell(now)
             return

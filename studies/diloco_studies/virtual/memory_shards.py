@@ -124,9 +124,8 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
     async def read_shards(self) -> ShardQueue:
         await self._turn()
         stream, positions, epochs = self._queue()
-        most = stored_values.MOST_OPEN_SHARDS
-        if max(len(stream.ids), len(positions)) > most:
-            raise BadMessage(f"{self.keys.shards} holds a queue of more than {most} entries")
+        if max(len(stream.ids), len(positions)) > stored_values.MOST_OPEN_SHARDS:
+            raise BadMessage(f"{self.keys.shards} holds a queue of too many entries")
         return stored_values.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
 
     async def restore_shards(self, queue: ShardQueue) -> None:

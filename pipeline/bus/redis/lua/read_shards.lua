@@ -4,7 +4,7 @@ local shards, positions, epochs = unpack(KEYS)
 local wrong = mistyped(shards, 'stream', positions, 'hash', epochs, 'string')
 if wrong then return wrong end
 local most = tonumber(ARGV[1])
-local too_large = {'SIZE', shards, 'queue of more than ' .. most .. ' entries'}
+local too_large = {'SIZE', shards, 'queue of too many entries'}
 if redis.call('XLEN', shards) > most then return too_large end
 -- A few at a time: each may be as large as Redis takes.
 local entries, last = {}, '0'
