@@ -16,7 +16,7 @@ from rich.console import Console
 from diloco.pipeline.errors import UsageError
 from diloco_studies.bench.beside import crew, environments
 from diloco_studies.bench.beside.command import notes, rows, sizes
-from diloco_studies.bench.beside.compare import OURS, Comparison, Outcome, Rival, Size, measure, shapes, systems
+from diloco_studies.bench.beside.compare import OURS, WAYS, Comparison, Outcome, Rival, Size, measure, shapes, systems
 from diloco_studies.bench.beside.crew import Crew, alike
 from diloco_studies.bench.beside.environments import PEERS, Peer, Unavailable, python_of, version_wanted
 from diloco_studies.bench.end_to_end import PYTHONPATH
@@ -277,7 +277,7 @@ def test_all_systems_move_the_same_elements_in_fragments_of_equal_size() -> None
 
 def test_a_peer_without_an_environment_is_missing_in_all_its_settings(tmp_path: Path) -> None:
     starts, missing = systems(Comparison((Size(100_000),)), tmp_path)
-    assert list(starts) == [OURS, "ours, bf16"]
+    assert list(starts) == list(WAYS)
     assert set(missing) == {"gradientmail", "torchft", "torchft, buckets", "hivemind"}
     assert missing["torchft"] == missing["torchft, buckets"]
 
@@ -317,7 +317,7 @@ def test_the_command_measures_ours_and_names_those_that_are_not_there(tmp_path: 
     assert done.returncode == 0, done.stderr
     report = json.loads(file.read_text())
     found = report["sizes"]["0.1M"]
-    for name in (OURS, "ours, bf16"):
+    for name in WAYS:
         assert set(found[name]) == {
             "publish_to_adopted_s",
             "trainer_blocked_s",

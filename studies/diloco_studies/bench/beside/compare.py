@@ -1,4 +1,4 @@
-"""The same work through this program and through others, side by side: two learners on this machine, loopback, fp32.
+"""The same work through this program and through others, side by side: two learners on this machine, loopback.
 
 Each system is started, makes rounds that do not count and rounds that do, and ends; then the next one, and all of
 that again. So what drifts on the machine meets all of them, and none stands in another's way. One that cannot be had,
@@ -8,12 +8,15 @@ or fails, is named with the reason.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from rich.console import Console
 
 from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.wire import Codec, OuterName
+from diloco.pipeline.settings import SyncSettings, defaults
 from diloco_studies.bench.beside.crew import Crew
 from diloco_studies.bench.beside.environments import PEERS, Peer, Unavailable, python_of
 from diloco_studies.bench.beside.party import shapes_of
@@ -24,7 +27,14 @@ from diloco_studies.bench.plain import Plain
 
 LEARNERS = 2
 OUTER_LR = 0.7
-OURS, OURS_BF16 = "ours, fp32", "ours, bf16"
+OURS = "ours, the defaults"
+WAYS: dict[str, tuple[Codec, OuterName]]
+WAYS = {
+    OURS: (defaults(SyncSettings)["codec"], defaults(SyncSettings)["outer"]),
+    "ours, fp32, nesterov": ("fp32", "nesterov"),
+    "ours, bf16, nesterov": ("bf16", "nesterov"),
+}
+"""Codec of deltas and outer step of each row of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +119,7 @@ class Ours:
             self.hello = {
                 "versions": {"redis": version},
                 "settings": f"Redis on a unix socket, no append-only file; deltas {case.wire}, "
-                f"globals {case.global_codec}, merge RDA",
+                f"globals {case.global_codec}, outer step {case.outer}",
             }
             self._stack = stack.pop_all()
         return self
@@ -173,8 +183,8 @@ def systems(
 ) -> tuple[dict[str, Start], dict[str, str]]:
     """How to start each, ours first; and why some cannot be."""
     starts: dict[str, Start] = {}
-    for name, wire in ((OURS, "fp32"), (OURS_BF16, "bf16")):
-        starts[name] = lambda size, wire=wire: Ours(_case(size, given, wire))  # type: ignore[misc]  # its default binds
+    for name, (wire, outer) in WAYS.items():
+        starts[name] = partial(_ours, given, wire, outer)
     missing: dict[str, str] = {}
     pythons: dict[str, Path | str] = {}
     for rival in rivals:
@@ -192,9 +202,12 @@ def systems(
     return starts, missing
 
 
-def _case(size: Size, given: Comparison, wire: str) -> Case:
-    several = size.fragments > 1
-    return Case(size.params, size.fragments, LEARNERS, wire, given.momentum, in_turn=several, outer="nesterov")
+def _ours(given: Comparison, wire: Codec, outer: OuterName, size: Size) -> Ours:
+    return Ours(_case(size, given, wire, outer))
+
+
+def _case(size: Size, given: Comparison, wire: Codec, outer: OuterName = "nesterov") -> Case:
+    return Case(size.params, size.fragments, LEARNERS, wire, given.momentum, in_turn=size.fragments > 1, outer=outer)
 
 
 def _starter(rival: Rival, python: Path, given: Comparison) -> Start:
