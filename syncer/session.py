@@ -263,8 +263,9 @@ class Session:
     # --- refusals -----------------------------------------------------------------------------------------
 
     def _leaves(self, offer: Offer, refused: Refused) -> None:
-        """A delta leaves the window now, and is refused once the window is shown."""
+        """A delta leaves the window now, and is refused once the window is shown; one may have taken its place."""
         self.window.refused(offer)
+        self._download()
         self._left.append((offer, refused))
 
     async def _refuse_left(self) -> None:

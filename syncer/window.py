@@ -18,9 +18,11 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | COLLECTING or GRACE or UPLOADING or MERGING | offer | seen | unchanged | Refused |
 | any | offer | unknown base, wrong layout, not positive | unchanged | Refused |
 | IDLE | decide | nothing due | IDLE | Wait(no deadline) |
-| IDLE | decide | one is due, or one of who left a delta here and came back | COLLECTING | Wait(no deadline) |
+| IDLE | decide | one is due, also of a learner that came back | COLLECTING | Wait(no deadline) |
 | IDLE | decide | a doubted learner's is due, and not uploaded | IDLE | Wait(no deadline) |
 | IDLE | decide | a doubted learner's is due and uploaded | COLLECTING | Wait(no deadline) |
+| IDLE | decide | a doubted learner's is due, what it left here is uploaded | COLLECTING | Wait(no deadline) |
+| IDLE | decide | what a doubted learner left here is refused, its next is due | IDLE | Wait(no deadline) |
 | IDLE | decide | draining, K members, none due | UPLOADING | Wait(upload deadline) |
 | COLLECTING | decide | fewer than K in | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | K in, one of them doubted | COLLECTING | Wait(no deadline) |
@@ -57,6 +59,7 @@ merge below the quorum; what was merged before is never a member again. `decide`
 arguments gives the same answer, but for `Reopened`, which is said once.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -313,12 +316,17 @@ class Window:
             member.uploaded, self._uploads_seen = self._uploads_seen, self._uploads_seen + 1
 
     def refused(self, offer: Offer) -> None:
-        """A payload was refused, or vanished: its delta leaves the window, also if it is late by now."""
+        """A payload was refused, or vanished: its delta leaves the window, also if it is late by now.
+
+        Before the window opens, another one of its learner that waited takes its place, and is `awaited` from now on.
+        """
         member = self._members.get(offer.header.learner)
         if member is not None and member.offer.entry_id == offer.entry_id:
             del self._members[offer.header.learner]
             self._refused.add(offer.header.learner)
         self.late.remove(offer.entry_id)
+        if self.state is State.IDLE:
+            self._let_in()
 
     def not_merged(self, merge: Merge) -> None:
         """Nothing came of the merge that was decided: what was in it is refused; the window opens once more."""
@@ -349,7 +357,7 @@ class Window:
             case Idle():
                 if (given.draining and self._members) or self._is_due(given.doubted):
                     return Collecting(now)
-                return Wait(None, f"no delta due, {len(self._members)} waiting")
+                return Wait(None, f"no delta asks for a merge, {len(self._members)} waiting")
             case Collecting():
                 if count >= given.quorum:
                     grace_s = SETTLE_S if given.grace_s is None else given.grace_s
@@ -374,10 +382,9 @@ class Window:
 
         Else one that sends nothing sound could have all others merge after every step of theirs.
         """
-        members = self._members.values()
-        here = [m.offer.header for m in members if m.uploaded is not None or m.offer.header.learner not in doubted]
-        later = [offer.header for offer in self.late.offers if offer.header.learner not in doubted]  # it came back
-        return any(header.due and header.base_version == self.version for header in (*here, *later))
+        comes = doubted & {offer.header.learner for offer in self.awaited()}
+        here = [offer.header for offer in self.pending() if offer.header.learner not in comes]
+        return any(header.due and header.base_version == self.version for header in here)
 
     def _count(self, given: Conditions) -> int:
         """Headers that count for the quorum."""
@@ -430,6 +437,10 @@ class Window:
         self.attempt += 1
         self._refused.clear()
         self.phase = Collecting(reopened.opened_at)
+        self._let_in(now)
+
+    def _let_in(self, now: float = -math.inf) -> None:
+        """Make members of those that waited, one of each learner."""
         for offer in self.late.pop_all():
             if offer.header.learner in self._members:
                 self.late.put_last(offer)

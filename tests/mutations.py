@@ -94,10 +94,10 @@ MUTATIONS = [
     Mutation(
         "a stale delta opens a window",
         Window,
-        "_open_for",
-        ((" and header.due and header.base_version == self.version:", " and header.due:"),),
+        "_is_due",
+        (("header.due and header.base_version == self.version", "header.due"),),
     ),
-    Mutation("a delta that follows opens a window", Window, "_open_for", (("and header.due and", "and"),)),
+    Mutation("a delta that follows opens a window", Window, "_is_due", (("header.due and", ""),)),
     Mutation("an attempt is never opened again", Window, "_reopen", (("self.attempt += 1", "pass"),)),
     Mutation(
         "merges happen below the quorum",

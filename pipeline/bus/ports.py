@@ -417,6 +417,7 @@ class WorkQueue(Keyed, Protocol):
         In this order: one that the consumer holds without knowing it (the answer to its claim was lost), the oldest
         whose holder is gone, the next that nobody holds. A holder is gone when it has released its shards, or has not
         reported for `silent_s` (by the server's clock; one that never reported: has held the shard for that long).
+        An entry that cannot be read comes as a shard without blocks: take it off with `finish_shard`.
 
         Args:
             consumer: `learner.incarnation`.
@@ -434,7 +435,11 @@ class WorkQueue(Keyed, Protocol):
         """Give back all that the consumer holds: whoever claims next takes it, before anything else."""
 
     async def read_shards(self) -> ShardQueue:
-        """Shards not yet acknowledged, held ones included, for a checkpoint."""
+        """Shards not yet acknowledged, held ones included, for a checkpoint; without what cannot be read.
+
+        Raises:
+            BadMessage: there are more entries than learners queue.
+        """
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         """Put a checkpoint's shard queue on an empty bus."""

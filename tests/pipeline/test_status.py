@@ -102,7 +102,7 @@ def test_refused_deltas_are_counted_by_reason_and_doubted_learners_named():
     assert status["warnings"] == [
         "not waited for, since their last deltas were refused, came too slowly, or did not come: l3"
     ]
-    assert build(heads=heads, reports=[])["warnings"] == [], "it is gone: nobody would wait for it anyway"
+    assert build(heads=heads, reports=[samples.seen()])["warnings"] == [], "it is gone: nobody would wait for it anyway"
     assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
 
 

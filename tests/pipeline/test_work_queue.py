@@ -11,7 +11,7 @@ from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.workers.exchange.work_queue import MAX_SHARDS, cut_epoch
 from tests import samples
-from tests.backdoor import Backdoor
+from tests.backdoor import Backdoor, RedisBackdoor
 
 SHARDS = [Shard(epoch=0, index=i, start=i * 10, stop=i * 10 + 10) for i in range(3)]
 L0, L1, L2 = "l0.00000000", "l1.00000000", "l.2.00000000"
@@ -234,6 +234,15 @@ async def test_what_cannot_be_read_is_claimed_as_no_shard_and_is_in_no_checkpoin
     assert bad.shard.start == bad.shard.stop
     await bus.finish_shard(L0, bad.entry_id)
     assert [(await claim(bus, L0, first)).shard, (await claim(bus, L1)).shard] == SHARDS[1:]
+
+
+async def test_a_queue_that_begins_with_a_group_of_another_name_is_filled_and_claimed(
+    bus: Bus, backdoor: Backdoor
+) -> None:
+    if isinstance(backdoor, RedisBackdoor):
+        backdoor.client.xgroup_create(bus.keys.shards, "other", "0", mkstream=True)
+    await bus.fill_shards(0, SHARDS)
+    assert (await claim(bus, L0)).shard == SHARDS[0]
 
 
 @pytest.mark.parametrize("number", [b"far", b"9" * 20, b"9" * 19])

@@ -143,6 +143,14 @@ def left_and_came_back(window: Window) -> Any:
     return window.offer(delta("l0", incarnation="f" * 8), 1.0)
 
 
+def refused_and_next(window: Window) -> Any:
+    left_and_came_back(window)
+    without(window, delta("l0", due=False))
+    (awaited,) = window.awaited()
+    assert (awaited.header.incarnation, window.late.offers) == ("f" * 8, ())
+    return window.decide(1.0, given(doubted=frozenset({"l0"})))
+
+
 CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("offer", "stale by one"): lambda w: w.offer(delta("l0", base_version=0, base_digest=b"0" * 16), 1.0),
     ("offer", "its learner left a delta here and came back"): left_and_came_back,
@@ -153,10 +161,15 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
     ("offer", "unknown base, wrong layout, not positive"): refused_each,
     ("offer", "seen"): lambda w: w.offer(L0, 1.0),
     ("decide", "nothing due"): lambda w: (w.offer(delta("l0", due=False), 1.0), w.decide(1.0, given()))[1],
-    ("decide", "one is due, or one of who left a delta here and came back"): lambda w: (
+    ("decide", "one is due, also of a learner that came back"): lambda w: (
         left_and_came_back(w),
         w.decide(1.0, given()),
     )[1],
+    ("decide", "a doubted learner's is due, what it left here is uploaded"): lambda w: (
+        left_and_came_back(w),
+        uploaded(w, delta("l0", due=False)).decide(1.0, given(doubted=frozenset({"l0"}))),
+    )[1],
+    ("decide", "what a doubted learner left here is refused, its next is due"): refused_and_next,
     ("decide", "a doubted learner's is due, and not uploaded"): lambda w: (
         w.offer(L1, 1.0),
         w.decide(1.0, given(doubted=frozenset({"l1"}))),
@@ -223,7 +236,7 @@ RESULTS: dict[str, Callable[[Any, float], bool]] = {
 }
 
 REASONS: dict[str, str] = {
-    "nothing due": "no delta due, 1 waiting",
+    "nothing due": "no delta asks for a merge, 1 waiting",
     "fewer than K in, and one was refused": "0 of quorum 2 left after a refusal",
     "others expected, the grace goes on": "grace: 2 in, waiting for l2",
     "too few are left for K": "1 of quorum 2 left",

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
+from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.spec import SyncSpec
@@ -300,6 +301,32 @@ async def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_
         del learners[1].bus.write_chunks  # type: ignore[misc]
     await world.until_version(was + 1, 3.0 if restarted else 0.1 * 700 / RENEWED_BY)
     await end(*learners)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["left in order", "killed in its upload"])
+@in_virtual_time
+async def test_a_doubted_learner_that_comes_back_alone_opens_the_window_again(whole: bool) -> None:
+    """Though a delta of its life before is still here: a whole one that is not due, or one that never will be whole."""
+    world, (before,) = await under_way(2, learners=1, quorum=1, fragments=1, sync_interval=4)
+    if whole:
+        await asyncio.sleep(0.2)
+        before.stop = True
+        assert before.task is not None
+        await before.task
+    else:
+        await before.kill()
+    await asyncio.sleep(10.0)
+    (head,) = await world.heads()
+    (owner,) = world.service.owners
+    for _ in range(DOUBTED_AFTER):
+        owner.state.doubts.refused("l0", RefusalReason.UPLOAD_TIMEOUT)
+    if not whole:
+        base = {"base_version": head.version, "base_digest": head.digest, "serial": 77, "chunks": 1}
+        sent = {"layout": layout_of(world.spec.tensors).digest, "codec": world.spec.sync.codec}
+        await world.bus.offer(samples.header("l0", incarnation="a" * 16, **base, **sent))
+    again = VirtualLearner("l0", world, 0.9, "f" * 16).start()
+    await world.until_version(head.version + 1, 8.0)  # it renews its delta after twelve steps
+    await end(again)
 
 
 @in_virtual_time

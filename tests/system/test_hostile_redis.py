@@ -270,6 +270,7 @@ async def test_every_kind_of_bad_delta_is_refused_with_its_reason_and_changes_no
 
         expected = {reason.value: len(sends) for reason, sends in bad.items()}
         told = Counter(r.reason.value for r in await run.tape() if isinstance(r, Rejected) and r.fragment == 0)
+        await forger.bus.write_report(samples.report("forger"))
         status = await read_status(run.bus, run.clock)
         sample = run.service.metrics.registry.get_sample_value
         for reason, count in expected.items():

@@ -23,7 +23,7 @@ SILENT_S = 10.0
 _PROBES = 3
 
 _MALFORMED = (
-    "not a usable Redis URL: it is redis://[user:password@]host:port (of 65535 at most), rediss://... for TLS, "
+    "not a usable Redis URL: it is redis://[user:password@]host:port (a port is 65535 at most), rediss://... for TLS, "
     "redis+sentinel://[user:password@]host:port,host:port,host:port/service, or unix:///path/to/socket; special "
     "characters in a password are percent-encoded"
 )

@@ -295,7 +295,7 @@ class Follower:
 
     def _decide(self, now: float) -> None:
         window = self._window
-        if self._merging is not None:
+        if self._merging is not None or not window.pending():
             return
         while isinstance(decision := window.decide(now, self._conditions(now)), Reopened):
             self._overdue(decision, now)

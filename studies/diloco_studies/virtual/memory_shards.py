@@ -124,8 +124,10 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
     async def read_shards(self) -> ShardQueue:
         await self._turn()
         stream, positions, epochs = self._queue()
-        if max(len(stream.ids), len(positions)) > stored_values.MOST_OPEN_SHARDS:
+        if len(stream.ids) > stored_values.MOST_OPEN_SHARDS:
             raise BadMessage(f"{self.keys.shards} holds a queue of too many entries")
+        if len(positions) > stored_values.MOST_OPEN_SHARDS:
+            raise BadMessage(f"{self.keys.shard_positions} holds a hash of too many positions")
         return stored_values.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
 
     async def restore_shards(self, queue: ShardQueue) -> None:

@@ -27,7 +27,7 @@ local function cut(value, most_bytes)
   return value and value:sub(1, most_bytes + 1)
 end
 
--- A number that any learner may have written, up to 2^62 or so; 0 where there is none.
+-- A number that any learner may have written, below 10^18; 0 where there is none.
 local function number(value)
   return value and #value < 19 and value:match('^%d+$') and tonumber(value) or 0
 end
@@ -93,9 +93,12 @@ local function delete_headers(found)
   for _, one in ipairs(found) do redis.call('XDEL', KEYS[one.key], one.at) end
 end
 
--- Whether the work queue has its consumer group.
+-- Whether the work queue has its consumer group; any learner may have made others.
 local function has_group(key)
-  return redis.call('EXISTS', key) == 1 and #redis.call('XINFO', 'GROUPS', key) > 0
+  for _, group in ipairs(redis.call('EXISTS', key) == 1 and redis.call('XINFO', 'GROUPS', key) or {}) do
+    if group[2] == 'learners' then return true end
+  end
+  return false
 end
 
 -- Whether a consumer is the present holder of an entry of the work queue.

@@ -4,8 +4,7 @@ local shards, positions, epochs = unpack(KEYS)
 local wrong = mistyped(shards, 'stream', positions, 'hash', epochs, 'string')
 if wrong then return wrong end
 local most = tonumber(ARGV[1])
-local too_large = {'SIZE', shards, 'queue of too many entries'}
-if redis.call('XLEN', shards) > most then return too_large end
+if redis.call('XLEN', shards) > most then return {'SIZE', shards, 'queue of too many entries'} end
 -- A few at a time: each may be as large as Redis takes.
 local entries, last = {}, '0'
 repeat
@@ -20,6 +19,6 @@ repeat
   local part = redis.call('HSCAN', positions, cursor, 'COUNT', 1)
   cursor = part[1]
   for _, value in ipairs(part[2]) do table.insert(read, cut(value, 64)) end
-  if #read > 2 * most then return too_large end
+  if #read > 2 * most then return {'SIZE', positions, 'hash of too many positions'} end
 until cursor == '0'
 return {'OK', cut(redis.call('GET', epochs), 64), entries, read}
