@@ -138,10 +138,10 @@ class WindowMachine(RuleBasedStateMachine):
         state, members, attempt, deadline = window.state, window.members, window.attempt, deadline_of(window)
         fixed = window.phase.fixed_at if isinstance(window.phase, Uploading) else self.now
         whole = {m for m in members if any(o.header.learner == m for o in self.complete())}
+        due = any(o.header.due and o.header.base_version == self.version for o in window.pending())
         decision = window.decide(self.now, given)
         if state is State.IDLE:
             self.opened_at = self.now
-            due = any(o.header.due and o.header.base_version == self.version for o in window.pending())
             opens = due or (self.draining and members)
             assert (window.state is State.IDLE) != bool(opens), "it opens for a delta that is due, and no other"
         assert isinstance(decision, Wait) or decision.opened_at == self.opened_at
@@ -292,10 +292,12 @@ class WindowMachine(RuleBasedStateMachine):
         """A payload was refused or vanished."""
         members = self.window.pending()[: len(self.window.members)]
         offer = data.draw(st.sampled_from(members))
+        waits = any(late.header.learner == offer.header.learner for late in self.window.late.offers)
         self.window.refused(offer)
         del self.held[offer.entry_id]
         self.refused.add(offer.header.learner)
-        assert offer.header.learner not in self.window.members
+        takes_its_place = waits and self.window.state is State.IDLE
+        assert (offer.header.learner in self.window.members) == takes_its_place
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 10.0]))
     def wait(self, seconds: float) -> None:
