@@ -574,7 +574,23 @@ def muon_inside() -> Iterator[list[float]]:
         yield against(run, base)
 
 
+def field() -> Iterator[list[float]]:
+    of = "field/data-parallel, Muon"
+    for label in ("data-parallel, Muon", "data-parallel, AdamW", "decoupled", "MuLoCo", "DiLoCo", "the paper's"):
+        row = []
+        for learners in (1, 4, 8, 16):
+            run, base = f"field/{label}, M = {learners}", f"{of}, M = {learners}"
+            row += first(run) if label in of else [*first(run), *changes(run, base)]
+        run = f"field/{label}, M = 8"
+        costs = [*cost(run)[1:], summaries(run)[0].syncer_s or 0.0] if summaries(run)[0].syncer_s is not None else []
+        yield [*row, *costs, *PUBLISHED.get(label, [])]
+
+
+PUBLISHED = {"MuLoCo": [3.1, 1.7, 3.1], "DiLoCo": [5.3, 3.3, 3.1, 3.9, 1.1, 2.4]}
+"""Percent, as papers have it, and billions of parameters."""
+
 TABLES = {
+    "In the field's frame": field,
     "From scratch: the defaults": defaults,
     "The gap at other lengths and batches": lengths_and_batches,
     "The defaults, and data-parallel with the same outer step": fair,
@@ -722,7 +738,7 @@ def test_the_csv_is_as_the_code_writes_it():
 def test_results_in_the_tree_stay_small():
     """One CSV, no raw results: those stay in the folder where they were computed."""
     assert [path.name for path in CSV.parent.iterdir() if path.suffix != ".toml"] == ["results.csv"]
-    assert CSV.stat().st_size < 200_000
+    assert CSV.stat().st_size < 300_000
 
 
 def test_a_curve_ends_where_its_run_does():
