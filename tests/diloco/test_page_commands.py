@@ -21,7 +21,7 @@ import pytest
 from diloco import watch
 from diloco.cli import main
 from diloco.launcher.folder import Folder
-from diloco.launcher.locate import Place
+from diloco.launcher.locate import RUN_FILE, Place, RunFile
 from diloco.launcher.page import MODEL_FILE, PAGE_FILE
 from diloco.options import RunProcess, WatchProcess
 from diloco.pipeline.bus.embedded import EmbeddedRedis
@@ -115,6 +115,17 @@ def test_a_folder_with_nothing_to_show_is_refused(tmp_path: Path, capsys: pytest
     assert main(["report", str(tmp_path)]) == 2
     assert "has no report.json" in capsys.readouterr().err
     assert not (tmp_path / "x.html").exists()
+
+
+def test_the_report_of_a_run_that_left_none_says_how_it_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the status does, and that a page can still be made."""
+    (tmp_path / RUN_FILE).write_text(RunFile(ended="ended at once by a second signal", pids={}).model_dump_json())
+    assert main(["report", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"the run in {tmp_path} was ended at once by a second signal; its logs are in {tmp_path / 'logs'}" in told
+    assert "--html FILE" in told
 
 
 def test_a_page_for_a_folder_is_put_into_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

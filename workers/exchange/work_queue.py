@@ -56,7 +56,9 @@ class ShardClaims:
         self._finished: list[str] = []
         self._epochs = 0
         """Those queued so far, as far as known by what was claimed."""
-        self._leaving = self._refused_one = False
+        self._leaving = False
+        self._refused_one = False
+        """It was said that there are entries that are no shards."""
         self.returned = asyncio.Event()
         """On leaving: nothing is held any more."""
 
