@@ -23,12 +23,6 @@ from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.process import logs
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, RankProcess, SyncerProcess
 
-OF_A_WHOLE_RUN = {
-    "method": "a method is of a whole run (`diloco run`, `demo`, `chaos`). Give each party the settings that it means, "
-    "by flags, variables or the file: docs/reference/settings.md#methods"
-}
-"""Settings that one party cannot obey: a method means a quorum of all learners, or no syncer at all."""
-
 
 def _join(settings: BusSettings, command: str) -> None:
     """Checks and set-up of a process that joins a run."""
@@ -40,7 +34,7 @@ def _join(settings: BusSettings, command: str) -> None:
     logs.configure(settings.log_level)
 
 
-@takes(LearnerProcess, moved=OF_A_WHOLE_RUN)
+@takes(LearnerProcess)
 def learner(settings: LearnerProcess) -> None:
     """Join a run as a learner, with the built-in trainer.
 
@@ -53,7 +47,7 @@ def learner(settings: LearnerProcess) -> None:
     raise typer.Exit(load_extra("diloco.workers.trainer.trainer", "learner").train(settings))
 
 
-@takes(SyncerProcess, moved=OF_A_WHOLE_RUN)
+@takes(SyncerProcess)
 def syncer(settings: SyncerProcess) -> None:
     """Serve a run as its syncer: gather deltas, merge, publish the global fragments. Needs no torch."""
     for place in filter(None, (settings.checkpoint_dir, settings.resume)):

@@ -16,7 +16,7 @@ from typer.core import TyperCommand
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
-from diloco.pipeline.methods import METHODS, RunMethod, settings_of
+from diloco.pipeline.methods import METHODS, RunMethod
 from diloco.pipeline.settings import (
     PARTIES,
     BusSettings,
@@ -97,10 +97,6 @@ class RunSettings(Settings):
         "mps; 0+1,2+3: a learner on each set, with a rank on each device; auto: a GPU for each, or else what it finds",
     )
     syncers: int = Field(1, ge=1, le=64, description="Number of syncer processes; they share the fragments")
-    method: RunMethod = Field(
-        "decoupled",
-        description="What other settings are where they are not given (docs/reference/settings.md#methods)",
-    )
     out: Path | None = Field(
         None, description="Output folder; a run that was stopped or killed goes on in its own (default: runs/<time>)"
     )
@@ -130,6 +126,9 @@ class RunProcess(
 ):
     """`diloco run`: the launcher's own settings and those that it hands on to its processes."""
 
+    method: RunMethod = Field(  # type: ignore[assignment]  # one more, that has no syncer
+        "decoupled", description="What other settings are where they are not given (docs/reference/methods.md)"
+    )
     redis_url: SecretStr | None = Field(
         None, description="Redis to use instead of an embedded one. Secrets belong in DILOCO_REDIS_URL"
     )
@@ -175,9 +174,7 @@ ALL_FIELDS = PARTIES | frozenset({**DemoProcess.model_fields, **RedisProcess.mod
 def with_preset(settings: R) -> R:
     """Settings with those of the method where nothing else was asked for."""
     size = SIZES.get(settings.model)
-    meant = settings_of(settings.method, settings.learners, None if size is None else size.tensors)
-    told = settings.model_fields_set
-    return settings.model_copy(update={name: value for name, value in meant.items() if name not in told})
+    return settings.with_method(settings.learners, None if size is None else size.tensors)
 
 
 def method_notes(settings: RunProcess) -> list[str]:
@@ -193,7 +190,7 @@ def method_notes(settings: RunProcess) -> list[str]:
 
 NOT_OF_BASELINE = (
     *("redis_url", "redis_ca", "redis_cert", "redis_key", "redis_port", "redis_bind", "syncers"),
-    *(name for name in SyncSettings.model_fields if name != "tokens"),
+    *(name for name in SyncSettings.model_fields if name not in ("tokens", "method")),
     *("recover", "ramp_steps", "leave_s", "log_losses", "state_every", "encode_on"),
     *("lease_s", "liveness_s", "drain_s", "shutdown_s", "http_host", "http_port", "checkpoint_every", "record_deltas"),
     "eval_device",
@@ -292,7 +289,7 @@ class SettingsCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-SAID_ANYWHERE = {"method": "decoupled", "device": "auto"}
+SAID_ANYWHERE = {"device": "auto"}
 """Of settings of other commands: what is so anyway, and may be said."""
 
 

@@ -44,11 +44,12 @@ def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
     """`interval_at`, made longer where round trips take long.
 
     Args:
-        sync: tau, and what `interval_at` needs.
+        sync: tau, `stretch`, and what `interval_at` needs.
         version: of the base.
         round_trip: steps, that in which a learner adopts among them (`syncer.committing.RoundTrips`).
     """
-    return lengthened(interval_at(sync, version), sync.sync_interval, sync.overlap_steps, round_trip)
+    planned = interval_at(sync, version)
+    return lengthened(planned, sync.sync_interval, sync.overlap_steps, round_trip) if sync.stretch else planned
 
 
 def lengthened(interval: int, sync_interval: int, overlap_steps: int, round_trip: float) -> int:

@@ -10,7 +10,7 @@ An `expert` setting has no flag: it is set by a variable or in the file (`is_exp
 from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -31,6 +31,7 @@ from diloco.pipeline.messages.wire import (
     PartyName,
     WeightsName,
 )
+from diloco.pipeline.methods import SyncMethod, settings_of
 from diloco.pipeline.sources import ENV_PREFIX, given_outside, meant, place_in, read_file
 from diloco.pipeline.units import parse_duration, parse_whole
 from diloco.pipeline.wrong_values import told
@@ -151,6 +152,9 @@ class SyncSettings(Settings):
 
     section = "Synchronisation (equal for all parties)"
 
+    method: SyncMethod = Field(
+        "decoupled", description="What other settings are where they are not given (docs/reference/methods.md)"
+    )
     fragments: int = Field(
         8, ge=1, le=MAX_FRAGMENTS, description="Number of fragments P; unasked, a tensor each at most"
     )
@@ -207,6 +211,7 @@ class SyncSettings(Settings):
     doubling: int = expert(
         8, ge=1, le=10**6, description="Outer steps of each fragment after which an interval that grows doubles"
     )
+    stretch: bool = expert(True, description="Make H longer where a round trip takes many steps")
     tokens: int = Field(
         2_500_000, ge=1, le=2**62, description="Budget: trained tokens of all learners together, e.g. 2.5M"
     )
@@ -220,8 +225,29 @@ class SyncSettings(Settings):
 
     def sync_spec(self, cluster: bool = False) -> SyncSpec:
         """The same as a wire type. cluster: the run's Redis is one."""
-        told = {name: getattr(self, name) for name in SyncSettings.model_fields}
+        told = {name: getattr(self, name) for name in SyncSpec.model_fields}
         return SyncSpec(**told | {"groups": self.groups or groups_on(cluster, self.fragments)})
+
+    def with_method(self, learners: int | None = None, tensors: int | None = None) -> Self:
+        """The settings with those of their method where no others were given, which then count as given.
+
+        A number of fragments that a method means is one that the model may have too few tensors for: so it does not
+        count as given.
+
+        Args:
+            learners: of the run; None: where a method has all in each merge, the quorum says how many they are.
+            tensors: as `settings_of`.
+
+        Raises:
+            UsageError: as `settings_of`.
+        """
+        told = self.model_fields_set
+        everyone = self.quorum if learners is None and "quorum" in told else learners
+        meant = settings_of(self.method, everyone, tensors)
+        settled = self.model_copy(update={name: value for name, value in meant.items() if name not in told})
+        if "fragments" not in told:
+            settled.model_fields_set.discard("fragments")
+        return settled
 
 
 def groups_on(cluster: bool, fragments: int) -> int:

@@ -70,10 +70,10 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
         given: the learner's.
         held: the run's spec; None: it has none. A learner with settings of its own takes no more of it than the
             budget, if it names none.
-        beginning: of a run without a spec: the budget with which a syncer waits, and whether Redis is a cluster.
+        beginning: of a run without a spec: the settings with which a syncer waits, and whether Redis is a cluster.
 
     Raises:
-        SpecMismatch: the learner was told another budget than the run or that syncer.
+        SpecMismatch: the learner was given another budget than the run, or other settings than that syncer.
         UsageError: model and settings cannot be a run's.
     """
     budget = {} if given.tokens is None else {"tokens": given.tokens}
@@ -82,8 +82,11 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
         asked = (given.sync or load(SyncSettings)).model_copy(update=budget)
         if held is not None:
             asked = agree(asked, {"tokens": held.sync.tokens}, SyncSettings)
-        elif beginning.budget is not None:
-            asked = agree(asked, {"tokens": beginning.budget}, SyncSettings, WAITING_SYNCER)
+        elif beginning.wanted:
+            judged = load(SyncSettings, beginning.wanted)
+            wanted = {name: getattr(judged, name) for name in beginning.wanted}
+            asked = agree(asked, wanted, SyncSettings, WAITING_SYNCER)
+        asked = asked.with_method()
         if held is not None and asked.groups is None:
             asked = asked.model_copy(update={"groups": held.sync.groups})
         sync = _own(asked, model, beginning.cluster)
@@ -104,11 +107,14 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
 
 def _say_what_does_not_count(held: SyncSpec) -> None:
     """Variables are for whoever is first: one that says otherwise than the run is of no effect."""
-    usual = load(SyncSettings)
-    for name in sorted(usual.model_fields_set):
+    given = load(SyncSettings)
+    usual = given.with_method(held.quorum)
+    for name in sorted(usual.model_fields_set - {"method"}):
         if (here := getattr(usual, name)) != (there := getattr(held, name)):
-            variable = f"{ENV_PREFIX}{name.upper()}"
-            detail = f"{variable} is {here}, but the run was begun with {there}, which holds"
+            said = name if name in given.model_fields_set else "method"
+            variable = f"{ENV_PREFIX}{said.upper()}"
+            means = "" if said == name else f"{given.method}: {name} "
+            detail = f"{variable} is {means}{here}, but the run was begun with {there}, which holds"
             structlog.get_logger().warning("variable_ignored", variable=variable, detail=detail)
 
 

@@ -238,7 +238,7 @@ def command(
     report = Report((lambda finding: None) if as_json else (lambda finding: show(console, finding)))
     run = None
     if planned is not None:
-        run = measure.planned_run(settings.run, settings.sync_spec(), planned, learners, step_s)
+        run = measure.planned_run(settings.run, settings.with_method(learners).sync_spec(), planned, learners, step_s)
     with console.status("looking at this machine") as status:
         machine = measure.look_at_machine(here, settings.threads)
         status.update("looking at folders and stores")

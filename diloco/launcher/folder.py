@@ -27,7 +27,7 @@ from pydantic import SecretStr
 from diloco.launcher.locate import REPORT_FILE, RUN_FILE, RUNS, RunFile, is_running, without_secrets
 from diloco.launcher.page import MODEL_FILE, PAGE_FILE
 from diloco.launcher.report import Origin
-from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess, RunSettings
+from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess
 from diloco.pipeline.agreement import agree
 from diloco.pipeline.bus.tls import OPTIONS
 from diloco.pipeline.errors import UsageError
@@ -75,8 +75,9 @@ SHARED: tuple[type[Settings], ...] = (
 )
 """Settings that the children read from the file."""
 _BY_CHILD = {"threads", "device", "resume", "overwrite", "record_deltas", "redis_url"}
-GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | NO_FLAG | {*_BY_CHILD, *OPTIONS}
-"""Not in the file: they differ from child to child, or are a part of the URL in its environment."""
+GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | NO_FLAG | {*_BY_CHILD, *OPTIONS, "method"}
+"""Not in the file: they differ from child to child, are a part of the URL in its environment, or, as the method, are
+said by all that is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +367,7 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
     trained = checkpoint.state.tokens
     told = settings.model_fields_set
     method = method_of(checkpoint)
-    settings = agree(settings, {"method": method}, RunSettings)
+    settings = agree(settings, {"method": method}, SyncSettings)
     sync = checkpoint.spec.sync.model_dump() | ({"tokens": settings.tokens} if "tokens" in told else {})
     moved = "model" in told and lies_elsewhere(settings.model, checkpoint.spec.trainer.get("model"))
     kept = ({"data", "model"} if moved else {"data"}) & told

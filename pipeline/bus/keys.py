@@ -44,9 +44,9 @@ class RunKeys:
         return self._of_run("spec")
 
     @property
-    def budget(self) -> str:
-        """Trained tokens that a run without a spec is to have, as a decimal number; expires."""
-        return self._of_run("budget")
+    def wanted(self) -> str:
+        """What a syncer wants of a run without a spec (msgpack `Wanted`); expires."""
+        return self._of_run("wanted")
 
     @property
     def state(self) -> str:

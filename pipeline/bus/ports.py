@@ -24,7 +24,7 @@ from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, RunState, SeenReport
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
-from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.spec import Spec, Wanted
 from diloco.pipeline.messages.tape import Rewound, TapeRecord, WindowChanged
 from diloco.pipeline.messages.wire import MOST_LEASE_S
 from diloco.pipeline.payload.codec import Encoded
@@ -137,10 +137,10 @@ class SpecAndState(Keyed, Protocol):
     async def read_spec(self) -> bytes | None:
         """The spec, or None before the first proposal."""
 
-    async def offer_budget(self, tokens: int, ttl_s: float) -> int:
-        """Say for so long how many tokens a run without a spec is to have, or again; returns the number that holds."""
+    async def offer_wanted(self, wanted: Wanted, ttl_s: float) -> Wanted:
+        """Say for so long what is wanted of a run without a spec, or again; returns what holds."""
 
-    async def read_budget(self) -> int | None:
+    async def read_wanted(self) -> Wanted | None:
         """What was said, until it expires."""
 
     async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:

@@ -100,6 +100,17 @@ class SyncSpec(Message):
     outer: OuterName
     delta_clip: Annotated[float, Field(ge=0, le=1e6)]
     """Deltas are merged as if they were so many times the window's median norm at most; 0: as long as they are."""
+    stretch: bool = True
+    """Whether an interval is made longer where round trips take long (`ramps.stretched`)."""
+
+
+class Wanted(Message):
+    """Settings that a syncer was given which waits for a run's first learner: that one proposes them."""
+
+    max_bytes: ClassVar[int] = 2**12
+
+    sync: Annotated[dict[str, str | int | float | bool], Field(max_length=64)]
+    """By name, as `pipeline.settings.SyncSettings` has them."""
 
 
 def frozen_head(shape: tuple[int, ...], dtype: str) -> bytes:

@@ -17,7 +17,7 @@ from diloco.pipeline.errors import BusError, UsageError
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Phase, RunState, moment
-from diloco.pipeline.messages.spec import Spec, SyncSpec
+from diloco.pipeline.messages.spec import Spec, SyncSpec, Wanted
 from diloco.pipeline.outer_cost import Speed, operations_of
 from diloco.pipeline.pacing import least_step_s
 from diloco.pipeline.payload import codec
@@ -144,6 +144,12 @@ class Start:
     finished: bool = False
     """The run came to its end before this start: there is nothing to do."""
 
+    def __post_init__(self) -> None:
+        """Raises:
+        UsageError: as `SyncSettings.with_method`.
+        """
+        self.settings = self.settings.with_method()
+
     async def spec(self) -> Spec | None:
         """The run's spec: from a checkpoint, as the bus has it, or as the first learner proposes it; waits for it.
 
@@ -173,12 +179,14 @@ class Start:
         self.bus_warnings.tell(await _retry(self.bus.info))  # there may be hours to mend it before anybody trains
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
+        given = {name: getattr(self.settings, name) for name in SyncSettings.model_fields}
+        wanted = Wanted(sync={name: given[name] for name in given.keys() & self.settings.model_fields_set})
         while data is None:
             # So that whoever asks for the status can tell a run that waits from one that is not there.
             await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
-            if "tokens" in self.settings.model_fields_set:
-                offer = partial(self.bus.offer_budget, self.settings.tokens, self.settings.lease_s)
-                agree(self.settings, {"tokens": await _retry(offer)}, SyncSettings, WAITING_SYNCER)
+            if wanted.sync:
+                offer = partial(self.bus.offer_wanted, wanted, self.settings.lease_s)
+                agree(self.settings, (await _retry(offer)).sync, SyncSettings, WAITING_SYNCER)
             await asyncio.sleep(LOOK_S)
             data = await _retry(self.bus.read_spec)
         spec = codec.decode(Spec, data)

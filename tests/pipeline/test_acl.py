@@ -22,6 +22,7 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from diloco.pipeline.messages.run import Event, InitialUpload, Phase, SeenReport
 from diloco.pipeline.messages.shards import DataOrder, Shard
+from diloco.pipeline.messages.spec import Wanted
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
@@ -33,6 +34,7 @@ from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejec
 
 pytestmark = pytest.mark.redis
 
+WANTED = Wanted(sync={"tokens": 7})
 VALUES = np.arange(8, dtype=np.float32)
 TOP = "18446744073709551615-18446744073709551615"
 """The greatest entry id of a stream: after it, none can be added."""
@@ -71,7 +73,7 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     spec = samples.spec()
     assert await learner.read_spec() is None
     assert not (await learner.info()).cluster
-    assert await syncer.offer_budget(7, 10) == await learner.read_budget() == 7
+    assert await syncer.offer_wanted(WANTED, 10) == await learner.read_wanted() == WANTED
     assert await learner.propose_spec(encode(spec)) == encode(spec)
     assert await learner.propose_spec(b"another") == encode(spec)
     assert await learner.write_report(samples.report()) is None
@@ -201,7 +203,7 @@ def families(keys: RunKeys) -> dict[str, str]:
         "merged_payload": keys.merged_payload(0, 0, "00000000"),
         "momentum_payload": keys.momentum_payload(0, 0, "00000000"),
         "tape": keys.tape(0),
-        "budget": keys.budget,
+        "wanted": keys.wanted,
         "state": keys.state,
         "syncers": keys.syncers,
         "evaluations": keys.evaluations,
@@ -233,7 +235,7 @@ async def story(server: Server, parties: dict[str, Any]) -> tuple[int, bytes]:
     await update_to(syncer, 0)
     await stage(syncer, server.keys.merged_payload(0, 0, "00000000"))
     await syncer.announce_syncer(NONCE, "s0", 60)
-    await syncer.offer_budget(7, 60)
+    await syncer.offer_wanted(WANTED, 60)
     await syncer.write_state(samples.run_state())
     for name in LEARNERS:
         learner = parties[f"learner-{name}"]
@@ -334,7 +336,7 @@ SCRIPTED: dict[str, Step] = {
         "blob",  # as if it were finished
     ),
     "announce_syncer": lambda bus, keys, at: bus.announce_syncer("cc" * 8, "s1", 60),
-    "offer_budget": lambda bus, keys, at: bus.offer_budget(7, 600),
+    "offer_wanted": lambda bus, keys, at: bus.offer_wanted(WANTED, 600),
     "withdraw_syncer": lambda bus, keys, at: bus.withdraw_syncer(NONCE),
     "trim_tape": lambda bus, keys, at: bus.trim_tape(0, "9999999999999-0"),
     "stage_global": lambda bus, keys, at: stage(bus, keys.global_payload(0, 1, "dd" * 4)),

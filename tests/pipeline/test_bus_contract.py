@@ -24,6 +24,7 @@ from diloco.pipeline.errors import (
 )
 from diloco.pipeline.messages.run import Event, InitialUpload, LearnerReport, Phase, SeenReport
 from diloco.pipeline.messages.shards import Shard
+from diloco.pipeline.messages.spec import Wanted
 from diloco.pipeline.messages.tape import WindowChanged
 from diloco.pipeline.messages.wire import MOST_LEASE_S
 from diloco.pipeline.payload.codec import Encoded, Payload, encode
@@ -76,16 +77,17 @@ async def test_the_first_spec_proposed_is_the_one_that_holds(bus: Bus) -> None:
     assert await bus.read_spec() == b"one"
 
 
-async def test_the_first_budget_offered_holds_until_it_expires(bus: Bus) -> None:
-    """Whoever says the same prolongs it; who says another is told the one that holds."""
-    assert await bus.read_budget() is None
-    assert await bus.offer_budget(7, 0.3) == 7
-    assert await bus.offer_budget(8, 50) == 7
-    assert await bus.offer_budget(7, 0.3) == 7
-    assert await bus.read_budget() == 7
+async def test_what_was_wanted_first_holds_until_it_expires(bus: Bus) -> None:
+    """Whoever says the same prolongs it; who says something else is told what holds."""
+    first, second = Wanted(sync={"tokens": 7, "outer_lr": 0.7, "method": "paper"}), Wanted(sync={"tokens": 8})
+    assert await bus.read_wanted() is None
+    assert await bus.offer_wanted(first, 0.3) == first
+    assert await bus.offer_wanted(second, 50) == first
+    assert await bus.offer_wanted(first, 0.3) == first
+    assert await bus.read_wanted() == first
     await asyncio.sleep(0.4)
-    assert await bus.read_budget() is None
-    assert await bus.offer_budget(8, 50) == 8
+    assert await bus.read_wanted() is None
+    assert await bus.offer_wanted(second, 50) == second
 
 
 async def test_a_spec_is_replaced_only_if_it_is_the_one_that_was_seen(bus: Bus) -> None:

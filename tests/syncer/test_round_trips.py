@@ -28,7 +28,8 @@ def test_an_interval_is_stretched_by_the_round_trip_and_never_shrunk() -> None:
     assert stretched(USUAL, 32, 1e9) == stretched(USUAL, 0, float("inf")) == LONGEST == 96, "what was measured"
     longer = USUAL.model_copy(update={"sync_interval": 500, "first_interval": 0})
     assert stretched(longer, 0, 10.0) == 500, "which was asked for"
-    assert stretched(USUAL.model_copy(update={"overlap_steps": 0}), 32, 10.0) == 24
+    for off in ({"overlap_steps": 0}, {"stretch": False}):
+        assert stretched(USUAL.model_copy(update=off), 32, 10.0) == 24
 
 
 def test_tau_is_stretched_with_its_interval() -> None:

@@ -13,6 +13,8 @@ from torch import nn
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import SpecMismatch, UsageError
+from diloco.pipeline.messages.spec import Wanted
+from diloco.pipeline.methods import METHODS
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
@@ -137,7 +139,7 @@ def test_the_first_learner_that_has_a_budget_sets_it_and_another_one_is_refused(
 def test_a_syncer_that_is_first_sets_the_budget(redis_server: str) -> None:
     """It waits for the first learner, which takes it, or is refused with the difference; so is another syncer."""
     with a_syncer(redis_server, "waits", tokens=4000):
-        until(lambda: on_bus(redis_server, "waits", lambda bus: bus.read_budget()) == 4000)
+        until(lambda: on_bus(redis_server, "waits", lambda bus: bus.read_wanted()) == Wanted(sync={"tokens": 4000}))
         for told in ({"tokens": 5000}, {"sync": SyncSettings(tokens=5000)}):
             with pytest.raises(SpecMismatch, match="tokens: here 5000, a syncer that waits has 4000"):
                 learner_of(redis_server, "waits", **told).open()
@@ -151,6 +153,33 @@ def test_a_syncer_that_is_first_sets_the_budget(redis_server: str) -> None:
         with learner_of(redis_server, "waits", sync=SyncSettings(quorum=1)) as learner:
             assert learner.spec.sync.tokens == 4000
             assert learner.recovered == "start"
+
+
+@pytest.mark.redis
+def test_a_syncer_that_is_first_sets_all_that_it_was_given(redis_server: str) -> None:
+    """A method too: its learners need not say it. Who says otherwise is refused."""
+    with a_syncer(redis_server, "paper", method="paper", outer_lr=0.4):
+        until(lambda: on_bus(redis_server, "paper", lambda bus: bus.read_wanted()) is not None)
+        for told, said in (({"outer": "halley"}, "outer: here 'halley'"), ({"method": "streaming"}, "method: here")):
+            with pytest.raises(SpecMismatch, match=said):
+                learner_of(redis_server, "paper", sync=SyncSettings(quorum=1, **told)).open()
+        with learner_of(redis_server, "paper") as learner:
+            meant = METHODS["paper"].settings | {"outer_lr": 0.4, "fragments": 2}  # a tensor each
+            assert {name: getattr(learner.spec.sync, name) for name in meant} == meant
+        with learner_of(redis_server, "paper", sync=SyncSettings(method="paper", outer_lr=0.4)) as learner:
+            assert learner.recovered == "start"
+
+
+@pytest.mark.redis
+def test_a_learner_says_a_method_in_one_word(redis_server: str) -> None:
+    with (
+        a_syncer(redis_server, "one-word"),
+        learner_of(redis_server, "one-word", sync=SyncSettings(method="paper")) as one,
+    ):
+        assert not one.spec.sync.stretch
+        assert (one.spec.sync.merge, one.spec.sync.outer, one.spec.sync.fragments) == ("rda", "nesterov", 2)
+    with pytest.raises(UsageError, match="method=diloco has all learners in each merge: say how many there are by"):
+        learner_of(redis_server, "nobody", sync=SyncSettings(method="diloco")).open()
 
 
 async def connected(url: str, run: str, use: Any) -> None:

@@ -454,8 +454,10 @@ class Oracle:
             self.broken("what a commit made stay stays", f"fragment {p} version {commit.version} expires")
 
     def _check_interval(self, p: int, commit: Commit, state: Surviving) -> None:
-        """Never shorter than planned, and the tape says by which one the merge went."""
+        """Never shorter than planned, nor longer unless that is asked for; the tape says by which the merge went."""
         planned, told = reference.interval(self._spec.sync, commit.version), commit.interval
+        if told > planned and not self._spec.sync.stretch:
+            self.broken("an interval is as planned", f"fragment {p} version {commit.version}: {told}, not {planned}")
         self._intervals.setdefault((p, commit.version, commit.digest), set()).add(told)
         if commit.expected is not None and (told < planned or commit.record.interval != state.interval):
             detail = f"{told} where {planned} is planned, merged at {commit.record.interval} of {state.interval}"

@@ -235,6 +235,7 @@ def _sync(chance: Chance, learners: int) -> SyncSpec:
         outer_warmup=chance.one_of((0, 0, 1, 3), "outer warm-up"),
         first_interval=chance.one_of((0, 0, 1, 2), "first interval"),
         doubling=chance.one_of((1, 2, 5), "doubling"),
+        stretch=chance.one_of((True, True, False), "stretch"),
         tokens=10**9,
     )
     return settings.sync_spec().model_copy(update={"chunk_bytes": chance.one_of((16, 32, 1024), "chunk")})

@@ -2,9 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import structlog
@@ -79,8 +80,8 @@ async def read_run(bus: Bus) -> Spec | None:
 class Beginning(NamedTuple):
     """What a bus says to who proposes the first spec of a run."""
 
-    budget: int | None = None
-    """Tokens that the run is to have, if a syncer that waits for a spec was told."""
+    wanted: Mapping[str, Any] = MappingProxyType({})
+    """Settings that the run is to have, if a syncer that waits for a spec was given some."""
     cluster: bool = False
 
 
@@ -93,8 +94,8 @@ def read_beginning(url: str, run: str) -> Beginning:
 
     async def ask() -> Beginning:
         async with open_bus(url, run) as bus:
-            cluster = (await bus.info()).cluster
-            return Beginning(await bus.read_budget(), cluster)
+            cluster, wanted = (await bus.info()).cluster, await bus.read_wanted()
+            return Beginning({} if wanted is None else wanted.sync, cluster)
 
     return in_own_loop(ask())
 

@@ -58,7 +58,7 @@ def follow(settings: LearnerProcess, spec: Spec) -> LearnerProcess:
         SpecMismatch: something else was asked for; shows each difference.
         UsageError: no such model.
     """
-    settings = agree(settings, spec.sync.model_dump(), SyncSettings)
+    settings = agree(settings.with_method(), spec.sync.model_dump(), SyncSettings)
     elsewhere = {"data"}
     if "model" in settings.model_fields_set and lies_elsewhere(settings.model, spec.trainer.get("model")):
         elsewhere.add("model")

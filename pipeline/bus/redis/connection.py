@@ -71,10 +71,10 @@ class RedisConnection(Connection):
             raise BusUnavailable(f"{key} vanished as it was set")
         return bytes(holds)
 
-    async def _claim(self, key: str, nonce: str, ttl_s: float, most_s: float | None = None) -> bool:
+    async def _claim(self, key: str, nonce: str | bytes, ttl_s: float, most_s: float | None = None) -> bool:
         """most_s: another's that would last for longer, or for ever, ends after `ttl_s`; None: that is the most."""
         (answer,) = await self._claim_all([key], nonce, ttl_s, most_s or ttl_s)
         return held(answer)
 
-    async def _claim_all(self, keys: Sequence[str], nonce: str, ttl_s: float, most_s: float) -> list[Any]:
+    async def _claim_all(self, keys: Sequence[str], nonce: str | bytes, ttl_s: float, most_s: float) -> list[Any]:
         return await self._redis.script("claim", keys, nonce, to_ms(ttl_s), to_ms(most_s), lane="leases")

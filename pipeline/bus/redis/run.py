@@ -23,6 +23,7 @@ from diloco.pipeline.bus.redis.runs import RedisRuns
 from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
+from diloco.pipeline.messages.spec import Wanted
 from diloco.pipeline.messages.wire import MOST_LEASE_S, Message
 from diloco.pipeline.payload.codec import decode, encode
 
@@ -47,13 +48,14 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
         spec: bytes | None = await self._redis.command("GET", self.keys.spec)
         return spec
 
-    async def offer_budget(self, tokens: int, ttl_s: float) -> int:
-        if await self._claim(self.keys.budget, str(tokens), ttl_s, MOST_LEASE_S):
-            return tokens
-        return await self.read_budget() or tokens
+    async def offer_wanted(self, wanted: Wanted, ttl_s: float) -> Wanted:
+        if await self._claim(self.keys.wanted, encode(wanted), ttl_s, MOST_LEASE_S):
+            return wanted
+        return await self.read_wanted() or wanted
 
-    async def read_budget(self) -> int | None:
-        return stored_values.decode_count("budget", await self._redis.command("GET", self.keys.budget)) or None
+    async def read_wanted(self) -> Wanted | None:
+        blob = await self._redis.command("GET", self.keys.wanted)
+        return decode(Wanted, blob) if blob else None
 
     async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
         return await self._redis.script("replace_spec", [self.keys.spec], spec, instead_of) == [1]

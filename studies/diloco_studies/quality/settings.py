@@ -97,6 +97,7 @@ class LabRun(BaseModel):
         USUAL["first_interval"], ge=0, description="H at the start, doubled again and again; 0: H from the start"
     )
     doubling: int = Field(USUAL["doubling"], ge=1, description="Outer steps after which it doubles")
+    stretch: bool | None = Field(None, description="H is made longer where round trips take long; off: true")
     wait: bool = Field(False, description="A learner that has published waits for the merge (DiLoCo)")
     adopt: Literal["overwrite", "blend", "carry"] = Field(
         "overwrite",
@@ -127,6 +128,11 @@ class LabRun(BaseModel):
         if model not in known:
             raise ValueError(f"task={task!r} has no such size{meant(model, known)}")
         return model
+
+    @field_validator("stretch")
+    @classmethod
+    def _is_usual(cls, stretch: bool | None) -> bool | None:
+        return None if stretch else stretch
 
     @model_validator(mode="after")
     def _fits(self) -> "LabRun":
@@ -206,6 +212,7 @@ class LabRun(BaseModel):
             outer_warmup=self.outer_warmup,
             first_interval=self.first_interval,
             doubling=self.doubling,
+            stretch=self.stretch is None,
             tokens=tokens,
             groups=1,
             chunk_bytes=USUAL["chunk_bytes"],
@@ -239,7 +246,7 @@ class LabRun(BaseModel):
 PROTOCOL = (
     *("fragments", "sync_interval", "quorum", "overlap_steps", "grace_gamma", "codec", "merge", "outer_lr"),
     *("outer_momentum", "wait", "adopt", "mixing", "latency_s"),
-    *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer"),
+    *("outer_warmup", "first_interval", "doubling", "weights", "global_codec", "outer", "stretch"),
 )
 """Settings that a single loop does not look at."""
 LEARNERS_ONLY = (

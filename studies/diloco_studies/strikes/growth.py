@@ -94,7 +94,7 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
         "moments": MOMENTS * p * (3 + scale.lives),
     }
     moments = ("moments-wish", "moments-claim", "moments-offer")
-    single = ("spec", "budget", "data-order", "shard-epoch", "init-claim", *moments)
+    single = ("spec", "wanted", "data-order", "shard-epoch", "init-claim", *moments)
     return {
         **dict.fromkeys(single, (1, 1)),
         **{name: (keys, keys * scale.chunks) for name, keys in payloads.items()},

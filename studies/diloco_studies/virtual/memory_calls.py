@@ -99,12 +99,13 @@ class MemoryCalls(Connection):
         if self.store.expiries.get(key, inf) > until_s:
             self._expire(key, ttl_s or most_s)
 
-    async def _claim(self, key: str, nonce: str, ttl_s: float, most_s: float | None = None) -> bool:
+    async def _claim(self, key: str, nonce: str | bytes, ttl_s: float, most_s: float | None = None) -> bool:
         await self._turn()
-        if self._bytes(key) not in (None, nonce.encode()):
+        value = nonce.encode() if isinstance(nonce, str) else nonce
+        if self._bytes(key) not in (None, value):
             self._bound(key, most_s or ttl_s, ttl_s)
             return False
-        self._set(key, nonce.encode(), ttl_s)
+        self._set(key, value, ttl_s)
         return True
 
     async def _read(

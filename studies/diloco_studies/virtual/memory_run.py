@@ -18,6 +18,7 @@ from diloco.pipeline.bus.ports import (
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
+from diloco.pipeline.messages.spec import Wanted
 from diloco.pipeline.messages.wire import MOST_LEASE_S, Message
 from diloco.pipeline.payload.codec import decode, encode
 from diloco_studies.virtual.memory_calls import MemoryCalls
@@ -39,14 +40,15 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         await self._turn()
         return self._bytes(self.keys.spec)
 
-    async def offer_budget(self, tokens: int, ttl_s: float) -> int:
-        if await self._claim(self.keys.budget, str(tokens), ttl_s, MOST_LEASE_S):
-            return tokens
-        return await self.read_budget() or tokens
+    async def offer_wanted(self, wanted: Wanted, ttl_s: float) -> Wanted:
+        if await self._claim(self.keys.wanted, encode(wanted), ttl_s, MOST_LEASE_S):
+            return wanted
+        return await self.read_wanted() or wanted
 
-    async def read_budget(self) -> int | None:
+    async def read_wanted(self) -> Wanted | None:
         await self._turn()
-        return stored_values.decode_count("budget", self._bytes(self.keys.budget)) or None
+        blob = self._bytes(self.keys.wanted)
+        return decode(Wanted, blob) if blob else None
 
     async def replace_spec(self, spec: bytes, instead_of: bytes) -> bool:
         await self._turn()
