@@ -1,6 +1,7 @@
 """What docs/reference/methods.md says of `--method paper`, as far as a tape shows it."""
 
 from collections import defaultdict
+from itertools import pairwise
 
 import pytest
 
@@ -40,7 +41,7 @@ async def test_a_tape_of_the_papers_method_is_as_its_table_says() -> None:
             assert steps
             assert max(steps) <= H + 1, "a learner publishes H steps after it adopted"
             assert min(steps) >= H - 1
-        for before, after in zip(records, records[1:], strict=False):
+        for before, after in pairwise(records):
             steps = (after.unix_s - before.unix_s) / STEP_S
             assert H <= steps <= H + TRIP, "a round is H and a round trip"
         for record in records:
