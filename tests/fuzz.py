@@ -61,6 +61,7 @@ EXAMPLES: dict[type[Message], Message] = {
     for one in (
         SPEC,
         SPEC.sync,
+        Wanted(sync={"tokens": 7, "method": "paper", "outer_lr": 0.7, "stretch": False}),
         SPEC.tensors[0],
         samples.header(),
         UPDATE,

@@ -108,8 +108,8 @@ class Learner(AnyLearner):
             run: name of the run; default: the environment's DILOCO_RUN, else "run".
             redis_url: default: the environment's DILOCO_REDIS_URL.
             learner_id: unique among live learners; default: DILOCO_LEARNER_ID, else host, process id and a random part.
-            sync: the protocol's constants, if this learner is the first; default: the run's, else those of a syncer that
-                waits, else defaults. A number of fragments that is not given is no more than the model has trained
+            sync: the protocol's constants, if this learner is the first; default: the run's, else those of a waiting
+                syncer, else defaults. A number of fragments that is not given is no more than the model has trained
                 tensors.
             tokens: the run's budget, also as "2.5M": trained tokens of all learners together. The first party that has
                 one sets it, this or `diloco syncer --tokens`; who comes with another one is refused.

@@ -141,7 +141,7 @@ def test_what_is_off_is_no_part_of_a_run():
 @pytest.mark.parametrize("kind", [SyncSettings, TrainerSettings])
 def test_defaults_are_those_of_a_real_run(kind):
     """What the lab says of the defaults it says of `diloco run`; what is off here is 0 there, or the usual."""
-    off = {"weights": "tokens", "global_codec": "bf16"}
+    off = {"weights": "tokens", "global_codec": "bf16", "stretch": True}
     names = set(kind.model_fields) & set(LabRun.model_fields)
     assert len(names) >= 8
     for name in names:
