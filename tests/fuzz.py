@@ -29,6 +29,7 @@ from diloco.pipeline.messages.head import MergedBase
 from diloco.pipeline.messages.payload import Chunk, Update, Updates
 from diloco.pipeline.messages.run import Event, InitialUpload
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
+from diloco.pipeline.messages.spec import Wanted
 from diloco.pipeline.messages.tape import Committed, Rewound, WindowChanged
 from diloco.pipeline.messages.wire import Codec, Message
 from diloco.pipeline.payload import quantize
