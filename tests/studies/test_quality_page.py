@@ -386,7 +386,8 @@ def fair() -> Iterator[list[float]]:
     for name, (of_same, of_plain) in rates.items():
         base = best(f"{name}/data-parallel, the same outer step", *of_same)
         yield [*mid(base), *values(base), 100.0]
-        for label in ("decoupled", "decoupled, RDA of rows"):
+        nesterov = ("decoupled, Nesterov",) if name == "defaults" else ()
+        for label in ("decoupled", "decoupled, RDA of rows", *nesterov):
             run = f"{name}/{label}"
             yield [*mid(run), *values(run), *cost(run)[1:], change(run, base), *changes(run, base)]
         run = f"{name}/data-parallel{of_plain}"
@@ -580,7 +581,7 @@ def field() -> Iterator[list[float]]:
         row = []
         for learners in (1, 4, 8, 16):
             run, base = f"field/{label}, M = {learners}", f"{of}, M = {learners}"
-            row += first(run) if label in of else [*first(run), *changes(run, base)]
+            row += [median(values(run))] if label in of else [median(values(run)), change(run, base)]
         run = f"field/{label}, M = 8"
         costs = [*cost(run)[1:], summaries(run)[0].syncer_s or 0.0] if summaries(run)[0].syncer_s is not None else []
         yield [*row, *costs, *PUBLISHED.get(label, [])]
