@@ -14,7 +14,7 @@ def main() -> int:
     open_all()
     end_at_once()  # until the command is imported
     from diloco import cli
-    from diloco.pipeline.process.lifecycle import die_with_launcher
+    from diloco.pipeline.process.signals import die_with_launcher
 
     die_with_launcher()
     try:

@@ -73,7 +73,7 @@ def evaluator(settings: EvaluatorProcess) -> None:
     check_evaluator(settings)
     _join(settings, "evaluator")
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    raise typer.Exit(load_extra("diloco.workers.trainer.evaluator", "evaluator").evaluate_run(settings))
+    raise typer.Exit(load_extra("diloco.workers.trainer.evaluator_process", "evaluator").evaluate_run(settings))
 
 
 @takes(RankProcess)

@@ -7,14 +7,14 @@ import typer
 
 from diloco.options import RedisProcess, reached_at, takes
 from diloco.pipeline.bus.embedded import EmbeddedRedis
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 
 LOOK_S = 1.0
 """How often it is looked whether the server is still there."""
 
 
 async def _serve(settings: RedisProcess) -> None:
-    stop = lifecycle.stop_event()
+    stop = signals.stop_event()
     with EmbeddedRedis(
         port=settings.redis_port,
         host=settings.redis_bind,

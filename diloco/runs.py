@@ -16,7 +16,7 @@ from diloco.launcher.display import Fitting
 from diloco.launcher.locate import locate, no_redis, server_url
 from diloco.options import takes
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.runs import RedisRuns, Taken, connect_runs
+from diloco.pipeline.bus.redis.run_list import RedisRuns, Taken, connect_runs
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BadMessage, BusFull, BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
@@ -24,13 +24,13 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.pipeline.payload.codec import decode, encode
-from diloco.pipeline.process import lifecycle, logs
+from diloco.pipeline.process import logs, signals
 from diloco.pipeline.settings import BusSettings, ServerSettings
 from diloco.pipeline.units import as_bytes, count, counted, duration, parse_count
 from diloco.pipeline.view.status import Status, present
 from diloco.pipeline.view.status_reader import read_status
 from diloco.pipeline.view.trouble import AWAITED
-from diloco.workers.exchange.reaching import read_run
+from diloco.workers.exchange.connecting import read_run
 
 LOOK_S = 1.0
 UNREADABLE = "unreadable"
@@ -303,7 +303,7 @@ def finish(
 
 
 async def _finish(url: str, run: str, wait: bool) -> None:
-    stop = lifecycle.stop_event()
+    stop = signals.stop_event()
     async with open_bus(url, run) as bus:
         await read_run(bus)
         state = await bus.read_state()

@@ -12,9 +12,9 @@ from diloco.launcher.page import served, way_to
 from diloco.options import WatchProcess
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 from diloco.tracking.follow import follow
-from diloco.workers.exchange.reaching import read_run
+from diloco.workers.exchange.connecting import read_run
 
 LOOK_S = 1.0
 """Time between two looks whether the run is over."""
@@ -31,7 +31,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
         BadMessage: it is not a run of this build.
         DilocoError: neither its folder nor its Redis is there any more.
     """
-    stop, said, lost, url = lifecycle.stop_event(), False, False, place.redis_url
+    stop, said, lost, url = signals.stop_event(), False, False, place.redis_url
     answered_s = time.monotonic()
     assert url is not None  # noqa: S101  # there is something to watch
     async with AsyncExitStack() as stack:

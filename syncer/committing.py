@@ -19,7 +19,7 @@ import structlog
 
 from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Published, Staged
 from diloco.pipeline.bus.ports import Bus, Clock, PayloadStore
-from diloco.pipeline.bus.stored_values import head_after
+from diloco.pipeline.bus.schema import head_after
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.spec import SyncSpec
@@ -33,7 +33,7 @@ from diloco.syncer.admission import Offer
 from diloco.syncer.context import RandomHex, SyncerContext
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, orthogonalises
 from diloco.syncer.metrics import Metrics
-from diloco.syncer.serving.initial import IDLE_VIEW
+from diloco.syncer.serving.initial_version import IDLE_VIEW
 from diloco.syncer.window import Merge
 
 REPLACED_BYTES = 64 * 2**20

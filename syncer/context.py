@@ -12,10 +12,10 @@ from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.admission import Diverged
-from diloco.syncer.intake import Coming
+from diloco.syncer.downloads import Coming
+from diloco.syncer.membership import RunWatch
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder
-from diloco.syncer.watch import RunWatch
 
 RandomHex = Callable[[int], str]
 """`random_hex(n)`: 2n hex digits for a nonce; injected, so that a simulated run can be repeated."""

@@ -1,6 +1,6 @@
 """The owner of one fragment: has its lease, loads it, and has a session while both are so. asyncio.
 
-Made by `serving`, one for each fragment of the run; `leases` sets and clears the lease. After any failed write the
+Made by `supervisor`, one for each fragment of the run; `leases` sets and clears the lease. After any failed write the
 head is read again and the window is rebuilt from the streams, which hold all that is pending.
 """
 
@@ -27,7 +27,7 @@ from diloco.pipeline.waiting import first_of
 from diloco.syncer.committing import Loaded
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.merging.fragment import FragmentState, finite
-from diloco.syncer.serving.initial import IDLE_VIEW, InitialVersions
+from diloco.syncer.serving.initial_version import IDLE_VIEW, InitialVersions
 from diloco.syncer.session import OwnerState, Session
 from diloco.syncer.window import State
 

@@ -1,6 +1,6 @@
 """Figures of the whole run for `/metrics`: of all syncers the lead alone has them, so that a sum counts them once.
 
-They are what the page's collector read last (`pipeline.view.reading`): a scrape reads nothing from Redis. Names begin
+They are what the page's collector read last (`pipeline.view.last_look`): a scrape reads nothing from Redis. Names begin
 with `diloco_run_`, `diloco_learner_`, `diloco_fragment_` or `diloco_redis_`; all others are of one syncer. What serves
 a page beside a run has them too.
 """
@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 
 from diloco.pipeline.bus.ports import BusInfo, Clock
 from diloco.pipeline.messages.run import Phase
+from diloco.pipeline.view.last_look import Reading
 from diloco.pipeline.view.page.model import Look
-from diloco.pipeline.view.reading import Reading
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
 
 FRESH_S = 15.0

@@ -2,7 +2,7 @@
 
 Made by `owner` for as long as the lease is held and the bus answers. A delta goes one way through `run`: its header
 arrives and is offered to the window, its payload is downloaded, the window decides, its merge is committed. Who is in,
-who is given up and when to merge is decided elsewhere (`window`, `watch`); this acts on it.
+who is given up and when to merge is decided elsewhere (`window`, `membership`); this acts on it.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from diloco.syncer.committing import (
     payload_key,
 )
 from diloco.syncer.context import SyncerContext
+from diloco.syncer.downloads import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
-from diloco.syncer.intake import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.merging.fragment import Delta
-from diloco.syncer.merging.mending import Mending
+from diloco.syncer.merging.repair import Repair
 from diloco.syncer.refusals import Refusals
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
@@ -52,7 +52,7 @@ class OwnerState:
         """Merges in a row whose outcome was not finite."""
         self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
         self.staging = Staging(bus, clock, layout, sync, context.random_hex)
-        self.mending = Mending(bus, clock, layout, sync, context.nonce, context.random_hex, context.offload)
+        self.mending = Repair(bus, clock, layout, sync, context.nonce, context.random_hex, context.offload)
 
 
 class Session:

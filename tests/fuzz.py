@@ -21,7 +21,7 @@ import msgpack
 import numpy as np
 from rich.progress import Progress
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages import spec as spec_messages
@@ -76,7 +76,7 @@ EXAMPLES: dict[type[Message], Message] = {
         ),
         samples.IDLE.model_copy(update={"members": ("l0", "l1"), "deadline_unix_s": 5.0}),
         BASE,
-        stored_values.MergedBases(merged=(BASE, BASE), norms=(0.5, 1.5)),
+        schema.MergedBases(merged=(BASE, BASE), norms=(0.5, 1.5)),
         InitialUpload(learner="l0", nonce="ab" * 8),
         samples.moments_offer().kind,
         samples.moments_wish(),

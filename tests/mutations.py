@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.transfer import global_int8
@@ -277,7 +277,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a head does not say its interval",
-        stored_values,
+        schema,
         "head_fields",
         (('"interval": b"%d" % commit.interval', '"interval": b"0"'),),
     ),
@@ -355,7 +355,7 @@ MUTATIONS = [
     ),
     Mutation(
         "updates that a head names no more stay",
-        stored_values,
+        schema,
         "replaced_by",
         (("*(key for one in decode_updates(named[3]) for key in one.payloads)", ""),),
     ),

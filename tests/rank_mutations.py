@@ -1,7 +1,7 @@
 """Deliberate defects of learners of several ranks: only worlds that have some can find them."""
 
-from diloco.workers.ranks.joined import JoinedRank
-from diloco.workers.ranks.part import Part
+from diloco.workers.ranks.gather import Part
+from diloco.workers.ranks.rank_learner import JoinedRank
 from diloco.workers.ranks.wires import Wires
 from tests.mutations import Mutation
 

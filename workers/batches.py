@@ -1,7 +1,7 @@
 """Indices of a dataset in batches, from the run's work queue: a `batch_sampler` for torch's DataLoader. No torch.
 
 The loader draws in the training thread, ahead of the loop. A shard is acknowledged when its batches are trained on
-(`in_hand`), not when they are drawn. All batches are full: they go on over the ends of shards, passes and epochs.
+(`prefetch`), not when they are drawn. All batches are full: they go on over the ends of shards, passes and epochs.
 Ranks of one learner draw the same, and each yields its own indices of it: so all have as many batches.
 """
 
@@ -14,7 +14,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.workers.checks.own_process import OwnProcess
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.in_hand import Drawn, InHand, Reached
+from diloco.workers.prefetch import Drawn, InHand, Reached
 from diloco.workers.trainer.data.blocks import permuted
 
 DRY_S = 2.0

@@ -28,24 +28,24 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.settings import LEAVE_S, STATE_S, EncodeOn, SyncSettings
-from diloco.workers.any_learner import AnyLearner
 from diloco.workers.attached import Attached, alone, asking, asking_loss, say_replaced, say_unkept, unwrapped
+from diloco.workers.base_learner import BaseLearner
 from diloco.workers.checks.arguments import check_arguments, one_loss, together, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen, frozen_digests
 from diloco.workers.checks.model_checks import check_adoptions, check_model
 from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.moments.local_state import Recover
 from diloco.workers.moments.optimizer_state import Optimizers
-from diloco.workers.moments.own import Recover
 from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.names import state_with
 from diloco.workers.parameters import Adopted, fitting_fragments, tensor_table, trained_tensors
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
-from diloco.workers.proposal import fitting
-from diloco.workers.ranks.found import meet, ranks_of
 from diloco.workers.ranks.rank_folder import RankFolder
-from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.stuck import RankStopping
-from diloco.workers.ranks.thread import RankThread
+from diloco.workers.ranks.rank_thread import RankThread
+from diloco.workers.ranks.row_ranges import Shares
+from diloco.workers.ranks.topology import meet, ranks_of
+from diloco.workers.ranks.watchdog import RankStopping
+from diloco.workers.spec_proposal import fitting
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training, make_training
 
@@ -75,7 +75,7 @@ class TorchModel:
         return frozen_digests(self._model)
 
 
-class Learner(AnyLearner):
+class Learner(BaseLearner):
     """One learner of a run."""
 
     def __init__(

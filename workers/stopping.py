@@ -15,7 +15,7 @@ import threading
 from contextlib import suppress
 from types import FrameType
 
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 
 HANGUP = getattr(signal, "SIGHUP", None)
 STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
@@ -123,7 +123,7 @@ class Stopping:
         self._stepped = self._asked > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        hangup = number == HANGUP  # comes twice as a rule (`pipeline.process.lifecycle`): never the second of two
+        hangup = number == HANGUP  # comes twice as a rule (`pipeline.process.signals`): never the second of two
         elsewhere = os.getpid() != self._pid  # in a child, e.g. one that loads data
         if self._over or elsewhere or (self._told and not hangup):
             signal.signal(number, signal.SIG_DFL)

@@ -17,7 +17,7 @@ from diloco.workers.checks.arguments import Arguments
 from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.copies.losses import Losses
 from diloco.workers.moments.keeper import Keeper
-from diloco.workers.moments.own import RecoveryOptions, own_moments
+from diloco.workers.moments.local_state import RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.parameters import Adopted, FragmentParameters

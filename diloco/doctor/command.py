@@ -18,7 +18,7 @@ from diloco.doctor.settings import DoctorSettings
 from diloco.doctor.start import checkpoints_bytes, look_at_folders
 from diloco.options import RunSettings, takes
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.examining import address_of, examine, takes_without_certificate, unwell_sentinels
+from diloco.pipeline.bus.redis.inspection import address_of, examine, takes_without_certificate, unwell_sentinels
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, DilocoError, PeerError, UsageError

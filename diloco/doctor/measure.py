@@ -21,7 +21,7 @@ import numpy as np
 
 from diloco.doctor.facts import Folder, Link, Machine, Run
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis.examining import RedisExamination
+from diloco.pipeline.bus.redis.inspection import RedisExamination
 from diloco.pipeline.bus.server import Server, to_maxmemory
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.fragments import layout_of

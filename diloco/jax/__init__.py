@@ -3,6 +3,6 @@
 from diloco.extras import naming_extra
 
 with naming_extra("diloco.jax", "jax"):
-    from diloco.workers.pytree.learner import Learner
+    from diloco.workers.pytree.jax_learner import Learner
 
 __all__ = ["Learner"]

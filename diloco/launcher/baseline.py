@@ -21,9 +21,9 @@ from diloco.launcher.report import Outcome
 from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.messages.run import Evaluation, LearnerReport
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
-from diloco.pipeline.view.shares import shares
+from diloco.pipeline.view.merged_share import shares
 from diloco.pipeline.view.status import EvaluationStatus, LearnerStatus, Status
 
 TICK_S = 0.5
@@ -113,7 +113,7 @@ def _start(settings: RunProcess, folder: Folder, children: Children) -> float:
 
 def _failed(ranks: list[Child], stopped: bool) -> Child | None:
     """A rank that ended with an error; ended by the signal that a stop sends it, it did not."""
-    harmless = (None, 0, -signal.SIGTERM, lifecycle.AGAIN_STATUS) if stopped else (None, 0)
+    harmless = (None, 0, -signal.SIGTERM, signals.AGAIN_STATUS) if stopped else (None, 0)
     return next((rank for rank in ranks if rank.status not in harmless), None)
 
 
@@ -125,7 +125,7 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
     """
     stop, task = asyncio.Event(), asyncio.current_task()
     assert task is not None  # noqa: S101  # this is a coroutine
-    lifecycle.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
+    signals.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
     stopped_s: float | None = None
     with Screen() as screen, Children(folder.logs) as children:
         began_unix_s = _start(settings, folder, children)

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.pipeline.units import count, counted, duration
-from diloco.pipeline.view.shares import MergedShare
+from diloco.pipeline.view.merged_share import MergedShare
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, OuterStep, Status, TokensLost, present, speed
 
 PLAIN_EVERY_S = 10.0

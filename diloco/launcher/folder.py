@@ -47,7 +47,7 @@ from diloco.pipeline.settings import (
     TrainerSettings,
 )
 from diloco.pipeline.view.ledger import in_whole_tokens
-from diloco.pipeline.view.page.joining import Started
+from diloco.pipeline.view.page.join_command import Started
 from diloco.syncer.checkpoints.loading import (
     Checkpoint,
     find_checkpoint,

@@ -2,7 +2,7 @@
 
 Each child leads its own process group, so that Ctrl-C on the terminal reaches the launcher alone, which then ends
 the run in order. No child outlives the launcher: `Children` kills every group when its block is left, however it
-is left; and should the launcher itself be killed, the kernel kills the children (`lifecycle.die_with_launcher`).
+is left; and should the launcher itself be killed, the kernel kills the children (`signals.die_with_launcher`).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from diloco.launcher.devices import VISIBLE, Place, assign, names
 from diloco.options import RunProcess
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.process.cores import usable_cores
-from diloco.pipeline.process.lifecycle import LAUNCHER_PID
+from diloco.pipeline.process.signals import LAUNCHER_PID
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.workers.checks.gpus import count_gpus
 from diloco.workers.checks.sets import check_set

@@ -14,7 +14,7 @@ from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.methods import RunMethod
 from diloco.pipeline.settings import BusSettings, ServerSettings
-from diloco.pipeline.view.page.joining import Started
+from diloco.pipeline.view.page.join_command import Started
 from diloco.pipeline.wrong_values import told
 
 RUNS = Path("runs")

@@ -28,7 +28,7 @@ from diloco.pipeline.view.ledger import (
     whole_tokens,
 )
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
-from diloco.pipeline.view.shares import RECENT_S, MergedShare, shares
+from diloco.pipeline.view.merged_share import RECENT_S, MergedShare, shares
 from diloco.pipeline.view.status import Status, is_missed, present
 
 Report = dict[str, Any]

@@ -48,12 +48,12 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import Event, Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode
-from diloco.pipeline.process import lifecycle, logs
+from diloco.pipeline.process import logs, signals
 from diloco.pipeline.process.interrupts import end_with
 from diloco.pipeline.process.output import outlive_readers
 from diloco.pipeline.units import count
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
-from diloco.pipeline.view.page.joining import Started
+from diloco.pipeline.view.page.join_command import Started
 from diloco.pipeline.view.status import LearnerStatus, Status
 from diloco.pipeline.view.status_reader import StatusReader
 from diloco.tape import read_archive
@@ -253,7 +253,7 @@ class Launcher:
             if child.alive or child.reported:
                 continue
             child.reported = True
-            if child.expected_end or child.status in (0, lifecycle.AGAIN_STATUS):  # done, or asked to leave by somebody
+            if child.expected_end or child.status in (0, signals.AGAIN_STATUS):  # done, or asked to leave by somebody
                 continue
             if training and not child.under_way and not child.restarted:
                 raise ChildDied(child.obituary())
@@ -332,7 +332,7 @@ class Launcher:
                 left.kill_group()
                 left.expected_end = True
         for child in (*self._children.named("syncer"), self._children["evaluator"]):
-            if child.status not in (0, lifecycle.AGAIN_STATUS) and not (child.reported or child.expected_end):
+            if child.status not in (0, signals.AGAIN_STATUS) and not (child.reported or child.expected_end):
                 self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
 
     async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
@@ -424,7 +424,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
 
     stop, task = asyncio.Event(), asyncio.current_task()
     assert task is not None  # noqa: S101  # this is a coroutine
-    lifecycle.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
+    signals.install_signal_handlers(asyncio.get_running_loop(), stop, task.cancel)
     with ExitStack() as stack:
         named = settings.bus_url()
         if named is not None:
@@ -506,7 +506,7 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
         folder.say_ended("stopped before its first step")
         print("stopped before the first step: there is nothing to save")
         return 0
-    lifecycle.ignore_end()
+    signals.ignore_end()
     conclude(outcome, settings, folder)
     return 0
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco.pipeline.messages.tape import Committed, Rejected
+from diloco.pipeline.view.last_look import Reading
 from diloco.pipeline.view.page.model import Look
-from diloco.pipeline.view.reading import Reading
 
 ROUND = "merges/"
 """How the names of curves begin that lie at rounds; all others lie at tokens."""

@@ -19,10 +19,10 @@ from diloco.pipeline.files.json_object import read_object
 from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
+from diloco.pipeline.view.last_look import Reading
 from diloco.pipeline.view.page.collector import MOST_READ, RunReader
 from diloco.pipeline.view.page.model import Look
-from diloco.pipeline.view.reading import Reading
 from diloco.tracking.curves import Point, Rounds, evaluations, now
 from diloco.tracking.trackers import PACKAGES, TensorBoard, Tracker, Wandb, check_package
 
@@ -138,7 +138,7 @@ class Writer:
 
 
 async def _follow(url: str, run: str, writer: Writer) -> None:
-    stop, said = lifecycle.stop_event(), False
+    stop, said = signals.stop_event(), False
     over_s: float | None = None
     async with open_bus(url, run) as bus:
         reader, clock = RunReader(bus, bus.clock, None), bus.clock

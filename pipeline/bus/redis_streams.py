@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis.connecting import connect_calls
-from diloco.pipeline.bus.redis.fragments import (
+from diloco.pipeline.bus.redis.fragment_bus import (
     RedisFragmentLeases,
     RedisHeads,
     RedisOffers,
@@ -16,7 +16,7 @@ from diloco.pipeline.bus.redis.fragments import (
     RedisPayloadStore,
     RedisTape,
 )
-from diloco.pipeline.bus.redis.run import (
+from diloco.pipeline.bus.redis.run_bus import (
     RedisInitialUploads,
     RedisMomentsExchange,
     RedisReports,
@@ -24,7 +24,7 @@ from diloco.pipeline.bus.redis.run import (
     RedisSpecAndState,
     RedisSyncerBoard,
 )
-from diloco.pipeline.bus.redis.work_queue import RedisWorkQueue
+from diloco.pipeline.bus.redis.shard_bus import RedisWorkQueue
 
 
 async def connect(url: str, run: str) -> "RedisBus":

@@ -1,13 +1,13 @@
 """How reports lie in the bus, and which of them stay where they are too many or too large. Pure.
 
-Shared by the bus's adapters, as `stored_values`.
+Shared by the bus's adapters, as `schema`.
 """
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from itertools import accumulate
 
-from diloco.pipeline.bus.stored_values import decode_count, is_learner, readable
+from diloco.pipeline.bus.schema import decode_count, is_learner, readable
 from diloco.pipeline.errors import BadMessage, LearnerReplaced
 from diloco.pipeline.messages.run import LearnerReport, SeenReport
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS

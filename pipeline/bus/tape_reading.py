@@ -10,7 +10,7 @@ missing.
 from collections.abc import Sequence
 
 from diloco.pipeline.bus.ports import START, Tape, TapeEntry
-from diloco.pipeline.bus.stored_values import entry_id
+from diloco.pipeline.bus.schema import entry_id
 from diloco.pipeline.errors import BusUnavailable
 
 _GREATEST = 2**64 - 1

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from diloco.pipeline.errors import OtherFormat
-from diloco.pipeline.view.shares import MOST_SAMPLES
+from diloco.pipeline.view.merged_share import MOST_SAMPLES
 
 FORMAT = 1
 """The wire format: what messages, keys and scripts are. All parties of a run have the same number; whoever changes one
@@ -135,7 +135,7 @@ Shown = Annotated[Text, AfterValidator(printable)]
 """Text of a peer that people read."""
 
 Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
-"""(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`shares`)."""
+"""(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`merged_share`)."""
 
 
 def _first(said: object) -> object:

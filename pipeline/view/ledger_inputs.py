@@ -4,7 +4,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.run import LearnerReport, Phase
 

@@ -22,7 +22,7 @@ from diloco.pipeline.pacing import Pace, long_rounds, outer_room, slow_merges
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.view import trouble
 from diloco.pipeline.view.ledger import in_whole_tokens
-from diloco.pipeline.view.shares import MergedShare, shares
+from diloco.pipeline.view.merged_share import MergedShare, shares
 
 LIVE_S = 5.0
 """A learner not heard from for this long is not live, where the run has not said otherwise."""

@@ -8,7 +8,7 @@ import structlog
 from diloco.pipeline.agreement import differences
 from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit
 from diloco.pipeline.bus.ports import Bus, Clock
-from diloco.pipeline.bus.stored_values import readable
+from diloco.pipeline.bus.schema import readable
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import WindowView

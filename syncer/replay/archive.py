@@ -9,7 +9,7 @@ A server that took over may lack what was archived of another one. Then its whol
 
 A lead whose disk is full, or hangs, trims nothing: what the tape holds is archived later. Another such syncer lacks
 what the lead trims meanwhile, and the lead's archive has it. A lead without an archive trims all the same, by the time
-(`serving.TAPE_KEPT_S`): then nobody has it.
+(`supervisor.TAPE_KEPT_S`): then nobody has it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from pathlib import Path
 import structlog
 
 from diloco.pipeline.bus.ports import Tape, TapeEntry
-from diloco.pipeline.bus.stored_values import entry_id
+from diloco.pipeline.bus.schema import entry_id
 from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.appending import append_whole

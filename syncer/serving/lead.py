@@ -11,10 +11,10 @@ from diloco.pipeline.bus.by_group import by_group
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.wire import MAX_TEXT_CHARS
-from diloco.pipeline.view.shares import sample_due, with_sample
+from diloco.pipeline.view.merged_share import sample_due, with_sample
 from diloco.pipeline.view.status import merged_tokens
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.watch import WATCH_S
+from diloco.syncer.membership import WATCH_S
 
 SAMPLE_RETRY_S = 1.0
 PATIENCE_S = 60.0

@@ -1,6 +1,6 @@
 """The syncer as a process sees it: waits for the run's spec, serves the run, tells HTTP about it.
 
-`start` finds the spec, `serving` does the rest. asyncio; the bus, the clock and the offloading of heavy work are
+`start` finds the spec, `supervisor` does the rest. asyncio; the bus, the clock and the offloading of heavy work are
 injected, so that the same code runs in virtual time.
 """
 
@@ -17,25 +17,25 @@ from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError, exit_status
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
-from diloco.pipeline.process.names import own_name
+from diloco.pipeline.process.party_names import own_name
+from diloco.pipeline.process.signals import AGAIN_STATUS, stop_event
 from diloco.pipeline.retry import retry
 from diloco.pipeline.settings import SyncerProcess
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.view.page.collector import Collector
-from diloco.pipeline.view.page.joining import Way
+from diloco.pipeline.view.page.join_command import Way
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import StatusReader
 from diloco.pipeline.waiting import meanwhile
 from diloco.syncer.context import AgreedSpec, RandomHex, SyncerContext
+from diloco.syncer.membership import RunWatch
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.recording import Recorder
 from diloco.syncer.run_metrics import RunMetrics
 from diloco.syncer.serving.retrying import EVERY_SECOND, retrying, warn
-from diloco.syncer.serving.serving import Serving, cancel
 from diloco.syncer.serving.start import BusWarnings, Start, check_memory, speed_for
-from diloco.syncer.watch import RunWatch
+from diloco.syncer.serving.supervisor import Serving, cancel
 
 SCRIPTS_LOOK_S = 2.0
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from tests import HANGING_S
 from tests.parties import wait_for
 

@@ -17,7 +17,7 @@ import yaml
 
 from diloco.acl import variable
 from diloco.pipeline.bus import acl
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.redis_memory import MACHINE_TIMES
 from diloco.pipeline.settings import LearnerSettings, SyncerSettings, defaults
 from tests.docker.test_compose_files import KNOWN

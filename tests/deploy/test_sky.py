@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import SyncSettings
 from tests.docker.test_compose_files import KNOWN
 

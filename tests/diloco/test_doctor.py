@@ -28,10 +28,10 @@ from diloco.pipeline.bus import acl
 from diloco.pipeline.bus import server as of_server
 from diloco.pipeline.bus.embedded import EmbeddedRedis, free_port
 from diloco.pipeline.bus.ports import BusInfo
-from diloco.pipeline.bus.redis.examining import examine
+from diloco.pipeline.bus.redis.inspection import examine
 from diloco.pipeline.bus.redis_streams import open_bus
+from diloco.pipeline.bus.schema import MergedBases
 from diloco.pipeline.bus.server import Address, Server
-from diloco.pipeline.bus.stored_values import MergedBases
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.outer_cost import Speed
@@ -574,7 +574,7 @@ def test_the_clock_is_compared_with_the_servers(
 ) -> None:
     """Of this machine it is put back by a minute and more."""
     now = time.time
-    monkeypatch.setattr("diloco.pipeline.bus.redis.examining.time.time", lambda: now() - 75.0)
+    monkeypatch.setattr("diloco.pipeline.bus.redis.inspection.time.time", lambda: now() - 75.0)
     status, findings = look("--redis-url", healthy.url)
     assert set(bad(findings)) == {"clock"}
     assert "75.0 s behind" in bad(findings)["clock"].found
@@ -670,7 +670,7 @@ def test_a_host_is_not_looked_up_where_all_else_would_wait_for_it(look: Look, mo
         looked.append(threading.current_thread() is threading.main_thread())
         return ask(*arguments, **given)
 
-    monkeypatch.setattr("diloco.pipeline.bus.redis.examining.socket.getaddrinfo", noted)
+    monkeypatch.setattr("diloco.pipeline.bus.redis.inspection.socket.getaddrinfo", noted)
     look("--redis-url", f"redis://127.0.0.1:{free_port('127.0.0.1')}")
     assert looked
     assert not any(looked)

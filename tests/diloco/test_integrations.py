@@ -22,7 +22,7 @@ from diloco.integrations.hosted import Hosted, check_schedule, tokens_of, wait_f
 from diloco.integrations.loops import RunLoader
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import SyncSettings
 from diloco.pipeline.view.status_reader import read_status
 from diloco.workers.background import OwnThread

@@ -33,7 +33,7 @@ from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.wire import printable
 from diloco.pipeline.methods import METHODS
 from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProcess, SyncerProcess, load
-from diloco.pipeline.view.page.joining import Started
+from diloco.pipeline.view.page.join_command import Started
 from diloco.pipeline.view.status import build_status
 from diloco.status import _Found
 from diloco_studies.quality.settings import PRESETS as LAB_PRESETS

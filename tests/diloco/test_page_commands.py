@@ -238,7 +238,7 @@ def test_a_page_stays_when_its_run_and_its_redis_are_gone(tmp_path: Path, redis_
                 f"run 'gone' is finished: its page stays here until Ctrl-C; its report: diloco report {tmp_path}\n"
             )
             server.kill()
-            time.sleep(4.5)  # longer than `sentence.AWAY_S`, and a look
+            time.sleep(4.5)  # longer than `verdict.AWAY_S`, and a look
             said = json.loads(lines_of(address, "/page/events", 3)[2].removeprefix("data: "))["sentence"]
             assert said["level"] == "over"
             assert said["text"].startswith("The run was stopped at 10% of its budget (by the user)")

@@ -17,7 +17,7 @@ from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
-from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable, NotPermitted, UsageError
 from diloco.pipeline.messages.run import Event, InitialUpload, Phase, SeenReport

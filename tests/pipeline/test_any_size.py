@@ -12,7 +12,7 @@ from diloco.pipeline.bus.ports import MomentsBoard, Offered
 from diloco.pipeline.bus.redis import calls
 from diloco.pipeline.bus.redis.calls import script
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.bus.stored_values import NO_SHARD, offer_id, parse_offer_id
+from diloco.pipeline.bus.schema import NO_SHARD, offer_id, parse_offer_id
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.shards import Shard

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco.pipeline.bus import stored_reports, stored_values
+from diloco.pipeline.bus import schema, stored_reports
 from diloco.pipeline.bus.commits import Refusal
 from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.errors import (
     BadMessage,
     BadPayload,
@@ -242,7 +242,7 @@ async def test_names_that_somebody_made_up_cost_owners_nothing_and_no_header(
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A name is anybody's to add, and each costs every read of headers."""
-    monkeypatch.setattr(stored_values, "MOST_NEW_SENDERS", 3)
+    monkeypatch.setattr(schema, "MOST_NEW_SENDERS", 3)
     bus.use_spec(samples.spec())
     senders = bus.keys.senders(0)
     pending = {await bus.offer(samples.header("l0")), await bus.offer(samples.header("l1", fragment=1))}
@@ -262,8 +262,8 @@ async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than
     bus: Bus, backdoor: Backdoor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without users of their own a learner may offer under any number of names."""
-    monkeypatch.setattr(stored_values, "MOST_NEW_SENDERS", 2)
-    monkeypatch.setattr(stored_values, "MOST_SENDERS", 4)
+    monkeypatch.setattr(schema, "MOST_NEW_SENDERS", 2)
+    monkeypatch.setattr(schema, "MOST_SENDERS", 4)
     bus.use_spec(samples.spec())
     senders, names = bus.keys.senders(0), ("a", "b", "c", "d")
     for name in names:
@@ -277,7 +277,7 @@ async def test_names_that_once_had_a_header_go_as_well_where_there_are_more_than
     await bus.read_offers(0, after)
     assert set(backdoor.dump()[senders][0]) == {b"l0"}
     after |= {"e": START}
-    assert stored_values.offer_cursors([b"l0"], after) == {"l0": START}, "nor is a name read that is off the list"
+    assert schema.offer_cursors([b"l0"], after) == {"l0": START}, "nor is a name read that is off the list"
     assert [one.entry_id for one in await bus.read_offers(0, after)] == [pending]
     await asyncio.sleep(0.002)  # ids are times, and the stream that was deleted had one
     again = await bus.offer(samples.header("a"))

@@ -21,9 +21,9 @@ from diloco.pipeline.bus.embedded import find_server, free_port
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START, Bus
-from diloco.pipeline.bus.redis.address import parse
-from diloco.pipeline.bus.redis.lanes import Lanes
+from diloco.pipeline.bus.redis.node_connections import Lanes
 from diloco.pipeline.bus.redis.nodes import ClusterNodes
+from diloco.pipeline.bus.redis.redis_url import parse
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, HeadMoved, UsageError
 from diloco.pipeline.messages.tape import WindowChanged

@@ -5,7 +5,7 @@ import msgpack
 import numpy as np
 import pytest
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.messages import tape as tape_messages
 from diloco.pipeline.messages.delta import DeltaHeader
@@ -58,7 +58,7 @@ def test_a_head_keeps_any_norm_that_a_merge_may_have():
         {"learner": "l0", "incarnation": "0" * 8, "base_version": 0, "attempt": 0, "steps": 1, "tokens": 1}
         | {"weight": 1.0, "norm": 1e60}
     ).norm
-    assert stored_values.MergedBases(merged=(), norms=(most,)).norms == samples.head(norms=(most,)).norms == (most,)
+    assert schema.MergedBases(merged=(), norms=(most,)).norms == samples.head(norms=(most,)).norms == (most,)
 
 
 def test_a_tape_record_finds_its_kind():

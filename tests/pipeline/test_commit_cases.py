@@ -13,7 +13,7 @@ import pytest
 
 from diloco.pipeline.bus.commits import MOST_HEADERS, Commit, Published, Refusal, Republication, Rest, Staged
 from diloco.pipeline.bus.ports import START, Bus
-from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
 from diloco.pipeline.messages.head import MergedBase, WindowView
 from diloco.pipeline.messages.payload import Update

@@ -20,11 +20,11 @@ from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.bus.redis import connecting
-from diloco.pipeline.bus.redis.address import parse
 from diloco.pipeline.bus.redis.calls import CONTROL_S
 from diloco.pipeline.bus.redis.connecting import connect_calls
-from diloco.pipeline.bus.redis.examining import examine, unwell_sentinels
+from diloco.pipeline.bus.redis.inspection import examine, unwell_sentinels
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
+from diloco.pipeline.bus.redis.redis_url import parse
 from diloco.pipeline.bus.redis_streams import RedisBus, connect
 from diloco.pipeline.bus.server import buffers
 from diloco.pipeline.clock import LoopClock

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.pipeline import messages
-from diloco.pipeline.bus import stored_reports, stored_values
+from diloco.pipeline.bus import schema, stored_reports
 from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.run import LearnerReport
@@ -21,7 +21,7 @@ from diloco.pipeline.payload.codec import PayloadReader, decode
 from tests import fuzz, samples
 
 MODULES = [
-    stored_values,
+    schema,
     *(import_module(f"{messages.__name__}.{one.name}") for one in iter_modules(messages.__path__)),
 ]
 
@@ -118,7 +118,7 @@ def test_a_spec_that_could_not_be_sent_is_refused() -> None:
 def test_counters_that_no_message_may_have_are_refused(digits: bytes) -> None:
     """Python refuses long numbers, and a message those out of bounds, with errors of other kinds: they end a syncer."""
     with pytest.raises(BadMessage):
-        stored_values.decode_count("a count", digits)
-    assert stored_values.live_syncers(0, {b"n": digits + b" 0 name"}) == []
+        schema.decode_count("a count", digits)
+    assert schema.live_syncers(0, {b"n": digits + b" 0 name"}) == []
     reports = {b"l0/00000000": fuzz.encode(samples.report())}
     assert stored_reports.seen_reports(0, reports, {b"l0/00000000": digits}, {}) == []

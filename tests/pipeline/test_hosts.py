@@ -8,9 +8,9 @@ from redis.crc import key_slot
 from diloco.pipeline.bus.cluster_slots import SLOTS, numbers, slot
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys
-from diloco.pipeline.bus.redis.address import SILENT_S, is_tls, parse
+from diloco.pipeline.bus.redis.redis_url import SILENT_S, is_tls, parse
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.view.page.joining import Way
+from diloco.pipeline.view.page.join_command import Way
 
 SENTINELS = "redis+sentinel://me:s%40cret@one:1,two,[::1]:3/main"
 

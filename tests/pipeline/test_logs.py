@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import structlog
 
-from diloco.pipeline.process import lifecycle, logs
+from diloco.pipeline.process import logs, signals
 from tests import HANGING_S
 from tests.parties import python
 
@@ -77,7 +77,7 @@ async def test_a_hangup_asks_for_the_end_and_is_never_the_second_signal():
     event, second = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    lifecycle.install_signal_handlers(loop, event, second.set)
+    signals.install_signal_handlers(loop, event, second.set)
     try:
         for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), number)
@@ -87,7 +87,7 @@ async def test_a_hangup_asks_for_the_end_and_is_never_the_second_signal():
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(second.wait(), HANGING_S)
     finally:
-        for number in lifecycle.end_signals():
+        for number in signals.end_signals():
             loop.remove_signal_handler(number)
         signal.signal(signal.SIGHUP, before)
 
@@ -96,15 +96,15 @@ async def test_an_ignored_hangup_stays_ignored():
     """As `nohup` has it."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert signal.SIGHUP not in lifecycle.end_signals()
+        assert signal.SIGHUP not in signals.end_signals()
         event = asyncio.Event()
-        lifecycle.install_signal_handlers(asyncio.get_running_loop(), event)
+        signals.install_signal_handlers(asyncio.get_running_loop(), event)
         os.kill(os.getpid(), signal.SIGHUP)
         await asyncio.sleep(0.01)
         assert not event.is_set()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
-        for number in lifecycle.end_signals():
+        for number in signals.end_signals():
             asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(signal.SIGHUP, before)
 
@@ -112,7 +112,7 @@ async def test_an_ignored_hangup_stays_ignored():
 def test_a_second_signal_ends_a_process_that_is_still_cleaning_up():
     program = """
 import asyncio, os, signal
-from diloco.pipeline.process.lifecycle import stop_event
+from diloco.pipeline.process.signals import stop_event
 async def main():
     stop = stop_event()
     os.kill(os.getpid(), signal.SIGINT)

@@ -8,8 +8,8 @@ import pytest
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.tape import RefusalReason
-from diloco.pipeline.view.page.joining import Started, Way
-from diloco.pipeline.view.page.sentence import REMEDIES, Beside, Verdict, patience_s, verdict
+from diloco.pipeline.view.page.join_command import Started, Way
+from diloco.pipeline.view.page.verdict import REMEDIES, Beside, Verdict, patience_s, verdict
 from diloco.pipeline.view.status import Status, build_status
 from tests import samples
 

@@ -7,7 +7,7 @@ import hiredis
 import pytest
 import redis.exceptions as rx
 
-from diloco.pipeline.bus.redis.bulk import Reply, TooMuch, pack
+from diloco.pipeline.bus.redis.zero_copy import Reply, TooMuch, pack
 from diloco.pipeline.payload.codec import ChunkParts
 
 

@@ -13,9 +13,9 @@ from redis.asyncio import ConnectionPool
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.ports import Bus
-from diloco.pipeline.bus.redis import lanes
-from diloco.pipeline.bus.redis.address import parse
-from diloco.pipeline.bus.redis.errors import translate
+from diloco.pipeline.bus.redis import node_connections
+from diloco.pipeline.bus.redis.redis_errors import translate
+from diloco.pipeline.bus.redis.redis_url import parse
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import (
@@ -81,7 +81,7 @@ async def test_payloads_that_do_not_come_hold_up_neither_a_header_nor_a_payload_
     bus: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A syncer waits for as many as are announced: hundreds, where all learners leave."""
-    monkeypatch.setattr(lanes, "LANES", dict.fromkeys(lanes.LANES, 1))
+    monkeypatch.setattr(node_connections, "LANES", dict.fromkeys(node_connections.LANES, 1))
     values, waiting = np.arange(3.0, dtype=np.float32), bus.keys.delta_payload(0, "l0", "0" * 8, 1)
     key = bus.keys.delta_payload(0, "l0", "0" * 8, 0)
     await push(bus, key, values, 4, 60)
@@ -129,8 +129,8 @@ async def test_a_key_with_what_no_party_writes_is_named_with_what_to_do_about_it
 @pytest.mark.redis
 async def test_a_turn_that_comes_late_is_no_silence_of_the_server(bus: Bus, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls would fail, and what they had downloaded would begin anew."""
-    monkeypatch.setattr(lanes, "LANES", dict.fromkeys(lanes.LANES, 1))
-    monkeypatch.setattr("diloco.pipeline.bus.redis.fragments.BULK_S", 0.3)
+    monkeypatch.setattr(node_connections, "LANES", dict.fromkeys(node_connections.LANES, 1))
+    monkeypatch.setattr("diloco.pipeline.bus.redis.fragment_bus.BULK_S", 0.3)
     keys = [bus.keys.delta_payload(0, "l0", "0" * 8, serial) for serial in range(4)]
     assert await asyncio.gather(*(bus.read_chunks(key, 0, 1, 4, block_s=0.2) for key in keys)) == [[]] * 4
 

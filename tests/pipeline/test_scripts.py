@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 import structlog
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.redis import calls
 from diloco.pipeline.bus.redis.calls import script
 from diloco.pipeline.bus.redis_streams import RedisBus
@@ -22,7 +22,7 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.pipeline.view.trouble import Told
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import service
-from diloco.workers.exchange import reaching
+from diloco.workers.exchange import connecting
 from tests import HANGING_S, samples
 from tests.pipeline.conftest import Server, as_user
 from tests.pipeline.test_commit_cases import NONCE
@@ -78,7 +78,7 @@ async def test_who_looks_on_needs_no_script_that_redis_has_lost(
     assert ([one["id"] for one in status["syncers"]], len(status["learners"])) == (["s0"], 1)
     assert (await read_ledger_inputs(viewer, 1, 5.0)).reports == (samples.report(),)
     assert 60 <= (await viewer.read_reports())[0].age_s < 60 + HANGING_S
-    monkeypatch.setattr(stored_values, "MOST_NEW_SENDERS", 0)
+    monkeypatch.setattr(schema, "MOST_NEW_SENDERS", 0)
     viewer.use_spec(samples.spec())
     assert [one.entry_id for one in await viewer.read_offers(0)] == [offered]
     assert not any(server.admin.script_exists(*(one.sha for one in calls.scripts().values())))
@@ -92,7 +92,7 @@ async def test_a_learner_whose_scripts_nobody_loads_waits_and_says_so_in_the_sta
     """It has not joined meanwhile, so nobody waits for it. It goes on by itself once a syncer was there."""
     server.admin.script_flush()
     with structlog.testing.capture_logs() as said:
-        reached = asyncio.create_task(reaching.reach(as_user(server.url, "learner-l0"), server.run, "l0"))
+        reached = asyncio.create_task(connecting.reach(as_user(server.url, "learner-l0"), server.run, "l0"))
         viewer = await server.bus("viewer")
         async with asyncio.timeout(HANGING_S):
             while not await viewer.read_events():

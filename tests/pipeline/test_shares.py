@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.pipeline.view.shares import (
+from diloco.pipeline.view.merged_share import (
     LEAST_S,
     MOST_SAMPLES,
     RECENT_S,

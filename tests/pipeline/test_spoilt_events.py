@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.bus.stored_values import EVENTS_CAP
+from diloco.pipeline.bus.schema import EVENTS_CAP
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Event

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import Bus, TapeEntry
-from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.bus.tape_reading import TapeReader
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusError, BusUnavailable

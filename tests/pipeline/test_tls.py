@@ -12,7 +12,7 @@ import pytest
 import redis as redis_py
 
 from diloco.pipeline.bus.embedded import free_port
-from diloco.pipeline.bus.redis.examining import address_of, examine, takes_without_certificate
+from diloco.pipeline.bus.redis.inspection import address_of, examine, takes_without_certificate
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.bus.tls import with_tls
 from diloco.pipeline.clock import fast_loop

@@ -16,9 +16,9 @@ import redis.exceptions as rx
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.bus.hosts import HostPort
-from diloco.pipeline.bus.redis.address import parse
-from diloco.pipeline.bus.redis.lanes import Lanes
+from diloco.pipeline.bus.redis.node_connections import Lanes
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes
+from diloco.pipeline.bus.redis.redis_url import parse
 from diloco.pipeline.bus.redis_streams import connect
 from diloco.pipeline.errors import BusUnavailable, UsageError
 from tests.certificates import make_authority

@@ -21,9 +21,9 @@ from torch import nn
 from diloco import Learner
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.payload.codec import Payload, PayloadReader, decode
-from diloco.workers.ranks import found
-from diloco.workers.ranks.part import Part
-from diloco.workers.ranks.turns import Turns
+from diloco.workers.ranks import topology
+from diloco.workers.ranks.gather import Part
+from diloco.workers.ranks.placement import Turns
 from diloco.workers.rounds import Rounds
 from diloco_studies.virtual.memory_fragments import chunk_size
 from tests.ranks.dying import die_as_told
@@ -170,14 +170,14 @@ with Learner(model, optimizer, state_dir=state, state_every_s=0.2, **given) as l
 print(f"left {learner.left_in_order} {steps} {Counted.sent} {Counted.read}", flush=True)
 taken = list[Any]()
 if os.environ.get("TEST_GO"):  # ranks come one after the other, while the run goes on
-    hand_round = found.Meeting.hand_round
+    hand_round = topology.Meeting.hand_round
 
     def handed(*given: Any) -> Any:
         """As before, and kept."""
         taken.append(hand_round(*given))
         return taken[-1]
 
-    found.Meeting.hand_round = handed  # type: ignore[method-assign]
+    topology.Meeting.hand_round = handed  # type: ignore[method-assign]
     while not Path(f"{folder}/go-{rank}").exists():
         time.sleep(0.05)
 learner.load_globals()

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.workers.ranks.agreed import PARTS, Decided, numbers, read
+from diloco.workers.ranks.step_agreement import PARTS, Decided, numbers, read
 
 
 @given(

@@ -9,8 +9,8 @@ import pytest
 import structlog
 
 from diloco.pipeline.retry import Outages
-from diloco.workers.ranks.carrier import RanksCarrier
-from diloco.workers.ranks.under_way import SMALL, UnderWay
+from diloco.workers.ranks.inflight import SMALL, UnderWay
+from diloco.workers.ranks.rank_carrier import RanksCarrier
 from diloco.workers.rounds import Base, Publication
 from tests import samples
 

@@ -21,10 +21,10 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found
-from diloco.workers.ranks.joined import JoinedRank, Rank
-from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.under_way import UnderWay
-from diloco.workers.ranks.wishes import Wishes
+from diloco.workers.ranks.inflight import UnderWay
+from diloco.workers.ranks.rank_learner import JoinedRank, Rank
+from diloco.workers.ranks.row_ranges import Shares
+from diloco.workers.ranks.snapshot_requests import Wishes
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import Stopping
 from tests import HANGING_S, samples

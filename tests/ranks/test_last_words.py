@@ -10,11 +10,11 @@ import pytest
 
 from diloco.pipeline.errors import BusError, LearnerReplaced, RankGone
 from diloco.pipeline.messages.run import Event
-from diloco.workers.ranks.joined import Rank
+from diloco.workers.ranks.exit_barrier import Parting
 from diloco.workers.ranks.lines import TcpLines, listen
-from diloco.workers.ranks.parting import Parting
+from diloco.workers.ranks.rank_exchange import Working
+from diloco.workers.ranks.rank_learner import Rank
 from diloco.workers.ranks.wires import Wires
-from diloco.workers.ranks.working import Working
 from tests import HANGING_S
 
 RANKS, STEPS = 3, 25

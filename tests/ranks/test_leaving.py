@@ -8,8 +8,8 @@ import pytest
 import structlog
 
 from diloco.pipeline.errors import RankGone
-from diloco.workers.ranks import parting
-from diloco.workers.ranks.parting import Parting
+from diloco.workers.ranks import exit_barrier
+from diloco.workers.ranks.exit_barrier import Parting
 from tests import HANGING_S
 from tests.ranks.party import Party
 from tests.ranks.test_last_words import STEPS, crew
@@ -37,7 +37,7 @@ async def test_ranks_that_leave_after_the_same_step_wait_for_each_other() -> Non
 @pytest.mark.parametrize("who", [[1], [0, 2]])
 async def test_ranks_that_train_on_are_named_to_all(who: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """By those that have left, once they have waited; who trains on hears the same, and not that somebody is gone."""
-    monkeypatch.setattr(parting, "PARTING_S", 0.05)
+    monkeypatch.setattr(exit_barrier, "PARTING_S", 0.05)
     for error in await leave(who):
         assert isinstance(error, RankGone)
         left, others = str(error).split("these have not")
@@ -48,7 +48,7 @@ async def test_ranks_that_train_on_are_named_to_all(who: list[int], monkeypatch:
 
 async def test_where_ranks_wait_for_each_other_it_is_said_how_far_each_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while without a step, and not where all have made as many."""
-    monkeypatch.setattr(parting, "APART_S", 0.01)
+    monkeypatch.setattr(exit_barrier, "APART_S", 0.01)
     async with wired(2) as wires:
         parts = [Parting(one) for one in wires]
         with structlog.testing.capture_logs() as logs:

@@ -23,10 +23,10 @@ from diloco.workers.encoding import OnHost
 from diloco.workers.exchange import carrier as own_carrier
 from diloco.workers.exchange.pulling import Pulling
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.ranks.carrier import RanksCarrier
-from diloco.workers.ranks.part import Part
-from diloco.workers.ranks.shares import SLICE, Shares
-from diloco.workers.ranks.under_way import UnderWay
+from diloco.workers.ranks.gather import Part
+from diloco.workers.ranks.inflight import UnderWay
+from diloco.workers.ranks.rank_carrier import RanksCarrier
+from diloco.workers.ranks.row_ranges import SLICE, Shares
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 from tests import samples

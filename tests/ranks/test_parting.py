@@ -17,7 +17,7 @@ PROGRAM = textwrap.dedent(
     import datetime, os, socket, sys
     import torch
     from torch import distributed
-    from diloco.workers.ranks.found import Meeting
+    from diloco.workers.ranks.topology import Meeting
 
     distributed.init_process_group("gloo")
     hour = datetime.timedelta(hours=1)

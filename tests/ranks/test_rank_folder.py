@@ -13,7 +13,7 @@ from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateRefused
 from diloco.workers.ranks.rank_folder import RankFolder
-from diloco.workers.ranks.shares import Ranges, local_layout
+from diloco.workers.ranks.row_ranges import Ranges, local_layout
 from tests import samples
 
 WHOLE = layout_of((samples.tensor("t", (4,), rule="mean"),))

@@ -12,7 +12,7 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.parameters import FragmentParameters, FragmentTensors, tensor_table
 from diloco.workers.ranks.replicas import ELEMENTS, EVERY, Samples, apart, sampled
-from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.row_ranges import Shares
 from tests import samples
 from tests.ranks.party import Party
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.bus.embedded import free_port
-from diloco.workers.ranks import resting
+from diloco.workers.ranks import gloo_exit
 from tests import HANGING_S
 from tests.parties import environment
 
@@ -21,10 +21,10 @@ PROGRAM = textwrap.dedent(
         atexit.register(ctypes.PyDLL(None).usleep, 3_000_000)
     import torch
     from torch import distributed
-    from diloco.workers.ranks import found
+    from diloco.workers.ranks import topology
 
     distributed.init_process_group("gloo")
-    group, vector = found._group_of((0, 1)), torch.ones(4)
+    group, vector = topology._group_of((0, 1)), torch.ones(4)
     distributed.all_reduce(vector, group=group)
     if not last:
         time.sleep(0.5)
@@ -40,7 +40,7 @@ PROGRAM = textwrap.dedent(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not resting.THREADS.exists(), reason="what threads do is told on Linux only")
+@pytest.mark.skipif(not gloo_exit.THREADS.exists(), reason="what threads do is told on Linux only")
 def test_a_rank_ends_well_though_a_thread_of_gloo_lags_behind(popen: Callable[..., Any]) -> None:
     """With status 0: without a rest Python ends while that thread waits for its lock, and the process crashes."""
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -72,7 +72,7 @@ class Threads:
         self.clock += 1.0
 
 
-GLOO, ASLEEP, AWAKE = resting.NAME, "S (sleeping)", "R (running)"
+GLOO, ASLEEP, AWAKE = gloo_exit.NAME, "S (sleeping)", "R (running)"
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_it_rests_once_none_was_awake_between_two_looks(
 ) -> None:
     """Other threads do not matter. One that works for ever is not waited for longer than it says."""
     threads = Threads(tmp_path, *looks)
-    monkeypatch.setattr(resting, "THREADS", threads)
-    monkeypatch.setattr(resting.time, "sleep", threads.sleep)
-    monkeypatch.setattr(resting.time, "monotonic", lambda: threads.clock)
-    resting.rest()
+    monkeypatch.setattr(gloo_exit, "THREADS", threads)
+    monkeypatch.setattr(gloo_exit.time, "sleep", threads.sleep)
+    monkeypatch.setattr(gloo_exit.time, "monotonic", lambda: threads.clock)
+    gloo_exit.rest()
     assert threads.slept == slept

@@ -20,8 +20,8 @@ from diloco.pipeline.messages.shards import DataOrder
 from diloco.workers.batches import Batches
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import ShardsInTurn
-from diloco.workers.ranks import shards_told
-from diloco.workers.ranks.shards_told import Hearing, ShardsTold, Telling, asked_for
+from diloco.workers.ranks import shard_broadcast
+from diloco.workers.ranks.shard_broadcast import Hearing, ShardsTold, Telling, asked_for
 from diloco.workers.stopping import Stopped
 from tests.ranks.party import Party
 from tests.workers.fed import SEED, Fed
@@ -137,8 +137,8 @@ def test_ranks_that_read_otherwise_than_rank_0_are_refused() -> None:
 
 def test_a_rank_that_waits_for_rank_0_says_so_and_hears_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loader that draws further ahead than rank 0's would wait for ever without a word."""
-    monkeypatch.setattr(shards_told, "LOOK_S", 0.001)
-    monkeypatch.setattr(shards_told, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(shard_broadcast, "LOOK_S", 0.001)
+    monkeypatch.setattr(shard_broadcast, "PATIENCE_S", 0.01)
 
     def check() -> None:
         if logs:
@@ -151,9 +151,9 @@ def test_a_rank_that_waits_for_rank_0_says_so_and_hears_of_its_end(monkeypatch: 
 
 def test_a_rank_that_rank_0_never_follows_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """In training: with what to change. Before, rank 0 may itself wait for the run's first shard, however long."""
-    monkeypatch.setattr(shards_told, "LOOK_S", 0.001)
-    monkeypatch.setattr(shards_told, "PATIENCE_S", 0.01)
-    monkeypatch.setattr(shards_told, "GIVES_UP_S", 0.05)
+    monkeypatch.setattr(shard_broadcast, "LOOK_S", 0.001)
+    monkeypatch.setattr(shard_broadcast, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(shard_broadcast, "GIVES_UP_S", 0.05)
     crew = Crew(2, 96, 4)
     heard, began = Hearing(crew.told[1], crew.asked, lambda: None), time.monotonic()
     with pytest.raises(UsageError, match=r"rank 0 has not drawn .* same num_workers and prefetch_factor"):
@@ -169,7 +169,7 @@ def test_a_rank_that_rank_0_never_follows_ends_with_an_error(monkeypatch: pytest
 
 def test_a_rank_may_be_ended_before_it_trains_and_later_at_a_step_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """While it waits for its first shard; in training SIGTERM to one rank ends all of them after the same step."""
-    monkeypatch.setattr(shards_told, "LOOK_S", 0.001)
+    monkeypatch.setattr(shard_broadcast, "LOOK_S", 0.001)
     looked = list[int]()
 
     def stop() -> None:

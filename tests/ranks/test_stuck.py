@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
-from diloco.workers.ranks.stuck import AGAIN_S, BACK_S
+from diloco.pipeline.process.signals import AGAIN_STATUS
+from diloco.workers.ranks.watchdog import AGAIN_S, BACK_S
 from tests.ranks.party import Party
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]
@@ -66,7 +66,7 @@ def test_a_second_signal_ends_a_rank_inside_torch_at_once(tmp_path: Path, number
 def test_a_rank_that_is_asked_to_end_while_it_meets_the_others_ends(tmp_path: Path) -> None:
     """One of them is paused before it has made its Learner: torch would wait for it for an hour."""
     with Party(tmp_path, sync_interval=6, fragments=4, tokens=10**9) as party:
-        pair = party.learner("ddp", "duo", 2, TEST_STOPS="1 diloco.workers.ranks.found said_by_all 1")
+        pair = party.learner("ddp", "duo", 2, TEST_STOPS="1 diloco.workers.ranks.topology said_by_all 1")
         party.until(lambda: party.said("duo-1", "stops"))
         time.sleep(1)
         pair[0].terminate()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from diloco.workers.ranks import stuck
-from diloco.workers.ranks.stuck import AGAIN_S, BACK_S, PROBE, RankStopping
+from diloco.workers.ranks import watchdog
+from diloco.workers.ranks.watchdog import AGAIN_S, BACK_S, PROBE, RankStopping
 from diloco.workers.stopping import STOPS
 from tests import HANGING_S
 
@@ -40,8 +40,8 @@ class Watched:
         self.looks = list[float | None]()
         """How long it would wait for a signal, each time; None: until one comes, since it asks nobody to come back."""
         self.came = list[int]()
-        monkeypatch.setattr(stuck, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        monkeypatch.setattr(stuck, "LOOK_S", 0.01)
+        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
         self.stopping = RankStopping()
         read, is_watched = self.stopping._read, self.stopping._is_watched
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.errors import LearnerReplaced, RankGone, UsageError
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
-from diloco.workers.ranks import stuck, thread
-from diloco.workers.ranks.stuck import RankStopping
-from diloco.workers.ranks.thread import RankThread
+from diloco.pipeline.process.signals import AGAIN_STATUS
+from diloco.workers.ranks import rank_thread, watchdog
+from diloco.workers.ranks.rank_thread import RankThread
+from diloco.workers.ranks.watchdog import RankStopping
 
 
 @pytest.mark.parametrize(
@@ -21,11 +21,11 @@ from diloco.workers.ranks.thread import RankThread
 def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, told: bool, monkeypatch: Any) -> None:
     """Groups are broken off, and a training thread that hears nothing of it is ended with its process."""
     done: list[object] = []
-    monkeypatch.setattr(stuck, "BACK_S", 0.01)
+    monkeypatch.setattr(watchdog, "BACK_S", 0.01)
     monkeypatch.setattr(os, "_exit", done.append)
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=0.0))
     meeting: Any = SimpleNamespace(rank=1, part=lambda: done.append("part"), abort=lambda: done.append("abort"))
-    monkeypatch.setattr(thread, "OwnThread", lambda name, work: SimpleNamespace(start=work))
+    monkeypatch.setattr(rank_thread, "OwnThread", lambda name, work: SimpleNamespace(start=work))
     ranks: Any = None
     one = RankThread("redis://nowhere", "run", training, meeting, ranks, RankStopping())
 

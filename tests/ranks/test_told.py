@@ -11,7 +11,7 @@ from torch import distributed
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.payload import codec
-from diloco.workers.ranks.told import Place, said_by_all
+from diloco.workers.ranks.handshake import Place, said_by_all
 from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow]

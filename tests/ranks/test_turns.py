@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.workers.ranks.turns import Turns
+from diloco.workers.ranks.placement import Turns
 
 EQUAL = [1000] * 8
 DEFAULT = [995, 995, 1041, 1041, 1002, 975, 975, 975]

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.workers.ranks.under_way import SMALL, Room, UnderWay
+from diloco.workers.ranks.inflight import SMALL, Room, UnderWay
 
 LARGE = [SMALL] * 4
 

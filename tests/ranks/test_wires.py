@@ -15,9 +15,9 @@ import pytest
 from diloco.pipeline.errors import BadPayload, BusError, BusUnavailable, LeaseLost, RankGone, UsageError
 from diloco.workers.exchange.joining import meanwhile
 from diloco.workers.ranks import wires as wires_module
-from diloco.workers.ranks.found import _own_address
-from diloco.workers.ranks.joined import Rank
 from diloco.workers.ranks.lines import TcpLines, listen
+from diloco.workers.ranks.rank_learner import Rank
+from diloco.workers.ranks.topology import _own_address
 from diloco.workers.ranks.wires import _SIZES, MAX_HEAD_BYTES, TOLD_S, Wires
 from tests import HANGING_S
 

@@ -13,7 +13,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.launcher.report import Outcome
-from diloco.pipeline.process.lifecycle import LAUNCHER_PID
+from diloco.pipeline.process.signals import LAUNCHER_PID
 from diloco.pipeline.settings import load
 from diloco_studies.strikes import sampling
 from diloco_studies.strikes.audit import Ending, Evidence

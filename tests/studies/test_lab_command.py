@@ -14,7 +14,7 @@ import pytest
 
 from diloco.cli import main
 from diloco.pipeline.errors import DilocoError
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco_studies.quality import sweep
 from diloco_studies.quality.experiment import read_experiment
 from diloco_studies.quality.results.store import Store

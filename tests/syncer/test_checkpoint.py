@@ -12,7 +12,7 @@ import safetensors.numpy
 from structlog.testing import capture_logs
 
 from diloco.pipeline.bus.commits import Refusal
-from diloco.pipeline.bus.stored_values import MOST_OPEN_SHARDS
+from diloco.pipeline.bus.schema import MOST_OPEN_SHARDS
 from diloco.pipeline.errors import BadPayload, UsageError
 from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.messages.run import Phase

@@ -14,8 +14,8 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.view.status import build_status
 from diloco.syncer.admission import Diverged
 from diloco.syncer.checkpoints.loading import load_checkpoint
+from diloco.syncer.membership import RunWatch
 from diloco.syncer.serving.lead import Lead
-from diloco.syncer.watch import RunWatch
 from diloco.workers.exchange import refused
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples

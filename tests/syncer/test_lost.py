@@ -18,8 +18,8 @@ from diloco.pipeline.transfer.payloads import pull_state
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.context import AgreedSpec
 from diloco.syncer.replay.replay import replay
-from diloco.syncer.serving import lost
-from diloco.syncer.serving.lost import Lost
+from diloco.syncer.serving import bus_recovery
+from diloco.syncer.serving.bus_recovery import Lost
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
 from tests import samples, slow_beyond
@@ -508,9 +508,9 @@ async def test_the_status_of_a_run_whose_heads_or_spec_are_gone_says_so_and_what
 @in_virtual_time
 async def test_reports_that_were_too_many_are_not_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A syncer remembers reports for a bus that loses them. Those that were left out would come again for ever."""
-    monkeypatch.setattr(lost, "REPORTS_LEFT", 3)
+    monkeypatch.setattr(bus_recovery, "REPORTS_LEFT", 3)
     bus = MemoryBus("run", LoopClock())
-    memory = lost.Lost(bus, LoopClock(), AgreedSpec(bus, samples.spec()), ())
+    memory = bus_recovery.Lost(bus, LoopClock(), AgreedSpec(bus, samples.spec()), ())
     for name in ("a", "b", "c", "d"):
         await bus.write_report(samples.report(name))
     made_up = encode(samples.report("x"))  # not in the place of its own

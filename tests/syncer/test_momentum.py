@@ -12,7 +12,7 @@ from diloco.pipeline.transfer.payloads import pull_state
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint
-from diloco.syncer.merging.mending import LOOK_S
+from diloco.syncer.merging.repair import LOOK_S
 from diloco.syncer.replay.replay import replay
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline

@@ -22,10 +22,10 @@ from diloco.pipeline.messages.wire import GlobalCodec
 from diloco.pipeline.needs import needs_of, pace_of
 from diloco.pipeline.site import Site
 from diloco.syncer.checkpoints.loading import load_checkpoint
-from diloco.syncer.serving.initial import AT_ONCE
-from diloco.syncer.serving.serving import _Presence
+from diloco.syncer.membership import WATCH_S
+from diloco.syncer.serving.initial_version import AT_ONCE
 from diloco.syncer.serving.start import check_memory
-from diloco.syncer.watch import WATCH_S
+from diloco.syncer.serving.supervisor import _Presence
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples

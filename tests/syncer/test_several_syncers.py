@@ -16,7 +16,7 @@ from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.outer_cost import Speed, matrix_operations
-from diloco.pipeline.view.shares import RECENT_S, SAMPLE_S
+from diloco.pipeline.view.merged_share import RECENT_S, SAMPLE_S
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.refusals import TOLD_A_WINDOW

@@ -17,7 +17,7 @@ from diloco.pipeline.errors import BusUnavailable, RunReplaced, SpecMismatch, Us
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.run import InitialUpload, Phase, RunState, moment
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.transfer.payloads import push
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.pipeline.view.status import Status

@@ -21,9 +21,9 @@ from diloco.pipeline.transfer.payloads import pull_exact, pull_shown, pull_state
 from diloco.pipeline.transfer.updates import CodedStep, advance, gather
 from diloco.syncer.committing import Staging
 from diloco.syncer.merging.fragment import Draft, outer_step
-from diloco.syncer.merging.mending import LOOK_S, UNFOLLOWED_S
 from diloco.syncer.merging.merge import delta_norms
 from diloco.syncer.merging.outer import NesterovStep
+from diloco.syncer.merging.repair import LOOK_S, UNFOLLOWED_S
 from diloco_studies.strikes.growth import kind_of
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline

@@ -16,10 +16,10 @@ from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import held, payload_bytes
 from diloco.pipeline.transfer.payloads import push
 from diloco.syncer.admission import DeltaFormat, Offer
-from diloco.syncer.intake import FIRST_UPLOAD_S, Coming, Downloads, UploadEstimator
+from diloco.syncer.downloads import FIRST_UPLOAD_S, Coming, Downloads, UploadEstimator
+from diloco.syncer.membership import LEAST_UPLOAD_S, RunWatch
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
-from diloco.syncer.watch import LEAST_UPLOAD_S, RunWatch
 from diloco.syncer.window import Window
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline

@@ -7,7 +7,7 @@ import pytest
 from diloco.pipeline.messages.run import Phase, SeenReport
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.syncer.admission import DeltaFormat, Offer
-from diloco.syncer.watch import RunWatch
+from diloco.syncer.membership import RunWatch
 from diloco.syncer.window import Conditions, State, Window
 from tests import samples
 

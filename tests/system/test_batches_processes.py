@@ -10,7 +10,7 @@ import pytest
 
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.messages.shards import ShardQueue
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.workers.trainer.data.blocks import permuted
 from tests.parties import Parties
 

@@ -9,7 +9,7 @@ import pytest
 from redis import Redis
 
 from diloco.pipeline.bus.embedded import EmbeddedRedis
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from tests import HANGING_S
 from tests.parties import Parties, environment, wait_for
 

@@ -23,7 +23,7 @@ from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.payload.quantize import BLOCK
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.admission import DOUBTED_AFTER, Doubts
-from diloco.syncer.intake import MOST_ARRIVED
+from diloco.syncer.downloads import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.workers.exchange import refused
 from diloco.workers.rounds import RENEWED_BY

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from diloco.pipeline.bus.redis_streams import open_bus
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from tests.parties import Parties
 
 pytestmark = [pytest.mark.slow]

@@ -29,7 +29,7 @@ from diloco.pipeline.errors import SpecMismatch, UsageError  # noqa: E402
 from diloco.pipeline.fragments import layout_of  # noqa: E402
 from diloco.pipeline.settings import SyncSettings  # noqa: E402
 from diloco.workers.parameters import FragmentParameters, tensor_table  # noqa: E402
-from diloco.workers.pytree.parameters import PytreeParameters  # noqa: E402
+from diloco.workers.pytree.leaves import PytreeParameters  # noqa: E402
 from diloco.workers.pytree.table import PytreeModel  # noqa: E402
 from diloco.workers.pytree.tree import Names, Tree  # noqa: E402
 from tests import HANGING_S  # noqa: E402
@@ -195,7 +195,7 @@ import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as Spec
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
-from diloco.workers.pytree.parameters import PytreeParameters
+from diloco.workers.pytree.leaves import PytreeParameters
 from diloco.workers.pytree.table import PytreeModel
 from diloco.workers.pytree.tree import Tree
 

@@ -28,7 +28,7 @@ from diloco.workers.parameters import FragmentParameters, tensor_table
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.data_parallel import save
-from diloco.workers.trainer.evaluator import built_in
+from diloco.workers.trainer.evaluator_process import built_in
 from diloco.workers.trainer.models.gpt import GPT, build
 from diloco.workers.trainer.recipe import held_out_loss, trainer_spec
 from diloco.workers.trainer.sample import Loaded, load_model, sample

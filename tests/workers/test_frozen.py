@@ -16,7 +16,7 @@ from diloco.pipeline.settings import SyncSettings
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.workers.checks import frozen_digests as module
 from diloco.workers.checks.frozen_digests import frozen_digests
-from diloco.workers.exchange.agreement import compare
+from diloco.workers.exchange.spec_check import compare
 from diloco.workers.learner import Learner
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples

@@ -17,7 +17,7 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, SyncSettings, load
 from diloco.workers.parameters import tensor_table
-from diloco.workers.trainer import data_parallel, evaluator, optional, trainer
+from diloco.workers.trainer import data_parallel, evaluator_process, optional, trainer
 from diloco.workers.trainer.data import tokenized
 from diloco.workers.trainer.data.preparing import write_shards
 from diloco.workers.trainer.data.sources import Source
@@ -199,7 +199,7 @@ def test_a_tokenizer_of_more_entries_than_the_model_is_refused_by_all(
     with pytest.raises(UsageError, match=told):
         data_parallel.parts_of(rank)
     with pytest.raises(UsageError, match=told):
-        evaluator.built_in(run_of(book), EvaluatorProcess(model=f"hf:{folder}"))
+        evaluator_process.built_in(run_of(book), EvaluatorProcess(model=f"hf:{folder}"))
 
 
 def run_of(data: Path) -> Spec:
@@ -228,7 +228,7 @@ def test_who_comes_with_another_vocabulary_than_the_runs_builds_nothing(
                 load(LearnerProcess, {"data": str(data), "threads": 1}), run, "", torch.device("cpu"), stop, Ranks()
             )
         with pytest.raises(SpecMismatch, match=told):
-            evaluator.built_in(run, EvaluatorProcess(data=str(data)))
+            evaluator_process.built_in(run, EvaluatorProcess(data=str(data)))
 
 
 @pytest.mark.trainers

@@ -20,7 +20,7 @@ from diloco.workers.trainer.data import tokenized
 from diloco.workers.trainer.data.shards import read_index
 from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.data.tokenized import open_for
-from diloco.workers.trainer.evaluator import built_in
+from diloco.workers.trainer.evaluator_process import built_in
 from diloco.workers.trainer.models import hf, hf_config
 from diloco.workers.trainer.models.hf import build_hf, weights_digest
 from diloco.workers.trainer.models.hf_config import check_same, read_hf

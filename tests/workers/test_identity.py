@@ -12,8 +12,8 @@ from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.view.ledger import accounts, problems
 from diloco.pipeline.view.ledger_inputs import read_ledger_inputs
 from diloco.workers.exchange import joining
+from diloco.workers.exchange.first_version import CLAIM_TTL_S
 from diloco.workers.exchange.identity import SILENT_S
-from diloco.workers.exchange.version_0 import CLAIM_TTL_S
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, sync_spec, under_way

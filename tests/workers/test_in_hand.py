@@ -3,7 +3,7 @@
 import pytest
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.in_hand import WRONG_STEPS, Drawn, InHand
+from diloco.workers.prefetch import WRONG_STEPS, Drawn, InHand
 
 
 class Drawing:

@@ -12,7 +12,7 @@ from torch import nn
 from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, load
 from diloco.workers.learner import Learner, TorchModel
-from diloco.workers.proposal import fitting
+from diloco.workers.spec_proposal import fitting
 from tests.workers.test_device_encoding import a_syncer
 from tests.workers.test_learner_life import reports, until
 

@@ -29,7 +29,7 @@ from diloco.pipeline.messages.run import LearnerReport, SeenReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import party_name
 from diloco.pipeline.payload import codec
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import SyncerProcess, SyncSettings
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService

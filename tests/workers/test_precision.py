@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, LearnerSettings, load
 from diloco.workers.learner import Learner
 from diloco.workers.trainer import trainer

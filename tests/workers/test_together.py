@@ -17,7 +17,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.errors import RankGone, SpecMismatch, UsageError
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, load
 from diloco.workers.checks.sets import check_set
 from diloco.workers.trainer import agent, trainer

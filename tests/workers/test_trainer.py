@@ -17,13 +17,13 @@ from diloco.pipeline.errors import BusUnavailable, SpecMismatch, UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, Shard
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.cores import usable_cores
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, load
-from diloco.workers.exchange.reaching import Beginning
+from diloco.workers.exchange.connecting import Beginning
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
 from diloco.workers.parameters import tensor_table
-from diloco.workers.proposal import proposal
+from diloco.workers.spec_proposal import proposal
 from diloco.workers.trainer import trainer
 from diloco.workers.trainer.data.text import open_text
 from diloco.workers.trainer.models.gpt import build
@@ -259,7 +259,7 @@ def test_a_signal_ends_it_between_two_steps(number: int, book: Path, monkeypatch
 def test_a_signal_before_the_first_step_ends_it_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who waits to join has nothing to save: status 75. While training a signal only sets the flag."""
     exits: list[int] = []
-    monkeypatch.setattr("diloco.pipeline.process.lifecycle.os._exit", exits.append)
+    monkeypatch.setattr("diloco.pipeline.process.signals.os._exit", exits.append)
     StopFlag()
     with pytest.raises(SystemExit) as ended:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -11,7 +11,7 @@ from diloco.pipeline.bus.commits import Commit
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS
-from diloco.workers.exchange import carrier, version_0
+from diloco.workers.exchange import carrier, first_version
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec
@@ -23,10 +23,10 @@ CLAIM_TTL_S, INITIAL_TTL_S = 1.0, 6.0
 
 @pytest.fixture(autouse=True)
 def short_lived(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_0, "CLAIM_TTL_S", CLAIM_TTL_S)
-    monkeypatch.setattr(version_0, "RENEW_S", CLAIM_TTL_S / 4)
-    monkeypatch.setattr(version_0, "PROLONG_S", INITIAL_TTL_S / 4)
-    for module in (version_0, carrier):
+    monkeypatch.setattr(first_version, "CLAIM_TTL_S", CLAIM_TTL_S)
+    monkeypatch.setattr(first_version, "RENEW_S", CLAIM_TTL_S / 4)
+    monkeypatch.setattr(first_version, "PROLONG_S", INITIAL_TTL_S / 4)
+    for module in (first_version, carrier):
         monkeypatch.setattr(module, "INITIAL_TTL_S", INITIAL_TTL_S)
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.commits import Commit, Refusal, Republication
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import Layout
@@ -182,7 +182,7 @@ class Oracle:
     def _phase(self) -> Phase | None:
         """Of the run, as the bus has it."""
         state = self._store.values.get(self._keys.state)
-        found = stored_values.decode_state(state.get(b"blob")) if isinstance(state, dict) else None
+        found = schema.decode_state(state.get(b"blob")) if isinstance(state, dict) else None
         return None if found is None else found.phase
 
     def draining(self) -> None:
@@ -275,7 +275,7 @@ class Oracle:
         for learner in self._senders:
             stream = self._stream(self._keys.deltas(p, learner))
             entries = zip(stream.ids, stream.data, strict=True) if stream else ()
-            there |= {stored_values.offer_id(learner, f"{ms}-{seq}", data) for (ms, seq), data in entries}
+            there |= {schema.offer_id(learner, f"{ms}-{seq}", data) for (ms, seq), data in entries}
         expected = self.fragments[p].pending.keys()
         if there != expected:
             lost, strange = sorted(expected - there), sorted(there - expected)
@@ -592,7 +592,7 @@ class Oracle:
         needed = set()
         for p in range(len(self.fragments)):
             head = self._store.values.get(self._keys.head(p))
-            decoded = stored_values.decode_head(p, head) if isinstance(head, dict) else None
+            decoded = schema.decode_head(p, head) if isinstance(head, dict) else None
             if decoded is not None:
                 needed |= {
                     decoded.payload,

@@ -18,9 +18,9 @@ from diloco.pipeline.errors import RankGone
 from diloco.pipeline.messages.run import LearnerReport, RunState
 from diloco.pipeline.messages.wire import AVERAGED
 from diloco.workers.moments.recovery import Found
-from diloco.workers.ranks.joined import JoinedRank, Rank
+from diloco.workers.ranks.rank_exchange import Working
+from diloco.workers.ranks.rank_learner import JoinedRank, Rank
 from diloco.workers.ranks.wires import Wires
-from diloco.workers.ranks.working import Working
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import STOPS, Stopping
 from diloco_studies.virtual.virtual_time import inline

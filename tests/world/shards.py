@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.messages.shards import ClaimedShard, Shard
 from diloco.pipeline.payload.codec import decode
@@ -46,7 +46,7 @@ class Shards:
         queue = self._queue()
         if isinstance(outcome, Exception) or queue is None:
             return
-        if stored_values.entry_id(entry_id) not in queue.ids:
+        if schema.entry_id(entry_id) not in queue.ids:
             self._check_read(self._claimed[entry_id])
 
     def check(self) -> None:

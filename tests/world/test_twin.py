@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from diloco.pipeline.bus.redis import calls as redis_calls
 from diloco.pipeline.bus.redis.calls import Script
-from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusFull, LeaseLost
 from diloco.pipeline.messages.shards import Shard

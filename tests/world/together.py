@@ -1,6 +1,6 @@
 """What lies between the ranks of a simulated learner: connections, gradients and sums, in virtual time. asyncio.
 
-Stand-ins for the two ports of `workers.ranks`: `lines.Lines` and `agreed.Meets`. Bytes between two ranks arrive in
+Stand-ins for the two ports of `workers.ranks`: `lines.Lines` and `step_agreement.Meets`. Bytes between two ranks arrive in
 order, after drawn times; with either's death the connection ends a little later. Gradients of a step are there once all
 ranks have come to it, a sum once all have put in their numbers. Where a rank is dead they never are: whoever waits is
 told soon in some lives (gloo), and in the others only by what its own exchange finds out (NCCL).
@@ -18,7 +18,7 @@ from diloco.pipeline.errors import RankGone
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.wire import AVERAGED
 from diloco.workers.ranks.lines import Line
-from diloco.workers.ranks.shares import Range, Shares
+from diloco.workers.ranks.row_ranges import Range, Shares
 from diloco_studies.virtual.chance import Chance
 
 BREAKS_S = 0.3
@@ -149,7 +149,7 @@ class Crew:
 
 
 class Meeting:
-    """`agreed.Meets` of one rank."""
+    """`step_agreement.Meets` of one rank."""
 
     def __init__(self, crew: Crew, rank: int) -> None:
         self.rank, self._crew = rank, crew
@@ -187,7 +187,7 @@ class Meeting:
 
 
 class WorldSum:
-    """`agreed.Sum`; whoever reads it has waited for it."""
+    """`step_agreement.Sum`; whoever reads it has waited for it."""
 
     def __init__(self, result: "asyncio.Future[list[int]]") -> None:
         self.result = result

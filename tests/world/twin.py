@@ -23,7 +23,7 @@ from diloco.pipeline.bus.ports import START, TapeEntry
 from diloco.pipeline.bus.redis.calls import RedisCalls
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis_streams import RedisBus
-from diloco.pipeline.bus.stored_values import entry_id, parse_offer_id
+from diloco.pipeline.bus.schema import entry_id, parse_offer_id
 from diloco_studies.virtual.memory_store import EntryId, Stream
 from tests import samples
 from tests.world.plan import plan

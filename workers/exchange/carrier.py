@@ -1,7 +1,7 @@
 """What carries a learner's payloads to the bus and from it, and has its bases and residuals. asyncio.
 
 The rest of the exchange decides: it follows heads, sends headers, reports. A learner that is one process carries all
-itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.carrier`).
+itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.rank_carrier`).
 """
 
 import asyncio

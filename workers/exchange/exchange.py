@@ -11,13 +11,13 @@ from contextlib import suppress
 
 from diloco.pipeline.errors import BusError
 from diloco.pipeline.messages.run import Event
-from diloco.workers.exchange.agreement import Agreement
 from diloco.workers.exchange.carrier import Carrier
+from diloco.workers.exchange.first_version import Version0
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing
 from diloco.workers.exchange.pulling import Following, Pulling
 from diloco.workers.exchange.reporting import Reporting
-from diloco.workers.exchange.version_0 import Version0
+from diloco.workers.exchange.spec_check import Agreement
 from diloco.workers.exchange.work_queue import ShardClaims
 
 LOOK_FOR_SYNCERS_S = 10.0

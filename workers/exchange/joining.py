@@ -25,15 +25,15 @@ from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import offload
 from diloco.workers.encoding import Encoder, OnHost
-from diloco.workers.exchange.agreement import Agreement, compare
 from diloco.workers.exchange.carrier import Carrier, OwnCarrier, some_at_once
 from diloco.workers.exchange.exchange import Exchange
+from diloco.workers.exchange.first_version import CLAIM_TTL_S, Version0
 from diloco.workers.exchange.identity import Identity
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.pulling import Pulling
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.exchange.version_0 import CLAIM_TTL_S, Version0
+from diloco.workers.exchange.spec_check import Agreement, compare
 from diloco.workers.exchange.work_queue import ShardClaims
 
 Float32 = npt.NDArray[np.float32]

@@ -15,10 +15,10 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.retry import Backoff, Retries
 from diloco.workers.exchange.carrier import Carrier, Feedback, on_all_lanes
+from diloco.workers.exchange.first_version import Version0
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.publishing import Publishing
 from diloco.workers.exchange.refused import Refused
-from diloco.workers.exchange.version_0 import Version0
 from diloco.workers.rounds import Base, OpenWindow
 from diloco.workers.step_times import DECAY
 

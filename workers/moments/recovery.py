@@ -27,9 +27,9 @@ from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
 from diloco.pipeline.messages.run import RunState
+from diloco.workers.moments.local_state import OwnMoments
 from diloco.workers.moments.moments import Moments, check, offered_bytes
 from diloco.workers.moments.optimizer_state import OptimizerState, StateCopy
-from diloco.workers.moments.own import OwnMoments
 from diloco.workers.moments.peers import Peers
 from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateFolder, StateRefused
 

@@ -9,7 +9,7 @@ from diloco.workers.pytree.tree import Leaf, Tree
 
 
 class PytreeModel:
-    """What a run learns of a pytree. It is a `proposal.Proposed`."""
+    """What a run learns of a pytree. It is a `spec_proposal.Proposed`."""
 
     def __init__(self, tree: Tree) -> None:
         self._leaves = tree.leaves

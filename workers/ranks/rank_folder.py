@@ -40,7 +40,7 @@ from diloco.workers.moments.state_folder import (
     StateRefused,
     read_state,
 )
-from diloco.workers.ranks.shares import Range, Ranges, local_layout
+from diloco.workers.ranks.row_ranges import Range, Ranges, local_layout
 
 CHANCE_FILE = "chance.json"
 """A `SavedState` of which only the random states count."""

@@ -17,7 +17,7 @@ from diloco.pipeline.messages.wire import AVERAGED
 from diloco.workers.background import offload
 from diloco.workers.copies.snapshots import Snapshot
 from diloco.workers.parameters import FragmentParameters
-from diloco.workers.ranks.shares import Shares
+from diloco.workers.ranks.row_ranges import Shares
 from diloco.workers.ranks.wires import Wires
 
 Float32 = npt.NDArray[np.float32]

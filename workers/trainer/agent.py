@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS, LAUNCHER_PID, end_signals
+from diloco.pipeline.process.signals import AGAIN_STATUS, LAUNCHER_PID, end_signals
 from diloco.workers.trainer.together import AT_WORK
 
 MOST_RESTARTS = 100
@@ -28,7 +28,7 @@ REFUSED_STATUS = 2
 MOST_QUICK, QUICK_S = 5, 60.0
 """So many lives in a row that were so short: it will not do better."""
 LEAVE_MARGIN_S = 40
-"""On top of the time to flush, before ranks that were asked to end are killed (`joined.BYE_S`)."""
+"""On top of the time to flush, before ranks that were asked to end are killed (`rank_learner.BYE_S`)."""
 
 log = structlog.get_logger()
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.process.cores import usable_cores
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS, end_signals, exit_at_once, two_phases
+from diloco.pipeline.process.signals import AGAIN_STATUS, end_signals, exit_at_once, two_phases
 from diloco.pipeline.settings import TrainerSettings
 from diloco.workers.parameters import hidden_matrices
 from diloco.workers.trainer.data.blocks import Blocks

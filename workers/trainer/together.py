@@ -22,7 +22,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.settings import LearnerProcess, LearnerSettings
-from diloco.workers.ranks.found import WORLD
+from diloco.workers.ranks.topology import WORLD
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.precision import checkpoint_activations, training_forward
 from diloco.workers.trainer.recipe import choose_device, forward_of, read_batch

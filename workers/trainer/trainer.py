@@ -10,10 +10,10 @@ import torch
 from diloco.pipeline.agreement import agree
 from diloco.pipeline.errors import DilocoError, RankGone, SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings
 from diloco.workers.checks.sets import check_set
-from diloco.workers.exchange.reaching import has_version_0, wait_for_spec
+from diloco.workers.exchange.connecting import has_version_0, wait_for_spec
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD
 from diloco.workers.learner import Learner
 from diloco.workers.trainer.agent import run_ranks

@@ -12,14 +12,14 @@ from typing import Any
 
 import redis.exceptions as rx
 
-from diloco.pipeline.bus import cluster_slots, server, stored_values
+from diloco.pipeline.bus import cluster_slots, schema, server
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.ports import BusInfo
-from diloco.pipeline.bus.redis import bulk
-from diloco.pipeline.bus.redis.address import Place
-from diloco.pipeline.bus.redis.errors import refused, scripts_missing
-from diloco.pipeline.bus.redis.lanes import BLOCKING, Lane, Lanes
+from diloco.pipeline.bus.redis import zero_copy
+from diloco.pipeline.bus.redis.node_connections import BLOCKING, Lane, Lanes
 from diloco.pipeline.bus.redis.nodes import Nodes
+from diloco.pipeline.bus.redis.redis_errors import refused, scripts_missing
+from diloco.pipeline.bus.redis.redis_url import Place
 from diloco.pipeline.errors import BusUnavailable, DilocoError, NotPermitted, Oversized
 
 CONTROL_S = 10.0
@@ -172,7 +172,7 @@ class RedisCalls:
         for last_try in (False, True):
             async with self._lanes.call(lane, CONTROL_S, node, keys[0]) as client:
                 try:
-                    reply = await bulk.ask(client, command)
+                    reply = await zero_copy.ask(client, command)
                     break
                 except rx.NoScriptError:
                     if last_try:
@@ -302,7 +302,7 @@ class RedisCalls:
         return [pairs(flat) for flat in await self.at_one_node(commands, None)]
 
     async def timed_hashes(
-        self, *keys: str, most_bytes: int = bulk.ANY_SIZE
+        self, *keys: str, most_bytes: int = zero_copy.ANY_SIZE
     ) -> tuple[int, list[Mapping[bytes, bytes]]]:
         """Fields of hashes in one slot, and the server's time in ms after them, in one round trip.
 
@@ -336,7 +336,7 @@ class RedisCalls:
         return gone
 
     async def at_one_node(
-        self, commands: Sequence[Sequence[Any]], key: str | None, most_bytes: int = bulk.ANY_SIZE
+        self, commands: Sequence[Sequence[Any]], key: str | None, most_bytes: int = zero_copy.ANY_SIZE
     ) -> list[Any]:
         """Replies as Redis gives them, of the node that has a key, in one round trip; the first error is raised.
 
@@ -344,7 +344,7 @@ class RedisCalls:
             Oversized: they have more than `most_bytes`, all together.
         """
         async with self.call("control", CONTROL_S, key) as client:
-            replies = await bulk.send(client, commands, most_bytes)
+            replies = await zero_copy.send(client, commands, most_bytes)
         self.notice(replies, key)
         for command, reply in zip(commands, replies, strict=True):
             if isinstance(reply, Exception):
@@ -375,14 +375,14 @@ class RedisCalls:
                 are cut, to one byte more, and there may be fewer than `limit`.
         """
         for cursor in cursors.values():
-            stored_values.entry_id(cursor)
+            schema.entry_id(cursor)
         if self.nodes.cluster and len(slots := cluster_slots.by_slot(cursors)) > 1:
             return await self._read_slots(slots, limit, block_s, away)
         command, lane = self.xread(cursors, limit, block_s, "control")
-        most_bytes = bulk.ANY_SIZE if value_bytes is None else MOST_READ_BYTES
+        most_bytes = zero_copy.ANY_SIZE if value_bytes is None else MOST_READ_BYTES
         try:
             async with self.call(lane, CONTROL_S + block_s, next(iter(cursors))) as client:
-                return _entries(await bulk.ask(client, command, most_bytes))
+                return _entries(await zero_copy.ask(client, command, most_bytes))
         except Oversized:
             return _entries(await self.script("read_cut", list(cursors), limit, value_bytes, *cursors.values()))
 

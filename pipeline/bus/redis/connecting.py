@@ -12,12 +12,12 @@ from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus import server
 from diloco.pipeline.bus.hosts import HostPort
-from diloco.pipeline.bus.redis.address import CONNECT_S, Place, is_tls, parse
-from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import RedisCalls, unix_ms
-from diloco.pipeline.bus.redis.errors import ERRORS, IS_IT_THERE, NAME_REDIS, NO_TLS, translate
-from diloco.pipeline.bus.redis.lanes import LOOK_AGAIN_S, TAKEN_PLACE
+from diloco.pipeline.bus.redis.node_connections import LOOK_AGAIN_S, TAKEN_PLACE
 from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, NoSentinel, SentinelNodes
+from diloco.pipeline.bus.redis.redis_errors import ERRORS, IS_IT_THERE, NAME_REDIS, NO_TLS, translate
+from diloco.pipeline.bus.redis.redis_url import CONNECT_S, Place, is_tls, parse
+from diloco.pipeline.bus.redis.zero_copy import drop_all
 from diloco.pipeline.bus.tls import check_files
 from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, UsageError
 

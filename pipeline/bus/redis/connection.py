@@ -10,7 +10,7 @@ import structlog
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Connection
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms
-from diloco.pipeline.bus.redis.errors import refused
+from diloco.pipeline.bus.redis.redis_errors import refused
 from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec

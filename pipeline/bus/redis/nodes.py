@@ -16,9 +16,9 @@ from redis.asyncio import ConnectionPool
 
 from diloco.pipeline.bus import cluster_slots
 from diloco.pipeline.bus.hosts import HostPort
-from diloco.pipeline.bus.redis.address import Place
-from diloco.pipeline.bus.redis.bulk import drop
-from diloco.pipeline.bus.redis.errors import translate
+from diloco.pipeline.bus.redis.redis_errors import translate
+from diloco.pipeline.bus.redis.redis_url import Place
+from diloco.pipeline.bus.redis.zero_copy import drop
 from diloco.pipeline.errors import BusUnavailable, UsageError
 
 T = TypeVar("T")

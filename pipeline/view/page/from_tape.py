@@ -9,7 +9,7 @@ from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
 from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.page.past import grown
-from diloco.pipeline.view.page.sentence import said
+from diloco.pipeline.view.page.verdict import said
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, build_status
 
 NOTE = (

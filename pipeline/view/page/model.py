@@ -14,10 +14,10 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import REDIS_CHANGED, Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord, WindowChanged
 from diloco.pipeline.view.page import past
-from diloco.pipeline.view.page.joining import Way
+from diloco.pipeline.view.page.join_command import Way
 from diloco.pipeline.view.page.lanes import LearnerLife, Of, Shown, WindowLife, draw_record
-from diloco.pipeline.view.page.sentence import Beside, Verdict, said, verdict
 from diloco.pipeline.view.page.timeline import Timeline
+from diloco.pipeline.view.page.verdict import Beside, Verdict, said, verdict
 from diloco.pipeline.view.status import LearnerStatus, Status, present, speed
 
 FINE_S, COARSE_S = 0.5, 0.25

@@ -36,7 +36,7 @@ from diloco.pipeline.payload import quantize
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import DTYPES, Payload, PayloadReader, Vector, as_bytes, as_vector, payload_bytes
 from diloco.pipeline.transfer.payloads import arriving, push_growing
-from diloco.syncer.intake import feed
+from diloco.syncer.downloads import feed
 from diloco.syncer.merging.merge import BLOCK, DeltaNorms
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import encode_delta

@@ -14,8 +14,8 @@ from rich.console import Console
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.messages.wire import MAX_FRAGMENTS, Codec, GlobalCodec, OuterName
-from diloco.pipeline.process.lifecycle import end_signals, ignore_hangup
 from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.process.signals import end_signals, ignore_hangup
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.units import counted
 from diloco_studies.bench import codec

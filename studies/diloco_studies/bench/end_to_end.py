@@ -35,7 +35,7 @@ from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import Codec, OuterName
 from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.payload.quantize import GROUP
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings, defaults
 from diloco.pipeline.units import counted
 from diloco.pipeline.view.status_reader import read_status
@@ -206,7 +206,7 @@ class Process:
         with self._log.open("ab") as log:
             pipe = subprocess.PIPE if talks else None
             self._process = subprocess.Popen(
-                [sys.executable, "-P", lifecycle.__file__, str(os.getpid()), sys.executable, *arguments],
+                [sys.executable, "-P", signals.__file__, str(os.getpid()), sys.executable, *arguments],
                 stdin=pipe or subprocess.DEVNULL,
                 stdout=pipe or log,
                 stderr=log,

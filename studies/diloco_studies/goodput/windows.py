@@ -1,8 +1,8 @@
 """The syncer's decisions over learners' time lines, in virtual time. Pure: no tensors, no asyncio.
 
 One fragment is followed, and all its decisions are the production code's: `syncer.window` says who is in, how long
-to wait and when to merge, `syncer.grace` how long the grace is, `syncer.intake` how long uploads may take,
-`syncer.watch` and `syncer.admission` who is live, expected and waited for. What is left out is tensor arithmetic, the
+to wait and when to merge, `syncer.grace` how long the grace is, `syncer.downloads` how long uploads may take,
+`syncer.membership` and `syncer.admission` who is live, expected and waited for. What is left out is tensor arithmetic, the
 bus, and syncers that fail. Learners do as `workers.rounds` says: due after the interval in force, followers at
 their next step boundary, renewals of what waits, adoption at a step boundary. A learner that is paused reports
 nothing. The P fragments are alike but for their turn, so one of them stands for all.
@@ -26,9 +26,9 @@ from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.site import outer_operations
 from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Doubts, Offer, Refused
 from diloco.syncer.committing import RoundTrips
+from diloco.syncer.downloads import UploadEstimator
 from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
-from diloco.syncer.intake import UploadEstimator
-from diloco.syncer.watch import RunWatch
+from diloco.syncer.membership import RunWatch
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
 from diloco.workers.rounds import renewed_after
 from diloco_studies.goodput.constants import Constants

@@ -15,8 +15,8 @@ from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.writable import check_files
 from diloco.pipeline.process.cores import usable_cores
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
 from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.units import counted
 from diloco.workers.trainer.data.tokens import is_held_out
 from diloco_studies.quality.english import FOLDER as ENGLISH

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.process.cores import one_blas_thread
-from diloco.pipeline.process.lifecycle import die_with_parent, end_signals, ignore_hangup, two_phases
+from diloco.pipeline.process.signals import die_with_parent, end_signals, ignore_hangup, two_phases
 from diloco_studies.quality.results.store import Result, Store, look_again
 from diloco_studies.quality.settings import LabRun
 

@@ -29,8 +29,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.process import logs
-from diloco.pipeline.process.lifecycle import ignore_hangup
 from diloco.pipeline.process.output import outlive_readers
+from diloco.pipeline.process.signals import ignore_hangup
 from diloco.pipeline.units import parse_duration
 from diloco_studies.strikes import bounds as chaos_bounds
 from diloco_studies.strikes import report as chaos_report

@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from diloco.pipeline.process.lifecycle import LAUNCHER_PID
+from diloco.pipeline.process.signals import LAUNCHER_PID
 from diloco_studies.strikes.audit import ShardNote
 
 SHARD_EVENTS = {"shard_claimed": False, "shard_read": True}

@@ -8,7 +8,7 @@ begun): what a killed process leaves behind may stay until it expires.
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from diloco.pipeline.bus.stored_values import EVALUATIONS_CAP, EVENTS_CAP
+from diloco.pipeline.bus.schema import EVALUATIONS_CAP, EVENTS_CAP
 
 TAPE_CAP = 30_000
 """Twice what the archive leaves untrimmed, and what came since."""

@@ -13,7 +13,7 @@ from diloco.options import RunProcess
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.view.status import Status
 from diloco_studies.strikes.audit import Ending
 from diloco_studies.strikes.proxy import Proxy

@@ -31,7 +31,7 @@ from diloco.pipeline.errors import BusError, DilocoError
 from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.payload.codec import chunk_count
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 from diloco.pipeline.settings import groups_on
 from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES
 from diloco.pipeline.waiting import first_of
@@ -156,7 +156,7 @@ async def run(
     """
     asked, task = asyncio.Event(), asyncio.current_task()
     assert task is not None and settings.tokens is not None  # noqa: S101, PT018  # a coroutine, on prepared settings
-    lifecycle.install_signal_handlers(asyncio.get_running_loop(), asked, task.cancel)
+    signals.install_signal_handlers(asyncio.get_running_loop(), asked, task.cancel)
     threads = threads_for(sum(place.ranks for place in places_of(settings)), settings.threads)
     parties = _parties(settings)
     with ExitStack() as stack:

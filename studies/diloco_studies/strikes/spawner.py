@@ -27,13 +27,13 @@ from typing import Any, NoReturn
 from diloco.launcher.launch import Child, Process
 from diloco.pipeline.errors import DilocoError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.process.lifecycle import LAUNCHER_PID, die_with_launcher
+from diloco.pipeline.process.signals import LAUNCHER_PID, die_with_launcher
 from diloco_studies.strikes.failing.network import enter
 
 PRELOADED = (
     "torch._dynamo",
     "diloco.workers.trainer.trainer",
-    "diloco.workers.trainer.evaluator",
+    "diloco.workers.trainer.evaluator_process",
     "diloco.syncer.serving.service",
     "diloco.commands",
 )

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 from math import inf
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.bus.ports import BusInfo, Clock, Connection
 from diloco.pipeline.errors import BusUnavailable
@@ -113,7 +113,7 @@ class MemoryCalls(Connection):
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
         """XREAD: entries after the cursors, by key; waits up to `block_s` for the first."""
         await self._turn()
-        after = {key: stored_values.entry_id(cursor) for key, cursor in cursors.items()}
+        after = {key: schema.entry_id(cursor) for key, cursor in cursors.items()}
 
         def look() -> list[tuple[str, list[tuple[str, bytes]]]]:
             found = [(key, self._stream(key).after(cursor, limit)) for key, cursor in after.items()]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from diloco.pipeline.bus import cluster_slots, stored_values
+from diloco.pipeline.bus import cluster_slots, schema
 from diloco.pipeline.bus.commits import MOST_HEADERS, Commit, Published, Refusal, Republication, Staged
 from diloco.pipeline.bus.ports import OwnerWrites
 from diloco.pipeline.errors import BadMessage, HeadMoved, LeaseLost, PayloadIncomplete
@@ -31,24 +31,24 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
 
     def _expect(self, p: int, head: Hash, expected: tuple[int, bytes] | None) -> None:
         version = head.get(b"version")
-        now = (stored_values.decode_count("version", version), head.get(b"digest", b"")) if version else None
+        now = (schema.decode_count("version", version), head.get(b"digest", b"")) if version else None
         if now != expected:
             raise HeadMoved(f"the head of fragment {p} is at {now and now[0]}")
 
     def _add(self, head: Hash, totals: Mapping[str, int]) -> dict[str, bytes]:
-        sums = {name: stored_values.decode_count(name, head.get(name.encode())) + more for name, more in totals.items()}
-        if max(sums.values()) >= stored_values.COUNTER_LIMIT:
+        sums = {name: schema.decode_count(name, head.get(name.encode())) + more for name, more in totals.items()}
+        if max(sums.values()) >= schema.COUNTER_LIMIT:
             raise BadMessage("a total of the head is out of bounds")
         return {name: b"%d" % total for name, total in sums.items()}
 
     def _room(self, head: Hash, name: str, more: int) -> int:
-        return stored_values.room(stored_values.decode_count(name, head.get(name.encode())), more)
+        return schema.room(schema.decode_count(name, head.get(name.encode())), more)
 
     def _headers(self, p: int, entries: Iterable[str]) -> dict[str, list[tuple[EntryId, str]]]:
         """Streams and the entries named of each, with their marks."""
-        found = stored_values.by_learner(entries)
+        found = schema.by_learner(entries)
         return {
-            self.keys.deltas(p, learner): [(stored_values.entry_id(at), mark) for at, mark in ones]
+            self.keys.deltas(p, learner): [(schema.entry_id(at), mark) for at, mark in ones]
             for learner, ones in found.items()
         }
 
@@ -58,7 +58,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         for key, ones in headers.items():
             for at, mark in ones:
                 data = self._stream(key).get(at)
-                if data is not None and mark in ("", stored_values.mark_of(data)):
+                if data is not None and mark in ("", schema.mark_of(data)):
                     found.append((key, at))
         return found
 
@@ -69,7 +69,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
             self.store.delete(key)
 
     async def commit(self, commit: Commit) -> None:
-        p = stored_values.fragment_of(commit)
+        p = schema.fragment_of(commit)
         keys = self.keys
         staged = commit.published.payloads
         headers = self._headers(p, commit.entries)
@@ -79,20 +79,20 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         head = self._owner_checks(p, commit.nonce, *headers, *(s.key for s in staged))
         self._expect(p, head, commit.expected)
         replaced, old_momentum = self._replaced(head, commit.published)
-        lost = {name.encode(): total for name, total in stored_values.lost_totals(commit).items()}
+        lost = {name.encode(): total for name, total in schema.lost_totals(commit).items()}
         had = {**head, **lost}
         merged_tokens = self._room(had, "merged_tokens", commit.merged_tokens)
         totals = {"merged_deltas": len(commit.record.contributions), "merged_tokens": merged_tokens}
         sums = self._add(had, {**totals, "rejected_tokens": 0})
         self._keep(staged)
-        self.store.hset(keys.head(p), {**stored_values.head_fields(commit), **sums})
+        self.store.hset(keys.head(p), {**schema.head_fields(commit), **sums})
         self._xadd(keys.tape(keys.group(p)), encode(commit.record))
         for old in replaced:
             self._expire(old, commit.replaced_ttl_s)
         self._delete(self._pending(headers), (*gone, old_momentum))
 
     def _replaced(self, head: Hash, of: Published) -> tuple[list[str], str]:
-        return stored_values.replaced_by(of, [head.get(name.encode(), b"") for name in stored_values.NAMED])
+        return schema.replaced_by(of, [head.get(name.encode(), b"") for name in schema.NAMED])
 
     def _keep(self, staged: Iterable[Staged]) -> None:
         """Make payloads stay that are whole, all of them or none."""
@@ -110,7 +110,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         self._expect(fragment, head, anew.expected)
         replaced, old_momentum = self._replaced(head, anew.published)
         self._keep(staged)
-        self.store.hset(key, stored_values.payload_fields(anew.published))
+        self.store.hset(key, schema.payload_fields(anew.published))
         for old in replaced:
             self._expire(old, anew.replaced_ttl_s)
         self._delete((), (old_momentum,))
@@ -126,7 +126,7 @@ class MemoryOwnerWrites(MemoryCalls, OwnerWrites):
         surplus = [(key, at) for key in flooded for at in self._stream(key).ids[:-MOST_HEADERS]]
         if flooded and not surplus:
             return
-        counts = {stored_values.refused_field(r): len(surplus) or n for r, n in refusal.counts().items()}
+        counts = {schema.refused_field(r): len(surplus) or n for r, n in refusal.counts().items()}
         sums = self._add(head, {"rejected_tokens": self._room(head, "rejected_tokens", refusal.lost_tokens), **counts})
         pending = self._pending(headers)
         if headers and not pending:

@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.ports import (
     START,
     FragmentLeases,
@@ -37,7 +37,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
     """Payloads, heads to read, tape, headers, leases and syncers."""
 
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
-        stored_values.check_chunks(first, chunks)
+        schema.check_chunks(first, chunks)
         await self._turn()
         for index, chunk in enumerate(chunks, first):
             have = len(self._stream(key).ids)
@@ -63,7 +63,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
             self._expire(key, extend_s)
         chunks: list[bytes | memoryview] = [data for _, entries in found for _, data in entries]
         if sum(map(len, chunks)) > limit * (chunk_bytes + CHUNK_EXTRA_BYTES):
-            raise stored_values.chunks_too_large(key, chunk_bytes)
+            raise schema.chunks_too_large(key, chunk_bytes)
         return chunks
 
     async def expire_soon(self, key: str, ttl_s: float) -> None:
@@ -80,18 +80,18 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         self.store.need_room()
         data = encode(header)
         at = self._xadd(key, data)
-        before = stored_values.parse_offer_id(renews)[1] if renews else ""
+        before = schema.parse_offer_id(renews)[1] if renews else ""
         if before not in ("", at):
-            self._stream(key).delete(stored_values.entry_id(before))
+            self._stream(key).delete(schema.entry_id(before))
         if header.learner.encode() not in known:
             self.store.hset(senders, {header.learner: b""})
             self._xadd(arrivals, header.learner.encode())
             self.store.stream(arrivals).keep_last()
-        return stored_values.offer_id(header.learner, at, data)
+        return schema.offer_id(header.learner, at, data)
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         await self._turn()
-        return [stored_values.decode_head(p, self._hash(self.keys.head(p))) for p in fragments]
+        return [schema.decode_head(p, self._hash(self.keys.head(p))) for p in fragments]
 
     async def tape_end(self) -> dict[int, str]:
         await self._turn()
@@ -107,7 +107,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
 
     async def trim_tape(self, group: int, before: str) -> None:
         await self._turn()
-        tape, limit = self._stream(self.keys.tape(group)), stored_values.entry_id(before)
+        tape, limit = self._stream(self.keys.tape(group)), schema.entry_id(before)
         for at in tape.ids[: bisect_left(tape.ids, limit)]:
             tape.delete(at)
 
@@ -127,7 +127,7 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
     async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
         await self._turn()
         now_ms, found = self._unix_ms(), self._hash(self.keys.syncers)
-        live = {*stored_values.syncer_names(stored_values.live_syncers(now_ms, found)), nonce}
+        live = {*schema.syncer_names(schema.live_syncers(now_ms, found)), nonce}
         for other in [other for other in found if other.decode(errors="replace") not in live]:
             del found[other]
         until_ms = now_ms + max(1, round(1000 * ttl_s))
@@ -142,14 +142,14 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
             self.store.delete(self.keys.syncers)
 
     async def read_syncers(self) -> dict[str, str]:
-        return stored_values.syncer_names(await self._live())
+        return schema.syncer_names(await self._live())
 
     async def read_savers(self) -> Sequence[tuple[int, str, str]]:
-        return stored_values.savers(await self._live())
+        return schema.savers(await self._live())
 
-    async def _live(self) -> list[stored_values.HereSyncer]:
+    async def _live(self) -> list[schema.HereSyncer]:
         await self._turn()
-        return stored_values.live_syncers(self._unix_ms(), self._hash(self.keys.syncers))
+        return schema.live_syncers(self._unix_ms(), self._hash(self.keys.syncers))
 
     async def read_offers(
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
@@ -159,23 +159,23 @@ class MemoryFragments(MemoryCalls, PayloadStore, Heads, Tape, Offers, FragmentLe
         self._drop_senders(group, after)
 
         def cursors() -> dict[str, str]:
-            return stored_values.offer_cursors(self._hash(self.keys.senders(group)), after)
+            return schema.offer_cursors(self._hash(self.keys.senders(group)), after)
 
         arrivals = self._stream(self.keys.arrivals(group))
         known = {self.keys.deltas(fragment, name): at for name, at in cursors().items()}
         await self._read(known | {self.keys.arrivals(group): "{}-{}".format(*arrivals.last)}, 1, block_s)
         return [
-            stored_values.decode_offer(fragment, name, at, data)
+            schema.decode_offer(fragment, name, at, data)
             for name, cursor in cursors().items()
-            for at, data in self._stream(self.keys.deltas(fragment, name)).after(stored_values.entry_id(cursor), limit)
+            for at, data in self._stream(self.keys.deltas(fragment, name)).after(schema.entry_id(cursor), limit)
         ]
 
     def _drop_senders(self, group: int, after: Mapping[str, str] | None) -> None:
         """What is no learner's name goes; where too many are new, those under which nothing is pending."""
         senders = self._hash(self.keys.senders(group))
-        for name in [name for name in senders if not stored_values.is_learner(name)]:
+        for name in [name for name in senders if not schema.is_learner(name)]:
             del senders[name]
-        for name in stored_values.new_senders(senders, after) if self._fragments else ():
+        for name in schema.new_senders(senders, after) if self._fragments else ():
             fragments = (p for p in range(self._fragments) if self.keys.group(p) == group)
             if not any(self._stream(self.keys.deltas(p, name.decode())).ids for p in fragments):
                 del senders[name]

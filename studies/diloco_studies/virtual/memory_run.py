@@ -4,7 +4,7 @@ import re
 from contextlib import suppress
 from typing import TypeVar
 
-from diloco.pipeline.bus import stored_reports, stored_values
+from diloco.pipeline.bus import schema, stored_reports
 from diloco.pipeline.bus.keys import run_of
 from diloco.pipeline.bus.ports import (
     START,
@@ -66,7 +66,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
     async def write_state(self, state: RunState) -> RunState:
         await self._turn()
         now = self._hash(self.keys.state)
-        if stored_values.decode_count("rank", now.get(b"rank")) > state.phase.rank:
+        if schema.decode_count("rank", now.get(b"rank")) > state.phase.rank:
             return decode(RunState, now[b"blob"])
         self.store.hset(self.keys.state, {"rank": b"%d" % state.phase.rank, "blob": encode(state)})
         return state
@@ -80,7 +80,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
 
     async def read_state(self) -> RunState | None:
         await self._turn()
-        return stored_values.decode_state(self._hash(self.keys.state).get(b"blob"))
+        return schema.decode_state(self._hash(self.keys.state).get(b"blob"))
 
     async def write_report(self, report: LearnerReport) -> RunState | None:
         await self._turn()
@@ -95,11 +95,11 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         with suppress(BadMessage):
             last = decode(LearnerReport, before).number if before else 0
             if report.number < last <= report.number + LATE_REPORTS:
-                return stored_values.decode_state(state)
+                return schema.decode_state(state)
         self._set(holder, mine)
         self.store.hset(self.keys.learners, {name: encode(report)})
         self.store.hset(self.keys.seen, {name: b"%d" % self._unix_ms()})
-        return stored_values.decode_state(state)
+        return schema.decode_state(state)
 
     async def put_back_report(self, seen: SeenReport) -> None:
         await self._turn()
@@ -144,17 +144,17 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         return [(at, decode(kind, data)) for _, entries in found for at, data in entries]
 
     async def add_event(self, event: Event) -> None:
-        await self._add_capped(self.keys.events, event, stored_values.EVENTS_CAP)
+        await self._add_capped(self.keys.events, event, schema.EVENTS_CAP)
 
     async def trim_events(self) -> None:
         await self._turn()
-        self._cap(self.keys.events, stored_values.EVENTS_CAP)
+        self._cap(self.keys.events, schema.EVENTS_CAP)
 
     async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
         return await self._log(self.keys.events, Event, after, limit)
 
     async def add_evaluation(self, evaluation: Evaluation) -> None:
-        await self._add_capped(self.keys.evaluations, evaluation, stored_values.EVALUATIONS_CAP)
+        await self._add_capped(self.keys.evaluations, evaluation, schema.EVALUATIONS_CAP)
 
     async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
         return await self._log(self.keys.evaluations, Evaluation, after, limit)
@@ -181,7 +181,7 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
 
     async def read_initial(self) -> InitialUpload | None:
         await self._turn()
-        return stored_values.readable(InitialUpload, self._bytes(self.keys.initial))
+        return schema.readable(InitialUpload, self._bytes(self.keys.initial))
 
     # --- an inner optimizer's moments ------------------------------------------------------------
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
@@ -195,8 +195,8 @@ class MemoryRun(MemoryCalls, SpecAndState, Reports, RunLogs, InitialUploads, Mom
         keys = (self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer)
         stored = [self._bytes(key) for key in keys]  # types before the first write
         for key in keys:
-            self._bound(key, stored_values.MOMENTS_S)
-        return stored_values.moments_board(*stored)
+            self._bound(key, schema.MOMENTS_S)
+        return schema.moments_board(*stored)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
         return await self._claim(self.keys.moments_claim, nonce, ttl_s)

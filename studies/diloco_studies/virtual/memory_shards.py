@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.ports import WorkQueue
 from diloco.pipeline.errors import BadMessage, UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
@@ -49,7 +49,7 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
     """Data shards."""
 
     def _queue(self) -> tuple[Stream, Hash, int]:
-        epochs = stored_values.shard_count(self._bytes(self.keys.shard_epoch))
+        epochs = schema.shard_count(self._bytes(self.keys.shard_epoch))
         return self._stream(self.keys.shards), self._hash(self.keys.shard_positions), epochs
 
     async def propose_data_order(self, order: DataOrder) -> DataOrder:
@@ -82,7 +82,7 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         return self._queue()[2]
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
-        known_ids = {stored_values.entry_id(at) for at in known}
+        known_ids = {schema.entry_id(at) for at in known}
         await self._turn()
         stream, positions, _ = self._queue()
         seen, now_ms = self._hash(self.keys.seen), self._unix_ms()
@@ -93,27 +93,27 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
         if not found:
             return None
         at, blob = found[0]
-        stream.delivered = max(stream.delivered, stored_values.entry_id(at))
-        stream.held[stored_values.entry_id(at)] = (consumer, now_ms)
-        return stored_values.claimed_shard(at, blob, positions.get(at.encode()))
+        stream.delivered = max(stream.delivered, schema.entry_id(at))
+        stream.held[schema.entry_id(at)] = (consumer, now_ms)
+        return schema.claimed_shard(at, blob, positions.get(at.encode()))
 
     def _holds(self, stream: Stream, consumer: str, entry_id: str) -> bool:
-        return stream.held.get(stored_values.entry_id(entry_id), ("", 0))[0] == consumer
+        return stream.held.get(schema.entry_id(entry_id), ("", 0))[0] == consumer
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
         await self._turn()
         stream, positions, _ = self._queue()
         if not self._holds(stream, consumer, entry_id):
             return
-        if position > stored_values.shard_count(positions.get(entry_id.encode())):
+        if position > schema.shard_count(positions.get(entry_id.encode())):
             self.store.hset(self.keys.shard_positions, {entry_id: b"%d" % position})
 
     async def finish_shard(self, consumer: str, entry_id: str) -> None:
         await self._turn()
         stream, positions, _ = self._queue()
         if self._holds(stream, consumer, entry_id):
-            del stream.held[stored_values.entry_id(entry_id)]
-            stream.delete(stored_values.entry_id(entry_id))
+            del stream.held[schema.entry_id(entry_id)]
+            stream.delete(schema.entry_id(entry_id))
             positions.pop(entry_id.encode(), None)
 
     async def release_shards(self, consumer: str) -> None:
@@ -124,11 +124,11 @@ class MemoryWorkQueue(MemoryCalls, WorkQueue):
     async def read_shards(self) -> ShardQueue:
         await self._turn()
         stream, positions, epochs = self._queue()
-        if len(stream.ids) > stored_values.MOST_OPEN_SHARDS:
+        if len(stream.ids) > schema.MOST_OPEN_SHARDS:
             raise BadMessage(f"{self.keys.shards} holds a queue of too many entries")
-        if len(positions) > stored_values.MOST_OPEN_SHARDS:
+        if len(positions) > schema.MOST_OPEN_SHARDS:
             raise BadMessage(f"{self.keys.shard_positions} holds a hash of too many positions")
-        return stored_values.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
+        return schema.shard_queue(epochs, stream.after((0, 0), len(stream.ids)), positions)
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         await self._turn()

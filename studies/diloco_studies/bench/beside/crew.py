@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 from diloco_studies.bench.beside.environments import Unavailable, end_group
 from diloco_studies.bench.machine import cpu_s, family, peaks_mb, reset_peak
 
@@ -34,7 +34,7 @@ class Driver:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "DILOCO_"))}
         # One thread each, as our own processes have; two took longer for each of them on two cores. Loopback only.
         kept |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        ending = [sys.executable, "-P", lifecycle.__file__, str(os.getpid())]
+        ending = [sys.executable, "-P", signals.__file__, str(os.getpid())]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*ending, str(python), "-P", str(driver), dumps(given)],

@@ -156,7 +156,7 @@ def _run(arguments: list[str], log: Path, began: float, limit_s: float) -> None:
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PROGRAM), os.environ.get("PYTHONPATH"))))
-    guard = [sys.executable, "-m", "diloco.pipeline.process.lifecycle", str(os.getpid())]
+    guard = [sys.executable, "-m", "diloco.pipeline.process.signals", str(os.getpid())]
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*guard, sys.executable, *arguments],

@@ -21,7 +21,7 @@ from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder
 from diloco.launcher.launch import Child, ChildDied, Children, environment, threads_for
 from diloco.options import RunProcess
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 from diloco.pipeline.units import duration
 from diloco.pipeline.waiting import first_of, meanwhile
 from diloco_studies.bench.kills import evaluate, train
@@ -105,7 +105,7 @@ async def run(method: Method, plan: Plan, settings: RunProcess, folder: Folder) 
     """
     asked, task = asyncio.Event(), asyncio.current_task()
     assert task is not None  # noqa: S101  # this is a coroutine
-    lifecycle.install_signal_handlers(asyncio.get_running_loop(), asked, task.cancel)
+    signals.install_signal_handlers(asyncio.get_running_loop(), asked, task.cancel)
     threads = threads_for(plan.machines, None)
     environ = environment(threads, None) | ENVIRONMENT
     loaded = (*PRELOADED, TORCHRUN, train.__name__, evaluate.__name__)

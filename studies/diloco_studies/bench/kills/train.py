@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.process.lifecycle import die_with_parent
+from diloco.pipeline.process.signals import die_with_parent
 from diloco.pipeline.settings import PARTIES, RankProcess, load
 from diloco.workers.trainer.data_parallel import parts_of
 from diloco.workers.trainer.recipe import add_gradients, read_batch, update

@@ -21,7 +21,7 @@ NOT_COUNTED = frozenset(
             "diloco.pipeline.bus.redis_streams",
             "diloco.pipeline.bus.tls",
             "diloco.pipeline.process.logs",
-            "diloco.pipeline.process.lifecycle",
+            "diloco.pipeline.process.signals",
             "diloco.pipeline.view.status",
         ),
         *(

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Self
 
 from diloco.pipeline.errors import UsageError
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 
 CLONE_NEWNET = 0x40000000  # linux/sched.h
 START_S = 5.0
@@ -125,7 +125,7 @@ class Network:
 
     def _hold(self) -> str:
         """Path of a new namespace."""
-        bound = [sys.executable, "-P", lifecycle.__file__, str(os.getpid())]
+        bound = [sys.executable, "-P", signals.__file__, str(os.getpid())]
         holder = subprocess.Popen(
             [*bound, _program("unshare"), "--net", _program("sleep"), "infinity"],
             stdin=subprocess.DEVNULL,

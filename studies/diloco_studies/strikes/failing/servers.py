@@ -34,7 +34,7 @@ from diloco.pipeline.bus.cluster_slots import SLOTS
 from diloco.pipeline.bus.embedded import KEEPS_FREED, find_server, free_port, remove_left_over
 from diloco.pipeline.bus.server import OWN_PREFIX
 from diloco.pipeline.errors import DilocoError
-from diloco.pipeline.process import lifecycle
+from diloco.pipeline.process import signals
 from diloco_studies.bench.plain import answered
 from diloco_studies.strikes.failing.network import Network
 
@@ -106,7 +106,7 @@ class Node:
             return
         with (self._folder / "redis.log").open("ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", lifecycle.__file__, str(os.getpid()), *self._command],
+                [sys.executable, "-P", signals.__file__, str(os.getpid()), *self._command],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -9,8 +9,8 @@ from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
-from diloco.workers.ranks.turns import Turns
-from diloco.workers.ranks.under_way import Room, UnderWay
+from diloco.workers.ranks.inflight import Room, UnderWay
+from diloco.workers.ranks.placement import Turns
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Publication
 
@@ -25,7 +25,7 @@ class RanksCarrier:
     """An `exchange.carrier.Carrier`: what the training side adopts is the number of a global that all ranks have.
 
     A server has one fragment at a time that is pulled and not adopted, and one that is snapshot and not uploaded, or
-    some small ones (`under_way.Room`). Snapshots that are taken while training waits have negative tags.
+    some small ones (`inflight.Room`). Snapshots that are taken while training waits have negative tags.
     """
 
     def __init__(self, wires: Wires, member: Member, under_way: UnderWay) -> None:

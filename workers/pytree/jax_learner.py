@@ -21,24 +21,24 @@ import structlog
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import LEAVE_S, SyncSettings
-from diloco.workers.any_learner import AnyLearner
+from diloco.workers.base_learner import BaseLearner
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.copies.losses import Loss
 from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.moments.keeper import Keeper
-from diloco.workers.moments.own import OwnMoments, RecoveryOptions
+from diloco.workers.moments.local_state import OwnMoments, RecoveryOptions
 from diloco.workers.moments.recovery import Recovery
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
-from diloco.workers.proposal import fitting
-from diloco.workers.pytree.parameters import PytreeParameters
+from diloco.workers.pytree.leaves import PytreeParameters
 from diloco.workers.pytree.table import PytreeModel
 from diloco.workers.pytree.tree import Names, Tree
 from diloco.workers.rounds import Rounds
+from diloco.workers.spec_proposal import fitting
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
 
 
-class Learner(AnyLearner):
+class Learner(BaseLearner):
     """One learner of a run."""
 
     def __init__(
@@ -169,7 +169,7 @@ class Learner(AnyLearner):
     # --- joining ----------------------------------------------------------------------------------------
 
     def open(self) -> Self:
-        """As `AnyLearner.open`; where tensors differ, it tells of `names`."""
+        """As `BaseLearner.open`; where tensors differ, it tells of `names`."""
         try:
             super().open()
         except SpecMismatch as error:

@@ -37,10 +37,10 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.exchange.joining import PATIENCE_S
 from diloco.workers.parameters import local_of, trained_tensors
+from diloco.workers.ranks.gloo_exit import rest
+from diloco.workers.ranks.handshake import MAX_REFUSED, Agreed, Asked, Place, Ready, Rows, said_by_all
 from diloco.workers.ranks.lines import TOKEN_BYTES, listen
-from diloco.workers.ranks.resting import rest
-from diloco.workers.ranks.shares import Range
-from diloco.workers.ranks.told import MAX_REFUSED, Agreed, Asked, Place, Ready, Rows, said_by_all
+from diloco.workers.ranks.row_ranges import Range
 
 Float32 = npt.NDArray[np.float32]
 
@@ -178,7 +178,7 @@ def _wait(work: Any, within: timedelta | None) -> None:
 
 
 class GlooSum:
-    """An `agreed.Sum`, begun by its making."""
+    """An `step_agreement.Sum`, begun by its making."""
 
     def __init__(self, group: Any, numbers: Sequence[int]) -> None:
         self._vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -186,11 +186,11 @@ class GlooSum:
 
     @property
     def there(self) -> bool:
-        """As `agreed.Sum`."""
+        """As `step_agreement.Sum`."""
         return bool(self._work.is_completed())
 
     def wait(self, within_s: float | None = None) -> list[int]:
-        """As `agreed.Sum`."""
+        """As `step_agreement.Sum`."""
         _wait(self._work, None if within_s is None else timedelta(seconds=within_s))
         found: list[int] = self._vector.tolist()
         return found
@@ -216,7 +216,7 @@ class Meeting:
     token: bytes
 
     def start_sum(self, numbers: Sequence[int]) -> GlooSum:
-        """As `agreed.Meets`."""
+        """As `step_agreement.Meets`."""
         return GlooSum(self.group, numbers)
 
     def part(self) -> None:

@@ -16,10 +16,10 @@ import structlog
 from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.hosts import HostPort
-from diloco.pipeline.bus.redis.address import Place
-from diloco.pipeline.bus.redis.bulk import drop_all
-from diloco.pipeline.bus.redis.errors import ERRORS, IS_IT_THERE, translate
 from diloco.pipeline.bus.redis.nodes import LOOK_S, Nodes
+from diloco.pipeline.bus.redis.redis_errors import ERRORS, IS_IT_THERE, translate
+from diloco.pipeline.bus.redis.redis_url import Place
+from diloco.pipeline.bus.redis.zero_copy import drop_all
 from diloco.pipeline.errors import BusUnavailable, DilocoError, LoginRefused
 
 Lane = Literal["control", "leases", "bulk", "payloads", "blocking", "blocking payloads"]
@@ -178,7 +178,7 @@ class Lanes:
             self._leave([address])
         if isinstance(error, rx.MovedError):
             self._moved(error.slot_id, error.host, error.port, address)
-        elif found := _MOVED.search(text):  # as `bulk.receive` gives it
+        elif found := _MOVED.search(text):  # as `zero_copy.receive` gives it
             self._moved(int(found[1]), found[2], int(found[3]), address)
         self._look.set()
 

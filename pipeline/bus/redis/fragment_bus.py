@@ -12,7 +12,7 @@ from typing import Any
 import msgpack
 import redis.exceptions as rx
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.commits import MOST_HEADERS, Commit, Refusal, Republication
 from diloco.pipeline.bus.ports import (
     START,
@@ -25,10 +25,10 @@ from diloco.pipeline.bus.ports import (
     Tape,
     TapeEntry,
 )
-from diloco.pipeline.bus.redis import bulk
+from diloco.pipeline.bus.redis import zero_copy
 from diloco.pipeline.bus.redis.calls import BULK_S, RedisCalls, key_of, script, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection, held
-from diloco.pipeline.bus.redis.errors import THERE, unlink
+from diloco.pipeline.bus.redis.redis_errors import THERE, unlink
 from diloco.pipeline.errors import BadMessage, BusUnavailable, NotPermitted, Oversized, ScriptsMissing
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, WindowView
@@ -61,10 +61,10 @@ class RedisOffers(RedisConnection, Offers):
         p, learner = header.fragment, header.learner
         group = self.keys.group(p)
         keys = [self.keys.deltas(p, learner), self.keys.senders(group), self.keys.arrivals(group)]
-        outdone = [stored_values.parse_offer_id(renews)[1]] if renews else []
+        outdone = [schema.parse_offer_id(renews)[1]] if renews else []
         data = encode(header)
         (at,) = await self._redis.script("offer", keys, learner, data, *outdone)
-        return stored_values.offer_id(learner, at.decode(), data)
+        return schema.offer_id(learner, at.decode(), data)
 
     async def read_offers(
         self, fragment: int, after: Mapping[str, str] | None = None, block_s: float = 0.0, limit: int = 256
@@ -76,8 +76,7 @@ class RedisOffers(RedisConnection, Offers):
             if self._too_many(group, names, after):
                 names = await self._with_headers(group, after)
             streams = {
-                self.keys.deltas(fragment, name): (name, at)
-                for name, at in stored_values.offer_cursors(names, after).items()
+                self.keys.deltas(fragment, name): (name, at) for name, at in schema.offer_cursors(names, after).items()
             }
             cursors = {key: at for key, (_, at) in streams.items()}
             if last is not None:
@@ -89,9 +88,7 @@ class RedisOffers(RedisConnection, Offers):
             came = found.pop(arrivals, None)
             if found or not came or now() >= until:
                 of = {streams[key][0]: entries for key, entries in found.items()}
-                return [
-                    stored_values.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]
-                ]
+                return [schema.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]]
 
     async def _senders_now(self, group: int, waits: bool) -> tuple[str | None, list[bytes]]:
         """Cursor after the last arrival, for who waits for the next one, and the names of a group's senders.
@@ -108,7 +105,7 @@ class RedisOffers(RedisConnection, Offers):
                 with suppress(NotPermitted):
                     await self._redis.command("XTRIM", arrivals, "MAXLEN", 0)
             (names, gone), last = await self._redis.sift(senders, MAX_NAME_CHARS, 0), [()]
-        listed = [name for name in names if stored_values.is_learner(name)]
+        listed = [name for name in names if schema.is_learner(name)]
         with suppress(NotPermitted):
             gone += await self._redis.delete(senders, set(names).difference(listed))
         if gone:
@@ -117,7 +114,7 @@ class RedisOffers(RedisConnection, Offers):
 
     def _too_many(self, group: int, names: Collection[bytes], after: Mapping[str, str] | None) -> set[bytes]:
         """Names that are not known here, if there are too many. Without the spec, nor are the streams of a name."""
-        return stored_values.new_senders(names, after, self._senders.get(group, ())) if self._fragments else set()
+        return schema.new_senders(names, after, self._senders.get(group, ())) if self._fragments else set()
 
     async def _with_headers(self, group: int, after: Mapping[str, str] | None) -> list[bytes]:
         """A group's senders, without the new ones under which nothing is pending; these go, where this user may.
@@ -149,7 +146,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
     """A payload is a stream: chunk `i` is the entry `i-0`. They go by the bulk lane."""
 
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
-        stored_values.check_chunks(first, chunks)
+        schema.check_chunks(first, chunks)
         sha, ms = script("write_chunk").sha, to_ms(ttl_s)
         calls = [("EVALSHA", sha, 1, key, i, ms, chunk) for i, chunk in enumerate(chunks, first)]
         if len(chunks) <= 2 or not isinstance(chunks[0], ChunkParts):
@@ -182,7 +179,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         """Their replies, errors among them; there are encoded chunks among the arguments."""
         key = key_of(commands[0])
         async with self._redis.call("bulk", BULK_S, key) as client:
-            replies = await bulk.send(client, commands)
+            replies = await zero_copy.send(client, commands)
         self._redis.notice(replies, key)
         return replies
 
@@ -200,9 +197,9 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         try:
             async with self._redis.call(lane, BULK_S + block_s, key) as client:
                 # Perhaps in memory that nobody else has.
-                key_then_entries = await bulk.receive(client, command, *bulk.of_chunks(limit, chunk_bytes))
+                key_then_entries = await zero_copy.receive(client, command, *zero_copy.of_chunks(limit, chunk_bytes))
         except Oversized as error:
-            raise stored_values.chunks_too_large(key, chunk_bytes) from error
+            raise schema.chunks_too_large(key, chunk_bytes) from error
         return list(key_then_entries[3::3])  # id, field, value
 
     async def expire_soon(self, key: str, ttl_s: float) -> None:
@@ -210,7 +207,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
 
 
 class RedisHeads(RedisConnection, Heads):
-    """A head is a hash (`stored_values`)."""
+    """A head is a hash (`schema`)."""
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         found = await self._redis.hashes(self.keys.head(p) for p in fragments)
@@ -218,7 +215,7 @@ class RedisHeads(RedisConnection, Heads):
 
     def _decoded(self, fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
         try:
-            return stored_values.decode_head(fragment, fields)
+            return schema.decode_head(fragment, fields)
         except BadMessage as error:
             raise BadMessage(error.found, unlink(self.keys.head(fragment)), error.said) from error
 
@@ -249,7 +246,7 @@ class RedisTape(RedisConnection, Tape):
         return [TapeEntry(groups[key], at, decode_tape(data)) for key, entries in found for at, data in entries]
 
     async def trim_tape(self, group: int, before: str) -> None:
-        stored_values.entry_id(before)
+        schema.entry_id(before)
         await self._redis.command("XTRIM", self.keys.tape(group), "MINID", "=", before)
 
 
@@ -332,7 +329,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
                 "key": step.place(self.keys.deltas(p, learner)),
                 "entries": [{"at": at, "mark": mark} for at, mark in found],
             }
-            for learner, found in stored_values.by_learner(entries).items()
+            for learner, found in schema.by_learner(entries).items()
         ]
 
     async def _name_payloads(self, step: _Step, p: int, of: Commit | Republication, retired: Iterable[str]) -> None:
@@ -341,12 +338,12 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         A script may only touch keys named beforehand, so what it replaces is looked up first. The script checks that
         the head still names the same.
         """
-        found = await self._redis.command("HMGET", self.keys.head(p), *stored_values.NAMED)
+        found = await self._redis.command("HMGET", self.keys.head(p), *schema.NAMED)
         named = [value or b"" for value in found]
-        replaced, old_momentum = stored_values.replaced_by(of.published, named)
+        replaced, old_momentum = schema.replaced_by(of.published, named)
         version, digest = of.expected or ("", b"")
         step.fields |= {
-            "was": {"version": str(version), "digest": digest, **dict(zip(stored_values.NAMED, named, strict=True))},
+            "was": {"version": str(version), "digest": digest, **dict(zip(schema.NAMED, named, strict=True))},
             "staged": [{"key": step.place(one.key), "chunks": one.chunks} for one in of.published.payloads],
             "replaced": step.places(replaced),
             "replaced_ttl_ms": to_ms(of.replaced_ttl_s),
@@ -354,12 +351,12 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         }
 
     async def commit(self, commit: Commit) -> None:
-        p = stored_values.fragment_of(commit)
+        p = schema.fragment_of(commit)
         step = _Step(self._owned(p), commit.nonce)
         self._headers(step, p, commit.entries)
         await self._name_payloads(step, p, commit, [*commit.delta_payloads, *commit.retired])
         step.fields |= {
-            "set": [part for pair in stored_values.head_fields(commit).items() for part in pair],
+            "set": [part for pair in schema.head_fields(commit).items() for part in pair],
             "merged_deltas": str(len(commit.record.contributions)),
             "merged_tokens": str(commit.merged_tokens),
             "record": encode(commit.record),
@@ -369,7 +366,7 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
     async def republish(self, fragment: int, anew: Republication) -> None:
         step = _Step(self._owned(fragment), anew.nonce)
         await self._name_payloads(step, fragment, anew, ())
-        step.fields["set"] = [part for pair in stored_values.payload_fields(anew.published).items() for part in pair]
+        step.fields["set"] = [part for pair in schema.payload_fields(anew.published).items() for part in pair]
         await self._redis.script("republish", *step.call())
 
     async def refuse(self, fragment: int, refusal: Refusal) -> None:
@@ -380,13 +377,13 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
             "was": {"version": str(version), "digest": digest},
             "lost_tokens": str(refusal.lost_tokens),
             "counts": [
-                {"field": stored_values.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
+                {"field": schema.refused_field(reason), "more": str(n)} for reason, n in refusal.counts().items()
             ],
             "gone": step.places(refusal.delta_payloads),
             "records": [encode(record) for record in refusal.records],
         }
         if refusal.cut:
-            (field,) = map(stored_values.refused_field, refusal.counts())
+            (field,) = map(schema.refused_field, refusal.counts())
             key = step.place(self.keys.deltas(fragment, refusal.cut))
             step.fields["cut"] = {"key": key, "keep": MOST_HEADERS, "field": field}
         await self._redis.script("refuse", *step.call())

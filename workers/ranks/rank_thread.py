@@ -8,19 +8,19 @@ from typing import Any
 import structlog
 
 from diloco.pipeline.errors import RankGone
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import OwnThread
-from diloco.workers.exchange import reaching
+from diloco.workers.exchange import connecting
 from diloco.workers.exchange.exchange_thread import ExchangeThread
-from diloco.workers.ranks.found import Meeting
-from diloco.workers.ranks.joined import JoinedRank
 from diloco.workers.ranks.lines import TcpLines
+from diloco.workers.ranks.rank_exchange import Working
+from diloco.workers.ranks.rank_learner import JoinedRank
 from diloco.workers.ranks.replicas import Samples, sampled
-from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.stuck import RankStopping, waits_s
+from diloco.workers.ranks.row_ranges import Shares
+from diloco.workers.ranks.topology import Meeting
+from diloco.workers.ranks.watchdog import RankStopping, waits_s
 from diloco.workers.ranks.wires import Wires
-from diloco.workers.ranks.working import Working
 from diloco.workers.training import Training
 
 ABORT_S = 2.0
@@ -87,7 +87,7 @@ class RankThread(ExchangeThread):
 
     async def _join_and_work(self) -> None:
         meeting, training = self._meeting, self._training
-        bus, scripts = await reaching.reach(self._url, self._run_name, training.learner)
+        bus, scripts = await connecting.reach(self._url, self._run_name, training.learner)
         try:
             most = max(fragment.elements for fragment in self._shares.layout.fragments)
             wires = Wires(TcpLines(meeting.rank, meeting.addresses, meeting.listener, meeting.token), most)

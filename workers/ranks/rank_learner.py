@@ -1,4 +1,4 @@
-"""A rank in its learner's run: what its training thread does at each step, and as it leaves (`agreed`)."""
+"""A rank in its learner's run: what its training thread does at each step, and as it leaves (`step_agreement`)."""
 
 import asyncio
 import threading
@@ -16,16 +16,16 @@ from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner, Read
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
-from diloco.workers.ranks.agreed import Agreed, Decided, Meets, Sum, numbers, read
-from diloco.workers.ranks.carrier import RanksCarrier
-from diloco.workers.ranks.part import Float32, Part, Snapshot, own_of
-from diloco.workers.ranks.parting import Parting
+from diloco.workers.ranks.exit_barrier import Parting
+from diloco.workers.ranks.gather import Float32, Part, Snapshot, own_of
+from diloco.workers.ranks.inflight import UnderWay
+from diloco.workers.ranks.rank_carrier import RanksCarrier
 from diloco.workers.ranks.replicas import Replicas, Samples
-from diloco.workers.ranks.shards_told import ShardsTold
-from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.under_way import UnderWay
+from diloco.workers.ranks.row_ranges import Shares
+from diloco.workers.ranks.shard_broadcast import ShardsTold
+from diloco.workers.ranks.snapshot_requests import Wishes
+from diloco.workers.ranks.step_agreement import Agreed, Decided, Meets, Sum, numbers, read
 from diloco.workers.ranks.wires import TOLD_S, Wires
-from diloco.workers.ranks.wishes import Wishes
 from diloco.workers.rounds import Base, Publication
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training

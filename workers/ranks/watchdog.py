@@ -29,7 +29,7 @@ from types import FrameType
 
 import structlog
 
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.waiting import TICK_S
 from diloco.workers.background import OwnThread
 from diloco.workers.stopping import HANGUP, STOPS, Stopping

@@ -1,6 +1,6 @@
 """The syncer's view of the run: who is live, on which versions, and how far the run is. Pure state, no I/O.
 
-`serving` refreshes it a few times a second; fragment owners only look.
+`supervisor` refreshes it a few times a second; fragment owners only look.
 """
 
 import math

@@ -4,7 +4,7 @@ import asyncio
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS, stop_event
+from diloco.pipeline.process.signals import AGAIN_STATUS, stop_event
 from diloco.pipeline.settings import EvaluatorProcess
 from diloco.workers.exchange.evaluating import Evaluating, Measured, follow
 from diloco.workers.trainer.data.blocks import Blocks

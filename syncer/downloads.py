@@ -13,7 +13,7 @@ import structlog
 
 from diloco.pipeline.bus.commits import MOST_HEADERS
 from diloco.pipeline.bus.ports import START, Clock, Offered, Offers, PayloadStore
-from diloco.pipeline.bus.stored_values import parse_offer_id
+from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.messages.delta import DeltaHeader
@@ -23,9 +23,9 @@ from diloco.pipeline.transfer.payloads import Offload, arriving
 from diloco.pipeline.waiting import woken_or_done
 from diloco.syncer.admission import Offer
 from diloco.syncer.grace import DECAY
+from diloco.syncer.membership import LEAST_UPLOAD_S
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
-from diloco.syncer.watch import LEAST_UPLOAD_S
 
 Outcome = Delta | tuple[RefusalReason, str]
 """A sound delta, or why it is refused."""

@@ -11,7 +11,7 @@ import structlog
 
 from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit, Published, Republication
 from diloco.pipeline.bus.ports import Bus, Clock
-from diloco.pipeline.bus.stored_values import payload_names
+from diloco.pipeline.bus.schema import payload_names
 from diloco.pipeline.errors import HeadMoved
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head, WindowView
@@ -20,8 +20,8 @@ from diloco.pipeline.messages.tape import Committed, Rewound
 from diloco.pipeline.transfer.global_format import published_by
 from diloco.pipeline.transfer.payloads import Offload, push_global
 from diloco.syncer.context import RandomHex
+from diloco.syncer.membership import RunWatch
 from diloco.syncer.merging.fragment import FragmentState
-from diloco.syncer.watch import RunWatch
 
 LOOK_S = 10.0
 """Time between two looks at what a head names."""
@@ -30,7 +30,7 @@ UNFOLLOWED_S = 60.0
 damaged are found by nobody else."""
 
 
-class Mending:
+class Repair:
     """Looks after the payloads of one fragment."""
 
     def __init__(

@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.units import count, counted, duration
-from diloco.pipeline.view.page.joining import Way
+from diloco.pipeline.view.page.join_command import Way
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, is_missed, present
 
 AWAY_S = 3.0

@@ -21,16 +21,16 @@ from diloco.pipeline.pacing import long_rounds, merge_share, outer_room, slow_me
 from diloco.pipeline.settings import SyncerProcess
 from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.context import SyncerContext
+from diloco.syncer.membership import WATCH_S
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.archive import TapeArchive
+from diloco.syncer.serving.bus_recovery import Lost
 from diloco.syncer.serving.closing import finish_run
-from diloco.syncer.serving.initial import InitialVersions
+from diloco.syncer.serving.initial_version import InitialVersions
 from diloco.syncer.serving.lead import Lead
 from diloco.syncer.serving.leases import RETRIES, Leases, release_all
-from diloco.syncer.serving.lost import Lost
 from diloco.syncer.serving.retrying import retrying
 from diloco.syncer.serving.start import BusWarnings
-from diloco.syncer.watch import WATCH_S
 
 BUS_LOOK_S = 5.0
 SILENT = "killed, cut off from Redis, or its machine stands still; merges do not wait for it"

@@ -14,8 +14,8 @@ from diloco.workers.batches import Batches, Turns, whole_number
 from diloco.workers.checks.own_process import OwnIterator
 from diloco.workers.exchange.exchange_thread import JoinedLearner
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, ShardsInTurn, read_blocks
-from diloco.workers.ranks.joined import JoinedRank
-from diloco.workers.ranks.shards_told import Hearing, Telling, asked_for
+from diloco.workers.ranks.rank_learner import JoinedRank
+from diloco.workers.ranks.shard_broadcast import Hearing, Telling, asked_for
 from diloco.workers.stopping import Stopping
 
 NowJoined = Callable[[], JoinedLearner]

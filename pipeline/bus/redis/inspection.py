@@ -19,11 +19,11 @@ from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.hosts import HostPort
 from diloco.pipeline.bus.keys import RunKeys, run_of
-from diloco.pipeline.bus.redis.address import is_tls, parse
-from diloco.pipeline.bus.redis.bulk import drop_all
 from diloco.pipeline.bus.redis.calls import CONTROL_S, RedisCalls, key_of, script
 from diloco.pipeline.bus.redis.connecting import connect_calls
 from diloco.pipeline.bus.redis.nodes import SentinelNodes
+from diloco.pipeline.bus.redis.redis_url import is_tls, parse
+from diloco.pipeline.bus.redis.zero_copy import drop_all
 from diloco.pipeline.bus.server import BUFFER_LIMIT, FULL_COVERAGE, Address, Server
 from diloco.pipeline.errors import DilocoError, NotPermitted
 

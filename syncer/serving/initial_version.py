@@ -12,8 +12,8 @@ from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.transfer.payloads import pull, push_global
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.merging.mending import adopted, say_rewound
 from diloco.syncer.merging.merge import all_finite
+from diloco.syncer.merging.repair import adopted, say_rewound
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 AT_ONCE, PART = 2, 32

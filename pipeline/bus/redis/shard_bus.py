@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from diloco.pipeline.bus import stored_values
+from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.ports import WorkQueue
 from diloco.pipeline.bus.redis.calls import pairs, to_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
@@ -34,34 +34,34 @@ class RedisWorkQueue(RedisConnection, WorkQueue):
         return await self._put_shards(before, epoch + 1, False, ((shard, 0) for shard in shards))
 
     async def count_epochs(self) -> int:
-        return stored_values.shard_count(await self._redis.command("GET", self.keys.shard_epoch))
+        return schema.shard_count(await self._redis.command("GET", self.keys.shard_epoch))
 
     async def claim_shard(self, consumer: str, silent_s: float, known: Collection[str] = ()) -> ClaimedShard | None:
         for entry_id in known:
-            stored_values.entry_id(entry_id)
+            schema.entry_id(entry_id)
         keys = [*self._queue[:2], self.keys.seen]
         found = await self._redis.script("claim_shard", keys, consumer, to_ms(silent_s), *known)
         if not found:
             return None
         at, blob, position = found
-        return stored_values.claimed_shard(at.decode(), blob, position)
+        return schema.claimed_shard(at.decode(), blob, position)
 
     async def save_position(self, consumer: str, entry_id: str, position: int) -> None:
-        stored_values.entry_id(entry_id)
+        schema.entry_id(entry_id)
         await self._redis.script("save_position", self._queue[:2], consumer, entry_id, position)
 
     async def finish_shard(self, consumer: str, entry_id: str) -> None:
-        stored_values.entry_id(entry_id)
+        schema.entry_id(entry_id)
         await self._redis.script("finish_shard", self._queue[:2], consumer, entry_id)
 
     async def release_shards(self, consumer: str) -> None:
         await self._redis.script("release_shards", self._queue[:1], consumer)
 
     async def read_shards(self) -> ShardQueue:
-        most = stored_values.MOST_OPEN_SHARDS
+        most = schema.MOST_OPEN_SHARDS
         epochs, entries, positions = await self._redis.script("read_shards", self._queue, most)
         found = ((at.decode(), fields[1]) for at, fields in entries)
-        return stored_values.shard_queue(stored_values.shard_count(epochs), found, pairs(positions))
+        return schema.shard_queue(schema.shard_count(epochs), found, pairs(positions))
 
     async def restore_shards(self, queue: ShardQueue) -> None:
         if not await self._put_shards(0, queue.epochs, True, queue.open):

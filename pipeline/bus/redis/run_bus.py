@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from diloco.pipeline.bus import stored_reports, stored_values
+from diloco.pipeline.bus import schema, stored_reports
 from diloco.pipeline.bus.ports import (
     START,
     InitialUploads,
@@ -18,8 +18,8 @@ from diloco.pipeline.bus.ports import (
 )
 from diloco.pipeline.bus.redis.calls import RedisCalls, to_ms, unix_ms
 from diloco.pipeline.bus.redis.connection import RedisConnection
-from diloco.pipeline.bus.redis.errors import unlink
-from diloco.pipeline.bus.redis.runs import RedisRuns
+from diloco.pipeline.bus.redis.redis_errors import unlink
+from diloco.pipeline.bus.redis.run_list import RedisRuns
 from diloco.pipeline.errors import BadMessage, NotPermitted, Oversized
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
 from diloco.pipeline.messages.run import Evaluation, Event, InitialUpload, LearnerReport, Phase, RunState, SeenReport
@@ -78,7 +78,7 @@ class RedisSpecAndState(RedisConnection, SpecAndState):
 
 def _state(blob: bytes | None, key: str) -> RunState | None:
     try:
-        return stored_values.decode_state(blob)
+        return schema.decode_state(blob)
     except BadMessage as error:
         raise BadMessage("the run's state is unreadable", unlink(key), str(error)) from error
 
@@ -179,16 +179,16 @@ class RedisRunLogs(RedisConnection, RunLogs):
             after = entries[-1][0]
 
     async def add_event(self, event: Event) -> None:
-        await self._add(self.keys.events, event, stored_values.EVENTS_CAP)
+        await self._add(self.keys.events, event, schema.EVENTS_CAP)
 
     async def trim_events(self) -> None:
-        await self._redis.command("XTRIM", self.keys.events, "MAXLEN", "~", stored_values.EVENTS_CAP)
+        await self._redis.command("XTRIM", self.keys.events, "MAXLEN", "~", schema.EVENTS_CAP)
 
     async def read_events(self, after: str = START, limit: int = 1000) -> list[tuple[str, Event]]:
         return await self._log(self.keys.events, Event, after, limit)
 
     async def add_evaluation(self, evaluation: Evaluation) -> None:
-        await self._add(self.keys.evaluations, evaluation, stored_values.EVALUATIONS_CAP)
+        await self._add(self.keys.evaluations, evaluation, schema.EVALUATIONS_CAP)
 
     async def read_evaluations(self, after: str = START, limit: int = 1000) -> list[tuple[str, Evaluation]]:
         return await self._log(self.keys.evaluations, Evaluation, after, limit)
@@ -206,14 +206,14 @@ class RedisSyncerBoard(RedisConnection, SyncerBoard):
         await self._redis.command("HDEL", self.keys.syncers, nonce)
 
     async def read_syncers(self) -> dict[str, str]:
-        return stored_values.syncer_names(await self._live())
+        return schema.syncer_names(await self._live())
 
     async def read_savers(self) -> Sequence[tuple[int, str, str]]:
-        return stored_values.savers(await self._live())
+        return schema.savers(await self._live())
 
-    async def _live(self) -> list[stored_values.HereSyncer]:
+    async def _live(self) -> list[schema.HereSyncer]:
         now_ms, (found,) = await self._redis.timed_hashes(self.keys.syncers)
-        return stored_values.live_syncers(now_ms, found)
+        return schema.live_syncers(now_ms, found)
 
 
 class RedisInitialUploads(RedisConnection, InitialUploads):
@@ -231,7 +231,7 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
         key = self.keys.initial
         with suppress(Oversized):
             (blob,) = await self._redis.at_one_node([("GET", key)], key, 2 * InitialUpload.max_bytes)
-            return stored_values.readable(InitialUpload, blob)
+            return schema.readable(InitialUpload, blob)
         return None
 
 
@@ -244,8 +244,8 @@ class RedisMomentsExchange(RedisConnection, MomentsExchange):
     async def read_moments(self) -> MomentsBoard:
         keys = [self.keys.moments_wish, self.keys.moments_claim, self.keys.moments_offer]
         most_bytes = MomentsWish.max_bytes, MomentsOffer.max_bytes
-        found = await self._redis.script("read_moments", keys, to_ms(stored_values.MOMENTS_S), *most_bytes)
-        return stored_values.moments_board(*found)
+        found = await self._redis.script("read_moments", keys, to_ms(schema.MOMENTS_S), *most_bytes)
+        return schema.moments_board(*found)
 
     async def claim_moments(self, nonce: str, ttl_s: float) -> bool:
         return await self._claim(self.keys.moments_claim, nonce, ttl_s)

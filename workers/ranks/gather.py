@@ -1,7 +1,7 @@
 """What one rank of a learner carries: its pieces of all fragments, and whole those that it serves. asyncio.
 
 A server gathers the pieces of a snapshot, encodes and uploads the delta; it pulls a global and hands each rank its
-piece. Rank 0 says when (`carrier`). All of it is the exchange thread's, but for `pulled`, which the training thread
+piece. Rank 0 says when (`rank_carrier`). All of it is the exchange thread's, but for `pulled`, which the training thread
 reads.
 """
 
@@ -23,7 +23,7 @@ from diloco.pipeline.transfer.payloads import Offload
 from diloco.workers.encoding import encode_delta
 from diloco.workers.exchange.carrier import OwnCarrier, push_initial
 from diloco.workers.exchange.member import Member
-from diloco.workers.ranks.shares import SLICE, Piece, Shares, elements, in_slices
+from diloco.workers.ranks.row_ranges import SLICE, Piece, Shares, elements, in_slices
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 

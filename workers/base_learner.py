@@ -1,6 +1,6 @@
 """What a learner does whatever its model is made of: it joins, counts steps, reads its data, and leaves.
 
-A learner of one framework says what its model looks like to a run (`proposal.Proposed`), and copies fragments out of it
+A learner of one framework says what its model looks like to a run (`spec_proposal.Proposed`), and copies fragments out of it
 and into it, as `FragmentParameters` does for torch. All else is here and below, and the same.
 """
 
@@ -14,26 +14,26 @@ from typing import Self
 import structlog
 
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.process.lifecycle import AGAIN_STATUS
-from diloco.pipeline.process.names import own_name
+from diloco.pipeline.process.party_names import own_name
+from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.workers.batches import Batches
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.copies.losses import Loss
-from diloco.workers.exchange import reaching
+from diloco.workers.exchange import connecting
+from diloco.workers.exchange.connecting import in_own_loop
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.exchange.newest import Float32, read_newest
-from diloco.workers.exchange.reaching import in_own_loop
-from diloco.workers.life import Life
+from diloco.workers.lifecycle import Life
 from diloco.workers.moments.recovery import Source
-from diloco.workers.proposal import Proposed, proposal
-from diloco.workers.reading import begin_batches, begin_blocks
+from diloco.workers.shard_reader import begin_batches, begin_blocks
+from diloco.workers.spec_proposal import Proposed, proposal
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
 from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS
 from diloco.workers.training import Training
 
 
-class AnyLearner:
+class BaseLearner:
     """One learner of a run, of any model."""
 
     def __init__(self, given: Arguments, stopping: Stopping) -> None:
@@ -42,7 +42,7 @@ class AnyLearner:
         Raises:
             UsageError: no Redis URL.
         """
-        self._given, self._url = given, reaching.url_of(given.redis_url)
+        self._given, self._url = given, connecting.url_of(given.redis_url)
         self.incarnation = secrets.token_hex(8)
         self.id = given.learner_id or own_name(self.incarnation)
         self.left_in_order = False
@@ -164,7 +164,7 @@ class AnyLearner:
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:
         """The spec of a run that is already there, else None. For a trainer that joins knowing nothing."""
-        return reaching.read_spec(redis_url, run)
+        return connecting.read_spec(redis_url, run)
 
     # --- joining and leaving --------------------------------------------------------------------------
 
@@ -200,10 +200,10 @@ class AnyLearner:
 
     def _proposal(self) -> Spec:
         """By what stands already: the run's spec; or, where it has none, the budget that a syncer waits for it with."""
-        beginning, url, run, go_on = reaching.Beginning(), self._url, self._given.run, self._life.go_on_joining
-        held = reaching.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
+        beginning, url, run, go_on = connecting.Beginning(), self._url, self._given.run, self._life.go_on_joining
+        held = connecting.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
         if held is None:
-            beginning = reaching.wait_for_spec(partial(reaching.read_beginning, url, run), self.id, go_on)
+            beginning = connecting.wait_for_spec(partial(connecting.read_beginning, url, run), self.id, go_on)
         return proposal(self._proposed(), self._given, held, beginning)
 
     def __exit__(

@@ -1,7 +1,7 @@
 """What one rank does beside its training: connected to the others it carries its part; rank 0's is the learner's
 exchange. asyncio.
 
-Coroutines over the bus and the connections: `thread` gives them a thread of their own, simulations run them in virtual
+Coroutines over the bus and the connections: `rank_thread` gives them a thread of their own, simulations run them in virtual
 time. Joining, once all are connected:
 
 | rank 0 | every rank |
@@ -35,12 +35,12 @@ from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
-from diloco.workers.ranks.carrier import RanksCarrier
-from diloco.workers.ranks.joined import Rank
-from diloco.workers.ranks.part import Part, Snapshot
-from diloco.workers.ranks.parting import steps_of_all
-from diloco.workers.ranks.shares import Shares
-from diloco.workers.ranks.under_way import UnderWay
+from diloco.workers.ranks.exit_barrier import steps_of_all
+from diloco.workers.ranks.gather import Part, Snapshot
+from diloco.workers.ranks.inflight import UnderWay
+from diloco.workers.ranks.rank_carrier import RanksCarrier
+from diloco.workers.ranks.rank_learner import Rank
+from diloco.workers.ranks.row_ranges import Shares
 from diloco.workers.ranks.wires import SAID_S, Wires
 from diloco.workers.training import Training
 

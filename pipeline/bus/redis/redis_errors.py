@@ -7,7 +7,7 @@ import redis.exceptions as rx
 
 from diloco.pipeline.bus import acl, stored_reports
 from diloco.pipeline.bus.keys import run_of
-from diloco.pipeline.bus.redis.bulk import TooMuch
+from diloco.pipeline.bus.redis.zero_copy import TooMuch
 from diloco.pipeline.errors import (
     BadMessage,
     BusError,

@@ -13,9 +13,9 @@ from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.view.ledger import whole_tokens
 from diloco.pipeline.waiting import meanwhile
-from diloco.workers.exchange.agreement import Agreement
 from diloco.workers.exchange.carrier import INITIAL_TTL_S, Carrier, some_at_once
 from diloco.workers.exchange.member import Member
+from diloco.workers.exchange.spec_check import Agreement
 
 CLAIM_TTL_S = 10.0
 RENEW_S = CLAIM_TTL_S / 4

@@ -1,6 +1,6 @@
 """What belongs to the whole run, where the bus has lost it: the spec, the state, reports. asyncio.
 
-Heads are their owners' (`mending`). A bus that came back empty shows by its having no state any more.
+Heads are their owners' (`repair`). A bus that came back empty shows by its having no state any more.
 """
 
 from collections.abc import Sequence
