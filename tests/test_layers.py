@@ -39,7 +39,7 @@ PURE_FOLDERS = {
     "pipeline/view": set(),
     "pipeline/view/page": {"collector.py"},
     "studies/diloco_studies/goodput": set(),
-    "syncer/merging": {"mending.py"},
+    "syncer/merging": {"repair.py"},
 }
 """Folder whose files all are pure -> those of it that are not."""
 PURE = (

@@ -1,7 +1,7 @@
 """What a learner does whatever its model is made of: it joins, counts steps, reads its data, and leaves.
 
-A learner of one framework says what its model looks like to a run (`spec_proposal.Proposed`), and copies fragments out of it
-and into it, as `FragmentParameters` does for torch. All else is here and below, and the same.
+A learner of one framework says what its model looks like to a run (`spec_proposal.Proposed`), and copies fragments out
+of it and into it, as `FragmentParameters` does for torch. All else is here and below, and the same.
 """
 
 import secrets

@@ -14,7 +14,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.workers.checks.own_process import OwnProcess
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.prefetch import Drawn, InHand, Reached
+from diloco.workers.prefetch import Drawn, Prefetched, Reached
 from diloco.workers.trainer.data.blocks import permuted
 
 DRY_S = 2.0
@@ -85,7 +85,7 @@ class Batches(OwnProcess):
         self._length, self._seed = order.length, order.seed
         steps = -(-order.length // (batch_size * self._ranks * accumulate))
         self._batches = steps * accumulate
-        self._in_hand = InHand(accumulate)
+        self._prefetched = Prefetched(accumulate)
         self._shared, self._tell_drawn, self._tell_finished = shared, drawn, finished
         self._shards, self._check, self._dry_s = shards, check, dry_s
         self._claimed: ClaimedShard | None = first
@@ -121,7 +121,7 @@ class Batches(OwnProcess):
             DilocoError: what the learner's other thread has ended by.
         """
         self.check_process()
-        self._in_hand.begin()
+        self._prefetched.begin()
         self._passes += 1
         number = self._passes
         for _ in range(self._batches):
@@ -130,9 +130,9 @@ class Batches(OwnProcess):
                 raise UsageError("batches: a pass goes on after a newer one began; iterate over one loader at a time")
             self._check()
             self._thread = threading.get_ident()
-            yield list(self._in_hand.draw(self._new).indices)
+            yield list(self._prefetched.draw(self._new).indices)
         if number == self._passes:
-            self._in_hand.end()
+            self._prefetched.end()
 
     def stepped(self) -> None:
         """A step is done: acknowledge what it has trained.
@@ -144,7 +144,7 @@ class Batches(OwnProcess):
             raise UsageError(
                 "batches are drawn in another thread than the one that trains: iterate over the loader there"
             )
-        for batch in self._in_hand.stepped():
+        for batch in self._prefetched.stepped():
             for reached in batch.reached:
                 position = None if reached.whole else (reached.entry_id, reached.read)
                 self._shared.shard_position = self._shared.shard_handed_out = position

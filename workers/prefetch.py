@@ -42,7 +42,7 @@ class Drawn:
     """Of the shards that it is from; none of what is read again."""
 
 
-class InHand:
+class Prefetched:
     """The batches of one learner."""
 
     def __init__(self, accumulate: int) -> None:

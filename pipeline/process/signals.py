@@ -7,7 +7,7 @@ SIGHUP, of a closed terminal or a lost ssh, asks for the orderly end too, unless
 as a rule, from the kernel and from the shell, and with a SIGTERM from a session manager: so it never is the one signal
 of two that ends a process at once.
 
-`python -P lifecycle.py PID PROGRAM ...` runs a program that ends with its parent, process PID.
+`python -P signals.py PID PROGRAM ...` runs a program that ends with its parent, process PID.
 """
 
 import asyncio

@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from diloco.pipeline.bus import keys, stored_values
+from diloco.pipeline.bus import keys, schema
 from diloco.pipeline.bus.redis.calls import scripts
 from diloco.pipeline.messages import delta, head, moments, payload, run, shards, spec, tape
 from diloco.pipeline.messages.wire import FORMAT, Message
@@ -18,18 +18,18 @@ COMMAND = "python -m tests.recorded"
 
 def kinds() -> Iterator[type[Message]]:
     """All messages that cross the bus."""
-    for module in (spec, delta, payload, head, run, tape, moments, shards, stored_values):
+    for module in (spec, delta, payload, head, run, tape, moments, shards, schema):
         for one in vars(module).values():
             if isinstance(one, type) and issubclass(one, Message) and one.__module__ == module.__name__:
                 yield one
 
 
-def _bare(schema: Any) -> Any:
+def _bare(form: Any) -> Any:
     """A JSON schema without its texts for people."""
-    if isinstance(schema, dict):
-        texts = {name for name in ("title", "description") if isinstance(schema.get(name), str)}
-        return {name: _bare(one) for name, one in schema.items() if name not in texts}
-    return [_bare(one) for one in schema] if isinstance(schema, list) else schema
+    if isinstance(form, dict):
+        texts = {name for name in ("title", "description") if isinstance(form.get(name), str)}
+        return {name: _bare(one) for name, one in form.items() if name not in texts}
+    return [_bare(one) for one in form] if isinstance(form, list) else form
 
 
 def _digest(what: Any) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from diloco.syncer.serving.service import SyncerService
 from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
-from tests.syncer.test_lost import flush, learners
+from tests.syncer.test_bus_recovery import flush, learners
 from tests.virtual_run import VirtualRun, end, sync_spec
 
 

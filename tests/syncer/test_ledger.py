@@ -15,7 +15,7 @@ from diloco.tape import read_archive
 from diloco_studies.virtual.virtual_time import in_virtual_time
 from tests import samples
 from tests.diloco.test_report import LAYOUT, A, B, C, committed, ledger_inputs, rejected, report
-from tests.syncer.test_lost import flush
+from tests.syncer.test_bus_recovery import flush
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
 
 # --- accounts ----------------------------------------------------------------------------------------

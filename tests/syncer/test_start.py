@@ -31,7 +31,7 @@ from diloco.tape import read_archive
 from diloco.workers.exchange import newest
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import in_virtual_time
-from tests.syncer.test_lost import flush
+from tests.syncer.test_bus_recovery import flush
 from tests.virtual_run import RUN, VirtualLearner, VirtualRun, end, sync_spec, under_way, until_joined
 
 BUDGET = 12_000

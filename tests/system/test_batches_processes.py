@@ -55,7 +55,7 @@ if __name__ == "__main__":
     while not learner.finished:
         for indices, row in loader:
             model(row).square().mean().backward()
-            (reached,) = batches._in_hand._drawn[0].reached  # before the step takes it
+            (reached,) = batches._prefetched._drawn[0].reached  # before the step takes it
             os.write(file, f"{reached.entry_id} {reached.read} {' '.join(str(int(at)) for at in indices)}\\n".encode())
             optimizer.step()
             optimizer.zero_grad()

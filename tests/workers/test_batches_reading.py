@@ -109,7 +109,7 @@ async def test_without_faults_every_index_is_trained_exactly_once() -> None:
     trained = Counter(rest)
     for learner in (*learners, late):
         assert isinstance(learner, BatchLearner)
-        assert len(learner.sampler._in_hand._drawn) >= AHEAD - 1, "drawn and not trained"
+        assert len(learner.sampler._prefetched._drawn) >= AHEAD - 1, "drawn and not trained"
         trained += Counter(learner.trained)
     assert trained == each(epochs)
 

@@ -79,7 +79,7 @@ def test_attached_steps_acknowledge_what_they_take_and_what_a_scaler_skips(redis
                 scaler.step(learner.optimizer)
                 scaler.update()
                 learner.optimizer.zero_grad()
-                in_hand.append(len(batches._in_hand._drawn))
+                in_hand.append(len(batches._prefetched._drawn))
             if made == 39:
                 break
         assert learner.joined.training.rounds.steps == 17

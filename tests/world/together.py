@@ -1,9 +1,9 @@
 """What lies between the ranks of a simulated learner: connections, gradients and sums, in virtual time. asyncio.
 
-Stand-ins for the two ports of `workers.ranks`: `lines.Lines` and `step_agreement.Meets`. Bytes between two ranks arrive in
-order, after drawn times; with either's death the connection ends a little later. Gradients of a step are there once all
-ranks have come to it, a sum once all have put in their numbers. Where a rank is dead they never are: whoever waits is
-told soon in some lives (gloo), and in the others only by what its own exchange finds out (NCCL).
+Stand-ins for the two ports of `workers.ranks`: `lines.Lines` and `step_agreement.Meets`. Bytes between two ranks arrive
+in order, after drawn times; with either's death the connection ends a little later. Gradients of a step are there once
+all ranks have come to it, a sum once all have put in their numbers. Where a rank is dead they never are: whoever waits
+is told soon in some lives (gloo), and in the others only by what its own exchange finds out (NCCL).
 """
 
 import asyncio

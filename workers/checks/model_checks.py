@@ -1,8 +1,8 @@
 """Which models and optimizers a learner takes, judged before anything is connected.
 
 A process holds the trained tensors, or its shards of them, as plain dense ones on one device. Which processes are one
-learner is `ranks.topology`'s. Frozen parameters may be anything (quantized, elsewhere): they do not travel. Whatever else
-a model is made of would go wrong later, most of it without a word, so it is refused here with what to do.
+learner is `ranks.topology`'s. Frozen parameters may be anything (quantized, elsewhere): they do not travel. Whatever
+else a model is made of would go wrong later, most of it without a word, so it is refused here with what to do.
 """
 
 from collections.abc import Mapping, Sequence

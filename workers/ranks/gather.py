@@ -1,8 +1,8 @@
 """What one rank of a learner carries: its pieces of all fragments, and whole those that it serves. asyncio.
 
 A server gathers the pieces of a snapshot, encodes and uploads the delta; it pulls a global and hands each rank its
-piece. Rank 0 says when (`rank_carrier`). All of it is the exchange thread's, but for `pulled`, which the training thread
-reads.
+piece. Rank 0 says when (`rank_carrier`). All of it is the exchange thread's, but for `pulled`, which the training
+thread reads.
 """
 
 import asyncio

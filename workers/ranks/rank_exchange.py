@@ -1,8 +1,8 @@
 """What one rank does beside its training: connected to the others it carries its part; rank 0's is the learner's
 exchange. asyncio.
 
-Coroutines over the bus and the connections: `rank_thread` gives them a thread of their own, simulations run them in virtual
-time. Joining, once all are connected:
+Coroutines over the bus and the connections: `rank_thread` gives them a thread of their own, simulations run them in
+virtual time. Joining, once all are connected:
 
 | rank 0 | every rank |
 |---|---|

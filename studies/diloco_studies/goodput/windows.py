@@ -1,11 +1,11 @@
 """The syncer's decisions over learners' time lines, in virtual time. Pure: no tensors, no asyncio.
 
-One fragment is followed, and all its decisions are the production code's: `syncer.window` says who is in, how long
-to wait and when to merge, `syncer.grace` how long the grace is, `syncer.downloads` how long uploads may take,
-`syncer.membership` and `syncer.admission` who is live, expected and waited for. What is left out is tensor arithmetic, the
-bus, and syncers that fail. Learners do as `workers.rounds` says: due after the interval in force, followers at
-their next step boundary, renewals of what waits, adoption at a step boundary. A learner that is paused reports
-nothing. The P fragments are alike but for their turn, so one of them stands for all.
+One fragment is followed, and all its decisions are the production code's: `syncer.window` says who is in, how long to
+wait and when to merge, `syncer.grace` how long the grace is, `syncer.downloads` how long uploads may take,
+`syncer.membership` and `syncer.admission` who is live, expected and waited for. What is left out is tensor arithmetic,
+the bus, and syncers that fail. Learners do as `workers.rounds` says: due after the interval in force, followers at
+their next step boundary, renewals of what waits, adoption at a step boundary. A learner that is paused reports nothing.
+The P fragments are alike but for their turn, so one of them stands for all.
 """
 
 import heapq

@@ -3,14 +3,14 @@
 import pytest
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.prefetch import WRONG_STEPS, Drawn, InHand
+from diloco.workers.prefetch import WRONG_STEPS, Drawn, Prefetched
 
 
 class Drawing:
     """A loader that draws so many batches ahead, and a loop over it."""
 
     def __init__(self, accumulate: int = 1, ahead: int = 0) -> None:
-        self.in_hand, self.ahead = InHand(accumulate), ahead
+        self.in_hand, self.ahead = Prefetched(accumulate), ahead
         self.made = 0
         self.begin()
 
