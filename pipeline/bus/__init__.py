@@ -1,1 +1,1 @@
-"""What the core asks of the bus (small protocols), keys, access rights, TLS; `redis_streams`, of parts in `redis`."""
+"""The bus between all parties: its protocols (`ports`), key names, access rights, and the Redis adapter (`redis`)."""

@@ -1,4 +1,4 @@
-"""What a fragment's owner writes: staged payloads, and what each atomic step changes. Pure."""
+"""The writes of a fragment's owner: staged payloads, and the contents of each atomic step. Pure."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from diloco.pipeline.messages.head import Head, MergedBase, WindowView
 from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 
+# A staged payload expires after this time if its commit never comes.
 STAGED_TTL_S = 120.0
-"""A payload staged for a commit that never came is gone after this."""
+# Payloads that a head no longer names live on for this time, so that pulls in progress can finish.
 REPLACED_TTL_S = 120.0
-"""What a head names no more lives on for so long, for those who are reading it."""
+# Limit on one learner's pending headers of a fragment: an honest learner has a few, even while there is no syncer.
 MOST_HEADERS = 64
-"""Headers of one learner that may wait on a fragment: an honest one has a few, also while there is no syncer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """A payload uploaded under a fresh key, expiring until a commit makes it stay."""
+    """A payload uploaded under a fresh key; it expires unless a commit makes it permanent."""
 
     key: str
     chunks: int
@@ -25,10 +25,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Rest(Staged):
-    """What a staged global lacks of the exact values."""
+    """The staged payload that holds what a global payload lacks of the exact values."""
 
     shown: bytes
-    """Digest of the global payload beside it."""
+    """Digest of the global payload that it completes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +41,28 @@ class Published:
     momentum: Staged | None = None
     """None: all zeros."""
     updates: tuple[Update, ...] = ()
+    """See `Head.updates`."""
     behind: int = 0
-    """As `Head`."""
+    """See `Head.behind`."""
 
     @property
     def payloads(self) -> tuple[Staged, ...]:
-        """All of them."""
+        """All payloads, those of the updates included."""
         there = tuple(one for one in (self.payload, self.rest, self.momentum) if one is not None)
         led = ((key, update.chunks) for update in self.updates for key in update.payloads)
         return (*there, *(Staged(*one) for one in led))
 
     @property
     def keys(self) -> frozenset[str]:
-        """Of all of them."""
+        """Keys of all payloads."""
         return frozenset(one.key for one in self.payloads)
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Everything one merge changes, in one atomic step.
+    """All changes of one merge, applied in one atomic step.
 
-    Checked before the first write: the lease nonce, the head (`expected`, None for a fragment without a
-    head), and the lengths of the staged payloads.
+    The lease nonce, the head (`expected`) and the lengths of the staged payloads are checked before the first write.
     """
 
     nonce: str
@@ -71,34 +71,35 @@ class Commit:
     version: int
     """expected version + 1; for a first commit 0, or a checkpoint's version."""
     digest: bytes
-    """Of the exact values."""
+    """Digest of the exact values."""
     published: Published
-    """What the head before named may be named again: it stays."""
+    """Payloads of the new version. Those that the previous head also names are kept."""
     window: WindowView
     merged: tuple[MergedBase, ...]
     record: Committed
     entries: tuple[str, ...] = ()
-    """Header entries that go with it."""
+    """Names of the merged headers, which are deleted."""
     delta_payloads: tuple[str, ...] = ()
-    """Payload keys that go with it."""
+    """Keys of the merged deltas' payloads, which are deleted."""
     merged_tokens: int = 0
-    """Added to the head's total, as `merged_deltas` grows by the number of contributions."""
+    """Added to the head's total; `merged_deltas` grows by the number of contributions."""
     replaced_ttl_s: float = REPLACED_TTL_S
-    """How long the global payload, rest and updates live on that the head names no more."""
+    """Remaining lifetime of the global payload, rest and updates that the head no longer names."""
     retired: tuple[str, ...] = ()
-    """Older replaced payloads that must go now (byte cap)."""
+    """Keys of earlier replaced payloads that are deleted now to keep within the byte cap."""
     interval: int = 0
+    """See `Head.interval`."""
     norms: tuple[float, ...] = ()
-    """Both as `Head`."""
+    """See `Head.norms`."""
     lost: Head | None = None
-    """The head of this version that the bus has lost (`expected` is None): what it counted goes on."""
+    """The head of this version that the bus has lost (then `expected` is None): its totals are carried on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Republication:
-    """The values of a head's version in payloads of their own, in the place of what it names.
+    """New payloads for the values of a head's version, which replace the payloads that the head names.
 
-    Checked before the first write: the lease nonce, the head, and the lengths of the staged payloads.
+    The lease nonce, the head and the lengths of the staged payloads are checked before the first write.
     """
 
     nonce: str
@@ -110,22 +111,22 @@ class Republication:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Deltas refused in one atomic step: headers and payloads go, records go on the tape."""
+    """Deltas refused in one atomic step: headers and payloads are deleted, records are appended to the tape."""
 
     nonce: str
     expected: tuple[int, bytes]
-    """(version, digest) the head must have: who judged by an older one must look again."""
+    """(version, digest) the head must have: a judgement based on an older head must be made again."""
     entries: tuple[str, ...]
     delta_payloads: tuple[str, ...]
-    """Not those that another, accepted header still needs."""
+    """Keys to delete, without those that another, accepted header still needs."""
     records: tuple[Rejected, ...]
     lost_tokens: int = 0
     untold: tuple[RefusalReason, ...] = ()
-    """Reasons of refused entries that the tape does not tell of."""
+    """Reasons of refused entries that get no record on the tape."""
     cut: str = ""
-    """A learner of whose headers all but the last `MOST_HEADERS` are refused, whatever they are: by the one reason that
-    is given, for each of them. Where there are no more, nothing is done."""
+    """Name of a flooding learner: all its headers but the last `MOST_HEADERS` are refused without being read, each for
+    the one reason given. If it has no more than that, nothing is done."""
 
     def counts(self) -> dict[str, int]:
-        """How many were refused for which reason."""
+        """Return the number of refusals by reason."""
         return dict(Counter(reason.value for reason in (*(r.reason for r in self.records), *self.untold)))

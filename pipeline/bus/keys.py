@@ -1,8 +1,9 @@
 """Every Redis key name, in one place.
 
-All keys of a fragment group share the hash tag ``{run:n}``, its tape included, so that a commit touches one
-cluster slot. Keys of the whole run share ``{run}``. Groups: ``g = p mod G``; G = 1 unless Redis is a cluster, where
-G is the number of fragments. The number n of group g (`cluster_slots.numbers`) has slots lie evenly; 0 if G = 1.
+All keys of a fragment group share the hash tag ``{run:n}``, its tape included, so that a commit touches only one
+cluster slot. Keys of the whole run share ``{run}``. Fragment p is in group ``g = p mod G``; G = 1 unless Redis is a
+cluster, where G is the number of fragments. `cluster_slots.numbers` chooses the number n of each group so that the
+groups are spread evenly over the slots; it is 0 if G = 1.
 """
 
 import re
@@ -15,7 +16,7 @@ _RUN = re.compile(rf"{PREFIX}\{{([A-Za-z0-9._-]{{1,64}})(?::[0-9]+)?\}}:")
 
 
 def run_of(key: bytes | str | None) -> str:
-    """The run that a key belongs to; "" of any other key."""
+    """Return the run that a key belongs to; "" if it is not a key of this project."""
     name = key.decode(errors="replace") if isinstance(key, bytes) else key or ""
     return found[1] if (found := _RUN.match(name)) else ""
 
@@ -40,12 +41,12 @@ class RunKeys:
     # --- the whole run ---------------------------------------------------------------------------
     @property
     def spec(self) -> str:
-        """What all agree on (msgpack `Spec`), set once."""
+        """The run's spec (msgpack `Spec`), set once."""
         return self._of_run("spec")
 
     @property
     def wanted(self) -> str:
-        """What a syncer wants of a run without a spec (msgpack `Wanted`); expires."""
+        """Settings that a syncer wants for a run without a spec (msgpack `Wanted`); expires."""
         return self._of_run("wanted")
 
     @property
@@ -64,9 +65,9 @@ class RunKeys:
         return self._of_run("seen")
 
     def holder(self, learner: str) -> str:
-        """Generation, a blank, incarnation: whose reports are taken of those with this learner's id.
+        """`generation incarnation` of the process that holds this learner's id: only its reports are accepted.
 
-        Each learner has its own, so that with a Redis user of its own it cannot be put out by another.
+        Each learner has a key of its own, so that with Redis users no learner can displace another.
         """
         return self._of_run(f"holder:{learner}")
 
@@ -97,12 +98,15 @@ class RunKeys:
 
     @property
     def data_order(self) -> str:
-        """msgpack `DataOrder`."""
+        """The data order of the shards (msgpack `DataOrder`)."""
         return self._of_run("data-order")
 
     @property
     def syncers(self) -> str:
-        """Hash: nonce of a syncer -> server time in ms until which it counts as here, a blank, its name."""
+        """Hash: nonce of a syncer -> `until saved name`, its name being the last.
+
+        until: server time in ms until which it counts as live; saved: tokens of its checkpoint, 0 if it has none.
+        """
         return self._of_run("syncers")
 
     @property
@@ -138,19 +142,19 @@ class RunKeys:
     def deltas(self, p: int, learner: str) -> str:
         """Stream of one learner's headers for a fragment: one `DeltaHeader` per entry.
 
-        Each learner has its own, so that with a Redis user of its own it cannot trim, block or forge another's.
+        Each learner has a stream of its own, so that with Redis users no learner can trim, block or forge another's.
         """
         return self._of_group(self.group(p), f"deltas:{p}:{learner}")
 
     def senders(self, group: int) -> str:
-        """Hash: names of the learners that offered a header in the group.
+        """Hash whose field names are the learners that offered a header in the group.
 
-        Where they are very many, syncers take those off under which nothing is pending; an offer puts one on again.
+        If there are very many, syncers remove those that have no header pending; the next offer adds a name again.
         """
         return self._of_group(group, "senders")
 
     def arrivals(self, group: int) -> str:
-        """Stream whose one entry is the last of the `senders` to come: wakes owners, and says nothing else."""
+        """Stream whose single entry names the newest sender; its only purpose is to wake the owners' blocking reads."""
         return self._of_group(group, "arrivals")
 
     def delta_payload(self, p: int, learner: str, incarnation: str, serial: int) -> str:
@@ -158,7 +162,7 @@ class RunKeys:
         return self._of_group(self.group(p), f"delta:{p}:{learner}:{incarnation}.{serial}")
 
     def head(self, p: int) -> str:
-        """Hash: the truth about fragment p."""
+        """Hash: the `Head` of fragment p."""
         return self._of_group(self.group(p), f"head:{p}")
 
     def lease(self, p: int) -> str:
@@ -170,7 +174,7 @@ class RunKeys:
         return self._of_group(self.group(p), f"global:{p}:{version}:{nonce}")
 
     def rest_payload(self, p: int, version: int, nonce: str) -> str:
-        """Stream of the chunks of what a global lacks of the exact values; no learner reads it."""
+        """Stream of the chunks that hold what a global lacks of the exact values; no learner reads it."""
         return self._of_group(self.group(p), f"rest:{p}:{version}:{nonce}")
 
     def update_payload(self, p: int, version: int, nonce: str) -> str:
@@ -178,7 +182,7 @@ class RunKeys:
         return self._of_group(self.group(p), f"update:{p}:{version}:{nonce}")
 
     def merged_payload(self, p: int, version: int, nonce: str) -> str:
-        """Stream of the chunks of the pseudogradient that led to a version, for whoever follows the momentum."""
+        """Stream of the chunks of the pseudogradient that led to a version, from which the momentum can be derived."""
         return self._of_group(self.group(p), f"merged:{p}:{version}:{nonce}")
 
     def momentum_payload(self, p: int, version: int, nonce: str) -> str:
@@ -190,5 +194,5 @@ class RunKeys:
         return self._of_group(self.group(p), f"initial:{p}:{nonce}")
 
     def tape(self, group: int) -> str:
-        """Event tape of a group."""
+        """Stream of a group's event tape: one `TapeRecord` per entry."""
         return self._of_group(group, "tape")

@@ -1,6 +1,6 @@
-"""How values lie in the bus: ids of entries, headers, heads and what is read beside them.
+"""The storage format of values on the bus: entry ids, headers, heads, and the other stored values.
 
-Shared by the bus's adapters, so that neither is kinder than the other. Pure: bytes in, messages out, and the checks
+Both adapters share it, so that they accept and refuse the same values. Pure: bytes in, messages out, and the checks
 that need no server.
 """
 
@@ -31,55 +31,56 @@ T = TypeVar("T", bound=Message)
 EVENTS_CAP = 10_000
 EVALUATIONS_CAP = 100_000
 
+# Longest lifetime of a wish, claim or offer of moments that we write.
 MOMENTS_S = 120.0
-"""No wish, claim or offer of moments that we write lives for longer."""
 
+# Totals of a head stay below this, so that HINCRBY cannot overflow half-way through a commit, which has no rollback.
 COUNTER_LIMIT = 2**62
-"""Totals of a head stay below this, so that adding to one cannot fail half-way through a commit."""
 
+# Each read of headers costs time per sender. Up to this many unknown names are read as they are; if there are more,
+# the reader first asks which of them have a header pending.
 MOST_NEW_SENDERS = 512
+# If there are more names than this, all of them count as unknown.
 MOST_SENDERS = MAX_LEARNERS
-"""Names that a reader of headers does not know, and reads; of more, those that have one. Of more than the second, none
-is known."""
 
+# Most entries of the shard queue that are read. An epoch has at most half as many (`MAX_SHARDS`).
 MOST_OPEN_SHARDS = 2**15
-"""Entries of a queue of shards that is read: of an epoch there are half as many at most (`MAX_SHARDS`)."""
+# Stands for an unreadable entry. It has no blocks, so the learner that claims it finishes it at once.
 NO_SHARD = Shard(epoch=0, index=0, start=0, stop=0)
-"""What stands for an entry that cannot be read: no blocks, so that who claims it takes it off the queue."""
 
 _LEARNER = re.compile(PARTY.encode())
 
 
-# --- entries of streams, and headers by name: whose stream, and which entry ------------------------------
+# --- entries of streams, and names of headers (the learner's stream, and the entry in it) ----------------
 
 
 def offer_id(learner: str, at: str, data: bytes = b"") -> str:
-    """Name of an entry of a learner's stream: `ms-seq:mark@learner`, of its bytes; without them `ms-seq@learner`.
+    """Return the name of an entry of a learner's stream: `ms-seq:mark@learner`, or `ms-seq@learner` without its bytes.
 
-    A server whose clock is behind gives ids one after the other, so once it has lost its last entries, it gives theirs
-    to others. Whoever names a header that was lost must not mean another one. One that cannot be taken has no mark: it
-    may have been read in part, and is refused at once.
+    The mark identifies the content. A server whose clock is behind numbers entries consecutively; once it has lost its
+    last entries, it gives their ids to new ones, and the name of a lost header must not match another header. An
+    unacceptable entry has no mark, because it may have been read only in part; it is refused at once.
     """
     return f"{at}:{mark_of(data)}@{learner}" if data else f"{at}@{learner}"
 
 
 def mark_of(data: bytes) -> str:
-    """What tells two entries of one id apart. The scripts make the same of what is there."""
+    """Return the hash that distinguishes two entries with the same id. The Lua scripts compute the same."""
     return hashlib.sha1(data, usedforsecurity=False).hexdigest()[:8]
 
 
 def parse_offer_id(text: str) -> tuple[str, str]:
-    """(learner, entry id) of such a name.
+    """Return (learner, entry id) of a header's name.
 
     Raises:
-        BusError: it is none.
+        BusError: the text is not such a name.
     """
     learner, at, _ = _parts_of(text)
     return learner, at
 
 
 def by_learner(entries: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
-    """Names of headers as learner -> (entry id, mark or ''), learners in order."""
+    """Group names of headers: learner -> (entry id, mark or ''), learners sorted."""
     found: dict[str, list[tuple[str, str]]] = {}
     for learner, at, mark in map(_parts_of, entries):
         found.setdefault(learner, []).append((at, mark))
@@ -87,7 +88,7 @@ def by_learner(entries: Iterable[str]) -> dict[str, list[tuple[str, str]]]:
 
 
 def _parts_of(text: str) -> tuple[str, str, str]:
-    """(learner, entry id, mark or '')."""
+    """Split a header's name into (learner, entry id, mark or '')."""
     where, _, learner = text.partition("@")
     at, _, mark = where.partition(":")
     entry_id(at)
@@ -97,9 +98,10 @@ def _parts_of(text: str) -> tuple[str, str, str]:
 
 
 def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> dict[str, str]:
-    """Learner -> entry id after which its stream is read: from the start where none is named.
+    """Return learner -> entry id after which its stream is read; streams of learners not in `after` from the start.
 
-    Any learner may have put a sender there that is none. Those of `after`, if few, are read though they are not there.
+    Any learner may have added a name that is not a learner's: those are skipped. The learners of `after` are read even
+    if they are not among the senders, unless there are too many of them.
     """
     names = {name.decode() for name in senders if is_learner(name)}
     known = after or {}
@@ -108,19 +110,19 @@ def offer_cursors(senders: Iterable[bytes], after: Mapping[str, str] | None) -> 
 
 
 def new_senders(senders: Collection[bytes], after: Mapping[str, str] | None, seen: Iterable[bytes] = ()) -> set[bytes]:
-    """Those that are neither in `after` nor `seen`, if there are too many; else none."""
+    """Return the senders that are neither in `after` nor `seen` if they are too many; otherwise an empty set."""
     known = {*seen, *(name.encode() for name in after or ())} if len(senders) <= MOST_SENDERS else set()
     new = set(senders) - known
     return new if len(new) > MOST_NEW_SENDERS else set()
 
 
 def is_learner(name: bytes) -> bool:
-    """Whether a sender can be a learner's name; what cannot has no stream."""
+    """Return whether a sender can be a learner's name; any other has no stream."""
     return len(name) <= MAX_NAME_CHARS and _LEARNER.fullmatch(name) is not None
 
 
 def entry_id(text: str) -> tuple[int, int]:
-    """A stream entry id, `ms-seq` or `ms`, as numbers.
+    """Parse a stream entry id, `ms-seq` or `ms`, into numbers.
 
     Raises:
         BusError: not an entry id.
@@ -132,7 +134,7 @@ def entry_id(text: str) -> tuple[int, int]:
 
 
 def decode_offer(fragment: int, learner: str, at: str, data: bytes) -> Offered:
-    """An entry of a learner's stream; what does not decode is reported, not raised: its owner refuses it."""
+    """Decode an entry of a learner's stream. A bad entry is returned with its problem, so that the owner refuses it."""
     name = offer_id(learner, at)
     try:
         header = decode(DeltaHeader, data)
@@ -145,24 +147,24 @@ def decode_offer(fragment: int, learner: str, at: str, data: bytes) -> Offered:
     return Offered(offer_id(learner, at, data), header)
 
 
-# --- what else is read -----------------------------------------------------------------------------------
+# --- other stored values ---------------------------------------------------------------------------------
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # every report is answered with the state, which hardly changes
 def decode_state(blob: bytes | None) -> RunState | None:
-    """The run's state, or None where there is none yet. Every report is answered with it, and it hardly changes."""
+    """Decode the run's state; None if there is none yet."""
     return None if blob is None else decode(RunState, blob)
 
 
 def readable(kind: type[T], blob: bytes | None) -> T | None:
-    """What any learner may write: what cannot be read is as good as none, and is written over."""
+    """Decode a value that any learner may write; None if it is absent or unreadable, which the bus treats alike."""
     with suppress(BadMessage):
         return None if blob is None else decode(kind, blob)
     return None
 
 
 def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) -> MomentsBoard:
-    """Who asks for which moments, whether a peer has taken it up, and the complete offer."""
+    """Decode the three values of the moments exchange."""
     return MomentsBoard(
         wish=readable(MomentsWish, wish),
         claimed=claim is not None,
@@ -171,15 +173,15 @@ def moments_board(wish: bytes | None, claim: bytes | None, offer: bytes | None) 
 
 
 def _is_count(blob: bytes) -> bool:
-    """Digits, not more of them than any number of ours has, and a number that a message may have."""
+    """Return whether it is a decimal number up to `MOST_TOKENS`; the length is checked before `int` parses it."""
     return blob.isdigit() and len(blob) <= 20 and int(blob) <= MOST_TOKENS
 
 
 def decode_count(what: str, blob: bytes | None) -> int:
-    """A stored decimal number, 0 where there is none.
+    """Decode a stored decimal number; 0 if it is absent.
 
     Raises:
-        BadMessage: not a number, or one above `MOST_TOKENS`.
+        BadMessage: it is not a number, or is above `MOST_TOKENS`.
     """
     if blob and not _is_count(blob):
         raise BadMessage(f"{what} is not a number up to 2^62: {blob!r:.80}")
@@ -187,7 +189,7 @@ def decode_count(what: str, blob: bytes | None) -> int:
 
 
 class HereSyncer(NamedTuple):
-    """What a syncer says of itself."""
+    """A live syncer's entry on the bus."""
 
     saved_tokens: int
     nonce: str
@@ -195,7 +197,7 @@ class HereSyncer(NamedTuple):
 
 
 def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> list[HereSyncer]:
-    """Those whose time is not over, in order of their nonces; what cannot be read is as good as nothing."""
+    """Return the syncers whose entries have not expired, sorted by nonce; unreadable entries are skipped."""
     live = []
     for nonce, value in sorted(found.items()):
         until_ms, saved, name = [*value.split(b" ", 2), b"", b""][:3]
@@ -205,33 +207,33 @@ def live_syncers(now_ms: int, found: Mapping[bytes, bytes]) -> list[HereSyncer]:
 
 
 def syncer_names(live: Iterable[HereSyncer]) -> dict[str, str]:
-    """Nonce -> name."""
+    """Return nonce -> name."""
     return {one.nonce: one.name for one in live}
 
 
 def savers(live: Iterable[HereSyncer]) -> list[HereSyncer]:
-    """As `SyncerBoard.read_savers`."""
+    """Return the syncers that have a checkpoint to restore, most tokens last (`SyncerBoard.read_savers`)."""
     return sorted(one for one in live if one.saved_tokens)
 
 
 def shard_count(blob: bytes | None) -> int:
-    """Epochs queued, or blocks read of a shard: a number that any learner may write. 0 where there is none."""
-    return int(blob) if blob and blob.isdigit() and len(blob) < 19 else 0  # as the scripts
+    """Decode a number of epochs or blocks that any learner may write; 0 if it is absent or unreadable."""
+    return int(blob) if blob and blob.isdigit() and len(blob) < 19 else 0  # the same rule as in the scripts
 
 
 def claimed_shard(at: str, blob: bytes, position: bytes | None) -> ClaimedShard:
-    """An entry of the shard stream, with how far it was read; where that cannot be told, from its start."""
+    """Decode an entry of the shard stream and its saved position; an unreadable position counts as 0."""
     return ClaimedShard(entry_id=at, shard=readable(Shard, blob) or NO_SHARD, position=shard_count(position))
 
 
 def shard_queue(epochs: int, entries: Iterable[tuple[str, bytes]], positions: Mapping[bytes, bytes]) -> ShardQueue:
-    """The shard stream as a checkpoint keeps it, without what cannot be read."""
+    """Decode the shard stream for a checkpoint, without unreadable entries."""
     found = [claimed_shard(at, blob, positions.get(at.encode())) for at, blob in entries]
     return ShardQueue(epochs=epochs, open=tuple((one.shard, one.position) for one in found if one.shard != NO_SHARD))
 
 
 def check_chunks(first: int, chunks: Sequence[Encoded]) -> None:
-    """Arguments of `write_chunks`.
+    """Check the arguments of `write_chunks`.
 
     Raises:
         ValueError: a negative index or an empty chunk.
@@ -241,22 +243,22 @@ def check_chunks(first: int, chunks: Sequence[Encoded]) -> None:
 
 
 def chunks_too_large(key: str, chunk_bytes: int) -> BadPayload:
-    """What a peer wrote as chunks of a payload is more than so many can be."""
+    """Return the error for chunks that are larger than the spec's size."""
     return BadPayload(f"{key} has chunks of more than the {chunk_bytes} bytes that the spec says")
 
 
-# --- heads: what a commit sets in the hash, and what is read from it -------------------------------------
+# --- heads: the fields that a commit sets in the hash, and reading them back -----------------------------
 
 
 class MergedBases(Message):
-    """The head's `merged` field as stored, and its `norms`."""
+    """The `merged` field of the head's hash; it also holds the head's `norms`."""
 
     merged: Annotated[tuple[MergedBase, ...], Field(fail_fast=True)]
     norms: Norms
 
 
 def head_fields(commit: Commit) -> dict[str, bytes]:
-    """What a commit sets in the head's hash; the three totals are added to, not set."""
+    """Return the fields that a commit sets in the head's hash; the three totals are incremented, not set."""
     previous = commit.expected[1] if commit.expected else commit.lost and commit.lost.previous_digest
     return {
         "version": b"%d" % commit.version,
@@ -271,7 +273,7 @@ def head_fields(commit: Commit) -> dict[str, bytes]:
 
 
 def lost_totals(commit: Commit) -> dict[str, bytes]:
-    """What a lost head had counted: set before the commit's own numbers are added."""
+    """Return the totals of a lost head; they are set before the commit's own numbers are added."""
     if commit.lost is None:
         return {}
     totals = {name: getattr(commit.lost, name) for name in ("merged_deltas", "merged_tokens", "rejected_tokens")}
@@ -280,7 +282,7 @@ def lost_totals(commit: Commit) -> dict[str, bytes]:
 
 
 def payload_names(of: Published) -> dict[str, Any]:
-    """What a head says of its payloads, by the names of its fields."""
+    """Return the fields of a `Head` that describe its payloads."""
     return {
         "payload": of.payload.key,
         "chunks": of.payload.chunks,
@@ -293,7 +295,7 @@ def payload_names(of: Published) -> dict[str, Any]:
 
 
 def payload_fields(of: Published) -> dict[str, bytes]:
-    """The same, as its hash has it."""
+    """Return the same fields as they are stored in the head's hash."""
     said = payload_names(of)
     return {
         **{name: said[name].encode() for name in ("payload", "momentum", "rest")},
@@ -303,17 +305,23 @@ def payload_fields(of: Published) -> dict[str, bytes]:
     }
 
 
+# Fields of the head's hash that name payloads.
 NAMED = ("payload", "rest", "momentum", "updates")
-"""Fields of the head's hash that name payloads."""
 
 
 def replaced_by(of: Published, named: Sequence[bytes]) -> tuple[list[str], str]:
-    """Payloads that a head names no more: global, rest and updates, which live on for a while; and a momentum or "".
+    """Return the keys that the head will no longer name once it names `of`.
 
-    named: what the head says in the fields `NAMED`.
+    Args:
+        of: the payloads that the head will name.
+        named: the head's present values of the fields `NAMED`.
+
+    Returns:
+        Keys of global, rest and updates, which live on for a while because learners may be pulling them; and the key of
+        the old momentum, or "".
 
     Raises:
-        BadMessage: its updates do not decode.
+        BadMessage: the present updates do not decode.
     """
     kept = of.keys
     payload, rest, momentum = (value.decode() for value in named[:3])
@@ -322,7 +330,7 @@ def replaced_by(of: Published, named: Sequence[bytes]) -> tuple[list[str], str]:
 
 
 def decode_updates(blob: bytes | None) -> tuple[Update, ...]:
-    """The head's `updates` field.
+    """Decode the head's `updates` field.
 
     Raises:
         BadMessage: it does not decode.
@@ -331,15 +339,15 @@ def decode_updates(blob: bytes | None) -> tuple[Update, ...]:
 
 
 def room(have: int, more: int) -> int:
-    """What a total of a head takes of `more` tokens: all, or none of them where it would go out of bounds.
+    """Return `more` if the total `have` can take it within its bounds, otherwise 0.
 
-    Peers say how many there are, and nobody's word may stop a commit or a refusal.
+    `more` comes from a peer's claim, and no peer's claim may make a commit or a refusal fail.
     """
     return more if have + more < COUNTER_LIMIT else 0
 
 
 def head_after(head: Head, commit: Commit) -> Head:
-    """What a commit makes of a head, as far as its owner knows."""
+    """Return the head that a commit produces, as its owner can compute it without reading it back."""
     return Head(
         fragment=head.fragment,
         version=commit.version,
@@ -358,18 +366,19 @@ def head_after(head: Head, commit: Commit) -> Head:
 
 
 def refused_field(reason: str) -> str:
-    """The head's count of deltas refused for a reason."""
+    """Return the field of the head's hash that counts the deltas refused for a reason."""
     return f"refused:{reason}"
 
 
+# Field of a head's hash -> reason.
 _REFUSED = {refused_field(reason.value).encode(): reason.value for reason in RefusalReason}
-"""Field of a head's hash -> reason."""
 
 
 def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
-    """The head's hash to a `Head`; None where there is none, or one without a version.
+    """Decode the head's hash; None if there is no hash, or one without a version.
 
-    All is written at once with the version. A hash without one is what a server that threw that away has taken since.
+    A commit writes all fields at once, the version included. A hash without a version belongs to a server that lost the
+    head and has since received increments of single fields.
 
     Raises:
         BadMessage: another field is missing, or one does not decode.
@@ -403,7 +412,7 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
 
 
 def fragment_of(commit: Commit) -> int:
-    """The fragment a commit is about.
+    """Check that a commit is consistent, and return its fragment.
 
     Raises:
         ValueError: the commit contradicts itself.

@@ -1,1 +1,1 @@
-"""What crosses the bus, as bounded types."""
+"""Messages that cross the bus, as bounded types."""

@@ -20,7 +20,7 @@ from diloco.pipeline.messages.wire import (
 
 
 class DeltaHeader(Message):
-    """Announces a delta: who, measured from what, how much training it carries. Chunks follow separately."""
+    """Announcement of a delta: its learner, its base, and how much training it carries. Chunks follow separately."""
 
     max_bytes: ClassVar[int] = 4096
     max_parts: ClassVar[int] = 1
@@ -33,18 +33,18 @@ class DeltaHeader(Message):
     base_digest: Digest
     attempt: Count
     serial: Annotated[int, Field(ge=0, le=2**53)]
-    """Counts this incarnation's deltas and names the payload. (base, attempt) does not: after the bus came back at
-    an earlier state, a learner may train on the same base once more."""
+    """Number of the delta within this incarnation; it names the payload. (base, attempt) is not unique: after the bus
+    came back at an earlier state, a learner may train on the same base once more."""
     steps: SignedCount
-    """Inner steps since the base was adopted; the window refuses what is not positive."""
+    """Inner steps since the base was adopted; the window refuses a delta whose steps are not positive."""
     tokens: SignedCount
     """Tokens since the base was adopted."""
     due: bool
-    """True if the sync interval was over (may open a window); False if it follows an open window."""
+    """True if the sync interval was over (the delta may open a window); False if it joins an open window."""
     codec: Codec
     chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
     layout: Digest
     step_s: StepSeconds
     """The learner's smoothed compute step time, for the grace window."""
     pull_s: StepSeconds
-    """Its smoothed time of a pull, as in its report, for the grace window too."""
+    """The learner's smoothed time of a pull, `LearnerReport.pull_s`; also for the grace window."""

@@ -24,31 +24,34 @@ from diloco.pipeline.messages.wire import (
 
 
 class WindowView(Message):
-    """A window's state as its owner last published it, for learners and for people."""
+    """The state of a fragment's window as its owner last published it, for learners and for people."""
 
     state: Literal["idle", "collecting", "grace", "uploading", "merging"]
     attempt: Count
     members: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
     """Learners whose delta is in this window."""
     expected: Annotated[int, Field(ge=0)]
-    """How many learners the window could hope for."""
+    """Number of learners from which the window can expect a delta."""
     reason: Text
     deadline_unix_s: UnixSeconds | None
     doubted: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
-    """Learners that are not waited for: their last deltas were refused for what was in them, late, or missing."""
+    """Learners for which the window does not wait: their last deltas were late, missing, or refused for their
+    content."""
     merge_s: Seconds = 0.0
-    """The shorter of the owner's last two merges of the fragment, so that one hold-up is no sign; 0: it made no two."""
+    """The shorter duration of the owner's last two merges of the fragment, so that a single delay does not count; 0
+    until it has made two."""
     outer_s: Seconds = 0.0
-    """The same of sum and outer step alone; before it made two, what its matrices should take (`outer_cost`)."""
+    """Like `merge_s`, of sum and outer step alone; until the owner has made two, an estimate for the fragment's
+    matrices (`outer_cost`)."""
 
 
+# An owner judges how long a delta may be by the norms of this many merges.
 MERGES_KEPT = 32
-"""Merges by whose norms an owner judges how long a delta may be."""
 Norms = Annotated[tuple[Measure, ...], Field(max_length=MERGES_KEPT, fail_fast=True)]
 
 
 class MergedBase(Message):
-    """The last delta of one learner that went into a fragment."""
+    """The last delta of one learner that was merged into a fragment."""
 
     learner: PartyId
     incarnation: Nonce
@@ -57,39 +60,40 @@ class MergedBase(Message):
 
 
 class Head(Message):
-    """The present truth about a fragment."""
+    """The current state of a fragment: its version, where its values are, its window and its counters."""
 
     fragment: FragmentId
     version: Version
     digest: Digest
-    """Of the exact values, float32: by it bases are named."""
+    """Digest of the exact float32 values; deltas name their base by it."""
     payload: Text
-    """Key of the global payload, in the run's `global_codec`: what learners pull. With int8: of the key frame."""
+    """Key of the global payload, which learners pull, in the run's `global_codec`. With int8 it is the key frame."""
     chunks: Annotated[int, Field(ge=1)]
     momentum: Text
-    """Key of the outer momentum payload, or "" for all zeros: of this version, or where it follows from the updates of
-    the key frame's (`global_int8`)."""
+    """Key of the outer momentum payload, or "" for all zeros. It is the momentum of this version, or the key frame's if
+    the later one can be derived from the updates (`global_int8`)."""
     previous_digest: Digest | None
-    """Digest of version - 1: the base on which a stale delta is still on record."""
+    """Digest of version - 1, the base of a stale delta that may still be merged."""
     window: WindowView
     merged: Annotated[tuple[MergedBase, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)]
     merged_deltas: Count
     merged_tokens: Count
     rejected_tokens: Count
     rest: Text = ""
+    """Key of the payload that holds what the global payload lacks of the exact values; "" if the global is exact."""
     payload_digest: Digest | None = None
-    """Key of what the global payload lacks of the exact values, and its digest; "" and None: it is exact."""
+    """Digest of the global payload; None if the global is exact."""
     updates: Annotated[tuple[Update, ...], Field(max_length=MAX_UPDATES, fail_fast=True)] = ()
-    """Those that led here, oldest first, the last one to this version."""
+    """The last updates, oldest first; the last one leads to this version."""
     behind: Annotated[int, Field(ge=0, le=MAX_UPDATES)] = 0
-    """How many of the last of them the key frame lacks."""
+    """Number of updates, counted from the last, that the key frame does not contain."""
     interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """Inner steps between two syncs, for who trains on this version; 0: `ramps.interval_at` of it."""
+    """Inner steps between two syncs for learners that train on this version; 0: `ramps.interval_at` of it."""
     refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
     """Deltas refused since the fragment's first version on this bus, by `RefusalReason`."""
     norms: Norms = ()
-    """Median norm of the contributions of each of the last merges, oldest first: whoever takes the fragment over, or
-    resumes it, judges deltas by what was merged before."""
+    """Median norm of the contributions of each of the last merges, oldest first. It is stored here so that a new or
+    resumed owner can judge deltas by earlier merges."""
 
     @model_validator(mode="after")
     def _key_frame_can_be_followed(self) -> Self:

@@ -1,4 +1,4 @@
-"""Wire types of an inner optimizer's moments, which a learner that joins may have from a peer."""
+"""Wire types of an inner optimizer's moments, which a joining learner may copy from a peer."""
 
 from typing import Annotated, ClassVar
 
@@ -8,15 +8,15 @@ from diloco.pipeline.messages.wire import MAX_TENSORS, Count, Digest, Message, N
 
 StateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
 MAX_STATE_NAMES = 16
+# Learners do not ask for more than this: the transfer would take longer than anybody waits, and would fill the bus.
 MOST_OFFERED_BYTES = 10**9
-"""Moments of more are nobody's to ask for: they would be on the way for longer than anybody waits, and fill the bus."""
 
 
 class OptimizerKind(Message):
-    """What an inner optimizer keeps for each parameter it trains. Only equals can use each other's moments."""
+    """The state that an inner optimizer keeps for each parameter. Moments can be shared only between equal kinds."""
 
     optimizer: Text
-    """Its class."""
+    """Class name of the optimizer."""
     moments: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES, fail_fast=True)]
     """Names of the tensors shaped like the parameter, sorted."""
     numbers: Annotated[tuple[StateName, ...], Field(max_length=MAX_STATE_NAMES, fail_fast=True)]
@@ -24,17 +24,17 @@ class OptimizerKind(Message):
 
 
 class MomentsWish(Message):
-    """A learner asks for a peer's moments."""
+    """A learner's request for a peer's moments."""
 
     max_bytes: ClassVar[int] = 2**14
 
     learner: PartyId
     kind: OptimizerKind
-    """Others are of no use to it."""
+    """The only kind that the learner can use."""
 
 
 class MomentsOffer(Message):
-    """A complete upload of one learner's moments, for those that join. Float32, one payload a fragment and moment."""
+    """A complete upload of one learner's moments for joining learners: float32, one payload per fragment and moment."""
 
     max_bytes: ClassVar[int] = 16 * 2**20
     max_parts: ClassVar[int] = 2 * MAX_STATE_NAMES
@@ -48,8 +48,8 @@ class MomentsOffer(Message):
         tuple[Annotated[tuple[FiniteFloat, ...], Field(max_length=MAX_TENSORS, fail_fast=True)], ...],
         Field(max_length=MAX_STATE_NAMES, fail_fast=True),
     ]
-    """For each name in `kind.numbers`, one value a tensor, in the spec's order."""
+    """For each name in `kind.numbers`, one value per tensor, in the spec's order."""
     steps: Count
     """Inner steps of the donor's incarnation."""
     began_unix_s: UnixSeconds
-    """When the donor's run began. Others of the same name have other parameters, and no use for its moments."""
+    """When the donor's run began. Another run of the same name has other parameters and cannot use these moments."""

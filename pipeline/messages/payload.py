@@ -1,4 +1,4 @@
-"""Wire types of payloads: the pieces in which they travel, and the updates that follow a global."""
+"""Wire types of payloads: the chunks in which they travel, and the updates that follow a global."""
 
 from typing import Annotated, ClassVar
 
@@ -27,25 +27,26 @@ class Chunk(Message):
     digest: Digest
     """xxh3-128 of `data`."""
     total: Digest | None
-    """On the last chunk only: xxh3-128 over all chunk digests in order, the payload's digest."""
+    """Set on the last chunk only: xxh3-128 over all chunk digests in order, which is the payload's digest."""
 
 
 class Update(Message):
-    """An outer step as it lies on the bus, quantized: the values at its base less what it says are the next ones."""
+    """A quantized outer step on the bus: subtracting it from the values at its base gives the next values."""
 
     payload: Text
-    """Its key."""
+    """Key of the payload."""
     chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)]
     base: Digest
-    """Of the values from which it leads on."""
+    """Digest of the values that the update is applied to."""
     averaged: bool
-    """It only averaged learners: no momentum is left after it."""
+    """True if the outer step only averaged learners: no momentum is left after it."""
     merged: Text = ""
-    """Key of the pseudogradient, quantized, in as many chunks: by it the momentum goes on. "": the update tells it."""
+    """Key of the quantized pseudogradient, in as many chunks, from which the next momentum is computed. "" if the
+    momentum can be computed from the update itself."""
 
     @property
     def payloads(self) -> tuple[str, ...]:
-        """Keys of what lies on the bus of it, each in `chunks`."""
+        """Keys of the update's payloads, each of `chunks` chunks."""
         return (self.payload, self.merged) if self.merged else (self.payload,)
 
 

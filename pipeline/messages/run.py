@@ -1,4 +1,4 @@
-"""Wire types of a run: its state, its learners' reports, events, evaluations, the upload of version 0."""
+"""Wire types of a run: its state, its learners' reports, its events and evaluations, and the upload of version 0."""
 
 from enum import StrEnum
 from typing import Annotated, ClassVar
@@ -35,18 +35,18 @@ class InitialUpload(Message):
     learner: PartyId
     nonce: Nonce
     began_unix_s: UnixSeconds | None = None
-    """When the run began that these values are of; None: they are a fresh model's."""
+    """When the run that trained these values began; None: they are a fresh model's."""
     tokens: Count = 0
-    """Trained in that run, as far as this learner knows."""
+    """Tokens trained in that run, as far as this learner knows."""
     merged_tokens: Count = 0
-    """Of these, tokens merged into the values."""
+    """The part of `tokens` that was merged into the values."""
 
 
 class LearnerReport(Message):
-    """A learner's last word about itself; one per incarnation, kept for the run."""
+    """A learner's last report about itself; one per incarnation, kept for the whole run."""
 
     max_bytes: ClassVar[int] = 2**16
-    """Also in `write_report.lua`, which unpacks nothing larger."""
+    """`write_report.lua` repeats this number and unpacks nothing larger."""
 
     learner: PartyId
     incarnation: Nonce
@@ -54,9 +54,10 @@ class LearnerReport(Message):
     tokens: Count
     """Tokens that this incarnation has trained in the part of the run that `part_unix_s` names."""
     overwritten: TokenElements
-    """Token-elements (tokens x elements of the fragment, summed) trained past a snapshot and replaced."""
+    """Token-elements (tokens x elements of the fragment, summed) trained after a snapshot and lost when the adopted
+    global replaced them."""
     published: TokenElements
-    """Token-elements in deltas of this incarnation; of several on one base, the most."""
+    """Token-elements in this incarnation's deltas; of several deltas on one base, only the largest counts."""
     versions: Annotated[tuple[Adopted, ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     """Adopted version of each fragment; -1 before the first."""
     loss: Loss | None
@@ -65,8 +66,8 @@ class LearnerReport(Message):
     """Smoothed compute step time."""
     step_s_median: StepSeconds
     blocked_s: Seconds
-    """Time the training thread has spent inside `Learner.step`. What other threads of the learner take from it, by the
-    interpreter's lock and on its core, is not in here: `diloco bench cost` measures that too."""
+    """Time the training thread has spent inside `Learner.step`. It leaves out the time that the learner's other threads
+    take from training through the GIL and the shared core; `diloco bench cost` measures that too."""
     wall_s: Seconds
     """Time since the first step."""
     left: bool
@@ -74,23 +75,24 @@ class LearnerReport(Message):
     host: Shown
     device: Shown
     number: Count = 0
-    """Counts this incarnation's reports, so that an older one never replaces a newer."""
+    """Number of this report within the incarnation, so that an older report never replaces a newer one."""
     outages: Count = 0
-    """Calls to the bus that failed: it may have lost what it had acknowledged."""
+    """Number of failed calls to the bus: after each the bus may have lost writes that it had acknowledged."""
     threads: tuple[Count, Count] = (0, 0)
-    """Torch threads that train on the CPU, and cores that they may use; zeros where another device trains."""
+    """(Torch threads that train on the CPU, cores that they may use); zeros if another device trains."""
     generation: Count = 0
-    """How many have had this learner's id, this incarnation included, at least: the greatest one holds it."""
+    """Lower bound on the number of incarnations that have had this learner's id, this one included. The greatest
+    generation holds the id."""
     pull_s: StepSeconds = 0.0
-    """Smoothed time from its first sight of a head to that global pulled, of a fragment of mean size; 0: it has pulled
-    none since it joined."""
+    """Smoothed time from the first sight of a head to its pulled global, for a fragment of mean size; 0 if the learner
+    has pulled none since it joined."""
     ranks: Annotated[int, Field(ge=1, le=2**20)] = 1
-    """Processes that train as this learner."""
+    """Number of processes that train together as this learner."""
     moments: Annotated[str, Field(pattern=r"^[a-z]{0,16}$")] = ""
-    """Where its optimizer's came from, as `Learner.recovered`; "": it has not said."""
+    """Source of the optimizer's moments, with the values of `Learner.recovered`; "" if not yet reported."""
     part_unix_s: UnixSeconds | None = None
-    """`RunState.started_unix_s` of the part of the run that tokens, overwritten and published are of; None: it has
-    seen no state of the run yet."""
+    """`RunState.started_unix_s` of the part of the run to which tokens, overwritten and published belong; None if the
+    learner has seen no state of the run yet."""
 
 
 class SeenReport(Message):
@@ -100,12 +102,12 @@ class SeenReport(Message):
     age_s: Seconds
 
     def counts_in(self, state: "RunState | None") -> bool:
-        """Whether its tokens are of this part of the run: those of an earlier part are in the state's already."""
+        """Return whether its tokens belong to this part of the run; the state already has those of earlier parts."""
         return state is None or self.report.part_unix_s in (None, state.started_unix_s)
 
 
 class Evaluation(Message):
-    """Held-out loss of the global parameters (not of one learner's)."""
+    """Held-out loss of the global parameters (not of one learner's parameters)."""
 
     loss: Loss
     """Nats per token."""
@@ -114,14 +116,14 @@ class Evaluation(Message):
     versions: Annotated[tuple[Adopted, ...], Field(max_length=MAX_FRAGMENTS, fail_fast=True)]
     unix_s: UnixSeconds
     elapsed_s: Seconds
-    """Since the run's first step."""
+    """Seconds since the run's first step."""
     final: bool
 
 
+# Events of a learner: Redis lacks the scripts that it calls, and Redis has them again.
 SCRIPTS_MISSING, SCRIPTS_FOUND = "scripts_missing", "scripts_found"
-"""Events of a learner that does not find the scripts at Redis that it calls, and that does again."""
+# Event: a server that had none of the run's keys has some now, because it has taken over or was restarted.
 REDIS_CHANGED = "redis_changed"
-"""Event: a server has some of the run's keys that had none: another one has taken over, or one was restarted."""
 
 
 class Event(Message):
@@ -136,7 +138,7 @@ class Event(Message):
 
 
 class Phase(StrEnum):
-    """A run only moves forward through these."""
+    """The phases of a run, in order; a run moves only forward through them."""
 
     RUNNING = "running"
     DRAINING = "draining"
@@ -147,28 +149,29 @@ class Phase(StrEnum):
 
     @property
     def rank(self) -> int:
-        """Order: a state of lower rank never replaces one of higher rank."""
+        """Position of the phase: a state of lower rank never replaces one of higher rank."""
         return list(Phase).index(self)
 
 
 def moment(unix_s: float) -> str:
-    """'2026-01-31 12:00:00 UTC'."""
+    """Format a time like '2026-01-31 12:00:00 UTC'."""
     return f"{np.datetime64(int(unix_s), 's')} UTC".replace("T", " ", 1)
 
 
 class RunState(Message):
-    """Where the run stands; written by the lead syncer (owner of fragment 0), or to ask for a drain."""
+    """The state of the run; written by the lead syncer (owner of fragment 0), or by anyone who asks for a drain."""
 
     phase: Annotated[Phase, Field(strict=False)]
     tokens: Count
     """Trained tokens of all learners, earlier parts of a resumed run included."""
     base_tokens: Count
-    """Of those, tokens trained before this run was resumed."""
+    """The part of `tokens` that was trained before this run was resumed."""
     base_merged: Count = 0
-    """Of these, tokens merged."""
+    """The part of `base_tokens` that was merged."""
     base_overwritten: TokenElements = 0
+    """Token-elements overwritten in the earlier parts of the run."""
     base_rejected: TokenElements = 0
-    """Of the earlier parts, both in token-elements."""
+    """Token-elements rejected in the earlier parts of the run."""
     budget_tokens: Count
     started_unix_s: UnixSeconds
     reason: Text
@@ -176,43 +179,46 @@ class RunState(Message):
     """Once finished: (version, digest) of every fragment."""
     samples: Samples = ()
     liveness_s: Seconds | None = None
-    """A learner not heard from for this long is not waited for; None: the lead has not said yet."""
+    """Time without a report after which a learner is not waited for; None until the lead has set it."""
     checkpoint: Annotated[str, Field(pattern=r"^(checkpoint-[0-9]{1,19}-[0-9a-f]{8})?$")] = ""
     """Name of the checkpoint that was begun last: syncers save their fragments in a folder of this name."""
     problem: Text = ""
-    """What the lead cannot write to a disk or a store, in words; "": it can."""
+    """Description of what the lead cannot write to a disk or a store; "" if there is no problem."""
     origin_unix_s: UnixSeconds | None = None
-    """Of a resumed run: when its first part began. What learners saved in any of its parts is their own."""
+    """When the first part of a resumed run began. Learners may load what they saved in any part of the run."""
 
     set_aside: Count = 0
-    """Of `tokens`, those of learners whose deltas are not finite, again and again: they bring the run no further."""
+    """The part of `tokens` from learners whose deltas are repeatedly not finite: it does not count for the budget."""
 
     @property
     def counted_tokens(self) -> int:
-        """Those that do: of the budget."""
+        """Number of tokens that count for the budget."""
         return max(0, self.tokens - self.set_aside)
 
     @property
     def began_unix_s(self) -> float:
-        """When the run's first part began: other runs of the same name have another."""
+        """When the run's first part began; it distinguishes runs of the same name."""
         return self.origin_unix_s or self.started_unix_s
 
     def is_done(self, budget_tokens: int | None) -> bool:
-        """Whether the run is finished, and no larger budget than it has trained is given; None: none is."""
+        """Return whether the run is finished and `budget_tokens` (None: no budget given) does not extend it."""
         return self.phase is Phase.FINISHED and (budget_tokens or 0) <= self.counted_tokens
 
     @property
     def has_merged(self) -> bool:
-        """Whether its heads have trained values: by what syncers have seen, not by what learners say."""
+        """True if the heads have trained values, by what syncers have measured rather than by what learners claim."""
         return self.base_tokens > 0 or any(merged for _, _, merged in self.samples)
 
     def check_same_run(self, known: "RunState | None", name: str, has: str) -> None:
-        """See that this is the run that a party has known until now.
+        """Check that this is the run that a party has known until now.
 
-        known: its state as that party last saw it; None: it has seen none. has: what that party has of it, in words.
+        Args:
+            known: the state as that party last saw it; None if it has seen none.
+            name: of the run.
+            has: what that party has of the known run, in words for the message.
 
         Raises:
-            RunReplaced: it is another one.
+            RunReplaced: it is another run.
         """
         if known is not None and self.began_unix_s != known.began_unix_s:
             raise RunReplaced(
@@ -223,5 +229,5 @@ class RunState(Message):
             )
 
     def same_part(self, other: "RunState") -> bool:
-        """Whether both are of one run that was neither extended nor begun anew in between."""
+        """Return whether both states are of one run that was neither extended nor begun anew in between."""
         return (self.started_unix_s, self.budget_tokens) == (other.started_unix_s, other.budget_tokens)

@@ -8,18 +8,18 @@ from diloco.pipeline.messages.wire import Count, Message, Text
 
 
 class DataOrder(Message):
-    """What the blocks of an epoch are: all learners of a run have the same ones in the same order."""
+    """The definition of an epoch's blocks: all learners of a run have the same blocks in the same order."""
 
     max_bytes: ClassVar[int] = 2**10
 
     length: Annotated[Count, Field(ge=1)]
     """Blocks in an epoch."""
     seed: Count | None
-    """With the epoch it gives the permutation of range(length) that blocks are. None: the learners see to that."""
+    """Seed that, with the epoch, gives the permutation of range(length). None: the learners order the blocks."""
 
 
 class Shard(Message):
-    """A piece of an epoch: blocks [start, stop) of the epoch's permutation of the data's blocks."""
+    """A range of an epoch: blocks [start, stop) of the epoch's permutation of the data's blocks."""
 
     max_bytes: ClassVar[int] = 2**10
 
@@ -30,17 +30,17 @@ class Shard(Message):
 
 
 class ClaimedShard(Message):
-    """A shard in a learner's hands."""
+    """A shard that a learner holds."""
 
     entry_id: Text
     shard: Shard
     position: Count
-    """Blocks of it already read by an earlier holder, as last saved."""
+    """Number of its blocks that earlier holders have read, as last saved."""
 
 
 class ShardQueue(Message):
-    """The work queue as a checkpoint keeps it: shards not yet acknowledged, with their positions."""
+    """The work queue in a checkpoint: the shards not yet acknowledged, with their positions."""
 
     epochs: Count
-    """Epochs put on the queue so far."""
+    """Number of epochs queued so far."""
     open: Annotated[tuple[tuple[Shard, int], ...], Field(fail_fast=True)]

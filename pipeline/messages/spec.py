@@ -1,4 +1,4 @@
-"""The spec: what all parties of a run agree on, proposed by its first learner and set once. Frozen wire types."""
+"""The spec: the layout and settings that all parties of a run share, set once by its first learner. Wire types."""
 
 import math
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ from diloco.pipeline.messages.wire import (
 
 
 class TensorSpec(Message):
-    """One tensor of the model, or some rows of it: where they live and how they are merged."""
+    """One tensor of the model, or some of its rows: the fragment it belongs to and how it is merged."""
 
     name: Text
     shape: Annotated[tuple[Annotated[int, Field(ge=0, le=2**40)], ...], Field(max_length=MAX_DIMS, fail_fast=True)]
@@ -41,38 +41,38 @@ class TensorSpec(Message):
     rule: MergeRule
     fragment: FragmentId
     matrix: bool = False
-    """Whether an outer step orthogonalises it (`workers.parameters.tensor_table`)."""
+    """True if an outer step may orthogonalise it (`workers.parameters.tensor_table`)."""
     rows: tuple[Annotated[int, Field(ge=0)], Annotated[int, Field(le=2**40)]] | None = None
-    """[first, last) of the whole tensor's first dimension; None: all of it (`pipeline.fragments.level`)."""
+    """[first, last) of the whole tensor's first dimension; None: the whole tensor (`pipeline.fragments.level`)."""
 
     @property
     def by_rows(self) -> bool:
-        """Whether merge and outer step take each row by itself: then its rows may be in several fragments."""
+        """True if merge and outer step treat each row independently, so that several fragments may share the tensor."""
         return self.rule in BY_ROWS and not self.matrix and len(self.shape) > 0
 
     @property
     def whole(self) -> "TensorSpec":
-        """The whole tensor, wherever it lies: equal for all its parts, and in all layouts."""
+        """The spec of the whole tensor without its place: equal for all its parts, and in all layouts."""
         return self.model_copy(update={"rows": None, "fragment": 0})
 
     @property
     def part(self) -> str:
-        """Its name, with its rows where it is a part: `embedding.weight[0:1000]`."""
+        """The tensor's name, with its rows if this is a part of it: `embedding.weight[0:1000]`."""
         return self.name if self.rows is None else f"{self.name}[{self.rows[0]}:{self.rows[1]}]"
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Shape of what is here: `shape`, or that of these rows."""
+        """Shape of this part: `shape` with the first dimension limited to `rows`."""
         return self.shape if self.rows is None else (self.rows[1] - self.rows[0], *self.shape[1:])
 
     @property
     def elements(self) -> int:
-        """Number of elements that are here."""
+        """Number of elements in this part."""
         return math.prod(self.held)
 
 
 class SyncSpec(Message):
-    """The protocol's constants, equal for all parties (paper, settings of the experiments; arXiv:2604.21428)."""
+    """The protocol's constants, equal for all parties (settings of the paper's experiments, arXiv:2604.21428)."""
 
     fragments: Annotated[int, Field(ge=1, le=MAX_FRAGMENTS)]
     sync_interval: Annotated[int, Field(ge=1, le=MOST_STEPS)]
@@ -91,35 +91,36 @@ class SyncSpec(Message):
     doubling: Annotated[int, Field(ge=1, le=10**6)]
     """Outer steps of each fragment after which a growing interval doubles."""
     outer_warmup: Annotated[int, Field(ge=0, le=10**6)]
-    """Outer steps of each fragment that only average (`syncer.merging.outer.outer_at`)."""
+    """First outer steps of each fragment, which only average (`syncer.merging.outer.outer_at`)."""
     weights: WeightsName
     global_codec: GlobalCodec
-    """What learners pull (`pipeline.transfer.global_formats`)."""
+    """Format of the globals that learners pull (`pipeline.transfer.global_formats`)."""
     key_frame_interval: Annotated[int, Field(ge=1, le=MAX_UPDATES)]
-    """Outer steps of each fragment between two key frames, where globals are updates."""
+    """Outer steps of each fragment between two key frames, if globals are sent as updates."""
     outer: OuterName
     delta_clip: Annotated[float, Field(ge=0, le=1e6)]
-    """Deltas are merged as if they were so many times the window's median norm at most; 0: as long as they are."""
+    """Upper bound on a delta's norm, in multiples of the window's median norm: longer deltas are scaled down. 0: no
+    bound."""
     stretch: bool = True
-    """Whether an interval is made longer where round trips take long (`ramps.stretched`)."""
+    """True if the interval grows when round trips take long (`ramps.stretched`)."""
 
 
 class Wanted(Message):
-    """Settings that a syncer was given which waits for a run's first learner: that one proposes them."""
+    """Settings published by a syncer that waits for a run's first learner, which proposes them in its spec."""
 
     max_bytes: ClassVar[int] = 2**12
 
     sync: Annotated[dict[str, str | int | float | bool], Field(max_length=64)]
-    """By name, as `pipeline.settings.SyncSettings` has them."""
+    """Values by name of the fields of `pipeline.settings.SyncSettings`."""
 
 
 def frozen_head(shape: tuple[int, ...], dtype: str) -> bytes:
-    """What the digest of a frozen parameter begins with, before its values. dtype: in torch's words, `torch.bool`."""
+    """Return the bytes that are hashed before a frozen parameter's values. dtype: torch's name, e.g. `torch.bool`."""
     return f"{shape} {dtype}".encode()
 
 
 class Spec(Message):
-    """What all parties of a run agree on; proposed by the first learner, set once."""
+    """The layout and settings that all parties of a run share; proposed by the first learner and set once."""
 
     max_bytes: ClassVar[int] = 64 * 2**20
     max_parts: ClassVar[int] = 4 * MAX_TENSORS + 16
@@ -130,17 +131,17 @@ class Spec(Message):
     sync: SyncSpec
     tensors: Annotated[tuple[TensorSpec, ...], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
     trainer: Annotated[dict[str, str | int | float | bool | None], Field(max_length=64)]
-    """Settings of the built-in trainer (model, data, seed ...): opaque to the syncer, equal for learners."""
+    """Settings of the built-in trainer (model, data, seed ...): opaque to the syncer, equal for all learners."""
     frozen: Annotated[tuple[tuple[Text, Digest], ...], Field(max_length=MAX_TENSORS, fail_fast=True)] | None = None
-    """Digest of each frozen parameter by name (`workers.checks.frozen_digests`), equal for learners; the syncer ignores
-    it.
-    None: not agreed on, as the first learner asked (`same_frozen=False`)."""
+    """Digest of each frozen parameter by name (`workers.checks.frozen_digests`), equal for all learners; the syncer
+    ignores it. None: learners may differ, as the first learner asked (`same_frozen=False`)."""
 
     @model_validator(mode="after")
     def _fragments_are_filled(self) -> Self:
-        """Every fragment 0..P-1 has elements, not too many to send, of average-only tensors or of others.
+        """Check the layout.
 
-        Every tensor has a name of its own, and every row of it is there once.
+        Every fragment 0..P-1 must have elements, but no more than can be sent, and must not mix average-only tensors
+        with others. Tensor names must be unique, and every row of a tensor must occur exactly once.
         """
         elements = [0] * self.sync.fragments
         averaged: dict[int, bool] = {}
@@ -169,7 +170,11 @@ class Spec(Message):
 
 
 def _check_parts(parts: Iterable[TensorSpec]) -> None:
-    """Whether the parts of each tensor are its rows from the first to the last one, in their order."""
+    """Check that the parts of each tensor are all its rows, in order and without gaps.
+
+    Raises:
+        ValueError: they are not, or the tensor is not merged by rows.
+    """
     first: dict[str, TensorSpec] = {}
     reached: dict[str, int] = {}
     for part in parts:

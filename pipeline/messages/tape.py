@@ -24,7 +24,7 @@ from diloco.pipeline.messages.wire import (
 
 
 class RefusalReason(StrEnum):
-    """Why a delta was refused (typed, so that it can be counted)."""
+    """Reason why a delta was refused (an enum, so that refusals can be counted)."""
 
     WRONG_LAYOUT = "wrong_layout"
     NON_FINITE = "non_finite"
@@ -53,17 +53,17 @@ class Contribution(Message):
     tokens: Count
     weight: Annotated[float, Field(ge=0, le=1)]
     norm: Measure
-    """L2 norm of the whole delta, as it was sent."""
+    """L2 norm of the whole delta before any scaling."""
     rebased: bool = False
-    """It was stale, and merged as measured from the version that it was merged into."""
+    """True if the delta was stale and was rebased: measured from the version into which it was merged."""
     factor: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """What it was multiplied by, since it was much longer than the window's others (`SyncSpec.delta_clip`)."""
+    """Factor that scaled the delta; below 1 if it was much longer than the window's others (`SyncSpec.delta_clip`)."""
     cosine: Annotated[float, Field(ge=-1, le=1)] | None = None
-    """With the window's others (`syncer.merging.cosine`); None: there were none."""
+    """Cosine with the window's other deltas (`syncer.merging.cosine`); None if there were none."""
 
 
 class Committed(Message):
-    """A merge, in the order in which its contributions were summed: enough to replay it."""
+    """A merge, with its contributions in the order in which they were summed: enough to replay it."""
 
     kind: Literal["committed"] = "committed"
     fragment: FragmentId
@@ -81,9 +81,9 @@ class Committed(Message):
     syncer: PartyId
     unix_s: UnixSeconds
     interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
-    """Sync interval of the base that was merged into, as its head said it."""
+    """Sync interval in the head of the base version."""
     began_unix_s: UnixSeconds | None = None
-    """Of initial parameters and a checkpoint's: when their run began, which tells it from others of its name."""
+    """For initial parameters and checkpoints only: when their run began, which distinguishes runs of the same name."""
 
     @classmethod
     def installed(
@@ -97,7 +97,7 @@ class Committed(Message):
         unix_s: float,
         began_unix_s: float | None = None,
     ) -> "Committed":
-        """A version that no merge made: initial parameters, a checkpoint's, or one that was put back."""
+        """Return the record of a version that no merge made: initial parameters, a checkpoint, or a restored head."""
         return cls(
             fragment=fragment,
             version=version,
@@ -117,7 +117,7 @@ class Committed(Message):
 
 
 class Rejected(Message):
-    """A delta that was refused, once and for all."""
+    """The final refusal of a delta."""
 
     kind: Literal["rejected"] = "rejected"
     fragment: FragmentId
@@ -129,12 +129,12 @@ class Rejected(Message):
     steps: int
     tokens: int
     lost_tokens: Count
-    """Tokens of the fragment lost by it (0 where another delta of the same training was merged)."""
+    """Tokens of the fragment that the refusal loses (0 if another delta of the same training was merged)."""
     reason: Annotated[RefusalReason, Field(strict=False)]
     detail: Text
     unix_s: UnixSeconds
     last_told: bool = False
-    """Further ones of this learner may be in the head's sum alone: the tape tells no more of them in this window."""
+    """True if this is the learner's last refusal on the tape in this window; the head's totals count further ones."""
 
     @classmethod
     def of(
@@ -147,7 +147,13 @@ class Rejected(Message):
         detail: str,
         unix_s: float,
     ) -> "Rejected":
-        """The record of a refused delta; no header: its bytes did not decode. head: (fragment, version)."""
+        """Return the record of a refused delta.
+
+        Args:
+            header: of the delta; None if its bytes did not decode.
+            head: (fragment, version).
+            lost_tokens, reason, detail, unix_s: see the fields; the detail is cut to 500 characters.
+        """
         return cls(
             fragment=head[0],
             version=head[1],
@@ -165,7 +171,7 @@ class Rejected(Message):
 
 
 class WindowChanged(Message):
-    """A window opened, or opened again with the next attempt: wakes the learners that may follow."""
+    """A window opened, or opened again with the next attempt. The record wakes the learners that may join it."""
 
     kind: Literal["window"] = "window"
     fragment: FragmentId
@@ -176,7 +182,7 @@ class WindowChanged(Message):
 
 
 class Rewound(Message):
-    """The bus came back at an earlier state than its owner had seen, or without the head, which was put back."""
+    """The bus came back with an earlier head than the owner had seen, or without one, and the owner restored it."""
 
     kind: Literal["rewound"] = "rewound"
     fragment: FragmentId

@@ -1,10 +1,9 @@
-"""What all wire types are made of: the base of messages with its bounds, and bounded field types. Pure.
+"""The base of all wire types: the message class with its bounds, and bounded field types. Pure.
 
-The messages lie beside it by what they are about: `spec`, `delta`, `payload`, `head`, `run`, `tape`, `moments` and
-`shards`. They are frozen. Every bound that a peer's
-bytes must keep stands there, as a field constraint. A message is msgpack of its field dict: `codec.encode` and
-`codec.decode` are the only way in and out. Units are in the names. Digests are xxh3-128 (16 bytes): integrity, no
-defence against forgery.
+The messages are in the neighbouring modules, by subject: `spec`, `delta`, `payload`, `head`, `run`, `tape`, `moments`
+and `shards`. They are frozen. Every bound on a peer's input is a field constraint there. A message is encoded as the
+msgpack of its field dict; `codec.encode` and `codec.decode` are the only way in and out. Units are in the names.
+Digests are xxh3-128 (16 bytes): they protect integrity, but are no defence against forgery.
 """
 
 import math
@@ -17,16 +16,16 @@ from pydantic_core import PydanticCustomError
 from diloco.pipeline.errors import OtherFormat
 from diloco.pipeline.view.merged_share import MOST_SAMPLES
 
+# The wire format covers messages, keys and scripts. All parties of a run must have the same number, so a change to any
+# of them must raise it (`tests/recorded`).
 FORMAT = 1
-"""The wire format: what messages, keys and scripts are. All parties of a run have the same number; whoever changes one
-of these raises it (`tests/recorded`)."""
 
 
 def spoken(said: object) -> object:
-    """The wire format of this build.
+    """Return `said` if it is the wire format of this build.
 
     Raises:
-        OtherFormat: it is another one; says both and how the run goes on.
+        OtherFormat: it is another one; the message names both and how the run can go on.
     """
     if type(said) is not int or said != FORMAT:
         raise OtherFormat(
@@ -37,41 +36,41 @@ def spoken(said: object) -> object:
     return said
 
 
+# Measured on two busy cores: 1,024 fragments join within 30 s; with 4,096 the syncer was so busy that leases lapsed.
 MAX_FRAGMENTS = 1024
-"""So many join within 30 s on two busy cores. With 4,096 a syncer had so much to do there that its leases lapsed."""
 MAX_LEARNERS = 4096
 MAX_TENSORS = 100_000
+# Dimensions of a tensor.
 MAX_DIMS = 16
-"""Of a tensor."""
 MAX_TEXT_CHARS = 512
 MAX_CHUNKS = 10**6
+# Inner steps between two syncs, or steps that a sync may hide behind.
 MOST_STEPS = 10**6
-"""Inner steps between two syncs, or that one may hide behind."""
 MAX_UPDATES = 64
+# Longest lease: everything that a syncer holds expires within this time unless it is prolonged.
 MOST_LEASE_S = 3600
-"""What a syncer holds ends by then, unless it is prolonged."""
 MAX_CHUNK_BYTES = 16 * 2**20
+# Upper bound on what an encoded chunk has besides its data.
 CHUNK_EXTRA_BYTES = 256
-"""What an encoded chunk has besides its data, at most."""
 
+# Format of a delta's elements: floats, or quantized (`quantize`). Momentum is always fp32.
 Codec = Literal["bf16", "fp32", "int8", "int4"]
-"""How an element of a delta travels: as it is, or quantized (`quantize`). Momentum is always fp32."""
 
+# Format in which learners read globals: exact, rounded (`halves`), or as updates of the version before (`updates`).
+# Syncers always have the exact float32 values.
 GlobalCodec = Literal["fp32", "bf16", "int8"]
-"""How learners read globals: as they are, rounded (`halves`), or as updates of what they have (`updates`). Syncers have
-them in float32 in any case."""
 
 MAX_NAME_CHARS = 64
+# Names become folders and log files: a name of dots alone ("..") would point outside the folder meant for it.
 PARTY = r"[A-Za-z0-9._-]*[A-Za-z0-9_-][A-Za-z0-9._-]*"
-"""A name of dots alone would be a place outside of where its folder or log is to lie."""
 PartyId = Annotated[str, Field(pattern=f"^{PARTY}$", max_length=MAX_NAME_CHARS)]
 
 
 def party_name(name: str) -> str:
-    """The name of a run, a learner or a syncer, as a person gives it.
+    """Check the name of a run, a learner or a syncer as a user gives it, and return it.
 
     Raises:
-        ValueError: it cannot be one.
+        ValueError: it is not a valid name.
     """
     if len(name) > MAX_NAME_CHARS or not re.fullmatch(PARTY, name):
         raise ValueError(
@@ -80,8 +79,8 @@ def party_name(name: str) -> str:
     return name
 
 
+# A `PartyId` given by a user: it has the same rules, with an error message for people.
 PartyName = Annotated[str, AfterValidator(party_name)]
-"""A `PartyId` that a person gives."""
 Nonce = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
 Digest = Annotated[bytes, Field(min_length=16, max_length=16)]
 FragmentId = Annotated[int, Field(ge=0, lt=MAX_FRAGMENTS)]
@@ -101,19 +100,19 @@ def _to_wire(value: int, info: SerializationInfo) -> int | bytes:
     return value if info.mode == "json" or value <= MOST_TOKENS else value.to_bytes(ELEMENTS_BYTES, "big")
 
 
+# Tokens times the elements of a fragment, summed. Large models exceed msgpack's 64-bit integers, so values above
+# `MOST_TOKENS` are 16 bytes on the wire, big-endian.
 TokenElements = Annotated[
     int, Field(ge=0, le=MOST_ELEMENTS), BeforeValidator(_from_wire), PlainSerializer(_to_wire, return_type=int | bytes)
 ]
-"""Tokens times the elements of a fragment, summed: a large model soon has more of them than msgpack's integers hold.
-Those beyond `MOST_TOKENS` are 16 bytes on the wire, big-endian."""
+# More than three thousand years, yet small enough that sums and differences of times stay finite and precise floats.
 MOST_SECONDS = 1e11
-"""More than three thousand years, and far from where a float ends: a time plus or minus it is one."""
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS, allow_inf_nan=False)]
+# Duration of a step or a pull. It is bounded because windows compute their timeouts from what learners report.
 StepSeconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-"""Of a step or a pull. What windows are timed by has an end, whatever a learner says."""
 UnixSeconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
+# A norm or a rate, bounded so that its square and the sum of many are still finite floats.
 Measure = Annotated[float, Field(ge=0, le=1e60, allow_inf_nan=False)]
-"""A norm or a rate. The square of one, and the sum of many, is a float too."""
 MOST_LOSS = 1e9
 
 
@@ -121,21 +120,21 @@ def _loss(value: float) -> float:
     return math.copysign(math.inf, value) if abs(value) > MOST_LOSS else value
 
 
+# A diverging model's loss may be NaN or infinite; values beyond `MOST_LOSS` count as infinite.
 Loss = Annotated[float, AfterValidator(_loss)]
-"""Of a model that diverges it is NaN, infinite, or beyond `MOST_LOSS`, which counts as infinite."""
 Text = Annotated[str, Field(max_length=MAX_TEXT_CHARS)]
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Text for a terminal, which control characters might command: they become `?`, but for those `kept`."""
+    """Replace characters that a terminal might interpret as control characters by `?`, except those in `kept`."""
     return "".join(c if c.isprintable() or c in kept else "?" for c in text)
 
 
+# Text from a peer that is shown to people.
 Shown = Annotated[Text, AfterValidator(printable)]
-"""Text of a peer that people read."""
 
+# (Unix time, trained tokens, merged tokens) of the whole run in the last minutes, oldest first (`merged_share`).
 Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
-"""(Unix time, trained, merged tokens) of the whole run in the last minutes, oldest first (`merged_share`)."""
 
 
 def _first(said: object) -> object:
@@ -144,28 +143,29 @@ def _first(said: object) -> object:
     return said
 
 
+# Format number of a file; there has been one format so far. It must be exactly the integer 1, not `true` or 1.0.
 FirstFormat = Annotated[Literal[1], BeforeValidator(_first)]
-"""The number of a file's format, of which there has been one so far: exactly this number, not `true` or 1.0."""
 
+# How a tensor is merged: `syncer.algorithm.MERGE_RULES`.
 MergeRule = Literal["rda", "rda-row", "mean", "average", "variance"]
-"""How a tensor is merged: `syncer.algorithm.MERGE_RULES`."""
+# Rules that merge each row of a tensor independently.
 BY_ROWS: Final[frozenset[MergeRule]] = frozenset({"rda-row", "mean"})
-"""Rules that merge each row of a tensor by itself."""
+# Rules of average-only tensors (a model's buffers): the mean, at rate 1 and without momentum; "variance" never goes
+# below 0.
 AVERAGED: Final[frozenset[MergeRule]] = frozenset({"average", "variance"})
-"""Of average-only tensors, a model's buffers: the mean, at rate 1 and without momentum; "variance": never below 0."""
+# The run's merge setting; `fragments.merge_rule` derives each tensor's rule from it.
 MergeName = Literal["rda", "rda-row", "mean"]
-"""Which tensor has which rule: `fragments.merge_rule`."""
+# Merge weights: `syncer.algorithm.WEIGHTS`.
 WeightsName = Literal["tokens", "equal"]
-"""Merge weights: `syncer.algorithm.WEIGHTS`."""
+# The outer optimizer: `syncer.algorithm.OUTER`. Halley orthogonalises matrices; it needs a momentum and a second pass.
 OuterName = Literal["nesterov", "halley"]
-"""The outer optimizer: `syncer.algorithm.OUTER`. Halley's turns matrices, which needs a momentum and a second pass."""
 
 
 class Message(BaseModel):
     """Base of all wire types: immutable, exact types, unknown fields refused. Bytes are hex in its JSON form.
 
-    A message takes no more than `max_bytes`, and has no more than `max_parts` arrays and maps, of which no array is
-    longer than `max_items`: `codec` looks at all three before it makes anything of it.
+    A message is at most `max_bytes` long and has at most `max_parts` arrays and maps, and none of its arrays is longer
+    than `max_items`. `codec` checks all three limits before it builds any object.
     """
 
     max_bytes: ClassVar[int] = 2 * 2**20
