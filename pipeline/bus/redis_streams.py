@@ -1,6 +1,6 @@
-"""The bus on Redis 6.2 or newer, one node or a cluster; what each method promises stands in `ports`.
+"""The bus on Redis 6.2 or newer, on one node or a cluster; `ports` documents the contract of each method.
 
-Every step that is more than one command is a script under `redis/lua/` (see `_prelude.lua` for their rules).
+Every atomic step of more than one command is a script under `redis/lua/` (see `_prelude.lua` for their rules).
 """
 
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ from diloco.pipeline.bus.redis.shard_bus import RedisWorkQueue
 
 
 async def connect(url: str, run: str) -> "RedisBus":
-    """Reach a run on a Redis server or cluster.
+    """Connect to a run on a Redis server or cluster.
 
     Raises:
         UsageError: the URL is malformed, the login is refused, or the server is older than 6.2.
@@ -39,7 +39,7 @@ async def connect(url: str, run: str) -> "RedisBus":
 
 @asynccontextmanager
 async def open_bus(url: str, run: str) -> "AsyncIterator[RedisBus]":
-    """As `connect`; closed afterwards."""
+    """Connect to a run (see `connect`) and close the connection on exit."""
     bus = await connect(url, run)
     try:
         yield bus
@@ -63,4 +63,4 @@ class RedisBus(
     RedisWorkQueue,
     Bus,
 ):
-    """A run on Redis, made by `connect`: the sum of its parts, as `Bus` is. Their one state is `RedisConnection`'s."""
+    """A run on Redis, made by `connect`. All parts share the state of `RedisConnection`."""

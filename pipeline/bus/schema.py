@@ -377,8 +377,8 @@ _REFUSED = {refused_field(reason.value).encode(): reason.value for reason in Ref
 def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
     """Decode the head's hash; None if there is no hash, or one without a version.
 
-    A commit writes all fields at once, the version included. A hash without a version belongs to a server that lost the
-    head and has since received increments of single fields.
+    A commit writes all fields at once, the version included. A hash without a version is what remains if a server has
+    lost that write but kept later writes to single fields.
 
     Raises:
         BadMessage: another field is missing, or one does not decode.

@@ -1,4 +1,4 @@
-"""How the bus calls Redis: commands, scripts, pipelines and reads, each at the node that has its keys."""
+"""The calls of the bus to Redis: commands, scripts, pipelines and reads, each sent to the node that has its keys."""
 
 import asyncio
 import hashlib
@@ -22,20 +22,20 @@ from diloco.pipeline.bus.redis.redis_errors import refused, scripts_missing
 from diloco.pipeline.bus.redis.redis_url import Place
 from diloco.pipeline.errors import BusUnavailable, DilocoError, NotPermitted, Oversized
 
+# Time limits of one call; a blocking read has its `block_s` on top of its limit.
 CONTROL_S = 10.0
 BULK_S = 60.0
-"""Time limits of one call; a blocking read has its `block_s` on top of CONTROL_S."""
+# Poll interval for streams in several slots: one XREAD cannot block on keys of different slots.
 POLL_S = 0.2
-"""Between two looks at streams in several slots, which no one read can wait for."""
 
+# Keys or fields per round trip when all of them are visited.
 SCANNED = 1000
-"""Keys a round trip, where all are looked at."""
 
+# Largest reply with entries that learners wrote. If there is more, the `read_cut` script shortens it on the server.
 MOST_READ_BYTES = 2**24
-"""Of entries that learners wrote, in one reply: with more, they are looked at on the server."""
 
+# Position of a command's first key, if it is not the first argument.
 _KEY_AT = {"EVALSHA": 3, "EVAL": 3, "XINFO": 2}
-"""Where a command's first key stands, if it is not the first argument."""
 _KEYLESS = frozenset({"ACL", "CONFIG", "INFO", "KEYS", "SCRIPT EXISTS", "SCRIPT LOAD", "TIME"})
 
 
@@ -49,7 +49,7 @@ class Script:
 
 @cache
 def script(name: str) -> Script:
-    """A script of the `lua` folder behind the common prelude."""
+    """Return a script of the `lua` folder, with the common prelude before it."""
     folder = resources.files(__package__) / "lua"
     text = (folder / "_prelude.lua").read_text() + (folder / f"{name}.lua").read_text()
     return Script(text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
@@ -57,28 +57,28 @@ def script(name: str) -> Script:
 
 @cache
 def scripts() -> dict[str, Script]:
-    """All scripts by name."""
+    """Return all scripts by name."""
     names = sorted(path.name for path in (resources.files(__package__) / "lua").iterdir())
     return {name[:-4]: script(name[:-4]) for name in names if name.endswith(".lua") and not name.startswith("_")}
 
 
 def pairs(flat: Sequence[bytes]) -> dict[bytes, bytes]:
-    """A hash, of the names and values by turns that Redis gives it as."""
+    """Return a hash as a dict, from Redis's flat reply of alternating names and values."""
     return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def unix_ms(time: Sequence[bytes]) -> int:
-    """The server's, of its reply to TIME."""
+    """Return the server's Unix time in ms, from its reply to TIME."""
     return int(time[0]) * 1000 + int(time[1]) // 1000
 
 
 def to_ms(seconds: float) -> int:
-    """Milliseconds as Redis takes them: whole, and never 0, which would mean none or for ever."""
+    """Return whole milliseconds for Redis, at least 1: an expiry of 0 is refused or deletes, BLOCK 0 waits for ever."""
     return max(1, round(seconds * 1000))
 
 
 def key_of(command: Sequence[Any]) -> bytes | str | None:
-    """The first key of a command that the bus sends; None: it has none, and any node will do."""
+    """Return the first key of a command that the bus sends; None if it has no key, so that any node can serve it."""
     name = str(command[0])
     if name in _KEYLESS:
         return None
@@ -88,16 +88,15 @@ def key_of(command: Sequence[Any]) -> bytes | str | None:
 
 
 class RedisCalls:
-    """The ways to call a Redis server or cluster; made by `connecting.connect_calls`."""
+    """All kinds of calls to a Redis server or cluster; made by `connecting.connect_calls`."""
 
     def __init__(self, place: Place, nodes: Nodes) -> None:
         self.nodes = nodes
-        self.ahead_s = 0.0
-        """Of the server's clock, by that of this machine."""
+        self.ahead_s = 0.0  # the server's clock minus this machine's
         self._lanes = Lanes(place, nodes, self.ensure_scripts)
 
     async def info(self) -> BusInfo:
-        """The server, or all primaries of a cluster, about themselves; of one that is away, that it is."""
+        """Return what the server, or all primaries of a cluster, report; a node that is down becomes a warning."""
         told = await self.everywhere("INFO")
         there = {address: reply for address, reply in told.items() if not isinstance(reply, DilocoError)}
         nodes, known_replicas = list(there.values()), self.nodes.known_replicas
@@ -129,17 +128,22 @@ class RedisCalls:
         await self._lanes.close()
 
     def call(self, lane: Lane, limit_s: float, key: bytes | str | None = None) -> AbstractAsyncContextManager[Any]:
-        """A client of the node that has a key, for the time of one call; errors leave it translated."""
+        """Return a context manager for one call at the node that has a key.
+
+        It yields a redis-py client, and translates the errors that leave it.
+        """
         return self._lanes.call(lane, limit_s, self._lanes.node_of(key), key)
 
     async def everywhere(
         self, *command: Any, at: Collection[HostPort | None] | None = None, lane: Lane = "control"
     ) -> dict[HostPort | None, Any]:
-        """One command at each node that holds keys, or at those given; of a node that is away, the error.
+        """Send one command to each node that holds keys, or to those in `at`; return the reply of each.
+
+        The reply of a node that is down is the error.
 
         Raises:
-            BusUnavailable: all of them are away.
-            DilocoError: one refuses it.
+            BusUnavailable: all of them are down.
+            DilocoError: one refuses the command.
         """
 
         async def ask(address: HostPort | None) -> Any:
@@ -160,12 +164,12 @@ class RedisCalls:
         return dict(zip(nodes, replies, strict=True))
 
     async def command(self, *args: Any) -> Any:
-        """One command on the control lane."""
+        """Send one command on the control lane; return its reply."""
         async with self.call("control", CONTROL_S, key_of(args)) as client:
             return await client.execute_command(*args)
 
     async def script(self, name: str, keys: Sequence[str], *args: Any, lane: Lane = "control") -> list[Any]:
-        """Run a script; returns what it answered after OK."""
+        """Run a script; return what it answered after OK. If the node lacks the script, load it and try once more."""
         cluster_slots.one_slot(keys)
         command = ("EVALSHA", script(name).sha, len(keys), *keys, *args)
         node = self._lanes.node_of(keys[0])
@@ -177,25 +181,26 @@ class RedisCalls:
                 except rx.NoScriptError:
                     if last_try:
                         raise
-            # On this lane, which has reached the node: others may have connections to one that is silent.
+            # Load on the same lane, since its connection has just answered. Connections of other lanes may still lead
+            # to a server that this one has replaced and that is silent now.
             await self.ensure_scripts([node], lane)
         return self.answer(reply)
 
     async def ensure_scripts(self, nodes: Collection[HostPort | None] | None = None, lane: Lane = "control") -> None:
-        """Load the scripts that nodes lack, for all parties: some users may not load any.
+        """Load all scripts that nodes lack, other parties' included, since some users may not load any.
 
-        A server that was restarted has none, and a replica none of its primary's.
+        A restarted server has no scripts, and a promoted replica has none of its primary's.
 
-        nodes: None: all that hold keys. Those that are away are passed over.
+        nodes: None means all that hold keys. Nodes that are down are skipped.
 
         Raises:
-            ScriptsMissing: one lacks some, and this user may not load them.
+            ScriptsMissing: a node lacks some, and this user may not load them.
             DilocoError: none of them answers.
         """
         listed = list(scripts().values())
         try:
             told = await self.everywhere("SCRIPT EXISTS", *(one.sha for one in listed), at=nodes, lane=lane)
-        except NotPermitted:  # who runs no script, or a few: it is told at the call
+        except NotPermitted:  # this user runs few scripts or none; if one is missing, its call raises
             return
         for node, there in told.items():
             if isinstance(there, DilocoError):
@@ -207,11 +212,11 @@ class RedisCalls:
                         await client.execute_command("SCRIPT LOAD", one.text)
             except NotPermitted:
                 raise scripts_missing(self._lanes.where(node)) from None
-            except BusUnavailable:  # it was there a moment ago
+            except BusUnavailable:  # the node went down since the first command: skip it too
                 continue
 
     def answer(self, reply: Any, key: bytes | str | None = None) -> list[Any]:
-        """What a script answered after OK; raises what it answered else."""
+        """Return what a script answered after OK; raise the error that any other answer stands for."""
         if isinstance(reply, Exception):
             raise self._error(reply, key) from reply
         if reply[0] != b"OK":
@@ -222,18 +227,18 @@ class RedisCalls:
         return self._lanes.translate(error, self._lanes.node_of(key), key)
 
     def notice(self, replies: Iterable[Any], key: bytes | str | None) -> None:
-        """See what errors among replies say of who is primary."""
+        """Look in the error replies for signs that the primary has changed."""
         for reply in replies:
             if isinstance(reply, rx.ResponseError):
                 self._lanes.notice(reply, self._lanes.node_of(key))
 
     async def pipeline(self, lane: Lane, limit_s: float, commands: Iterable[Sequence[Any]]) -> list[Any]:
-        """Several commands in one round trip to each node, not atomic; errors are among the replies.
+        """Send several commands in one round trip to each node, not atomically; errors are among the replies.
 
-        A node that is away is an error in the place of each of its replies, and holds up none of the others.
+        If a node is down, each of its replies is the error; the other nodes are not held up.
 
         Raises:
-            DilocoError: all nodes are away.
+            DilocoError: all nodes are down.
         """
         listed = list(commands)
         if not self.nodes.cluster:
@@ -276,7 +281,10 @@ class RedisCalls:
     async def many(
         self, commands: Iterable[Sequence[Any]], but_for: type[Exception] | tuple[type[Exception], ...] = ()
     ) -> list[Any]:
-        """As `pipeline`, on the control lane; the first error among the replies is raised, `but_for` those."""
+        """Run a `pipeline` on the control lane and raise its first error reply.
+
+        but_for: types of errors that are returned among the replies instead.
+        """
         listed = list(commands)
         replies = await self.pipeline("control", CONTROL_S, listed)
         for command, reply in zip(listed, replies, strict=True):
@@ -285,7 +293,7 @@ class RedisCalls:
         return replies
 
     async def keys(self, pattern: str) -> AsyncIterator[list[bytes]]:
-        """All keys of a pattern, on all nodes, told in parts. Those that come or go meanwhile may be missed."""
+        """Yield the keys of all nodes that match a pattern, in parts; keys added or deleted meanwhile may be missed."""
         found = set[bytes]()
         for node in self.nodes.all():
             async with self._lanes.call("bulk", BULK_S, node) as client:
@@ -295,7 +303,7 @@ class RedisCalls:
             yield listed[first : first + SCANNED]
 
     async def hashes(self, keys: Iterable[str]) -> list[Mapping[bytes, bytes]]:
-        """Fields of hashes, in one round trip on the control lane; of one that is not there, none."""
+        """Return the fields of hashes, read in one round trip on the control lane; a missing hash has no fields."""
         commands = [("HGETALL", key) for key in keys]
         if self.nodes.cluster:
             return await self.many(commands)
@@ -304,21 +312,24 @@ class RedisCalls:
     async def timed_hashes(
         self, *keys: str, most_bytes: int = zero_copy.ANY_SIZE
     ) -> tuple[int, list[Mapping[bytes, bytes]]]:
-        """Fields of hashes in one slot, and the server's time in ms after them, in one round trip.
+        """Return the server's time in ms and the fields of hashes in one slot, read in one round trip.
 
-        Plain commands, each seeing the server a little later than the one before: whoever looks on needs no script.
+        The commands are plain, so that read-only users need no script. They are not atomic: each sees a slightly later
+        state than the one before, and the time is read last.
 
         Raises:
-            Oversized: they have more than `most_bytes`, all together.
+            Oversized: all replies together have more than `most_bytes`.
         """
         cluster_slots.one_slot(keys)
         *flat, time = await self.at_one_node([*(("HGETALL", key) for key in keys), ("TIME",)], keys[0], most_bytes)
         return unix_ms(time), list(map(pairs, flat))
 
     async def sift(self, key: str, name_bytes: int, value_bytes: int) -> tuple[dict[bytes, bytes], int]:
-        """Fields of a hash without those that are larger; how many of these went, which they do where this user may.
+        """Read a hash in bounded parts, for one that is too large to be read at once.
 
-        In parts, each bounded: for one that has more than can be read at once.
+        Returns:
+            Its fields without those that are larger than `name_bytes` or `value_bytes`; and how many of the larger ones
+            were deleted, which happens if this user has the right.
         """
         found, gone, cursor = dict[bytes, bytes](), 0, b"0"
         while True:
@@ -329,7 +340,7 @@ class RedisCalls:
                 return found, gone
 
     async def delete(self, key: str, names: Collection[bytes]) -> int:
-        """Delete fields of a hash, some at a time; how many there were."""
+        """Delete fields of a hash, some at a time; return how many existed."""
         listed, gone = sorted(names), 0
         for i in range(0, len(listed), SCANNED):
             gone += await self.command("HDEL", key, *listed[i : i + SCANNED])
@@ -338,10 +349,10 @@ class RedisCalls:
     async def at_one_node(
         self, commands: Sequence[Sequence[Any]], key: str | None, most_bytes: int = zero_copy.ANY_SIZE
     ) -> list[Any]:
-        """Replies as Redis gives them, of the node that has a key, in one round trip; the first error is raised.
+        """Send commands to the node that has a key in one round trip; return raw replies or raise the first error.
 
         Raises:
-            Oversized: they have more than `most_bytes`, all together.
+            Oversized: all replies together have more than `most_bytes`.
         """
         async with self.call("control", CONTROL_S, key) as client:
             replies = await zero_copy.send(client, commands, most_bytes)
@@ -353,7 +364,7 @@ class RedisCalls:
 
     @staticmethod
     def xread(cursors: Mapping[str, str], limit: int, block_s: float, lane: Lane) -> tuple[tuple[Any, ...], Lane]:
-        """The command, and the lane it belongs to."""
+        """Return an XREAD command and its lane: a blocking one has a lane of its own so that it holds up no other."""
         block = ("BLOCK", to_ms(block_s)) if block_s > 0 else ()
         command = ("XREAD", "COUNT", limit, *block, "STREAMS", *cursors, *cursors.values())
         return command, BLOCKING[lane] if block else lane
@@ -366,13 +377,16 @@ class RedisCalls:
         away: set[str] | None = None,
         value_bytes: int | None = None,
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
-        """XREAD: entries after the cursors, by key; waits up to `block_s` for the first.
+        """Return the entries after the cursors, by key (XREAD); wait up to `block_s` for the first.
 
         Args:
-            cursors, limit, block_s: which.
-            away: told the keys whose node did not answer. Without it that is an error if the others have nothing.
-            value_bytes: of values that learners write into streams of one slot: where there is very much, larger ones
-                are cut, to one byte more, and there may be fewer than `limit`.
+            cursors: key of a stream -> entry id.
+            limit: maximum number of entries of each stream.
+            block_s: how long to wait; 0 returns what exists now.
+            away: receives the keys whose node did not answer. If it is None, a silent node is an error unless the
+                others have entries.
+            value_bytes: largest valid value, for streams of one slot into which learners write. If the reply would be
+                very large, longer values are cut to `value_bytes` + 1, and there may be fewer than `limit` entries.
         """
         for cursor in cursors.values():
             schema.entry_id(cursor)
@@ -389,9 +403,9 @@ class RedisCalls:
     async def _read_slots(
         self, slots: Sequence[Mapping[str, str]], limit: int, block_s: float, away: set[str] | None
     ) -> list[tuple[str, list[tuple[str, bytes]]]]:
-        """A look at all slots in one round trip to each node, again and again until one has something.
+        """Poll the streams of all slots, with one round trip to each node, until one has entries or the time is over.
 
-        A node that is away hides what it has, and nothing else.
+        A node that is down hides only its own entries.
         """
         commands = [self.xread(cursors, limit, 0, "control")[0] for cursors in slots]
         now = asyncio.get_running_loop().time
@@ -420,7 +434,7 @@ class RedisCalls:
 
 
 def _entries(reply: Any) -> list[tuple[str, list[tuple[str, bytes]]]]:
-    """What XREAD answers, as it comes."""
+    """Convert Redis's raw reply to XREAD."""
     return [
         (key.decode(), [(at.decode(), fields[1] if fields else b"") for at, fields in entries])
         for key, entries in reply or ()
@@ -428,7 +442,7 @@ def _entries(reply: Any) -> list[tuple[str, list[tuple[str, bytes]]]]:
 
 
 def _parsed(reply: Any) -> list[tuple[str, list[tuple[str, bytes]]]]:
-    """The same after redis-py has read it."""
+    """Convert a reply to XREAD that redis-py has already parsed: fields are a dict."""
     return [
         (key.decode(), [(at.decode(), next(iter(fields.values()), b"")) for at, fields in entries])
         for key, entries in reply or ()

@@ -1,4 +1,4 @@
-"""The way to a Redis server or cluster: found, looked at, and refused in words where it cannot be used."""
+"""Connecting to a Redis server or cluster: discovery, checks, and clear errors for a server that cannot be used."""
 
 import asyncio
 import re
@@ -21,18 +21,18 @@ from diloco.pipeline.bus.redis.zero_copy import drop_all
 from diloco.pipeline.bus.tls import check_files
 from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, UsageError
 
+# Appended to errors of a server that refuses a party, or does not answer, at the party's start.
 DOCTOR = " (`diloco doctor` looks into it)"
-"""What errors end with of a server that refuses a party, or does not answer it at its start."""
+# How long to read from a server that closes connections: one that accepts none sends the reason before any command.
 REFUSED_S = 1.0
-"""How long a server that hangs up is listened to: one that takes no connection says why before it is asked."""
+# How long a new party waits for a primary that answers: sentinels need some seconds to replace one.
 NEXT_PRIMARY_S = 15.0
-"""How long whoever comes waits for a primary that answers: sentinels need some seconds to replace one."""
 
 
 async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
-    """Reach a Redis server or cluster; see `redis_streams.connect`.
+    """Connect to a Redis server or cluster; see `redis_streams.connect`.
 
-    hint: what the errors of a server that refuses, or does not answer, end with.
+    hint: appended to the error of a server that refuses or does not answer.
 
     Raises:
         UsageError: the URL is malformed, the login is refused, or the server is older than 6.2.
@@ -47,7 +47,7 @@ async def connect_calls(url: str, hint: str = DOCTOR) -> RedisCalls:
         raise type(error)(found, remedy, error.said) from None
     calls = RedisCalls(place, nodes)
     try:
-        with suppress(ScriptsMissing):  # the spec, say, can be read without
+        with suppress(ScriptsMissing):  # plain reads, e.g. of the spec, need no scripts
             await calls.ensure_scripts()
         calls.ahead_s = unix_ms(await calls.command("TIME")) / 1000 - time.time()
     except BaseException:
@@ -90,11 +90,12 @@ async def _nodes(place: Place) -> Nodes:
 
 
 async def _find_primary(sentinels: SentinelNodes, place: Place) -> None:
-    """Find who is primary, and that it answers; one that died a moment ago is waited out, until another one is.
+    """Find a primary that answers. If it has just died, wait up to NEXT_PRIMARY_S until another one has replaced it.
 
     Raises:
         UsageError: it cannot be used.
-        BusUnavailable: nobody is, or answers; `NoSentinel`: nobody knows.
+        BusUnavailable: there is no primary, or it does not answer.
+        NoSentinel: no sentinel answers.
     """
     failed: BusUnavailable | None = None
     try:
@@ -111,17 +112,17 @@ async def _find_primary(sentinels: SentinelNodes, place: Place) -> None:
                 except NoSentinel:
                     raise
                 except BusUnavailable as error:
-                    if error.remedy not in ("", IS_IT_THERE):  # it is there, and wants to be reached otherwise
+                    if error.remedy not in ("", IS_IT_THERE):  # it runs, but needs another kind of connection
                         raise
                     failed = error
                 await asyncio.sleep(LOOK_AGAIN_S)
     except TimeoutError:
-        assert failed is not None  # noqa: S101  # a look at sentinels and a connection take less
+        assert failed is not None  # noqa: S101  # one lookup and one connection take less than NEXT_PRIMARY_S
         raise BusUnavailable(failed.found, failed.remedy and TAKEN_PLACE, failed.said) from None
 
 
 async def _is_cluster(place: Place, address: HostPort | None) -> bool:
-    """Whether who answers there is of a cluster.
+    """Check that a usable Redis answers at an address; return whether it is a node of a cluster.
 
     Raises:
         UsageError: it cannot be used.
@@ -151,7 +152,10 @@ async def _is_cluster(place: Place, address: HostPort | None) -> bool:
 
 
 async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[HostPort]) -> DilocoError:
-    """A server, or a sentinel, that hangs up or is silent may want another kind of connection, and cannot say so."""
+    """Return a more helpful error for a server or sentinel that closes connections or is silent.
+
+    It may expect another kind of connection (TLS, no TLS, a client certificate), which its silence does not tell.
+    """
     tls, kind = is_tls(place.options), "+sentinel" if place.service else ""
     unavailable = isinstance(error, BusUnavailable)
     if unavailable and tls and any(await asyncio.gather(*(_says(one, b"PING\r\n", CONNECT_S) for one in asked))):
@@ -167,7 +171,7 @@ async def _hinted(error: DilocoError, where: str, place: Place, asked: Iterable[
 
 
 async def _says(address: HostPort, asked: bytes, within_s: float) -> str:
-    """What a Redis without TLS answers to a sign of life, or says unasked as it hangs up; "": there is none."""
+    """Send `asked` without TLS; return the first line if a Redis answers, or says why it hangs up; else ""."""
     try:
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_connection(*address)

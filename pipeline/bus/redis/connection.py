@@ -1,4 +1,4 @@
-"""The run's names and the way to the server: what all parts of the bus on Redis have. They have one state."""
+"""The base class of all parts of the bus on Redis: the run's keys and the connection, as one shared state."""
 
 import asyncio
 import math
@@ -15,19 +15,19 @@ from diloco.pipeline.clock import LoopClock
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.messages.spec import Spec
 
+# Least time between two warnings of the same event.
 WARN_S = 60.0
-"""Between two warnings of the same."""
 
 
 def held(answer: Any) -> bool:
-    """Whether a claim is held, by what the script said of it."""
+    """Return whether a claim is held, from the script's answer for one key; raise if that is an error."""
     if isinstance(answer, list):
         raise refused(answer)
     return bool(answer)
 
 
 class RedisConnection(Connection):
-    """The state of a bus on Redis."""
+    """The state of a bus on Redis: every part inherits it, so `RedisBus` has it once."""
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         self.keys = RunKeys(run)
@@ -44,10 +44,10 @@ class RedisConnection(Connection):
         return await self._redis.info()
 
     async def ensure_scripts(self) -> None:
-        """Check that the servers have all scripts; load what is missing, where this user may.
+        """Check that the servers have all scripts, and load missing ones if this user has the right.
 
         Raises:
-            ScriptsMissing: some are missing, and it may not.
+            ScriptsMissing: some are missing, and this user may not load them.
             BusUnavailable: there is no answer.
         """
         await self._redis.ensure_scripts()
@@ -56,15 +56,15 @@ class RedisConnection(Connection):
         await self._redis.close()
 
     def _warn(self, event: str, **said: object) -> None:
-        """In the log, at most once in a while."""
+        """Log a warning, at most once in WARN_S per event."""
         now = asyncio.get_running_loop().time()
         if now - self._warned_s.get(event, -math.inf) >= WARN_S:
             self._warned_s[event] = now
             structlog.get_logger().warning(event, **said)
 
     async def _propose(self, key: str, value: bytes) -> bytes:
-        """What a key holds: this value, if it held none."""
-        holds = await self._redis.command("GET", key)  # SETNX is refused where memory is short
+        """Set a key that has no value to this one; return the value that it has now."""
+        holds = await self._redis.command("GET", key)  # first, since SETNX is refused when memory is short
         if holds is None:
             _, holds = await self._redis.many([("SETNX", key, value), ("GET", key)])
         if holds is None:
@@ -72,7 +72,11 @@ class RedisConnection(Connection):
         return bytes(holds)
 
     async def _claim(self, key: str, nonce: str | bytes, ttl_s: float, most_s: float | None = None) -> bool:
-        """most_s: another's that would last for longer, or for ever, ends after `ttl_s`; None: that is the most."""
+        """Take an expiring key, or prolong it under the same nonce; return whether it is held.
+
+        most_s: if another's claim would last longer than this, or never expires, it is shortened to `ttl_s`. None:
+            `ttl_s` is the limit.
+        """
         (answer,) = await self._claim_all([key], nonce, ttl_s, most_s or ttl_s)
         return held(answer)
 

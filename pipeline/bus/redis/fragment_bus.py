@@ -1,6 +1,6 @@
-"""What is of one fragment on Redis, a class for each protocol: headers, payloads, head, tape, lease, owner's writes.
+"""The fragments on Redis, a class for each protocol: headers, payloads, heads, tapes, leases, and owner's writes.
 
-An owner's write is one script, which checks the lease and the head before it changes anything.
+Each owner's write is one script, which checks the lease and the head before it changes anything.
 """
 
 import asyncio
@@ -36,15 +36,15 @@ from diloco.pipeline.messages.tape import Rewound, WindowChanged
 from diloco.pipeline.messages.wire import MAX_NAME_CHARS, MOST_LEASE_S
 from diloco.pipeline.payload.codec import ChunkParts, Encoded, decode_tape, encode
 
+# Keys that one call of a script names at most.
 AT_ONCE = 2048
-"""Keys of one call."""
+# Upper bound on a reply with the names of as many learners as a run may have.
 SENDERS_BYTES = 2**20
-"""Of a reply with the names of all learners that a run may have, at most."""
 SENDERS_DROPPED = (
-    "the list of learners that offer deltas had this many names that are no learner's, or under which no delta is "
-    "pending: these are off it until they offer one. A run of more than 512 learners meets this where a fragment gets "
-    "another owner, and nothing is lost. If the run never had as many learners, somebody with a learner's password "
-    "makes them up: ACL DELUSER learner-NAME ends that"
+    "the list of learners that offer deltas had this many names that are no learner's, or that have no delta pending. "
+    "They were removed from the list until they offer one. This happens in a run of more than 512 learners when a "
+    "fragment gets another owner, and nothing is lost. If the run never had that many learners, somebody with a "
+    "learner's password invents names: end that by ACL DELUSER learner-NAME"
 )
 
 
@@ -54,8 +54,8 @@ class RedisOffers(RedisConnection, Offers):
     def __init__(self, calls: RedisCalls, run: str) -> None:
         super().__init__(calls, run)
         self._dropping = asyncio.Lock()
+        # Group -> names that had a header pending when `_with_headers` last checked them; they count as known.
         self._senders: dict[int, set[bytes]] = {}
-        """Group -> names that had something pending, where there were so many that they were asked."""
 
     async def offer(self, header: DeltaHeader, renews: str = "") -> str:
         p, learner = header.fragment, header.learner
@@ -91,12 +91,14 @@ class RedisOffers(RedisConnection, Offers):
                 return [schema.decode_offer(fragment, name, at, data) for name in sorted(of) for at, data in of[name]]
 
     async def _senders_now(self, group: int, waits: bool) -> tuple[str | None, list[bytes]]:
-        """Cursor after the last arrival, for who waits for the next one, and the names of a group's senders.
+        """Return the cursor after the last arrival (None unless the caller waits), and the names of a group's senders.
 
-        What is no learner's name goes, where this user may, and arrivals if there is more than names can be.
+        If this user has the rights, names that cannot be a learner's are deleted, and so are the arrivals when the
+        reply is larger than the names of all learners can be.
         """
         senders, arrivals, gone = self.keys.senders(group), self.keys.arrivals(group), 0
-        # The last arrival before the names: whoever comes after them is a later one, and ends the read.
+        # Read the cursor before the names. A learner that is added between the two then has an arrival after the
+        # cursor, which ends the blocking read; in the other order its first header would be missed until the timeout.
         commands = [("XREVRANGE", arrivals, "+", "-", "COUNT", 1)] if waits else []
         try:
             *last, names = await self._redis.at_one_node([*commands, ("HKEYS", senders)], senders, SENDERS_BYTES)
@@ -113,17 +115,21 @@ class RedisOffers(RedisConnection, Offers):
         return (last[0][0][0].decode() if last[0] else START) if waits else None, listed
 
     def _too_many(self, group: int, names: Collection[bytes], after: Mapping[str, str] | None) -> set[bytes]:
-        """Names that are not known here, if there are too many. Without the spec, nor are the streams of a name."""
+        """Return the unknown names if there are too many, else an empty set.
+
+        The set is also empty before the spec is known, since a name's streams cannot be listed without it.
+        """
         return schema.new_senders(names, after, self._senders.get(group, ())) if self._fragments else set()
 
     async def _with_headers(self, group: int, after: Mapping[str, str] | None) -> list[bytes]:
-        """A group's senders, without the new ones under which nothing is pending; these go, where this user may.
+        """Return a group's senders without new names that have no header pending; delete those if this user may.
 
-        A name is anybody's to add, a stream only its learner's. Each read costs by the name: a flood would end merges.
+        Any learner may add any name, but only append to a stream of its own. The cost of each read grows with the
+        number of names, so a flood of names would otherwise stop all merges.
         """
         key = self.keys.senders(group)
         fragments = [p for p in range(self._fragments) if self.keys.group(p) == group]
-        async with self._dropping:  # the readers of all fragments come here at once
+        async with self._dropping:  # all fragments' readers get here at once: the first cleans up for the others
             _, names = await self._senders_now(group, waits=False)
             asked, idle, gone = list(self._too_many(group, names, after)), set[bytes](), 0
             step = max(1, AT_ONCE // len(fragments))
@@ -132,7 +138,7 @@ class RedisOffers(RedisConnection, Offers):
                 streams = [self.keys.deltas(p, name.decode()) for name in some for p in fragments]
                 try:
                     found, removed = await self._redis.script("drop_senders", [key, *streams], *some)
-                except ScriptsMissing:  # for who looks on: it reads all, which takes longer
+                except ScriptsMissing:  # a viewer may not load scripts: it reads all names, which takes longer
                     return names
                 idle |= set(found)
                 gone += removed
@@ -143,7 +149,7 @@ class RedisOffers(RedisConnection, Offers):
 
 
 class RedisPayloadStore(RedisConnection, PayloadStore):
-    """A payload is a stream: chunk `i` is the entry `i-0`. They go by the bulk lane."""
+    """Payloads as streams: the chunk of index `i` (from 0) is the entry `{i+1}-0`. Chunks use lanes of their own."""
 
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
         schema.check_chunks(first, chunks)
@@ -152,20 +158,21 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         if len(chunks) <= 2 or not isinstance(chunks[0], ChunkParts):
             await self._write(calls)
             return
-        # A script copies its arguments three times over, which costs the server twice what the chunk does. So the first
-        # chunk finds out whether those before it are here, and the last one whether all between are; these are added
-        # plainly, under their ids: one that is here is left alone, and what has expired is not made anew.
+        # Redis copies a script's arguments three times, which costs the server twice as much as the chunk itself. So
+        # only the first and the last chunk go through the script: the first checks that the chunks before it exist, the
+        # last that all between exist. Those between are plain XADDs with explicit ids, which are idempotent: an id that
+        # exists is refused (ignored in `_write`), and NOMKSTREAM does not recreate a payload that has expired.
         between = [
             ("XADD", key, "NOMKSTREAM", f"{i + 1}-0", "c", chunk) for i, chunk in enumerate(chunks[1:-1], first + 1)
         ]
         if first > 0:
             await self._write(calls[:1])
             await self._write([*between, calls[-1]])
-        else:  # nothing can be missing before it: one round trip
+        else:  # no chunk can be missing before index 0: one round trip is enough
             await self._write([calls[0], *between, calls[-1]])
 
     async def _write(self, commands: Sequence[Sequence[Any]]) -> None:
-        """Calls of `write_chunk`, and plain entries with ids of their own, in one round trip; what is there stays."""
+        """Send calls of `write_chunk` and plain XADDs in one round trip; an entry that already exists is kept."""
         replies = await self._send(commands)
         if any(isinstance(reply, rx.NoScriptError) for reply in replies):
             await self._redis.ensure_scripts()
@@ -176,7 +183,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
                 self._redis.answer(reply, command[3] if command[0] == "EVALSHA" else command[1])
 
     async def _send(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """Their replies, errors among them; there are encoded chunks among the arguments."""
+        """Send commands whose arguments may be encoded chunks; return the replies, errors included."""
         key = key_of(commands[0])
         async with self._redis.call("bulk", BULK_S, key) as client:
             replies = await zero_copy.send(client, commands)
@@ -190,13 +197,13 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
         self, key: str, first: int, limit: int, chunk_bytes: int, block_s: float = 0.0, extend_s: float = 0.0
     ) -> list[bytes | memoryview]:
         if extend_s > 0:
-            with suppress(NotPermitted):  # to let a global live on is to write it: without that, be quick or begin anew
+            with suppress(NotPermitted):  # a read-only user cannot extend it: if it expires, the pull starts over
                 await self._redis.script("extend", [key], to_ms(extend_s))
         cursors = {key: f"{first}-0"}
         command, lane = self._redis.xread(cursors, limit, block_s, "payloads")
         try:
             async with self._redis.call(lane, BULK_S + block_s, key) as client:
-                # Perhaps in memory that nobody else has.
+                # The values are views of one buffer; they keep it alive, and nothing writes to it any more.
                 key_then_entries = await zero_copy.receive(client, command, *zero_copy.of_chunks(limit, chunk_bytes))
         except Oversized as error:
             raise schema.chunks_too_large(key, chunk_bytes) from error
@@ -207,7 +214,7 @@ class RedisPayloadStore(RedisConnection, PayloadStore):
 
 
 class RedisHeads(RedisConnection, Heads):
-    """A head is a hash (`schema`)."""
+    """Heads as hashes, in the format of `schema`."""
 
     async def read_heads(self, fragments: Sequence[int]) -> list[Head | None]:
         found = await self._redis.hashes(self.keys.head(p) for p in fragments)
@@ -221,7 +228,7 @@ class RedisHeads(RedisConnection, Heads):
 
 
 class RedisTape(RedisConnection, Tape):
-    """A group's tape is a stream."""
+    """Tapes as streams, one for each group."""
 
     async def tape_end(self) -> dict[int, str]:
         groups = range(self.keys.groups)
@@ -251,16 +258,17 @@ class RedisTape(RedisConnection, Tape):
 
 
 class RedisFragmentLeases(RedisConnection, FragmentLeases):
-    """A lease is a string that expires: the owner's nonce."""
+    """Leases as expiring strings whose value is the owner's nonce."""
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         super().__init__(calls, run)
+        # Batches being collected: (group, nonce, ttl, most) -> lease key -> the futures of its callers.
         self._asked: dict[tuple[int, str, float, float], dict[str, list[asyncio.Future[Any]]]] = {}
-        """(group, nonce, ttl, most) -> lease -> what each caller will be answered, of those that ask at this moment."""
 
     async def acquire_lease(self, fragment: int, nonce: str, ttl_s: float, most_s: float = MOST_LEASE_S) -> bool:
-        # Those that are asked for at once go in one call: a syncer that has much to do must not lose leases for having
-        # many, each of which would have to wait for its turn.
+        # Requests made in the same iteration of the event loop go in one call. The first caller leads the batch: it
+        # sends the call and resolves the others' futures. With a call for each lease, a busy syncer with many leases
+        # would lose some while their calls wait for a turn.
         at, key = (self.keys.group(fragment), nonce, ttl_s, most_s), self.keys.lease(fragment)
         leads = at not in self._asked
         asked = self._asked.setdefault(at, {})
@@ -270,11 +278,12 @@ class RedisFragmentLeases(RedisConnection, FragmentLeases):
             answers: list[Any] = []
             try:
                 try:
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # lets the other callers of this iteration join the batch
                 finally:
                     del self._asked[at]
                 answers = await self._claim_all(list(asked), nonce, ttl_s, most_s)
             finally:
+                # Also if the leader fails or is cancelled: then `answers` is empty, and the others get None.
                 for callers, found in zip_longest(asked.values(), answers):
                     for one in callers:
                         if not one.cancelled():
@@ -293,9 +302,9 @@ class RedisFragmentLeases(RedisConnection, FragmentLeases):
 
 
 class _Step:
-    """A call of a script by named fields. A key stands in them as its place among the script's keys.
+    """A call of a script with named fields. A field refers to a key by its index among the script's keys.
 
-    Numbers that may be large are decimal text: Lua has no integers above 2**53.
+    Numbers that may be large are sent as decimal text, since Lua has no integers above 2**53.
     """
 
     def __init__(self, keys: list[str], nonce: str) -> None:
@@ -303,27 +312,27 @@ class _Step:
         self.fields: dict[str, Any] = {"nonce": nonce}
 
     def place(self, key: str) -> int:
-        """Name a key; its place, from 1."""
+        """Add a key; return its index, from 1."""
         self.keys.append(key)
         return len(self.keys)
 
     def places(self, keys: Iterable[str]) -> list[int]:
-        """The same of several."""
+        """Add several keys; return their indices."""
         return [self.place(key) for key in keys]
 
     def call(self) -> tuple[list[str], bytes]:
-        """Keys, and the one argument."""
+        """Return the script's keys and its single argument."""
         return self.keys, msgpack.packb(self.fields, use_bin_type=False)  # Lua has one type for text and bytes
 
 
 class RedisOwnerWrites(RedisConnection, OwnerWrites):
-    """Scripts on a fragment's lease, head, tape, headers and payloads."""
+    """Owner's writes as scripts on a fragment's lease, head, tape, headers and payloads."""
 
     def _owned(self, p: int) -> list[str]:
         return [self.keys.lease(p), self.keys.head(p), self.keys.tape(self.keys.group(p))]
 
     def _headers(self, step: _Step, p: int, entries: Iterable[str]) -> None:
-        """Headers that go, by learner's stream."""
+        """Add the headers to delete, grouped by learner's stream."""
         step.fields["headers"] = [
             {
                 "key": step.place(self.keys.deltas(p, learner)),
@@ -333,10 +342,11 @@ class RedisOwnerWrites(RedisConnection, OwnerWrites):
         ]
 
     async def _name_payloads(self, step: _Step, p: int, of: Commit | Republication, retired: Iterable[str]) -> None:
-        """What the head will name, and what it names no more.
+        """Add the payloads that the head will name, and those that it will no longer name.
 
-        A script may only touch keys named beforehand, so what it replaces is looked up first. The script checks that
-        the head still names the same.
+        A script may only touch keys that its call names, so the head's present payloads must be read first. Another
+        owner may change the head between this read and the script; the script therefore gets the values that were read
+        (`was`) and refuses if the head differs.
         """
         found = await self._redis.command("HMGET", self.keys.head(p), *schema.NAMED)
         named = [value or b"" for value in found]

@@ -1,7 +1,7 @@
-"""A Redis looked at from outside by who is about to run on it: what it is, how far, how fast, and what its user may.
+"""Inspection of a Redis before a run uses it: its settings, round-trip time, clock, and the user's rights.
 
-Nothing of a run is read or written here. What a user may do is found by commands that are wrong in their values: a
-server looks at the rights first, so it answers either that they are missing, or what is wrong, and does nothing.
+No data of a run are read or written. Rights are probed by commands with invalid values: a server checks rights first,
+so it answers either that they are missing or that the values are wrong, and changes nothing.
 """
 
 import asyncio
@@ -27,19 +27,19 @@ from diloco.pipeline.bus.redis.zero_copy import drop_all
 from diloco.pipeline.bus.server import BUFFER_LIMIT, FULL_COVERAGE, Address, Server
 from diloco.pipeline.errors import DilocoError, NotPermitted
 
+# Settings that INFO does not report. Many hosted services forbid CONFIG.
 CONFIG = ("save", "protected-mode", BUFFER_LIMIT)
-"""What INFO does not have. Many services forbid CONFIG."""
+# XADD refuses this id, so a probe with it adds nothing.
 NOWHERE = "0-0"
-"""An id that no entry of a stream can have."""
 NO_SCRIPT = "0" * 40
 NONCE = "doctor"
 
 
 def address_of(url: str) -> Address:
-    """Of a Redis URL. It asks for the host's addresses, and blocks until they are there.
+    """Return the address of a Redis URL. It resolves the host names, and blocks until that is done.
 
     Raises:
-        UsageError: malformed.
+        UsageError: the URL is malformed.
     """
     place = parse(url)
     own = all(_loopback(address.host) for address in place.hosts)
@@ -49,7 +49,9 @@ def address_of(url: str) -> Address:
 
 
 async def unwell_sentinels(url: str) -> list[str]:
-    """Sentinels of a URL that would not help to replace a primary, each with why; none where it names no sentinels.
+    """Return the sentinels of a URL that could not help to replace a primary, each with the reason.
+
+    The list is empty if the URL names no sentinels.
 
     Raises:
         UsageError: the URL is malformed.
@@ -58,13 +60,13 @@ async def unwell_sentinels(url: str) -> list[str]:
     if not place.service:
         return []
     nodes = SentinelNodes(place)
-    with suppress(DilocoError):  # what is wrong with each says more
+    with suppress(DilocoError):  # `unwell` says more, sentinel by sentinel
         await nodes.look()
     return await nodes.unwell()
 
 
 def _loopback(host: str) -> bool:
-    """Whether all addresses of a name are this machine's own; one that nobody knows is another's."""
+    """Return whether all addresses of a host name are loopback addresses; an unknown name is not."""
     try:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
@@ -76,12 +78,12 @@ Probe = Sequence[Any]
 
 
 def _probes(keys: RunKeys, learner: str) -> dict[str, list[Probe]]:
-    """What each party cannot do without, as commands that do nothing."""
+    """Return the rights that each party needs, as commands that change nothing."""
     here, bad = keys.group(0), ("a", "b", "c")  # a field without a value
     return {
         "syncer": [
             ("SCRIPT EXISTS", NO_SCRIPT),
-            ("SCRIPT LOAD", script("write_chunk").text),  # has been loaded on connecting, if it may be
+            ("SCRIPT LOAD", script("write_chunk").text),  # connecting has loaded it already, if this user may
             ("EVALSHA", NO_SCRIPT, 1, keys.head(0)),
             ("HSET", keys.head(0), *bad),
             ("SET", keys.lease(0), NONCE, "none"),
@@ -109,15 +111,14 @@ def _probes(keys: RunKeys, learner: str) -> dict[str, list[Probe]]:
 
 
 class RedisExamination:
-    """A connection that looks; made by `examine`."""
+    """A connection for inspection; made by `examine`."""
 
     def __init__(self, calls: RedisCalls) -> None:
         self._calls = calls
-        self.away: list[DilocoError] = []
-        """Of nodes that hold keys and did not answer when they were asked about themselves."""
+        self.away: list[DilocoError] = []  # errors of nodes that hold keys and did not answer the last `nodes` call
 
     async def nodes(self) -> list[Server]:
-        """What each node that holds keys says of itself."""
+        """Return what each node that holds keys reports about itself."""
         told = await self._calls.everywhere("INFO")
         cluster, found = self._calls.nodes.cluster, list[Server]()
         self.away = [node for node in told.values() if isinstance(node, DilocoError)]
@@ -130,7 +131,7 @@ class RedisExamination:
         return found
 
     async def user(self) -> str:
-        """Who this connection is to the server; "": that may not be asked, and was not said."""
+        """Return the server's name for this connection's user; "" if the user may not ask and the error names none."""
         async with self._calls.call("control", CONTROL_S) as client:
             try:
                 return _text(await client.execute_command("ACL WHOAMI"))
@@ -139,7 +140,7 @@ class RedisExamination:
                 return named[1] if named else ""
 
     async def run_of(self, user: str) -> str | None:
-        """The one run that a user is made for; None: it is for more, or may not ask that."""
+        """Return the single run that a user is made for; None if it is for several, or may not ask."""
         try:
             found = await self._calls.command("ACL", "GETUSER", user)
         except NotPermitted:
@@ -152,14 +153,14 @@ class RedisExamination:
         for name in names:
             try:
                 reply = (await self._calls.everywhere("CONFIG", "GET", name, at=[address]))[address]
-            except DilocoError:  # it may be forbidden
+            except DilocoError:  # CONFIG may be forbidden
                 return {}
             flat = list(reply.items()) if isinstance(reply, dict) else list(zip(reply[::2], reply[1::2], strict=True))
             found |= {_text(key): _text(value) for key, value in flat}
         return found
 
     async def look_at_clock(self, times: int) -> tuple[list[float], float]:
-        """Round trips of so many small calls, s; and by how much this machine's clock is ahead of the server's, s."""
+        """Return the round-trip times of `times` small calls, and how far this machine's clock is ahead; all in s."""
         trips, ahead = [], []
         for _ in range(times):
             began, unix = time.perf_counter(), time.time()
@@ -169,9 +170,9 @@ class RedisExamination:
         return trips, min(ahead, key=abs)
 
     async def lacks(self, keys: RunKeys, learner: str) -> dict[str, str]:
-        """Party -> the right that it would need and this user lacks, in the server's words; "": it may be that party.
+        """Return party -> a right that the party needs and this user lacks, or "" if the user may be that party.
 
-        learner: the name under which a learner would come.
+        learner: the name that a learner would have.
         """
         return {party: await self._missing(probes) for party, probes in _probes(keys, learner).items()}
 
@@ -187,7 +188,7 @@ class RedisExamination:
                 on = "" if probe[0].startswith("SCRIPT") else f" on {_key_of(probe)}"
                 return f"it may not send {probe[0]}{on} ({error})"
             except rx.ResponseError:
-                return ""  # it would have been permitted
+                return ""  # the value was refused, so the rights suffice
         return ""
 
     async def close(self) -> None:
@@ -204,10 +205,10 @@ def _text(value: Any) -> str:
 
 
 async def takes_without_certificate(url: str) -> bool:
-    """Whether a server lets in who shows no client certificate, whatever it asks of them then. Nobody logs in.
+    """Return whether a server accepts a TLS connection without a client certificate. It does not try to log in.
 
     Raises:
-        UsageError: malformed.
+        UsageError: the URL is malformed.
     """
     place = parse(url)
     left_out = ("ssl_certfile", "ssl_keyfile", "username", "password")
@@ -227,9 +228,9 @@ async def takes_without_certificate(url: str) -> bool:
 
 
 async def examine(url: str) -> RedisExamination:
-    """Reach a server to look at it.
+    """Connect to a server to inspect it.
 
     Raises:
-        UsageError, BusUnavailable: as `redis_streams.connect`.
+        UsageError, BusUnavailable: see `redis_streams.connect`.
     """
     return RedisExamination(await connect_calls(url, hint=""))

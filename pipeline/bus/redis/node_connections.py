@@ -1,8 +1,8 @@
-"""Connections to a run's nodes, and one call on them: its time limit, its turn, and errors as this project names them.
+"""Connections to a run's nodes, and single calls on them: time limits, concurrency limits and error translation.
 
-Lanes have connections of their own, so that neither a long payload nor a blocking read holds up control, and nobody
-who waits for a payload those who wait for a header; and each node has its own, so that one that is gone holds up nobody
-who wants another. There are no retries here: the caller knows what may be repeated.
+Each lane has its own connections, so that neither a long payload nor a blocking read holds up control calls, and calls
+that wait for a payload do not hold up those that wait for a header. Each node has its own connections too, so that a
+dead node does not hold up calls to the others. Nothing is retried here: only the caller knows what may be repeated.
 """
 
 import asyncio
@@ -32,28 +32,28 @@ LANES: dict[Lane, int] = {
     "blocking": 256,
     "blocking payloads": 256,
 }
-"""Calls in flight at a node at most; further ones wait for their turn."""
+# The lane of a call that blocks at the server until there is something to read.
 BLOCKING: dict[Lane, Lane] = {"control": "blocking", "payloads": "blocking payloads"}
-"""Where a call goes that waits at the server for what it reads."""
+# Lanes on which hundreds of calls may wait for a turn. That wait says nothing about the server, so it does not count
+# towards a call's time limit.
 CROWDED: frozenset[Lane] = frozenset({"payloads", "blocking", "blocking payloads"})
-"""Hundreds of calls may want a turn there: to wait for one says nothing of the server, and is no part of their time."""
+# Least time between two lookups that failed calls ask for.
 LOOK_AGAIN_S = 0.2
-"""Least time between two looks that failed calls ask for."""
 
+# Remedy for a server that was named by sentinels or a cluster, not by the URL.
 TAKEN_PLACE = "start it again, unless a replica takes its place, which is found by itself"
-"""What to do about a server that sentinels or a cluster have named."""
 
+# uvloop refuses to write to a connection that was just reset by a RuntimeError with this text.
 _CLOSED = re.compile(r"the handler is closed|transport is clos")
-"""How an event loop (uvloop's) refuses to write to a connection that was reset a moment ago: as a RuntimeError."""
+# The server is not a primary any more: by now another server may have its address or its role.
 _DEMOTED = re.compile(r"(^|[-\s])(READONLY|MASTERDOWN|UNBLOCKED)\s")
-"""It is no primary: another server may have its address by now, or its place."""
+# The server may be an old primary that the others have replaced.
 _CUT_OFF = re.compile(r"(^|[-\s])NOREPLICAS\s")
-"""It may be an old primary, which the others have replaced."""
 _MOVED = re.compile(r"^MOVED ([0-9]+) (.*):([0-9]+)$")
 
 
 class _Way:
-    """Connections of one lane to one node."""
+    """The connections of one lane to one node."""
 
     def __init__(self, options: dict[str, Any], limit: int) -> None:
         self.client = Redis.from_pool(ConnectionPool(**options))
@@ -64,14 +64,14 @@ class _Way:
         self.left = False
 
     def leave(self) -> None:
-        """End all calls in flight."""
+        """End all calls in flight: their timeouts expire now."""
         self.left = True
         for call in self.calls:
             if not call.expired():
                 call.reschedule(asyncio.get_running_loop().time())
 
     async def close(self) -> None:
-        """Once its calls have ended; at once if this is cancelled."""
+        """Wait until all calls have ended, then close the connections; close them at once if this is cancelled."""
         try:
             await self.idle.wait()
         finally:
@@ -79,17 +79,17 @@ class _Way:
 
 
 class Lanes:
-    """All connections to the nodes of one server, or several that belong together."""
+    """All connections to a run's nodes. If the nodes can change, a background task follows them."""
 
     def __init__(self, place: Place, nodes: Nodes, found: Callable[[Collection[HostPort | None]], Awaitable[None]]):
-        """found: told of nodes that hold keys from now on. Made on a running loop."""
+        """Must be called on a running event loop. found: called with the nodes that newly hold keys."""
         self.place, self.nodes, self._found = place, nodes, found
         self._ways: dict[tuple[Lane, HostPort | None], _Way] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._look = asyncio.Event()
         self._closed = False
+        # Nodes that joined after this party connected and have not served it yet: see `translate`.
         self._came: set[HostPort | None] = set()
-        """Nodes that came later than this party, and have answered it nothing yet."""
         self._log = structlog.get_logger()
         self._following = self._begin(self._follow()) if nodes.moves else None
 
@@ -100,29 +100,31 @@ class Lanes:
         return task
 
     def where(self, address: HostPort | None) -> str:
-        """How errors name a node."""
+        """Return the name of a node in error messages."""
         return str(address) if self.nodes.moves and address else self.place.where
 
     def translate(self, error: BaseException, address: HostPort | None, key: bytes | str | None = None) -> DilocoError:
-        """A node's error as one of ours. key: of what was asked for."""
+        """Translate a node's error into one of this project. key: the one that was asked for."""
         if isinstance(error, DilocoError):
             return error
         told = translate(error, self.where(address), self.place.user, key)
-        if isinstance(told, LoginRefused) and address in self._came:  # where it came from, the login was good
+        # Other nodes have accepted this login, so the new node's list of users is wrong, not the login. That can be
+        # mended while the run goes on; a LoginRefused would end this party.
+        if isinstance(told, LoginRefused) and address in self._came:
             told = BusUnavailable(
                 f"Redis at {address} is there since a failover, and refuses the login that the others took",
                 "give it the users' file that they have: then it goes on by itself",
                 told.said,
             )
-        if self.nodes.moves and told.remedy == IS_IT_THERE:  # its address is not the URL's
+        if self.nodes.moves and told.remedy == IS_IT_THERE:  # the node's address does not come from the URL
             told.remedy = TAKEN_PLACE
         return told
 
     def node_of(self, key: bytes | str | None) -> HostPort | None:
-        """Who has a key; of no key: any node.
+        """Return the node that has a key; for None, any node. If it is unknown, request a lookup.
 
         Raises:
-            BusUnavailable: nobody is known to have it.
+            BusUnavailable: no node is known to have it.
         """
         try:
             return self.nodes.of(key)
@@ -134,7 +136,7 @@ class Lanes:
     async def call(
         self, lane: Lane, limit_s: float, address: HostPort | None, key: bytes | str | None = None
     ) -> AsyncIterator[Any]:
-        """A client of the lane for the time of one call; errors leave it translated. key: of what is asked for."""
+        """Yield a client of the lane for one call, with its time limit; translate errors. key: the one asked for."""
         if self._closed:
             raise BusUnavailable("the bus is closed")
         if (way := self._ways.get((lane, address))) is None:
@@ -146,10 +148,10 @@ class Lanes:
                 way.idle.clear()
                 try:
                     async with way.turns:
-                        if scope.when() is None:
+                        if scope.when() is None:  # a crowded lane: the time limit starts with the call's turn
                             scope.reschedule(asyncio.get_running_loop().time() + limit_s)
                         yield way.client
-                        self._came.discard(address)  # it knows this user
+                        self._came.discard(address)  # it has accepted this user's login
                 finally:
                     way.calls.discard(scope)
                     if not way.calls:
@@ -169,7 +171,7 @@ class Lanes:
             raise BusUnavailable(f"Redis at {where}: the connection was reset") from error
 
     def notice(self, error: object, address: HostPort | None) -> None:
-        """See what an answer says of who is primary."""
+        """Look in an error for signs that the primary has changed: leave a demoted node, and request a lookup."""
         if not isinstance(error, ERRORS):
             return
         text = str(error)
@@ -178,12 +180,12 @@ class Lanes:
             self._leave([address])
         if isinstance(error, rx.MovedError):
             self._moved(error.slot_id, error.host, error.port, address)
-        elif found := _MOVED.search(text):  # as `zero_copy.receive` gives it
+        elif found := _MOVED.search(text):  # `zero_copy.receive` raises it as a plain ResponseError
             self._moved(int(found[1]), found[2], int(found[3]), address)
         self._look.set()
 
     def _moved(self, slot: int, host: str, port: int, told_by: HostPort | None) -> None:
-        """A node that does not know the other one's name means its own host."""
+        """Record a redirection. A node that does not know the other one's host means its own host."""
         if host in ("", "?") and told_by is not None:
             host = told_by.host
         node = HostPort(host, port)
@@ -192,7 +194,7 @@ class Lanes:
         self.nodes.moved(slot, node)
 
     def _leave(self, addresses: Collection[HostPort | None]) -> None:
-        """Drop all connections to nodes, the busy ones too: who asks for one of them anew gets new ones."""
+        """Drop all connections to nodes, busy ones included; later calls to these nodes get new connections."""
         for lane, address in list(self._ways):
             if address in addresses:
                 way = self._ways.pop((lane, address))
@@ -200,7 +202,7 @@ class Lanes:
                 self._begin(way.close())
 
     async def _follow(self) -> None:
-        """Look for the nodes from time to time, and at once where a call found that something is wrong with one."""
+        """Look the nodes up every LOOK_S, and at once when a call has found a problem with one."""
         failing = ""
         while True:
             with suppress(TimeoutError):
@@ -211,7 +213,7 @@ class Lanes:
             try:
                 await self.nodes.look()
             except Exception as error:
-                # What was known stays if nobody answers, or who does talks nonsense.
+                # Keep the known nodes if no answer comes or it makes no sense. Each new kind of failure is logged once.
                 said = str(error) or type(error).__name__
                 if said != failing:
                     self._log.warning("primary_not_told", error=said)

@@ -1,8 +1,8 @@
-"""Which servers have a run's keys, and which of them has a key; found again whenever that changes.
+"""Discovery of the servers that hold a run's keys, and of the one that holds a given key; repeated when that changes.
 
-Three ways: one server, whose name may lead to another one tomorrow; a primary that sentinels know; the primaries of a
-cluster, by slot. Those of the last two are looked for every LOOK_S, so that a primary whose machine is gone without a
-word, or which was demoted while it answers, is left as soon as another one has its place.
+There are three kinds: one server, whose host name may lead to another one later; a primary that sentinels know; and the
+primaries of a cluster, by slot. The last two are looked up every LOOK_S. So a primary whose machine failed silently, or
+which was demoted but still answers, is left as soon as another one has replaced it.
 """
 
 import asyncio
@@ -23,56 +23,56 @@ from diloco.pipeline.errors import BusUnavailable, UsageError
 
 T = TypeVar("T")
 
+# Time between two lookups of the primaries.
 LOOK_S = 2.0
-"""Between two looks at who is primary."""
+# Time limit for one sentinel or node in a lookup. It is short because several are asked at once, and most answer.
 ASK_S = 1.0
-"""Longest that a sentinel or a node is waited for in a look: several are asked at once, and most of them answer."""
+# Once most have answered, the others get this much more time.
 REST_S = 0.1
-"""For how long the others are waited for once most have answered."""
 
 
 class Nodes:
-    """One server at one address, which may be a name or a virtual one; and what all kinds have."""
+    """One server at one address, which may be a host name or a virtual IP; base class of the other kinds."""
 
     moves = False
-    """They are to be looked for; else the address is always the same."""
+    """True if the addresses may change and must be looked up again."""
     cluster = False
     known_replicas = 0
-    """Servers that sentinels take for replicas of the primary, dead ones too; 0: nobody tells."""
+    """Number of servers that sentinels list as replicas of the primary, dead ones included; 0 if unknown."""
 
     def __init__(self, address: HostPort | None) -> None:
-        """address: None: a unix socket."""
+        """Use one address; None is the unix socket, or unknown until the first `look`."""
         self._address = address
 
     def all(self) -> list[HostPort | None]:
-        """Those that hold keys: the primaries."""
+        """Return the addresses of the nodes that hold keys: the primaries."""
         return [self._address]
 
-    def of(self, key: bytes | str | None) -> HostPort | None:  # others go by it
-        """Who has a key; of no key: any of them.
+    def of(self, key: bytes | str | None) -> HostPort | None:  # only subclasses use the key
+        """Return the node that has a key; for None, any node.
 
         Raises:
-            BusUnavailable: nobody is known to have it.
+            BusUnavailable: no node is known to have it.
         """
         return self._address
 
     async def look(self) -> None:
-        """Find them again.
+        """Look the nodes up again.
 
         Raises:
-            UsageError, BusUnavailable: nobody who should know says so. What was known before stays.
+            UsageError, BusUnavailable: the sentinels or nodes gave no usable answer. The known addresses are kept.
         """
 
     def moved(self, slot: int, address: HostPort) -> None:
-        """A node of a cluster says who has a slot now."""
+        """Record that a cluster's node has redirected a slot to another node."""
 
 
 class NoSentinel(BusUnavailable):
-    """None of them answers."""
+    """No sentinel answers."""
 
 
 class SentinelNodes(Nodes):
-    """A primary, as most sentinels say that answer: one of several alone sends nobody elsewhere."""
+    """The primary that a majority of the answering sentinels names, so that one stale sentinel misleads nobody."""
 
     moves = True
 
@@ -112,7 +112,7 @@ class SentinelNodes(Nodes):
         self.known_replicas = median_low(counts)
 
     async def unwell(self) -> list[str]:
-        """Sentinels that would not help to replace the primary, each with why."""
+        """Return the sentinels that could not help to replace the primary, each with the reason."""
         options, service = self._place.sentinel_options or {}, self._place.service
         asked = [_ask(host, options, "SENTINEL", "MASTER", service) for host in self._place.hosts]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -123,7 +123,7 @@ class SentinelNodes(Nodes):
         ]
 
     def _wrong(self, answer: Any) -> str:
-        """With a sentinel that answered so; "": nothing."""
+        """Return what is wrong with a sentinel that gave this answer; "" if nothing is."""
         told, errors = _read([answer], _vote_of)
         if errors:
             if "No such master" in str(errors[0]):
@@ -139,13 +139,13 @@ class SentinelNodes(Nodes):
         return "" if vote.reached else "does not reach the primary, or is refused there (auth-pass)"
 
     async def _ask(self) -> list[Any]:
-        """Answers of as many sentinels as most of them are, or in the time of all that do answer; errors among them."""
+        """Ask all sentinels; return the answers of a majority, or if there is none, of all that answer, with errors."""
         hosts, options = self._place.hosts, self._place.sentinel_options or {}
         asked = [_ask(host, options, "SENTINEL", "MASTER", self._place.service) for host in hosts]
         return await _most(asked)
 
     def _nobody(self, errors: Iterable[BaseException]) -> UsageError | BusUnavailable:
-        """What is to be said if no sentinel knows anything."""
+        """Return the error to raise if no sentinel knows the primary."""
         place, said = self._place, list(errors)
         replies = [error for error in said if isinstance(error, (rx.ResponseError, rx.AuthenticationError))]
         if any("No such master" in str(error) for error in replies):
@@ -171,7 +171,7 @@ class SentinelNodes(Nodes):
 
 
 class ClusterNodes(Nodes):
-    """The primaries of a cluster, as most of its nodes say."""
+    """The primaries of a cluster, by the slot table on which most of its answering nodes agree."""
 
     moves = cluster = True
 
@@ -231,7 +231,7 @@ class ClusterNodes(Nodes):
 
 
 def _read(answers: Iterable[Any], reading: Callable[[Any], T]) -> tuple[list[T], list[BaseException]]:
-    """What sentinels say, each for itself, and the errors; one that talks nonsense is none."""
+    """Parse answers; return the parsed ones and the errors. An unparsable answer counts as "not a sentinel"."""
     told, errors = list[T](), list[BaseException]()
     for answer in answers:
         if isinstance(answer, BaseException):
@@ -245,12 +245,12 @@ def _read(answers: Iterable[Any], reading: Callable[[Any], T]) -> tuple[list[T],
 
 
 class Vote(NamedTuple):
-    """What one sentinel says."""
+    """One sentinel's view of the primary."""
 
     primary: HostPort | None
-    """None: it is dead, as sentinels have agreed."""
+    """None if the sentinels have agreed that it is down."""
     reached: bool
-    """By this sentinel itself: one that is cut off, or whose password is an old one, reaches nobody."""
+    """True if this sentinel itself reaches it; a sentinel that is cut off, or has an old password, reaches nobody."""
 
 
 def _vote_of(answer: Any) -> Vote:
@@ -269,7 +269,7 @@ def _fields(flat: list[bytes]) -> Mapping[str, str]:
 
 
 async def _ask(host: HostPort, options: Mapping[str, Any], *command: str) -> Any:
-    """One command on a connection of its own, which no other call can hold up."""
+    """Send one command on a connection of its own, so that no other call can hold it up."""
     given = {**options, "host": host.host, "port": host.port, "socket_connect_timeout": ASK_S}
     connection: Any = ConnectionPool(**given).make_connection()  # type: ignore[no-untyped-call]
     try:
@@ -282,7 +282,11 @@ async def _ask(host: HostPort, options: Mapping[str, Any], *command: str) -> Any
 
 
 async def _most(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """Answers of all who answer at once, and of as many as most are; errors among them if those are not so many."""
+    """Run calls concurrently until a majority has succeeded, plus REST_S for the others.
+
+    Returns:
+        The successful results if they are a majority; otherwise all results, with exceptions among them.
+    """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         pending, found = set(tasks), list[Any]()

@@ -1,8 +1,8 @@
-"""What a Redis URL names: one server, a cluster, or the sentinels who know which server it is. No connection is made.
+"""Parsing of a Redis URL, which names one server, a cluster, or sentinels that know the server. It connects nowhere.
 
 `redis+sentinel://[user:password@]host1:port1,host2,host3/service[/database][?options]` names sentinels and a service;
-with `rediss+sentinel://` they and their servers speak TLS. Their own login is two options, `sentinel_username` and
-`sentinel_password`: like the URL itself it comes from the environment.
+with `rediss+sentinel://` the sentinels and their servers use TLS. The sentinels' own login is given by two options,
+`sentinel_username` and `sentinel_password`; like the rest of the URL it comes from the environment.
 """
 
 import re
@@ -18,8 +18,8 @@ from diloco.pipeline.bus.hosts import SENTINEL_SCHEMES, SENTINELS_LOGIN, HostPor
 from diloco.pipeline.errors import UsageError
 
 CONNECT_S = 5.0
+# A connection is lost if its peer has acknowledged nothing for this time: a machine that fails sends no FIN or RST.
 SILENT_S = 10.0
-"""A connection whose other end has acknowledged nothing for so long is lost: its machine may be gone without a word."""
 _PROBES = 3
 
 _MALFORMED = (
@@ -31,34 +31,35 @@ _MALFORMED = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A URL, taken apart."""
+    """The parts of a Redis URL."""
 
     options: Mapping[str, Any]
-    """Of redis-py's connections to servers; which host and port stands in `hosts`."""
+    """Options of redis-py's connections to servers, without host and port, which are in `hosts`."""
     hosts: tuple[HostPort, ...]
-    """Of sentinels, if there is a service; else of a server, or of some nodes of a cluster. None: a unix socket."""
+    """Addresses of the sentinels if there is a service; else of a server, or of some nodes of a cluster. Empty for a
+    unix socket."""
     where: str
-    """What may be shown to anybody."""
+    """The URL's address without credentials, for messages."""
     service: str = ""
-    """Under which sentinels know the servers; "": there are none."""
+    """Name under which sentinels know the servers; "" if the URL names no sentinels."""
     sentinel_options: Mapping[str, Any] | None = None
-    """Of connections to sentinels."""
+    """Options of connections to sentinels."""
 
     @property
     def user(self) -> str:
-        """As whom servers are asked."""
+        """User name of connections to servers; "" for the default user."""
         return str(self.options.get("username") or "")
 
     def at(self, address: HostPort | None) -> dict[str, Any]:
-        """Options of connections to one server; None: the socket."""
+        """Return the options of connections to one server; None: the unix socket."""
         return dict(self.options) if address is None else {**self.options, "host": address.host, "port": address.port}
 
 
 def parse(url: str) -> Place:
-    """A URL as arguments of redis-py's connections, and as a place that may be shown to anybody.
+    """Parse a Redis URL into arguments of redis-py's connections and an address without credentials.
 
     Raises:
-        UsageError: malformed.
+        UsageError: the URL is malformed.
     """
     try:
         parts = urlsplit(url)
@@ -109,18 +110,18 @@ def _of_hosts(parts: SplitResult, named: Hosts) -> Place:
 
 
 def _keepalive() -> dict[int, int]:
-    """TCP's options, as far as this system has them, by which a silent other end is noticed in SILENT_S."""
+    """Return the TCP options of this system that detect a silent peer within SILENT_S."""
     each_s = int(SILENT_S / (_PROBES + 1))
     values = {
         "TCP_KEEPIDLE": each_s,
         "TCP_KEEPINTVL": each_s,
         "TCP_KEEPCNT": _PROBES,
-        "TCP_USER_TIMEOUT": int(1000 * SILENT_S),  # of bytes on their way, where nothing is asked while it waits
+        "TCP_USER_TIMEOUT": int(1000 * SILENT_S),  # while sent bytes are unacknowledged, TCP sends no keepalive probes
     }
     return {getattr(socket, name): value for name, value in values.items() if hasattr(socket, name)}
 
 
 def is_tls(options: Mapping[str, Any]) -> bool:
-    """Whether connections with these options are encrypted."""
+    """Return whether connections with these options are encrypted."""
     kind = options.get("connection_class")
     return kind is not None and kind.__name__ == "SSLConnection"

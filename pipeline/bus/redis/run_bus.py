@@ -1,4 +1,4 @@
-"""What concerns a run as a whole, on Redis: spec and state, reports, logs, syncers, version 0, moments."""
+"""The data of a run as a whole on Redis: spec and state, reports, logs, syncers, version 0, and moments."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -30,16 +30,16 @@ from diloco.pipeline.payload.codec import decode, encode
 T = TypeVar("T", bound=Message)
 
 REPORTS_DROPPED = (
-    "so many reports were too many, or too large: the latest of each learner were kept, then those of most tokens. If "
-    "the run never had as many processes, somebody with a learner's password makes them up: ACL DELUSER "
-    "learner-NAME ends that"
+    "this many reports were deleted because there were too many, or they were too large. The latest of each learner "
+    "were kept, then those with the most tokens. If the run never had that many processes, somebody with a learner's "
+    "password invents them: end that by ACL DELUSER learner-NAME"
 )
+# Upper bound on the protocol's overhead around the largest acceptable reply with reports.
 AROUND_BYTES = 2**20
-"""What Redis says around reports that are not too many, at most."""
 
 
 class RedisSpecAndState(RedisConnection, SpecAndState):
-    """The spec is a string; the state a hash of rank and message."""
+    """The spec as a string, and the state as a hash of rank and message."""
 
     async def propose_spec(self, spec: bytes) -> bytes:
         return await self._propose(self.keys.spec, spec)
@@ -84,7 +84,7 @@ def _state(blob: bytes | None, key: str) -> RunState | None:
 
 
 class RedisReports(RedisConnection, Reports):
-    """Two hashes, of the last reports and of when they came, and a string for who holds an id."""
+    """Reports as two hashes, of the last reports and of their arrival times, and a string for each id's holder."""
 
     def __init__(self, calls: RedisCalls, run: str) -> None:
         super().__init__(calls, run)
@@ -107,13 +107,13 @@ class RedisReports(RedisConnection, Reports):
         large = stored_reports.oversized(reports, LearnerReport.max_bytes)
         late = stored_reports.oversized(seen, stored_reports.TIME_BYTES)
         if large or late or stored_reports.are_too_many(reports, seen, self._fragments):
-            with suppress(NotPermitted, Oversized):  # a syncer may, and does it the next time
+            with suppress(NotPermitted, Oversized):  # a syncer has the rights, and cleans up at its next read
                 await self._redis.delete(self.keys.seen, late)
                 reports = await self._without_surplus(reports, seen, large)
         return stored_reports.seen_reports(now_ms, reports, seen, self._known)
 
     async def _stored(self) -> tuple[int, Mapping[bytes, bytes], Mapping[bytes, bytes]]:
-        """The server's time, ms, reports, and when they came."""
+        """Return the server's time in ms, the reports, and their arrival times."""
         try:
             now_ms, (reports, seen) = await self._redis.timed_hashes(
                 self.keys.learners, self.keys.seen, most_bytes=self._most_bytes
@@ -130,28 +130,28 @@ class RedisReports(RedisConnection, Reports):
 
     @property
     def _most_bytes(self) -> int:
-        """Of a reply with all reports that are not too many."""
+        """Size limit of a reply with reports: the largest that an acceptable number of reports can have."""
         return stored_reports.reports_bytes(stored_reports.MOST_REPORTS, self._fragments) + AROUND_BYTES
 
     async def _without_surplus(
         self, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], large: Collection[bytes]
     ) -> dict[bytes, bytes]:
-        """Reports without those that are too large or too many. These go, and times without a report.
+        """Delete the reports that are too large or too many, and times without a report; return the other reports.
 
-        A report is anybody's to write, and each costs every reading.
+        Any learner may write any number of reports, and each makes every later read slower.
         """
         gone = set(large)
         kept = {name: blob for name, blob in reports.items() if name not in gone}
         if stored_reports.are_too_many(kept, {}, self._fragments):
             learners = stored_reports.reporting(kept)
-            # No more of them than can be ours: each is its learner's to write.
+            # Read at most the bytes that a valid holder can have: each learner may write anything to its own key.
             held = await self._redis.many(("GETRANGE", self.keys.holder(learner), 0, 64) for learner in learners)
             holders = dict(zip(learners, held, strict=True))
             surplus = stored_reports.surplus_reports
             gone |= await asyncio.to_thread(surplus, kept, holders, self._fragments)
             kept = {name: blob for name, blob in kept.items() if name not in gone}
         await self._redis.delete(self.keys.learners, gone)
-        # Asked anew: a report may have come between the reading of the two hashes.
+        # Read the names again: a report may have come between the reads of the two hashes, and its time must stay.
         (names,) = await self._redis.at_one_node([("HKEYS", self.keys.learners)], self.keys.learners, self._most_bytes)
         await self._redis.delete(self.keys.seen, seen.keys() - set(names))
         if gone:
@@ -160,13 +160,16 @@ class RedisReports(RedisConnection, Reports):
 
 
 class RedisRunLogs(RedisConnection, RunLogs):
-    """Two capped streams."""
+    """Events and evaluations as two capped streams."""
 
     async def _add(self, key: str, message: Message, cap: int) -> None:
         await self._redis.command("XADD", key, "MAXLEN", "~", cap, "*", "m", encode(message))
 
     async def _log(self, key: str, kind: type[T], after: str, limit: int) -> list[tuple[str, T]]:
-        """One that cannot be read is as good as none: any learner may write there."""
+        """Return entries after an id, without unreadable ones: any learner may write there.
+
+        If all entries of one read are unreadable, it reads on: an empty list means that there are no more entries.
+        """
         while True:
             found = await self._redis.read({key: after}, limit, 0, value_bytes=kind.max_bytes)
             entries = [entry for _, there in found for entry in there]
@@ -195,7 +198,7 @@ class RedisRunLogs(RedisConnection, RunLogs):
 
 
 class RedisSyncerBoard(RedisConnection, SyncerBoard):
-    """A hash of nonces, with end, tokens of a checkpoint, and name."""
+    """Live syncers as a hash: nonce -> expiry, tokens of its checkpoint, and name."""
 
     async def announce_syncer(self, nonce: str, name: str, ttl_s: float, saved_tokens: int = 0) -> tuple[str, ...]:
         told = nonce, f"{saved_tokens} {name}", to_ms(ttl_s)
@@ -217,7 +220,7 @@ class RedisSyncerBoard(RedisConnection, SyncerBoard):
 
 
 class RedisInitialUploads(RedisConnection, InitialUploads):
-    """Claim and upload are strings that expire."""
+    """Claim and upload of version 0 as expiring strings."""
 
     async def claim_initial(self, nonce: str, ttl_s: float) -> bool:
         return await self._claim(self.keys.init_claim, nonce, ttl_s)
@@ -236,7 +239,7 @@ class RedisInitialUploads(RedisConnection, InitialUploads):
 
 
 class RedisMomentsExchange(RedisConnection, MomentsExchange):
-    """Wish, claim and offer are strings that expire."""
+    """Wish, claim and offer of moments as expiring strings."""
 
     async def ask_moments(self, wish: MomentsWish, ttl_s: float) -> None:
         await self._redis.script("ask", [self.keys.moments_wish], encode(wish), to_ms(ttl_s))

@@ -1,4 +1,4 @@
-"""The runs of a Redis server or cluster: what each takes there, and freeing one. For operators."""
+"""The runs of a Redis server or cluster: listing their memory use, and deleting one. For operators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from diloco.pipeline.bus.redis.connecting import connect_calls
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a run takes of the server."""
+    """The keys and memory that a run uses on the server."""
 
     keys: int = 0
     bytes: int = 0
-    """Memory, as Redis reckons it."""
+    """Memory by Redis's own estimate (MEMORY USAGE)."""
     permitted: bool = True
-    """This user may look at all of it."""
+    """False if this user may not look at some of the keys; their memory is missing from `bytes`."""
 
 
 class RedisRuns:
@@ -28,11 +28,11 @@ class RedisRuns:
         self._calls = calls
 
     async def taken(self) -> Mapping[str, Taken]:
-        """By name of the run. Keys that come or go meanwhile may be missed.
+        """Return each run's use by its name. Keys added or deleted meanwhile may be missed.
 
         Raises:
-            BusUnavailable: Redis is away.
-            NotPermitted: this user may not even see which keys there are.
+            BusUnavailable: Redis does not answer.
+            NotPermitted: this user may not even list the keys.
         """
         found: dict[str, Taken] = {}
         async for keys in self._calls.keys(f"{PREFIX}{{*"):
@@ -48,11 +48,11 @@ class RedisRuns:
         return found
 
     async def free(self, run: str) -> int:
-        """Delete all keys of a run; returns how many there were.
+        """Delete all keys of a run; return how many there were.
 
         Raises:
-            BusUnavailable: Redis is away. Some of them may be gone.
-            NotPermitted: this user may not.
+            BusUnavailable: Redis does not answer. Some keys may have been deleted.
+            NotPermitted: this user may not delete them.
         """
         freed = 0
         for pattern in (f"{PREFIX}{{{run}}}:*", f"{PREFIX}{{{run}:*}}:*"):
@@ -66,9 +66,9 @@ class RedisRuns:
 
 
 async def connect_runs(url: str) -> RedisRuns:
-    """Reach all runs of a Redis server.
+    """Connect to all runs of a Redis server.
 
     Raises:
-        UsageError, BusUnavailable: as `redis_streams.connect`.
+        UsageError, BusUnavailable: see `redis_streams.connect`.
     """
     return RedisRuns(await connect_calls(url))

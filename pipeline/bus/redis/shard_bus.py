@@ -12,7 +12,7 @@ from diloco.pipeline.payload.codec import decode, encode
 
 
 class RedisWorkQueue(RedisConnection, WorkQueue):
-    """A stream with a consumer group, a hash of positions, and the count of epochs."""
+    """The work queue as a stream with a consumer group, a hash of positions, and a count of epochs."""
 
     @property
     def _queue(self) -> list[str]:

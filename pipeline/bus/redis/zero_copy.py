@@ -1,7 +1,7 @@
-"""Large values to and from one Redis node with one copy in user space less at each turn than the client library makes.
+"""Large values to and from one Redis node, with one copy in user space fewer per direction than redis-py makes.
 
-Sending: a command goes out as pieces, the values as they lie in memory. Receiving: the reply of an XREAD comes into one
-buffer that is used again, and is looked through there. Connections (with login, TLS and all that) are redis-py's.
+Sending: a command is sent as a list of pieces, the values directly from their memory. Receiving: the reply to an XREAD
+is received into one pooled buffer and parsed in place. Connections (with login, TLS etc.) are redis-py's.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ import hiredis
 import redis.exceptions as rx
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import AbstractConnection
+from typing_extensions import override
 
 from diloco.pipeline.messages.wire import CHUNK_EXTRA_BYTES
 from diloco.pipeline.payload.buffers import pooled
@@ -20,32 +21,32 @@ from diloco.pipeline.payload.codec import ChunkParts
 Part = bytes | memoryview
 Argument = str | bytes | int | float | ChunkParts
 
+# Initial size of a reply's buffer, which grows if the reply does not fit.
 ROOM_BYTES = 4 * 2**20 + 64 * 2**10
-"""Of the buffer that a reply comes into; it grows if the reply does not fit."""
 _LEAST_ROOM = _READ_BYTES = 64 * 2**10
+# No limit, for replies whose size only syncers influence.
 ANY_SIZE = 2**62
-"""Of replies that only syncers have a say in."""
+# Array members that one stream entry adds to a reply: the entry, its id, its fields, a field's name and its value.
 ENTRY_VALUES = 5
-"""Members of arrays that each entry of a stream adds to a reply: itself, id and fields, a field and its value."""
+# Upper bound on a stream entry's protocol overhead around its value.
 ENTRY_BYTES = 256
-"""What a stream's entry has around its value on the wire, at most."""
+# Upper bound on the overhead of a stream and of the reply as a whole.
 KEY_BYTES = 64 * 2**10
-"""The same of a stream, and of the reply."""
 
 
 class TooMuch(rx.InvalidResponse):
-    """A reply is larger than what was asked for can be. It was not read to its end: the connection is of no use."""
+    """A reply is larger than it can validly be. It was not read to its end, so the connection cannot be used again."""
 
 
 def of_chunks(limit: int, chunk_bytes: int) -> tuple[int, int]:
-    """Bytes and values that the reply to an XREAD of so many chunks has at most."""
+    """Return the maximum number of bytes and of array members in the reply to an XREAD of `limit` chunks."""
     return limit * (chunk_bytes + CHUNK_EXTRA_BYTES + ENTRY_BYTES) + KEY_BYTES, ENTRY_VALUES * limit + 8
 
 
 def pack(arguments: Sequence[Argument]) -> list[Part]:
-    """A command as it travels, in pieces."""
+    """Encode a command in Redis's protocol as a list of pieces; the data of chunks are not copied."""
     pieces: list[Part] = []
-    text = bytearray(b"*%d\r\n" % len(arguments))  # of many arguments, which are not to be copied with each
+    text = bytearray(b"*%d\r\n" % len(arguments))  # a bytearray: appending many small arguments stays linear
     for argument in arguments:
         if isinstance(argument, ChunkParts):
             pieces += [bytes(text + b"$%d\r\n" % argument.nbytes + argument.head), argument.data]
@@ -57,11 +58,11 @@ def pack(arguments: Sequence[Argument]) -> list[Part]:
 
 
 async def send(client: Redis, commands: Iterable[Sequence[Argument]], most_bytes: int = ANY_SIZE) -> list[Any]:
-    """Several commands in one round trip; errors are among the replies.
+    """Send several commands in one round trip; return their replies, errors included.
 
     Raises:
         ConnectionError: the connection was lost.
-        TooMuch: the replies have more than `most_bytes`, all together.
+        TooMuch: all replies together have more than `most_bytes`.
     """
     made = [pack(command) for command in commands]
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
@@ -70,9 +71,9 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]], most_bytes
         await connection.send_packed_command([part for pieces in made for part in pieces])
         replies = await _replies(connection, len(made), most_bytes)
     except BaseException:
-        if writer is not None:  # the library may have closed it by now, which waits for what was to be sent
+        if writer is not None:  # redis-py may have closed it already, but a plain close still flushes unsent data
             writer.transport.abort()
-        await drop(connection)  # or its next user would read these replies
+        await drop(connection)  # its next user would otherwise read the rest of these replies
         raise
     finally:
         await client.connection_pool.release(connection)
@@ -80,13 +81,13 @@ async def send(client: Redis, commands: Iterable[Sequence[Argument]], most_bytes
 
 
 async def _replies(connection: AbstractConnection, count: int, most_bytes: int) -> list[Any]:
-    """As the library reads them, which takes them of any size."""
+    """Read replies with hiredis as redis-py does, but with a limit on their size."""
     stream, left, replies = connection._reader, most_bytes, list[Any]()
     reader = hiredis.Reader(protocolError=rx.InvalidResponse, replyError=connection._parser.parse_error)
     while len(replies) < count:
         reply = reader.gets()
-        if reply is not False:  # which none of ours is
-            if isinstance(reply, rx.ConnectionError):  # the server is loading its data, say
+        if reply is not False:  # False: hiredis needs more data; no reply to our commands is false
+            if isinstance(reply, rx.ConnectionError):  # e.g. the server is loading its data
                 raise reply
             replies.append(reply)
             continue
@@ -101,11 +102,11 @@ async def _replies(connection: AbstractConnection, count: int, most_bytes: int) 
 
 
 async def ask(client: Redis, command: Sequence[Argument], most_bytes: int = ANY_SIZE) -> Any:
-    """One command's reply as Redis gives it, by a shorter way than the library's own.
+    """Send one command and return its raw reply; it does less work per call than redis-py's `execute_command`.
 
     Raises:
         ResponseError: the reply is an error.
-        ConnectionError, TooMuch: as `send`.
+        ConnectionError, TooMuch: see `send`.
     """
     (reply,) = await send(client, (command,), most_bytes)
     if isinstance(reply, Exception):
@@ -114,12 +115,12 @@ async def ask(client: Redis, command: Sequence[Argument], most_bytes: int = ANY_
 
 
 async def receive(client: Redis, command: Sequence[Argument], most_bytes: int, most_values: int) -> list[memoryview]:
-    """All strings of a command's reply, however they are nested; none where it is nil.
+    """Send a command; return all strings of its reply, flattened, as views of one buffer; none if the reply is nil.
 
     Raises:
         ResponseError: the reply is an error.
         ConnectionError: the connection was lost.
-        TooMuch: the reply has more bytes, or members of arrays.
+        TooMuch: the reply has more than `most_bytes`, or more than `most_values` members of arrays.
     """
     connection = await client.connection_pool.get_connection()  # type: ignore[no-untyped-call]
     try:
@@ -127,21 +128,21 @@ async def receive(client: Redis, command: Sequence[Argument], most_bytes: int, m
     except rx.ResponseError:
         raise
     except BaseException:
-        await drop(connection)  # the rest of the reply may still come
+        await drop(connection)  # the rest of the reply may still arrive on it
         raise
     finally:
         await client.connection_pool.release(connection)
 
 
 async def drop(connection: AbstractConnection) -> None:
-    """Close it now: what was to be sent on it may be megabytes, and its other end gone without a word."""
+    """Abort a connection: a regular close would flush megabytes of unsent data to a peer that may be dead."""
     if connection._writer is not None:
         connection._writer.transport.abort()
     await connection.disconnect(nowait=True)
 
 
 async def drop_all(pool: ConnectionPool) -> None:
-    """Close all its connections now, the busy ones too. It waits for nobody, so it is never cut short."""
+    """Abort all connections of a pool, busy ones included. It never really waits, so cancellation cannot cut it short."""
     for connection in (*pool._available_connections, *pool._in_use_connections):
         await drop(connection)
 
@@ -151,9 +152,12 @@ async def _exchange(
 ) -> list[memoryview]:
     if connection._writer is None:
         raise rx.ConnectionError("connection lost before the command was sent")
-    transport: Any = connection._writer.transport  # the library has no other way to it
+    transport: Any = connection._writer.transport  # redis-py has no public access to it
     usual = transport.get_protocol()
     reply = Reply(usual, most_bytes=most_bytes, most_values=most_values)
+    # The transport writes into the buffer of its current protocol. So for one reply, our protocol replaces redis-py's
+    # StreamReader, which would copy the data. Reading is paused during each swap, and the command is sent only
+    # afterwards, so no byte of the reply reaches the wrong protocol.
     transport.pause_reading()
     transport.set_protocol(reply)
     transport.resume_reading()
@@ -169,7 +173,11 @@ async def _exchange(
 
 
 class Reply(asyncio.BufferedProtocol):
-    """One reply as it comes in."""
+    """A parser of one reply, which receives the bytes into its own buffer and parses them there.
+
+    Positions in the buffer: `_at` is the start of the next value to parse, `_filled` the end of what was received, and
+    `_needed` the end of the string being received: until then there is nothing to parse.
+    """
 
     def __init__(
         self,
@@ -181,42 +189,40 @@ class Reply(asyncio.BufferedProtocol):
         """Expect the reply to one command.
 
         Args:
-            usual: the connection's protocol before and afterwards, which has to hear of its end.
-            room_bytes: of its buffer at first.
-            most_bytes: more is no reply to what was asked.
-            most_values: members of arrays, in all; each takes time and memory, however short it is.
+            usual: the connection's protocol before and afterwards; it is notified if the connection is lost.
+            room_bytes: initial size of the buffer.
+            most_bytes: a longer reply is refused.
+            most_values: limit on the members of all arrays together; each costs time and memory, however short it is.
         """
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.lost = False
         self._usual = usual
-        self._room, self._room_bytes = memoryview(b""), room_bytes  # a read that waits holds none
+        self._room, self._room_bytes = memoryview(b""), room_bytes  # allocated on arrival: a waiting read holds none
         self._filled = self._at = self._needed = 0
-        self._due, self._most = 1, most_bytes
-        """Values not yet seen; bytes that they may have."""
-        self._members = most_values
-        """That arrays may still announce."""
+        self._due, self._most = 1, most_bytes  # number of values still to parse; limit on all bytes
+        self._members = most_values  # number of members that arrays may still announce
         self._strings: list[tuple[int, int]] = []
         self._error = ""
 
     def strings(self) -> list[memoryview]:
-        """What came, in order, where it lies.
+        """Return the received strings in order, as views of the buffer.
 
         Raises:
-            ResponseError: it is an error.
+            ResponseError: the reply is an error.
         """
         if self._error:
             raise rx.ResponseError(self._error)
         return [self._room[start:stop] for start, stop in self._strings]
 
-    # --- what the transport calls ---------------------------------------------------------------------
+    # --- called by the transport ----------------------------------------------------------------------
+    @override
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Room for what comes next."""
         if len(self._room) - self._filled < _LEAST_ROOM:
             self._grow(2 * len(self._room) or self._room_bytes)
         return self._room[self._filled :]
 
+    @override
     def buffer_updated(self, nbytes: int) -> None:
-        """So much has come."""
         self._filled += nbytes
         try:
             if self._filled >= self._needed:
@@ -225,11 +231,11 @@ class Reply(asyncio.BufferedProtocol):
                 raise TooMuch(f"not a reply: more than {self._most} bytes")
         except TooMuch as error:
             self._finish(error)
-        except ValueError as error:  # int() of something else: no Redis speaks so
+        except ValueError as error:  # int() of something that is no length: the peer is no Redis
             self._finish(rx.InvalidResponse(f"not a reply: {error}"))
 
+    @override
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing more will come."""
         self.lost = True
         self._finish(rx.ConnectionError(f"connection lost: {exc or 'closed by the server'}"))
         self._usual.connection_lost(exc)
@@ -248,7 +254,7 @@ class Reply(asyncio.BufferedProtocol):
         self._room = larger
 
     def _look(self) -> None:
-        """Walk over all values that are whole."""
+        """Parse all values that have been received completely."""
         while self._due and (line := self._line()) is not None:
             kind, text, after = line
             if kind == b"*":
@@ -280,13 +286,13 @@ class Reply(asyncio.BufferedProtocol):
             self._finish()
 
     def _line(self) -> tuple[bytes, bytes, int] | None:
-        """Kind and text of the line at hand, and where it ends; None while it is not whole."""
+        """Return type byte, text and end position of the line at `_at`; None while it is incomplete."""
         near = bytes(self._room[self._at : min(self._filled, self._at + 64)])
         end = near.find(b"\r\n")
         if end < 0:
             if len(near) < 64:
                 return None
-            near = bytes(self._room[self._at : self._filled])  # an error may be long
+            near = bytes(self._room[self._at : self._filled])  # only an error message is longer than 64 bytes
             if (end := near.find(b"\r\n")) < 0:
                 return None
         return near[:1], near[1:end], self._at + end + 2
