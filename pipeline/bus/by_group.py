@@ -1,4 +1,4 @@
-"""What is asked of several fragments, where the node of some may be away and those of others are not. asyncio."""
+"""Requests for several fragments on a cluster, where the nodes of some fragments may be down. asyncio."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -16,15 +16,21 @@ async def by_group(
     ask: Callable[[list[int]], Awaitable[list[T]]],
     unreadable: Callable[[BadMessage], None] | None = None,
 ) -> dict[int, T]:
-    """Fragment -> answer, of the groups whose nodes answer.
+    """Ask for several fragments, group by group; return fragment -> answer for the groups whose nodes answer.
 
-    unreadable: told of each fragment whose answer cannot be read, which is left out; without it, that is raised.
+    Args:
+        keys: of the run.
+        fragments: ids.
+        ask: returns the answers for some fragments, in order.
+        unreadable: called with the error of each fragment whose answer cannot be read; the fragment is left out. If it
+            is None, the error is raised.
 
     Raises:
-        BusUnavailable: nobody answers.
+        BusUnavailable: no node answers.
     """
 
     async def each(some: list[int]) -> dict[int, T]:
+        # One unreadable answer makes the whole request fail. Halving it again and again isolates the bad fragments.
         try:
             return dict(zip(some, await ask(some), strict=True))
         except BadMessage as error:

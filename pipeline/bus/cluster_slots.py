@@ -1,4 +1,4 @@
-"""Which keys lie in the same slot of a Redis cluster, and names whose slots lie evenly. Pure."""
+"""Slots of a Redis cluster: the slot of a key, and hash tags whose slots are evenly spread. Pure."""
 
 from binascii import crc_hqx
 from collections.abc import Iterable, Mapping
@@ -10,25 +10,26 @@ _GOLDEN = 0.6180339887498949
 
 
 def tag(key: bytes | str) -> bytes | str:
-    """The part of a key that its slot depends on, with its braces; "" if there is none."""
+    """Return the hash tag of a key, which determines its slot, with its braces; "" if it has none."""
     if isinstance(key, bytes):
         return key[key.find(b"{") : key.find(b"}") + 1]
     return key[key.find("{") : key.find("}") + 1]
 
 
 def slot(key: bytes | str) -> int:
-    """Of one of our keys, which have a tag, by Redis Cluster's rule (CRC-16 of what stands between the braces)."""
+    """Return the slot of a key with a hash tag, by Redis Cluster's rule (CRC-16 of the text between the braces)."""
     braced = tag(key)
     return crc_hqx((braced if isinstance(braced, bytes) else braced.encode())[1:-1], 0) % SLOTS
 
 
 @cache
 def numbers(run: str, groups: int) -> tuple[int, ...]:
-    """For each group the number n with which `{run:n}` is its tag.
+    """Return for each group the number n of its hash tag `{run:n}`.
 
-    The ring of slots is cut into as many equal parts as there are groups, and each has one near its middle. So any N
-    nodes with equal ranges of slots hold groups // N each, or one more; nothing has to be known of the nodes, and slots
-    that move to other nodes keep it so. Groups that follow each other, whose merges do too, lie far apart.
+    The slots are cut into as many equal ranges as there are groups, and each group gets a slot near the middle of one.
+    So with any N nodes that have equal ranges of slots, each node holds groups // N groups or one more. Nothing has to
+    be known about the nodes, and the balance survives resharding. Groups with consecutive numbers, which merge one
+    after the other, get slots that are far apart.
     """
     if groups == 1:
         return (0,)
@@ -46,7 +47,7 @@ def numbers(run: str, groups: int) -> tuple[int, ...]:
 
 
 def by_slot(cursors: Mapping[str, str]) -> list[dict[str, str]]:
-    """Cursors of streams, apart by hash tag."""
+    """Split cursors of streams by hash tag."""
     found: dict[bytes | str, dict[str, str]] = {}
     for key, cursor in cursors.items():
         found.setdefault(tag(key), {})[key] = cursor
@@ -54,10 +55,10 @@ def by_slot(cursors: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def one_slot(keys: Iterable[str]) -> None:
-    """All keys of one atomic step must share a hash tag, or it would fail on Redis Cluster only.
+    """Check that all keys of an atomic step share a hash tag: otherwise it would fail, but only on Redis Cluster.
 
     Raises:
-        ValueError: naming the tags.
+        ValueError: they do not; the message names the tags.
     """
     tags = set(map(tag, keys))
     if len(tags) > 1 or "" in tags:

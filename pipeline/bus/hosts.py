@@ -1,17 +1,17 @@
-"""The hosts of a Redis URL, of which those of sentinels and of clusters name several. Pure."""
+"""The hosts of a Redis URL; URLs of sentinels and of clusters may name several. Pure."""
 
 from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 SERVER_PORT, SENTINEL_PORT = 6379, 26379
+# Scheme of a URL that names sentinels -> scheme of their servers.
 SENTINEL_SCHEMES = {"redis+sentinel": "redis", "rediss+sentinel": "rediss"}
-"""Schemes of URLs that name sentinels, and those of the servers that they know."""
+# Option of a URL for the sentinels' login -> redis-py's connection option.
 SENTINELS_LOGIN = {"sentinel_username": "username", "sentinel_password": "password"}
-"""Options of a URL that are the sentinels', and what they are on a connection."""
 
 
 class HostPort(NamedTuple):
-    """Of one node."""
+    """Address of one node."""
 
     host: str
     port: int
@@ -25,15 +25,15 @@ class Hosts(NamedTuple):
     """The part of a URL between its scheme and its path."""
 
     login: str
-    """With its @; "" if there is none."""
+    """`user:password@`; "" if there is none."""
     hosts: tuple[HostPort, ...]
 
     @classmethod
     def of(cls, parts: SplitResult) -> "Hosts":
-        """One or more hosts, with commas between them.
+        """Parse one or more hosts, separated by commas.
 
         Raises:
-            ValueError: there is none, or a port is no port.
+            ValueError: there is no host, or a port is invalid.
         """
         login, _, rest = parts.netloc.rpartition("@")
         usual = SENTINEL_PORT if parts.scheme in SENTINEL_SCHEMES else SERVER_PORT

@@ -1,6 +1,6 @@
-"""How reports lie in the bus, and which of them stay where they are too many or too large. Pure.
+"""The storage format of reports, and which reports are kept when they are too many or too large. Pure.
 
-Shared by the bus's adapters, as `schema`.
+Like `schema`, it is shared by the bus's adapters.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,27 +12,28 @@ from diloco.pipeline.errors import BadMessage, LearnerReplaced
 from diloco.pipeline.messages.run import LearnerReport, SeenReport
 from diloco.pipeline.messages.wire import MAX_LEARNERS, MAX_NAME_CHARS
 
+# With more reports than MOST_REPORTS on the bus, the least important are deleted until REPORTS_LEFT remain. The gap
+# between the two keeps the deletion rare.
 MOST_REPORTS = 2 * MAX_LEARNERS
 REPORTS_LEFT = MAX_LEARNERS
-"""Reports on the bus: of more than the first, those that matter least go, until there are so few as the second."""
 
+# Maximum length of a report's name, `learner/incarnation`, and of its arrival time in decimal.
 REPORT_NAME_BYTES = MAX_NAME_CHARS + 1 + 32
 TIME_BYTES = 20
-"""Of a report's name, learner/incarnation, and of the time at which it came, at most."""
 
+# Rank of a report that is unreadable, or is stored under a name that is not its own.
 NOTHING = False, -1
-"""What a report is worth that cannot be read, or has another's name."""
 
+# Cache: name of a report -> its stored bytes, and the decoded report (None if it is invalid).
 Known = dict[bytes, tuple[bytes, LearnerReport | None]]
-"""Name of a report -> as it was stored, and what that says; None: nothing."""
 
 
 def seen_reports(
     now_ms: int, reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], known: Known
 ) -> list[SeenReport]:
-    """Stored reports with their ages, by name; one that cannot be read, or has another's name, is as good as none.
+    """Decode stored reports, with their ages, sorted by name; skip those that are unreadable or have another's name.
 
-    known: what the last reading found, and then this one: most reports are as they were.
+    known: cache of the previous read, updated in place; most reports have not changed since.
     """
     for name in known.keys() - reports.keys():
         del known[name]
@@ -49,40 +50,41 @@ def seen_reports(
 
 
 def _read_report(name: bytes, blob: bytes) -> LearnerReport | None:
-    """None: it cannot be read, or does not stand under its own name."""
+    """Decode a report; None if it is unreadable or is not stored under its own name."""
     report = readable(LearnerReport, blob)
     return report if report and name == f"{report.learner}/{report.incarnation}".encode() else None
 
 
 def reporting(names: Iterable[bytes]) -> list[str]:
-    """Learners of whom there are reports, by the names of these."""
+    """Return the learners that have reports, from the names of the reports."""
     learners = {name.partition(b"/")[0] for name in names}
     return [learner.decode() for learner in sorted(learners) if is_learner(learner)]
 
 
 def reports_bytes(count: int, fragments: int) -> int:
-    """Of so many reports, with their names and times, at most: one or another of them may be larger."""
+    """Return a limit on the size of `count` reports with names and times; a single report may be above the average."""
     return count * (2**10 + 9 * fragments)
 
 
 def are_too_many(reports: Mapping[bytes, bytes], seen: Mapping[bytes, bytes], fragments: int) -> bool:
-    """Whether some of them are to go."""
+    """Return whether some reports must be deleted."""
     size = sum(len(name) + len(value) for fields in (reports, seen) for name, value in fields.items())
     return max(len(reports), len(seen)) > MOST_REPORTS or size > reports_bytes(MOST_REPORTS, fragments)
 
 
 def oversized(fields: Mapping[bytes, bytes], value_bytes: int) -> set[bytes]:
-    """Names of fields that are larger than a report, or the time of one, can be."""
+    """Return the names of fields whose name or value is too large for a report, or for its time."""
     return {name for name, value in fields.items() if len(name) > REPORT_NAME_BYTES or len(value) > value_bytes}
 
 
 def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes | None], fragments: int) -> set[bytes]:
-    """Those that go, where there are too many.
+    """Return the names of the reports to delete when there are too many.
 
-    Kept are those of who holds its learner's id, which no other learner can make up; then those of most tokens, since
-    what is trained is counted by them. What cannot be read counts for nothing.
+    Reports of the incarnations that hold their learner's id are kept first, since no other learner can forge those;
+    then the reports with the most tokens, since trained tokens are counted from reports. Unreadable reports are always
+    deleted.
 
-    holders: learner -> what its holder's key has.
+    holders: learner -> value of its holder key.
     """
 
     def worth(name: bytes) -> tuple[bool, int]:
@@ -98,10 +100,10 @@ def surplus_reports(reports: Mapping[bytes, bytes], holders: Mapping[str, bytes 
 
 
 def holder(report: LearnerReport) -> bytes:
-    """What a report makes its learner's holder."""
+    """Return the value that a report gives its learner's holder key."""
     return b"%d %s" % (report.generation, report.incarnation.encode())
 
 
 def replaced(key: str, generation: int) -> LearnerReplaced:
-    """Another incarnation holds a learner's id."""
+    """Return the error for a report whose learner's id is held by another incarnation."""
     return LearnerReplaced(f"{key} is held by generation {generation}", generation)

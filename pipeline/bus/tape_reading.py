@@ -1,10 +1,10 @@
-"""Reading tapes on and on, also where another server takes over. asyncio.
+"""Continuous reading of tapes, also across a failover. asyncio.
 
-A server that takes over may lack what its predecessor had acknowledged, and its clock may be behind. Then what comes
-next has lower ids than what was read last, and whoever reads on from there never sees it. No error need tell: nothing
-may have been under way at that moment. So before a reader takes what comes next, it looks whether the entry that it
-read last is still there. If it is not, it reads the tape from its start: it is told some records once more, and none is
-missing.
+A server that takes over may lack entries that its predecessor had acknowledged, and its clock may be behind. Then new
+entries have lower ids than the last one read, and a reader that continues from its cursor never sees them. It need not
+notice any error either, if it had no call in flight during the failover. So before a reader accepts new entries, it
+checks that the last entry it has read still exists. If it does not, the reader starts again from the tape's start: it
+sees some records twice, but misses none.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,21 @@ _GREATEST = 2**64 - 1
 
 
 class TapeReader:
-    """How far somebody has read the tapes of a run."""
+    """A reader of a run's tapes, with its position in each."""
 
     def __init__(self, bus: Tape, groups: int) -> None:
         self._bus = bus
         self._last: dict[int, TapeEntry | None] = dict.fromkeys(range(groups))
 
     async def read(self, block_s: float = 0.0) -> list[TapeEntry]:
-        """What comes behind the entries that were passed; waits up to `block_s` for the first.
+        """Return the entries after those that were passed; wait up to `block_s` for the first.
 
         Raises:
-            BusError: call it again.
+            BusError: nothing was lost; call it again.
         """
         while True:
             found = await self._bus.read_tape(self._cursors(), block_s)
+            # Check after the read: a failover between a check and a later read would go unnoticed.
             of = {entry.group for entry in found} or self._last.keys()
             away = set[int]()
             gone = await lost(self._bus, [last for group in of if (last := self._last[group]) is not None], away)
@@ -42,7 +43,7 @@ class TapeReader:
                 raise BusUnavailable(f"the servers of groups {', '.join(map(str, sorted(away)))} do not answer")
 
     def passed(self, entry: TapeEntry) -> None:
-        """An entry is dealt with: it is read again only from a tape that lacks it."""
+        """Mark an entry as processed: it is returned again only if its tape is read from the start."""
         self._last[entry.group] = entry
 
     def forget(self, group: int) -> None:
@@ -54,12 +55,15 @@ class TapeReader:
 
 
 async def lost(bus: Tape, entries: Sequence[TapeEntry], away: set[int]) -> set[int]:
-    """Groups of those entries, one a group, that are not there any more.
+    """Return the groups whose entry no longer exists on the tape.
 
-    away: told the groups of which nobody can tell.
+    Args:
+        bus: to read from.
+        entries: at most one of each group.
+        away: receives the groups whose server does not answer.
 
     Raises:
-        BusError: as the bus.
+        BusError: see `Tape.read_tape`.
     """
     first: dict[int, TapeEntry] = {}
     before = {one.group: just_before(one.entry_id) for one in entries}
@@ -69,6 +73,6 @@ async def lost(bus: Tape, entries: Sequence[TapeEntry], away: set[int]) -> set[i
 
 
 def just_before(at: str) -> str:
-    """The greatest id below that of an entry."""
+    """Return the greatest entry id below the given one."""
     ms, number = entry_id(at)
     return f"{ms}-{number - 1}" if number else f"{ms - 1}-{_GREATEST}"

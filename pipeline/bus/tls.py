@@ -6,24 +6,24 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 from diloco.pipeline.errors import UsageError
 
+# Setting -> the option of a rediss:// URL that it sets.
 OPTIONS = {"redis_ca": "ssl_ca_certs", "redis_cert": "ssl_certfile", "redis_key": "ssl_keyfile"}
-"""Settings and the options of a rediss:// URL that they stand for."""
 
 
 def with_tls(url: str, files: Mapping[str, Path | None]) -> str:
-    """A Redis URL with certificate files as its options.
+    """Add certificate files to a Redis URL, as options.
 
-    files: by the names of `OPTIONS`.
+    files: setting (a key of `OPTIONS`) -> file, or None.
 
     Raises:
-        UsageError: files for a URL without TLS; never shows the URL.
+        UsageError: files are given for a URL without TLS; the message does not show the URL.
     """
     given = {OPTIONS[name]: str(path) for name, path in files.items() if path is not None}
     if not given:
         return url
     try:
         parts = urlsplit(url)
-    except ValueError:  # `redis.calls.parse` says what is wrong with it
+    except ValueError:  # `redis_url.parse` reports what is wrong with it
         return url
     if parts.scheme not in ("rediss", "rediss+sentinel"):
         names = ", ".join(name for name, path in files.items() if path is not None)
@@ -33,10 +33,10 @@ def with_tls(url: str, files: Mapping[str, Path | None]) -> str:
 
 
 def check_files(options: Mapping[str, object]) -> None:
-    """Certificate files that connections will read.
+    """Check the certificate files that connections will read.
 
     Raises:
-        UsageError: one is not there, or a key has no certificate.
+        UsageError: a file does not exist, or a key is given without a certificate.
     """
     for name in OPTIONS.values():
         path = options.get(name)

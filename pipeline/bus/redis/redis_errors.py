@@ -1,4 +1,4 @@
-"""Errors of Redis as this project names them, with what to do; none shows credentials."""
+"""Translation of Redis errors into this project's errors, with a remedy; no message shows credentials."""
 
 import re
 from typing import Any
@@ -24,16 +24,17 @@ from diloco.pipeline.errors import (
     UsageError,
 )
 
+# Error code in a text that redis-py has not parsed: from inside a script, or from our own reader (`zero_copy`).
 _CODE = re.compile(r"(?:^|[-\s])([A-Z]{3,}) ")
-"""Of an error that redis-py has not read: of a script, or of our own reader."""
+# XADD refuses an id that exists, or is below the last one, with this text.
 THERE = re.compile("equal or smaller than the target stream top item")
-"""How XADD refuses an id that is there, or was passed."""
+# Reasons why writes are refused, and the remedy. The parties keep retrying, so nothing has to be restarted.
 _FULL = {
     "OOM": ("its memory is full", "raise its maxmemory"),
     "MISCONF": ("it cannot write to its disk", "free space where it keeps its data"),
     "NOREPLICAS": ("too few replicas answer", "start them, or lower its min-replicas-to-write"),
 }
-"""Why writes are refused, and what to do. Nothing else is needed: whoever was refused goes on trying."""
+# States of a server in which it is unavailable for now; it, or another one in its place, may serve again.
 _AWAY = {
     "READONLY": "is a replica now, which takes no writes",
     "LOADING": "is reading its data from its disk",
@@ -46,13 +47,13 @@ _AWAY = {
     "ASK": "is moving a slot",
     "DENIED": "lets in nobody from another machine while it has no password",
 }
-"""What a server says of itself that may serve again, or another one in its place."""
+# Remedies for those states that need one.
 _BACK = {
     "ASK": "it goes on by itself",
     "CLUSTERDOWN": "start its node that is gone; with cluster-require-full-coverage no the others serve meanwhile",
     "DENIED": "give it a password, or users (`diloco acl`), and name them in DILOCO_REDIS_URL",
 }
-"""What brings it back, if anything has to be said."""
+# redis-py removes the code from the text of these errors. Subclasses stand before their base classes.
 _KINDS = {
     rx.NoPermissionError: "NOPERM",
     rx.OutOfMemoryError: "OOM",
@@ -64,11 +65,11 @@ _KINDS = {
     rx.MovedError: "MOVED",
     rx.AskError: "ASK",
 }
-"""Errors of which redis-py has taken the code away; what is a kind of another stands before it."""
 _FORBIDDEN = re.compile(r"The user executing the script can't |ACL failure in script")
 _COMMAND = re.compile(r"run the '([^']+)' command")
 NO_TLS = "no TLS is spoken there"
 NAME_REDIS = "name its TLS port, or use redis"
+# (OpenSSL's text, its meaning, remedy).
 _TLS = (
     (
         re.compile("CERTIFICATE_REQUIRED|certificate required"),
@@ -91,25 +92,28 @@ _TLS = (
         f"{NAME_REDIS}://",
     ),
 )
-"""What OpenSSL says, what it means, and what to do."""
 
 
 IS_IT_THERE = "has a Redis been started, and is DILOCO_REDIS_URL its address?"
+# (redis-py's text, its meaning, remedy) if no server answers, because none was ever there or it is down for now.
 _NOT_THERE = (
     ("Too many open files", "this process can open no more connections", "let it have more files (`ulimit -n`)"),
     ("connecting to", "nobody answers there", IS_IT_THERE),
     ("Protocol error", "what answers there is no Redis", "does DILOCO_REDIS_URL have the right port?"),
 )
-"""What redis-py says, what it means, and what to look at: nothing of it was ever there, or it is away for now."""
 
 
 def translate(error: BaseException, where: str, user: str = "", key: bytes | str | None = None) -> DilocoError:
-    """An error of redis-py, of a socket or of a time limit as one of ours; never shows credentials.
+    """Translate an error of redis-py, a socket or a timeout into one of this project; it never shows credentials.
 
-    user: as whom the server was asked. key: of what was asked for.
+    Args:
+        error: the original error.
+        where: the server's name for messages.
+        user: user name of the connection.
+        key: the key that was asked for.
     """
     if isinstance(error.__cause__, rx.AuthenticationError):
-        error = error.__cause__  # redis-py wraps what happens while it connects
+        error = error.__cause__  # redis-py wraps errors that happen while it connects
     text = str(error)
     code = _code(error, text)
     if code == "NOPERM" or _FORBIDDEN.search(text):
@@ -144,19 +148,19 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
 
 
 def unlink(key: str) -> str:
-    """What to do about a key of the run that has what no party of it writes."""
+    """Return the remedy for a key of the run whose value no party can have written."""
     return f"have it deleted (UNLINK '{key}'): what belongs there is put back"
 
 
 def _code(error: BaseException, text: str) -> str:
-    """The first word of an error as Redis sends it."""
+    """Return an error's code (the first word of Redis's text), or "" if it has no known one."""
     known = next((code for kind, code in _KINDS.items() if isinstance(error, kind)), "")
     told = {"NOPERM", "NOAUTH", "WRONGPASS", *_FULL, *_AWAY}
     return known or next((code for code in _CODE.findall(text) if code in told), "")
 
 
 def scripts_missing(where: str) -> ScriptsMissing:
-    """What a party is told that may not load the scripts that it calls."""
+    """Return the error for a party that needs scripts which are not loaded and which it may not load."""
     return ScriptsMissing(
         f"Redis at {where} does not have all scripts, and this user may not load them",
         "a syncer loads them within seconds, as after each restart of Redis; if none is there, start one: then this "
@@ -165,7 +169,7 @@ def scripts_missing(where: str) -> ScriptsMissing:
 
 
 def _not_permitted(text: str, where: str, user: str, key: bytes | str | None) -> NotPermitted:
-    """A user that may not do something: who, what, in which run, and what makes one that may."""
+    """Return the error for missing rights: it names the user, the command and the run, and how to get the rights."""
     who = f"user {user!r}" if user else "the user of this connection"
     run, command = run_of(key), _COMMAND.search(text)
     what = f"send {command[1].replace('|', ' ').upper()}" if command else "do that"
@@ -175,7 +179,7 @@ def _not_permitted(text: str, where: str, user: str, key: bytes | str | None) ->
 
 
 def _may(user: str, run: str) -> str:
-    """What to do where a user may not do something."""
+    """Return the remedy for missing rights."""
     if not user:
         return "name this party's user in DILOCO_REDIS_URL: redis://USER:PASSWORD@HOST:PORT (`diloco acl` makes users)"
     named = " (a learner's own goes with its --learner-id; a viewer's only reads; runs are the operator's)"
@@ -189,7 +193,7 @@ def _may(user: str, run: str) -> str:
 
 
 def _not_let_in(text: str, where: str, user: str) -> UsageError:
-    """A login that is refused, or was not tried."""
+    """Return the error for a login that was refused, or was required and not given."""
     if "without any password configured" in text or "no password is set" in text:
         return UsageError(f"Redis at {where} has no passwords", "leave user and password out of DILOCO_REDIS_URL", text)
     if "required" in text:
@@ -205,7 +209,7 @@ ERRORS = (rx.RedisError, OSError, TimeoutError)
 
 
 def refused(reply: list[Any]) -> DilocoError:
-    """What a script answered instead of OK."""
+    """Return the error for a script's answer other than OK."""
     code, key, *more = (x.decode(errors="replace") if isinstance(x, bytes) else x for x in reply)
     detail = more[0] if more else None
     match code:

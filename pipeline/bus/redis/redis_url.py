@@ -90,7 +90,7 @@ def _of_hosts(parts: SplitResult, named: Hosts) -> Place:
                 "redis+sentinel://[user:password@]host1:port1,host2:port2,host3:port3/service"
             )
         service, path = found[1], found[2]
-    if parts.fragment or re.fullmatch("(/[0-9]*)?", path) is None:  # redis-py would leave it out: another server's
+    if parts.fragment or re.fullmatch("(/[0-9]*)?", path) is None:  # redis-py would silently ignore it
         raise ValueError
     asked = parse_qsl(parts.query, keep_blank_values=True)
     theirs = {SENTINELS_LOGIN[name]: value for name, value in asked if name in SENTINELS_LOGIN and service}

@@ -142,7 +142,7 @@ async def drop(connection: AbstractConnection) -> None:
 
 
 async def drop_all(pool: ConnectionPool) -> None:
-    """Abort all connections of a pool, busy ones included. It never really waits, so cancellation cannot cut it short."""
+    """Abort all connections of a pool, busy ones included. It never suspends, so cancellation cannot cut it short."""
     for connection in (*pool._available_connections, *pool._in_use_connections):
         await drop(connection)
 
