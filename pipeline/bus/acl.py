@@ -1,11 +1,11 @@
-"""Redis users with no more rights than their party needs: which commands it sends, on which keys. Pure.
+"""Redis users with the least rights that each party needs: the commands it sends, on the keys it uses. Pure.
 
-Needs Redis 7: rights to read and to write apart (`%R~`), and selectors, which tie commands to keys. On 6.2 whoever may
-read a key with some command may write it with any other that the user has.
+It needs Redis 7, which has separate rights to read and to write a key (`%R~`), and selectors, which tie commands to
+keys. On 6.2 a user that may read a key with one command may write it with any other of its commands.
 
-What a script does is checked command by command against the user who runs it. So a learner may name any key of the run
-to EVALSHA, and still do nothing in a script that it could not do outside. It may not send scripts of its own (EVAL):
-one without an end would stop the server. A syncer loads the scripts.
+Redis checks each command of a script against the rights of the user who runs it. So a learner may pass any key of the
+run to EVALSHA, and still can do nothing in a script that it could not do outside. It may not send scripts of its own
+(EVAL), since an endless one would block the server. A syncer loads the scripts.
 
 `tests/pipeline/test_acl.py` makes every call of every party as its user, and tries what each may not do.
 """
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 
 from diloco.pipeline.bus.keys import PREFIX
 
+# User for learners of any name. It has no rights on the syncer's keys, but may change other learners' deltas.
 SHARED_LEARNER = "learner"
-"""User for learners of any name: kept from all that is the syncer's, not from each other's deltas."""
+# Commands that a connection needs, and those without a key that scripts call.
 _CONNECT = "+ping +info +select +time +cluster|slots +command"
-"""What a connection needs, and what scripts ask without a key."""
 _READ = "+get +hget +hmget +hgetall +hkeys +hscan +xread +xrange +xrevrange +xlen +type +exists +pttl"
 _SYNCER = (
     f"{_READ} +scan +getrange +set +setnx +unlink +persist +pexpire +hset +hsetnx +hdel +hincrby +xadd +xdel +xtrim "
@@ -36,18 +36,16 @@ class User:
     rules: str
 
     def line(self, password_sha256: str) -> str:
-        """A line of an ACL file."""
+        """Return the user's line in an ACL file."""
         return f"user {self.name} on #{password_sha256} {self.rules}"
 
 
+# Clients without a password can only PING, as `health`; nobody can log in as `default`, which is off. `default` still
+# needs all rights, because Redis replays its append-only file as that user. Redis 7.0 drops what `default` may not do:
+# without the rights it would lose everything that scripts have written (redis/redis#14541).
 NOBODY = """\
 user default off sanitize-payload ~* &* +@all
 user health on nopass sanitize-payload resetchannels -@all +ping"""
-"""Who has no password may ask whether the server is there, as `health`, and that is all: `default` is nobody's login.
-
-It has all rights, since Redis reads its append-only file again as `default`. What that one may not do, 7.0 throws away:
-all that scripts have written (redis/redis#14541).
-"""
 
 
 def _rules(*selectors: tuple[str, Iterable[str]]) -> str:
@@ -57,7 +55,7 @@ def _rules(*selectors: tuple[str, Iterable[str]]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Patterns:
-    """Patterns of key names (`pipeline.bus.keys`); a run's name has no character that patterns give a meaning."""
+    """Patterns of key names (`pipeline.bus.keys`). Names of runs have no characters that are special in patterns."""
 
     run: str
 
@@ -72,20 +70,20 @@ class _Patterns:
 
 
 def syncer(run: str = "*") -> User:
-    """A syncer, and a `diloco run` on a Redis of its own: all keys of the run."""
+    """Return the user of a syncer, and of a `diloco run` on a Redis of its own: all keys of the run."""
     keys = _Patterns(run)
     return User("syncer", _rules((_SYNCER, keys.all())))
 
 
 def learner(run: str = "*", learner_id: str | None = None) -> User:
-    """A learner; with an id only under that one, else under any."""
+    """Return the user of one learner, or with `learner_id` None, of learners of any name."""
     keys, own = _Patterns(run), learner_id or "*"
     read = "%R~"
     return User(
         SHARED_LEARNER if learner_id is None else f"{SHARED_LEARNER}-{learner_id}",
         _rules(
             ("+evalsha +script|exists", keys.all()),
-            # What is the syncer's, to read.
+            # Reading the syncer's keys.
             (
                 _READ,
                 [
@@ -93,12 +91,12 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
                     *keys.of_groups("head:*", "global:*", "update:*", "tape", rights=read),
                 ],
             ),
-            # Its deltas.
+            # Writing its own deltas.
             (f"{_CHUNKS} +xdel", keys.of_groups(f"deltas:*:{own}")),
             (_CHUNKS, keys.of_groups(f"delta:*:{own}:*")),
             ("+hsetnx +type", keys.of_groups("senders")),
             ("+xadd +type", keys.of_groups("arrivals")),
-            # What learners share: nobody's word is taken for more than it is worth.
+            # Keys that all learners may write. Readers validate these values and trust none of them.
             ("+setnx", keys.of_run("spec")),
             ("+hget +hgetall +hscan +hset +persist +type", keys.of_run("learners", "seen")),
             ("+get +set +type", keys.of_run(f"holder:{own}")),
@@ -120,7 +118,7 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
 
 
 def acl_command(run: str, user: str) -> str:
-    """What makes the users of a run anew, this one among them."""
+    """Return the command that makes the users of a run anew, with `user` among them."""
     kind, _, learner_id = user.partition("-")
     named = f" --learner {learner_id}" if kind == SHARED_LEARNER and learner_id else ""
     return (
@@ -131,7 +129,7 @@ def acl_command(run: str, user: str) -> str:
 
 
 def evaluator(run: str = "*") -> User:
-    """The evaluator: reads globals, writes evaluations."""
+    """Return the user of the evaluator: it reads globals and writes evaluations."""
     keys, read = _Patterns(run), "%R~"
     return User(
         "evaluator",
@@ -149,28 +147,28 @@ def evaluator(run: str = "*") -> User:
 
 
 def viewer(run: str = "*") -> User:
-    """`diloco status`, `diloco tape`, dashboards: read what is about the run, not the parameters."""
+    """Return the user of `diloco status`, `diloco tape` and dashboards: it reads all about the run but parameters."""
     keys, read = _Patterns(run), "%R~"
     about = ("spec", "state", "learners", "seen", "events", "evaluations", "syncers")
     of_fragments = ("head:*", "lease:*", "deltas:*", "senders", "arrivals", "tape")
     return User(
         "viewer",
         _rules(
-            ("+evalsha", keys.all()),  # to read past very many names of senders
+            ("+evalsha", keys.all()),  # for the script that reads past very many names of senders
             (_READ, [*keys.of_run(*about, rights=read), *keys.of_groups(*of_fragments, rights=read)]),
         ),
     )
 
 
 def operator(run: str = "*") -> User:
-    """`diloco runs`, `finish`, and making users: an administrator, who could make one without limits."""
+    """Return the user of `diloco runs`, `finish`, and of making users: an administrator with, in effect, all rights."""
     keys = _Patterns(run).all()
     rules = _rules((f"{_SYNCER} +memory|usage", keys))
     return User("operator", rules.replace(_CONNECT, f"{_CONNECT} {_OPERATOR}", 1))
 
 
 def servers() -> list[User]:
-    """Users of servers that take over from each other: replicas, sentinels, and who sets up. They reach no key."""
+    """Return the users for failover: replicas, sentinels, and the setup of a cluster. They have no rights on keys."""
     watches = (
         "allchannels -@all +ping +info +role +multi +exec +slaveof +subscribe +publish +config|rewrite "
         "+client|setname +client|kill +script|kill"
@@ -183,7 +181,7 @@ def servers() -> list[User]:
 
 
 def users(run: str = "*", learners: Iterable[str] = ()) -> list[User]:
-    """All users of a run: one for learners of any name, and one for each named learner."""
+    """Return all users of a run, with one for learners of any name and one for each named learner."""
     return [
         syncer(run),
         learner(run),

