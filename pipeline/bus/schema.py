@@ -93,7 +93,7 @@ def _parts_of(text: str) -> tuple[str, str, str]:
     at, _, mark = where.partition(":")
     entry_id(at)
     if not learner:
-        raise BusError(f"invalid name of a header {text!r:.80}: it is <entry id>:<mark>@<learner>")
+        raise BusError(f"invalid name of a header {text!r:.80}: it must be <entry id>:<mark>@<learner>")
     return learner, at, mark
 
 
@@ -420,11 +420,11 @@ def fragment_of(commit: Commit) -> int:
     if commit.expected is not None and commit.version != commit.expected[0] + 1:
         raise ValueError(f"commit of version {commit.version} on top of version {commit.expected[0]}")
     if commit.lost is not None and (commit.expected or (commit.lost.version, commit.lost.digest) != _at(commit)):
-        raise ValueError(f"commit of version {commit.version} in the place of a lost {commit.lost.version}")
+        raise ValueError(f"commit of version {commit.version} does not match the lost head {commit.lost.version}")
     if commit.record.version != commit.version or commit.record.digest != commit.digest:
         raise ValueError("the commit and its tape record disagree")
     if both := commit.published.keys & {*commit.delta_payloads, *commit.retired}:
-        raise ValueError(f"the commit names what it deletes: {sorted(both)}")
+        raise ValueError(f"the commit both names and deletes payloads: {sorted(both)}")
     return commit.record.fragment
 
 

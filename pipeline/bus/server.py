@@ -214,8 +214,8 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
     if server.own and not checkpoints:
         return warning(
             "persistence",
-            "`diloco redis` and `diloco run` have theirs keep nothing on disk: a restart loses all, which syncers and "
-            "learners put back only if some outlive it",
+            "the servers of `diloco redis` and `diloco run` keep nothing on disk: a restart loses all, which syncers "
+            "and learners put back only if some of them still run",
             "keep checkpoints (--checkpoint-dir of each syncer), or use a server of your own with appendonly yes",
         )
     lost = "the last minutes" if server.save else "all"
@@ -225,7 +225,7 @@ def persistence(server: Server, checkpoints: bool = False) -> Finding:
         return ok("persistence", f"no append-only file: a restart loses {lost}, but checkpoints are kept")
     return warning(
         "persistence",
-        f"no append-only file: a restart loses {lost}, which syncers and learners put back only if some outlive it",
+        f"no append-only file: a restart loses {lost}, which syncers and learners put back only if some still run",
         f"{to_set('appendonly yes')}, on a machine with twice its memory; or keep checkpoints (--checkpoint-dir of "
         "each syncer)",
     )
@@ -246,14 +246,14 @@ def replicas(server: Server) -> Finding:
     if server.cut_off:
         return error(
             "replicas",
-            "Redis refuses all writes: no replica is in touch with it (min-replicas-to-write)",
+            "Redis refuses all writes: no replica is connected to it (min-replicas-to-write)",
             "start its replicas, and see that they may follow it (masteruser, masterauth, their log)",
         )
     if server.replicas and not server.waits:
         return warning(
             "replicas",
-            "Redis has replicas and min-replicas-to-write 0: cut off from them it takes writes that are lost when "
-            "another one has become primary",
+            "Redis has replicas and min-replicas-to-write 0: if it is cut off from them, it takes writes that are lost "
+            "when another server has become primary",
             f"on all of them: {to_set('min-replicas-to-write 1')}, with min-replicas-max-lag 10, or less",
         )
     if server.replicas < server.known_replicas:
@@ -273,7 +273,7 @@ def replaced(server: Server) -> Finding:
     if server.cluster and not server.replicas:
         return warning(
             "replicas",
-            "this primary has no replica: should its machine be lost, its fragments stand still until it is back",
+            "this primary has no replica: if its machine is lost, its fragments stop until it is back",
             "give it one: start a server with cluster-enabled yes, then, with redis-cli of Redis: redis-cli --cluster "
             f"add-node NEW_HOST:PORT {server.at} --cluster-slave (where there are users with --user setup --pass "
             "PASSWORD, with TLS with --tls --cacert ca.pem --cert FILE --key FILE)",
@@ -286,13 +286,13 @@ def buffers(server: Server) -> Finding:
     limit, backlog = server.buffer_bytes, server.backlog_bytes
     small = []
     if limit and limit <= SMALL_BUFFER_BYTES:
-        small.append(f"cut off once it is {as_maxmemory(limit)} behind ({BUFFER_LIMIT})")
+        small.append(f"is disconnected once it is {as_maxmemory(limit)} behind ({BUFFER_LIMIT})")
     if backlog and backlog <= SMALL_BACKLOG_BYTES:
-        small.append(f"to take all again once it has missed {as_maxmemory(backlog)} (repl-backlog-size)")
+        small.append(f"copies everything again once it has missed {as_maxmemory(backlog)} (repl-backlog-size)")
     if small:
         return warning(
             "buffers of replicas",
-            f"a replica is {', and '.join(small)}: while a run writes it may never come back",
+            f"a replica {', and '.join(small)}: during a run it may never catch up",
             f"""on all of them: {to_set(f"{BUFFER_LIMIT} 'replica 0 0 0'")}, with repl-backlog-size 256mb""",
         )
     told = f"not told ({BUFFER_LIMIT} is to be replica 0 0 0)"

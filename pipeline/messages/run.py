@@ -224,7 +224,7 @@ class RunState(Message):
             raise RunReplaced(
                 f"another run has begun under the name {name!r}, {moment(self.began_unix_s)}, from other parameters. "
                 f"{has} the run that began {moment(known.began_unix_s)}, and does not go on in the new one by itself. "
-                "To take part in the new one, start it again. To have the earlier one back: end everybody, `diloco "
+                "To take part in the new one, start it again. To have the earlier one back: stop all parties, `diloco "
                 "runs delete` the new one, and start a syncer with the --checkpoint-dir of the earlier one"
             )
 

@@ -180,7 +180,7 @@ def _check_parts(parts: Iterable[TensorSpec]) -> None:
     for part in parts:
         begin, end = part.rows or (0, 0)
         if not part.by_rows or part.whole != first.setdefault(part.name, part).whole:
-            raise ValueError(f"tensor {part.name!r} has parts, and is merged as a whole or in several ways")
+            raise ValueError(f"tensor {part.name!r} is split into parts, but not merged by rows, or they disagree")
         if not reached.get(part.name, 0) == begin < end <= part.shape[0]:
             raise ValueError(f"tensor {part.name!r}: rows [{begin}, {end}) are not the next of its {part.shape[0]}")
         reached[part.name] = end

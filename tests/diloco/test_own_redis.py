@@ -108,7 +108,7 @@ def test_a_file_of_users_is_taken_in_place_of_a_password(
         ("user anna on ~*\nuser bert on ~a.b (+nosuch ~a.b)\nuser eve on +this", "line 4, user bert: Error in "),
         ("user anna on #aa ~*", "line 3, user anna: The password hash must be exactly 64 characters"),
         ("user anna on (~x +nosuch >hunter2)", "line 3, user anna: Error in applying operation '***'"),
-        ("user anna on >pa(ss (+get ~x", "line 3, user anna: a parenthesis is without its other one"),
+        ("user anna on >pa(ss (+get ~x", "line 3, user anna: a parenthesis is not closed"),
         ("anna on +get", "line 3: should start with user keyword"),
         ("user anna on\nuser anna on", "Duplicate user 'anna' found"),
     ],

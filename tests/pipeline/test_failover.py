@@ -181,7 +181,7 @@ async def test_a_primary_without_replicas_refuses_writes_and_says_so(sentinels: 
             await asyncio.sleep(0.2)
     info = await bus.info()
     assert not info.takes_writes
-    assert any("refuses all writes: no replica is in touch with it" in one for one in info.warnings)
+    assert any("refuses all writes: no replica is connected to it" in one for one in info.warnings)
     status = await read_status(bus, LoopClock())
     assert (status["phase"], status["reason"]) == ("waiting", "waiting for Redis, which refuses all writes")
     assert not any("no syncer is here" in warning or "quorum" in warning for warning in status["warnings"])

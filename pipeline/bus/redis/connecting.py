@@ -82,7 +82,8 @@ async def _nodes(place: Place) -> Nodes:
         if len(place.hosts) > 1:
             raise UsageError(
                 f"Redis at {host} is no cluster, and several hosts are named",
-                "name one of them; of a primary with replicas the sentinels (redis+sentinel://host,host,host/service)",
+                "name one of them; for a primary with replicas, name its sentinels "
+                "(redis+sentinel://host,host,host/service)",
             )
         return Nodes(host)
     assert failed is not None  # noqa: S101  # there is a host

@@ -68,7 +68,7 @@ class RedisConnection(Connection):
         if holds is None:
             _, holds = await self._redis.many([("SETNX", key, value), ("GET", key)])
         if holds is None:
-            raise BusUnavailable(f"{key} vanished as it was set")
+            raise BusUnavailable(f"{key} disappeared right after it was set")
         return bytes(holds)
 
     async def _claim(self, key: str, nonce: str | bytes, ttl_s: float, most_s: float | None = None) -> bool:

@@ -99,7 +99,7 @@ class SentinelNodes(Nodes):
             raise BusUnavailable(f"the sentinels of Redis at {self._place.where} do not agree on who is primary")
         if named is not None and Vote(named, reached=True) not in told:
             raise BusUnavailable(
-                f"no sentinel of Redis at {self._place.where} reaches the primary {named}: it died a moment ago, or "
+                f"no sentinel of Redis at {self._place.where} reaches the primary {named}: it has just failed, or it "
                 "refuses them"
             )
         if named is None:
@@ -151,12 +151,12 @@ class SentinelNodes(Nodes):
         if any("No such master" in str(error) for error in replies):
             return UsageError(
                 f"the sentinels of {place.where} know no service {place.service!r}",
-                "name the one that stands in their configuration after `sentinel monitor`",
+                "use the name that follows `sentinel monitor` in their configuration",
             )
         if any("unknown command" in str(error).lower() for error in replies):
             return UsageError(
                 f"what answers at {', '.join(map(str, place.hosts))} is no sentinel (their usual port is 26379)",
-                "a server is named by redis://",
+                "name a server by redis://",
             )
         if replies:
             return UsageError(

@@ -41,8 +41,8 @@ _AWAY = {
     "CLUSTERDOWN": "is of a cluster that is down",
     "TRYAGAIN": "is moving a slot",
     "MASTERDOWN": "is a replica that has lost its primary",
-    "UNBLOCKED": "has broken a call off",
-    "BUSY": "is held up by a script",
+    "UNBLOCKED": "has aborted a blocked call",
+    "BUSY": "is busy with a script",
     "MOVED": "has given a slot to another node",
     "ASK": "is moving a slot",
     "DENIED": "lets in nobody from another machine while it has no password",
@@ -121,13 +121,16 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
     if code in ("NOAUTH", "WRONGPASS") or isinstance(error, (rx.AuthenticationError, rx.AuthorizationError)):
         return _not_let_in(text, where, user)
     if re.search("certificate (has )?expired|certificate is not yet valid", text, re.IGNORECASE):
-        remedy = "have it renewed, or set this machine's clock: then all goes on, but for a party whose own it is"
+        remedy = (
+            "have it renewed, or set this machine's clock: then all goes on by itself (a party reads its own one only "
+            "when it starts)"
+        )
         return BusUnavailable(f"Redis at {where}: a certificate has expired, or is not valid yet", remedy, text)
     for sign, found, remedy in _TLS:
         if sign.search(text):
             return UsageError(f"Redis at {where}: {found}", remedy, text)
     if isinstance(error, TooMuch):
-        return Oversized(f"Redis at {where} has more there than any party of a run writes", said=text)
+        return Oversized(f"Redis at {where} has a larger value there than any party of a run writes", said=text)
     if isinstance(error, rx.NoScriptError):
         return scripts_missing(where)
     if code in _FULL:
@@ -222,6 +225,6 @@ def refused(reply: list[Any]) -> DilocoError:
         case "HOLDER":
             return stored_reports.replaced(str(key), int(detail or 0))
         case "TOTAL":
-            return BadMessage(f"{key}: {detail} is no total that can be added to", unlink(str(key)))
+            return BadMessage(f"{key}: {detail} is not a total that can be increased", unlink(str(key)))
         case _:
             return BadMessage(f"{key} holds a {detail}", unlink(str(key)))
