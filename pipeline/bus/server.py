@@ -258,7 +258,7 @@ def replicas(server: Server) -> Finding:
         )
     if server.replicas < server.known_replicas:
         known = counted(server.known_replicas, "replica")
-        found = f"in touch with this primary: {server.replicas} of the {known} that its sentinels know"
+        found = f"connected to this primary: {server.replicas} of the {known} that its sentinels know"
         last = server.waits and server.replicas == 1
         return warning(
             "replicas",
