@@ -43,7 +43,7 @@ LOOK_AGAIN_S = 0.2
 # Remedy for a server that was named by sentinels or a cluster, not by the URL.
 TAKEN_PLACE = "start it again, unless a replica takes its place, which is found by itself"
 
-# uvloop refuses to write to a connection that was just reset by a RuntimeError with this text.
+# When a connection has just been reset, uvloop refuses a write by a RuntimeError with this text.
 _CLOSED = re.compile(r"the handler is closed|transport is clos")
 # The server is not a primary any more: by now another server may have its address or its role.
 _DEMOTED = re.compile(r"(^|[-\s])(READONLY|MASTERDOWN|UNBLOCKED)\s")

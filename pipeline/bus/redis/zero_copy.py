@@ -292,7 +292,7 @@ class Reply(asyncio.BufferedProtocol):
         if end < 0:
             if len(near) < 64:
                 return None
-            near = bytes(self._room[self._at : self._filled])  # only an error message is longer than 64 bytes
+            near = bytes(self._room[self._at : self._filled])  # only an error or a status can be longer
             if (end := near.find(b"\r\n")) < 0:
                 return None
         return near[:1], near[1:end], self._at + end + 2
