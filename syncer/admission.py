@@ -1,7 +1,7 @@
-"""Which deltas may be in a window: by the head, the run's format, and what waits for the next window. Pure.
+"""Admission of deltas to a window, by the head, the run's format, and the deltas held for the next window. Pure.
 
-An offer is a delta's header with its stream entry. `window` asks here before it takes one as a member. `Doubts` says of
-which learners nobody waits for one, because of what they sent.
+An offer is a delta's header with its stream entry. `window` asks `Admission` before it takes an offer as a member.
+`Doubts` tells for which learners no window waits, because of what they sent or failed to send.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,10 +13,10 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MAX_LEARNERS
 
+# The head records the bases of two merges, and has room for `MAX_LEARNERS` of them.
 MAX_MEMBERS = MAX_LEARNERS // 2
-"""The head keeps the bases of two merges."""
+# Deltas of one learner that can wait for the next window: on two bases, before and after a restart of the learner.
 LATE_A_LEARNER = 4
-"""Deltas of one learner that wait for the next window at most: of two bases, before and after a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,21 +29,24 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The offer is a member; it may have taken the place of an older one of the same learner."""
+    """The offer is a member; it may have replaced an older one of the same learner."""
 
     replaced: Offer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """M_t is fixed, or the learner is a member already: kept for the next window; maybe in an older attempt's place."""
+    """The offer is held for the next window (M_t is fixed, or its learner is a member already).
+
+    It may have replaced an older attempt there.
+    """
 
     replaced: Offer | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A delta is refused once and for all."""
+    """The delta is refused for good."""
 
     reason: RefusalReason
     detail: str
@@ -51,25 +54,25 @@ class Refused:
 
 
 class DeltaFormat(NamedTuple):
-    """What every delta of a fragment must be, by the run's spec."""
+    """Format that every delta of a fragment must have, by the run's spec."""
 
     layout: bytes
-    """Digest that it must carry."""
+    """Digest of the layout, which the header must carry."""
     codec: str
     chunks: int
-    """That it must announce."""
+    """Number of chunks, which the header must announce."""
 
     def __str__(self) -> str:
         return f"{self.layout.hex()[:8]}, {self.codec}, {self.chunks}"
 
 
 def same_delta(a: DeltaHeader, b: DeltaHeader) -> bool:
-    """Whether two headers announce one payload."""
+    """Return whether two headers announce the same payload."""
     return (a.learner, a.incarnation, a.serial) == (b.learner, b.incarnation, b.serial)
 
 
 def same_training(a: DeltaHeader, b: DeltaHeader) -> bool:
-    """Whether two headers are of one learner's training on one base: attempts at it."""
+    """Return whether two headers are attempts at the same training: one learner's, on one base."""
     return (a.learner, a.incarnation, a.base_version) == (b.learner, b.incarnation, b.base_version)
 
 
@@ -77,20 +80,20 @@ DUPLICATE = Refused(RefusalReason.DUPLICATE, "the same delta is already here", 0
 
 
 def outdone(header: DeltaHeader, before: DeltaHeader) -> Refused:
-    """Another attempt at its training counts: what it has beyond that one is lost."""
+    """Return the refusal of a delta because another attempt at its training counts; its additional tokens are lost."""
     lost = max(0, header.tokens - before.tokens)
     return Refused(RefusalReason.DUPLICATE, "another delta on this base is in the window", lost)
 
 
 class Admission:
-    """Which headers can be merged into a head at all, now or with the next window."""
+    """Tells which headers can be merged into a head at all, in the present window or the next."""
 
     def __init__(self, head: Head, delta_format: DeltaFormat) -> None:
         self._head, self._format = head, delta_format
         self._merged = {(m.learner, m.incarnation): m for m in head.merged}
 
     def refusal(self, header: DeltaHeader) -> Refused | None:
-        """Why a header is refused by the head; None if it is not."""
+        """Return why a header cannot be merged into the head; None if it can."""
         has, head, all_of_it = (
             DeltaFormat(header.layout, header.codec, header.chunks),
             self._head,
@@ -118,22 +121,22 @@ class Admission:
 
 
 class NextWindow:
-    """Valid offers for the window to come, in order: of one training the newest attempt, of a learner so many."""
+    """Valid offers for the next window, in order: the newest attempt of each training, at most `LATE_A_LEARNER` each."""
 
     def __init__(self) -> None:
         self._offers: list[Offer] = []
 
     @property
     def offers(self) -> tuple[Offer, ...]:
-        """All, in the order in which the next window gets them."""
+        """All held offers, in the order in which the next window gets them."""
         return tuple(self._offers)
 
     def has(self, header: DeltaHeader) -> bool:
-        """Whether this delta waits already."""
+        """Return whether this delta is held already."""
         return any(same_delta(header, offer.header) for offer in self._offers)
 
     def hold(self, offer: Offer) -> Late | Refused:
-        """Keep one more, if there is room for it."""
+        """Hold an offer if there is room for it; it replaces an earlier attempt at the same training."""
         header = offer.header
         theirs = [(at, other) for at, other in enumerate(self._offers) if other.header.learner == header.learner]
         for at, other in theirs:
@@ -148,34 +151,36 @@ class NextWindow:
         return Late()
 
     def put_first(self, offers: Sequence[Offer]) -> None:
-        """Members that leave their window, before all that came for the next one."""
+        """Put members that leave their window before all held offers."""
         self._offers = [*offers, *self._offers]
 
     def put_last(self, offer: Offer) -> None:
-        """One that was here before, and fits into no attempt yet."""
+        """Put back an offer that was held before, and for which its learner's present member leaves no room."""
         self._offers.append(offer)
 
     def remove(self, entry_id: str) -> None:
-        """One is refused after all."""
+        """Drop an offer, which was refused after all."""
         self._offers = [offer for offer in self._offers if offer.entry_id != entry_id]
 
     def pop_all(self) -> tuple[Offer, ...]:
-        """Empty it: the window opens again."""
+        """Return all held offers and hold none, since the window opens again."""
         offers, self._offers = tuple(self._offers), []
         return offers
 
 
 # --- doubted learners ---------------------------------------------------------------------------------
 
+# Refusals in a row, or windows that waited in vain, after which a learner is doubted.
 DOUBTED_AFTER = 3
-"""Refusals in a row, or windows that waited in vain."""
+# Every so many windows one waits for a silent learner again. Its steps may have become longer than any that the syncer
+# knows of, and then no window that does not wait for it would ever get its delta.
 ASKED_AGAIN = 16
-"""Windows after which one waits for a silent learner again: its steps may have become longer than any that the syncer
-knows of, and none that does not wait for it would ever have it."""
+# Deltas in a row that are not finite, after which a learner counts as diverged. One or two can be cured by the global
+# values that it adopts.
 NOT_FINITE_MOST = 3
-"""Deltas of one learner that are not finite, in a row: one or two are mended by what it adopts."""
+# Stands for all learners of which nothing was merged lately.
 STRANGERS = ""
-"""Stands for all learners of whom nothing was merged lately."""
+# Reasons that no fault between a learner and the syncer explains three times in a row.
 BAD = frozenset(
     {
         RefusalReason.WRONG_LAYOUT,
@@ -187,46 +192,46 @@ BAD = frozenset(
         RefusalReason.FLOOD,
     }
 )
-"""Reasons that no fault between a learner and its syncer explains, three times in a row."""
 
 
 class Doubts:
-    """Which learners of one fragment are not waited for, because of what they sent.
+    """Learners of one fragment for which its windows do not wait, because of what they sent or failed to send.
 
-    A learner whose deltas were refused several times in a row for what was in them, or did not come in time, costs all
-    time with each new one: the quorum counts its header, and falls short again. So from then on it counts only once its
-    delta is here and sound, and nobody waits for it. One sound delta that took no longer than uploads have ends the
-    doubt. It is no punishment: whoever forges another learner's name only makes the others not wait for that one.
+    If a learner's deltas were refused for their content several times in a row, or came too late, each further one
+    would cost all others time: the quorum counts its header and falls short again. From then on its delta counts only
+    once it has arrived and is sound, and no window waits for it. One sound delta that was uploaded within the deadline
+    ends the doubt. Being doubted is no punishment: somebody who forges another learner's name only achieves that no
+    window waits for that learner.
 
-    Nor is one waited for that sent no header in several windows that could have had it. A header ends that. Whoever
-    writes reports may make up any number of learners, under other names each time: so those of whom nothing was merged
-    lately count as one, until something of one is merged.
+    A learner that sent no header in several windows that waited for it is not waited for either, until it sends one. A
+    party that writes false reports can invent any number of learners, under new names each time. So all learners of
+    which nothing was merged lately count as one (`STRANGERS`), until a delta of one of them is merged.
 
-    At most as many learners as a run may have are remembered, the longest silent one goes.
+    At most as many learners are remembered as a run may have; the oldest entries are dropped.
     """
 
     def __init__(self) -> None:
         self._in_a_row: dict[str, int] = {}
         self._silent: dict[str, int] = {}
-        """Learner, or `STRANGERS` -> windows that waited in vain; and once none waits, all windows since."""
+        """Learner, or `STRANGERS` -> windows that waited for it in vain; once it is given up, all windows count."""
 
     def refused(self, learner: str, reason: RefusalReason) -> None:
-        """A delta of this learner was refused."""
+        """Note that a delta of this learner was refused, or was waited for in vain."""
         if reason in BAD:
             self._in_a_row[learner] = self._in_a_row.pop(learner, 0) + 1
             if len(self._in_a_row) > MAX_LEARNERS:
                 del self._in_a_row[next(iter(self._in_a_row))]
 
     def heard(self, learner: str) -> None:
-        """A header of it came; of `STRANGERS`: one of them was merged."""
+        """Note that a header of a learner came, or (for `STRANGERS`) that a delta of one of them was merged."""
         self._silent.pop(learner, None)
 
     def closed(self, silent: Iterable[str], known: Collection[str]) -> None:
-        """A window was merged.
+        """Note that a window was merged.
 
         Args:
-            silent: waited for, for as long as a step takes, and sent no header.
-            known: learners of whom something was merged lately.
+            silent: learners that sent no header although the window waited for them for as long as a step takes.
+            known: learners of which something was merged lately.
         """
         for learner in self._given_up():
             self._silent[learner] += 1
@@ -239,47 +244,48 @@ class Doubts:
         return frozenset(who for who, times in self._silent.items() if times >= DOUBTED_AFTER and times % ASKED_AGAIN)
 
     def sound(self, learner: str) -> None:
-        """A delta of it came in time, and can be merged."""
+        """Note that a delta of a learner came in time and can be merged."""
         self._in_a_row.pop(learner, None)
 
     @property
     def learners(self) -> frozenset[str]:
-        """Those that nobody waits for."""
+        """The learners for which no window waits, without strangers."""
         bad = frozenset(learner for learner, times in self._in_a_row.items() if times >= DOUBTED_AFTER)
         return (bad | self._given_up()) - {STRANGERS}
 
     @property
     def strangers(self) -> bool:
-        """Whether nobody waits for learners of whom nothing was merged lately."""
+        """True if no window waits for learners of which nothing was merged lately."""
         return STRANGERS in self._given_up()
 
     def among(self, learners: Collection[str], known: Collection[str]) -> frozenset[str]:
-        """The same with those of these learners that are strangers, while nobody waits for any. known: as `closed`."""
+        """Return `learners` and, while strangers are not waited for, those given learners that are not in `known`."""
         return self.learners | (frozenset(learners).difference(known) if self.strangers else frozenset())
 
 
 class Diverged:
-    """Learners whose deltas are not finite again and again, and of whom none was merged since; of all fragments.
+    """Learners whose deltas were repeatedly not finite, with none merged since. Covers all fragments.
 
-    What they train is lost. They bring the run no further: else they would use up its budget (`RunState.set_aside`).
+    Their training is lost, so their tokens are not counted against the run's budget, which they would otherwise use up
+    (`RunState.set_aside`).
     """
 
     def __init__(self) -> None:
         self._times: dict[str, dict[int, int]] = {}
-        """Learner -> fragment -> deltas in a row."""
+        """Learner -> fragment -> number of deltas in a row that were not finite."""
 
     def refused(self, learner: str, fragment: int) -> None:
-        """A delta of it has elements that are not finite."""
+        """Note that a delta of this learner has elements that are not finite."""
         times = self._times[learner] = self._times.pop(learner, {})
         times[fragment] = times.get(fragment, 0) + 1
         if len(self._times) > MAX_LEARNERS:
             del self._times[next(iter(self._times))]
 
     def merged(self, learner: str) -> None:
-        """One of it was merged."""
+        """Note that a delta of this learner was merged."""
         self._times.pop(learner, None)
 
     @property
     def learners(self) -> frozenset[str]:
-        """Their names."""
+        """Names of the diverged learners."""
         return frozenset(who for who, times in self._times.items() if max(times.values()) >= NOT_FINITE_MOST)

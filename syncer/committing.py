@@ -1,9 +1,9 @@
-"""From a window's deltas to the next version: their sum, the outer step, its payloads, the commit. asyncio.
+"""Making the next version from a window's deltas (asyncio): their sum, the outer step, its payloads, the commit.
 
-The interval of the next version is decided here too, by the round trips before (`RoundTrips`, `ramps.stretched`).
+The round trips measured here (`RoundTrips`) also set the interval of the next version, through `ramps.stretched`.
 
-Deltas are summed as they complete while others are still awaited, so that closing a window costs about one more of
-them, not all. Nothing that is cached here changes before the commit has succeeded.
+Deltas are summed as they complete, while others are still awaited. The sum that is left when a window closes is
+therefore that of about one delta, not of all. No cached state changes before the commit has succeeded.
 """
 
 import asyncio
@@ -36,35 +36,35 @@ from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.initial_version import IDLE_VIEW
 from diloco.syncer.window import Merge
 
+# Replaced globals live for `REPLACED_TTL_S`, or until those of all fragments together are larger than this. One of each
+# fragment stays in any case; a learner that reads an older one could only train a delta that is too stale to be merged.
+# The cap exists because held payloads make Redis touch fresh memory, its largest cost while their number still grows.
 REPLACED_BYTES = 64 * 2**20
-"""Replaced globals live until they are as old as `REPLACED_TTL_S`, or all fragments' are together this large.
-
-Of each fragment one stays in any case: whoever reads an older one could only train what is too stale to be merged. What
-is held is memory that Redis touches for the first time, which costs it more than all else in the rounds until then.
-"""
 
 
 # --- payloads: staged for a commit, and replaced ones until they must go -------------------------------
 
 
 class Uploads:
-    """The payloads of a draft on their way to the bus."""
+    """Uploads in flight of a draft's payloads."""
 
     def __init__(self, head: Head, draft: Draft, tasks: dict[Kind, asyncio.Task[Staged]]) -> None:
         self._head, self._draft, self._tasks = head, draft, tasks
 
     async def published(self) -> Published:
-        """What the next head names, once all of it is there; the draft must be written in full by now.
+        """Wait until all payloads are on the bus and return them as the next head names them.
+
+        The draft must be written in full before this is called, or the uploads never end.
 
         Raises:
-            BusError: as the bus.
+            BusError: an upload failed.
         """
         await asyncio.gather(*self._tasks.values())
         return self._draft.published(self._head, {kind: task.result() for kind, task in self._tasks.items()})
 
 
 class Staging:
-    """What an owner has uploaded of its fragment."""
+    """Uploads a fragment's new versions, and retires the payloads of replaced ones."""
 
     def __init__(
         self,
@@ -77,21 +77,23 @@ class Staging:
         self._bus, self._clock, self._layout = bus, clock, layout
         self._sync, self._random_hex = sync, random_hex
         self._more = asyncio.Event()
-        """Set when more of a draft is written."""
+        """Set when more of a draft has been written."""
         self._replaced: deque[tuple[tuple[str, ...], float, int]] = deque()
 
     def draft(self) -> Draft:
-        """Memory for a merge, of which `uploads` learns when another thread has written some."""
+        """Make memory for a merge; whenever another thread has written more of it, the uploads are woken."""
         tell = partial(asyncio.get_running_loop().call_soon_threadsafe, self._more.set)
         return Draft(self._layout, self._sync, tell)
 
     @asynccontextmanager
     async def uploads(self, head: Head, draft: Draft) -> AsyncIterator[Uploads]:
-        """Upload a prepared draft under fresh keys while the block writes it; they expire unless a commit keeps them.
+        """Upload a prepared draft while the `async with` block writes it. Leaving the block cancels what is left.
+
+        The keys are fresh, and expire unless a commit keeps them.
 
         Args:
             head: of the version that is merged into.
-            draft: from `draft`.
+            draft: made by `draft`.
         """
         version = head.version + 1
         tasks = {
@@ -110,9 +112,13 @@ class Staging:
         return await push_growing(self._bus, key, payload, self._sync.chunk_bytes, STAGED_TTL_S, self._more)
 
     def retire(self, head: Head, published: Published) -> tuple[str, ...]:
-        """Keys of replaced globals that must go before their time, oldest first (the fragment's part of the byte cap).
+        """Note that a head's globals are replaced; return keys of replaced ones that must go before their time.
 
-        head: what is replaced. After a rewind it may name again what was replaced before.
+        They are returned oldest first, as many as the fragment's part of `REPLACED_BYTES` requires.
+
+        Args:
+            head: the head that is replaced. After a rewind it may name keys that were replaced before.
+            published: the payloads of the next head; none of their keys is returned.
         """
         kept, now = published.keys, self._clock.now()
         named = FORMATS[self._sync.global_codec].sizes(head, self._layout.elements)
@@ -137,24 +143,25 @@ class _Begun:
 
     draft: Draft
     entries: tuple[str, ...] = ()
-    """Their header entries, in order."""
+    """Header entries of the summed contributions, in order."""
     weights: tuple[tuple[float, float], ...] = ()
-    """Share and factor of each: what it was multiplied by."""
+    """Share and clip factor of each, by which it was multiplied."""
 
 
 class RunningSum:
-    """A window's contributions, summed as they complete.
+    """Sum of a window's contributions, extended as they complete.
 
-    The sum is of the window's sound deltas in the order in which they completed, and so is the merge: what was summed
-    before does not show in any bit. `session` says which those are. One that has left the window since (its learner has
-    published on a newer base) is in the sum already, so that is begun anew from the deltas, which are all kept until
-    the commit. So it is where one more delta has changed the others' clip factors.
+    The window's sound deltas are summed in the order of their completion, which is also the order of the merge. So it
+    makes no difference to any bit how many were summed before the window closed. `session` passes the deltas to sum. A
+    sum cannot be undone: if a summed delta has left the window (its learner has published on a newer base), or if a new
+    delta has changed the clip factors of summed ones, the sum is begun anew. All deltas are kept until the commit for
+    that.
     """
 
     def __init__(
         self, fragment: FragmentState, new_draft: Callable[[], Draft], offload: Offload, metrics: Metrics
     ) -> None:
-        """new_draft: makes memory for a merge (`Staging.draft`)."""
+        """Begin with an empty sum; new_draft makes memory for a merge (`Staging.draft`)."""
         self._fragment, self._new_draft, self._offload, self._metrics = fragment, new_draft, offload, metrics
         self._log = structlog.get_logger().bind(fragment=fragment.layout.id)
         self._begun: _Begun | None = None
@@ -162,7 +169,7 @@ class RunningSum:
         self._task: asyncio.Task[None] | None = None
 
     def follow(self, deltas: Sequence[Delta]) -> None:
-        """Have these summed: all sound ones of the window, in order. One alone is left as it is."""
+        """Sum these in the background: all sound deltas of the window, in order. A single delta is not summed."""
         self._wanted = deltas
         if self._task is not None and self._task.done():
             self._task.result()  # raises what ended it
@@ -171,7 +178,10 @@ class RunningSum:
             self._task = asyncio.create_task(self._add_wanted())
 
     async def draft(self, deltas: Sequence[Delta]) -> Draft:
-        """A draft for the merge of these, with some of them in its sum already; the next sum is another window's."""
+        """Return a draft for the merge of these deltas, which may have the first of them in its sum already.
+
+        The running sum is empty afterwards, for the next window.
+        """
         self._wanted = ()
         if self._task is not None:
             await self._task
@@ -180,20 +190,20 @@ class RunningSum:
         return draft
 
     def close(self) -> None:
-        """Forget all; what is being added in another thread goes nowhere."""
+        """Drop the sum. An addition that still runs in another thread ends in a draft that nothing uses."""
         if self._task is not None:
             self._task.cancel()
         self._begun, self._task, self._wanted = None, None, ()
 
     def _behind(self) -> bool:
-        """Whether there is something to sum."""
+        """Return whether there is something to sum."""
         wanted, begun = tuple(delta.offer.entry_id for delta in self._wanted), self._begun
         if len(wanted) < 2:
             return False
         return begun is None or wanted != begun.entries or not self._continues(begun, self._wanted)
 
     def _fitting(self, deltas: Sequence[Delta]) -> _Begun:
-        """What was begun, if these continue it; else a new one."""
+        """Return the present sum if these deltas continue it, otherwise a new one."""
         begun = self._begun
         if begun is not None and self._continues(begun, deltas):
             return begun
@@ -204,7 +214,7 @@ class RunningSum:
         return begun
 
     def _continues(self, begun: _Begun, deltas: Sequence[Delta]) -> bool:
-        """Whether the sum is of the first of these, each multiplied by what it is multiplied by among all of them."""
+        """Return whether the sum holds the first of these, with the shares and factors that they have among all."""
         count, weights = len(begun.entries), self._weights_of(deltas)
         same = begun.entries == tuple(delta.offer.entry_id for delta in deltas[:count])
         return same and begun.weights == weights[:count]
@@ -228,9 +238,9 @@ class RunningSum:
 
 @dataclass(slots=True)
 class Loaded:
-    """A fragment as its owner has it: the head as last seen, and the values of that version.
+    """An owner's cache of its fragment: the head as last seen, and the values of that version.
 
-    Never trusted over the bus: after any failed write the head is read again.
+    The bus is the authority: after any failed write the head is read again.
     """
 
     head: Head
@@ -238,33 +248,34 @@ class Loaded:
 
     @property
     def at(self) -> tuple[int, bytes]:
-        """The (version, digest) by which its owner judges; a write fails if the head is another one by now."""
+        """(version, digest) of the cached head. Each write carries it and fails if the bus has another head by then."""
         return self.head.version, self.head.digest
 
 
 class RoundTrips:
-    """How many steps the last two of one fragment took.
+    """Length of the last two round trips of one fragment, in learners' steps.
 
-    A learner goes on training on its base until what it published is merged and here, and adopts that after a step. All
-    of these steps are overwritten. `ramps.stretched` makes intervals longer by them. To wait for a quorum is no part of
-    it: that is as long as others take, however long the interval is, and deltas are renewed meanwhile.
+    After publishing, a learner trains on until the merge of its delta has been pulled, and adopts it after a step. The
+    steps of this round trip are overwritten, and `ramps.stretched` lengthens intervals by them. The wait for a quorum
+    is not part of the round trip: it depends on the other learners, not on the interval, and deltas are renewed
+    meanwhile.
     """
 
     def __init__(self) -> None:
         self._took = (0.0, 0.0)
 
     def observe(self, seconds: float) -> None:
-        """One more: grace and sync time of one window, the pull in it."""
+        """Take one window's grace and sync time (pull included), s."""
         self._took = self._took[1], seconds
 
     def steps(self, step_times: Sequence[float], latency_s: float) -> float:
-        """The step in which a learner adopts, and what passes besides; 0: not known yet.
+        """Return the round trip in steps, including the step after which a learner adopts; 0 if it is not known yet.
 
-        The shorter one of the last two counts, so that one hold-up is no sign.
+        The shorter of the last two counts, so that a single delay has no effect.
 
         Args:
-            step_times: of the learners that were merged lately, s; too short is not known yet. The higher median
-                counts, so that one of two who says little cannot stretch what the other trains.
+            step_times: of the learners that were merged lately, s. Values that are too short count as unknown. The
+                higher median counts: of two learners, one that reports very short steps cannot stretch the interval.
             latency_s: from a learner's decision to publish to its header at the syncer.
         """
         known, round_trip_s = known_steps(step_times), min(self._took)
@@ -272,38 +283,43 @@ class RoundTrips:
 
 
 class LastMerges:
-    """How long the last two merges of one fragment took; the shorter one counts, so that one hold-up is no sign."""
+    """Durations of one fragment's last two merges; the shorter one counts, so that a single delay has no effect."""
 
     def __init__(self, expected_outer_s: float = 0.0) -> None:
-        """expected_outer_s: what the outer step should take, as reckoned before the first one."""
+        """Begin without a merge; expected_outer_s is the calculated duration of the outer step, used until measured."""
         self._took = (0.0, 0.0)
         self._outer: tuple[float, ...] = ()
         self._expected_outer_s = expected_outer_s
 
     def observe(self, merge_s: float, outer_s: float | None = None) -> None:
-        """One more. outer_s: of it, sum and outer step alone; None: it only averaged, which tells nothing of a step."""
+        """Take one merge's duration, s.
+
+        Args:
+            merge_s: of the whole merge.
+            outer_s: of the sum and the outer step in it; None if it only averaged, which tells nothing of a step.
+        """
         self._took = self._took[1], merge_s
         if outer_s is not None:
             self._outer = *self._outer[-1:], outer_s
 
     @property
     def merge_s(self) -> float:
-        """As `WindowView.merge_s`: the shorter of them; 0 before there are two."""
+        """The shorter of the last two merges, s; 0 before there are two (`WindowView.merge_s`)."""
         return min(self._took)
 
     @property
     def measured(self) -> bool:
-        """Whether `outer_s` is what steps took, not what they should."""
+        """True if `outer_s` is measured, not calculated."""
         return len(self._outer) == 2
 
     @property
     def outer_s(self) -> float:
-        """As `WindowView.outer_s`: the same of the outer step; what was expected before there are two."""
+        """The shorter of the last two outer steps, s; before there are two, the calculated time (see `WindowView`)."""
         return min(self._outer) if self.measured else self._expected_outer_s
 
 
 def payload_key(bus: Bus, offer: Offer) -> str:
-    """Where a delta's payload lies."""
+    """Return the bus key of a delta's payload."""
     h = offer.header
     return bus.keys.delta_payload(h.fragment, h.learner, h.incarnation, h.serial)
 
@@ -319,20 +335,21 @@ class Committing:
     async def commit(
         self, loaded: Loaded, merge: Merge, deltas: Sequence[Delta], began: float, interval: int
     ) -> Committed | None:
-        """Merge, take the outer step and commit; `loaded` is at the new version then.
+        """Merge, take the outer step and commit. After success `loaded` is at the new version.
 
         Args:
             loaded: the version that is merged into.
-            merge: the decision.
-            deltas: its contributions, in its order.
-            began: when it was decided.
+            merge: the window's decision.
+            deltas: the contributions of `merge`, in its order.
+            began: when the merge was decided.
             interval: of the version that is made (`ramps.stretched`).
 
         Returns:
-            The tape's record; None if the outcome would not be finite: nothing has changed.
+            The tape's record; None if the outcome would not be finite, in which case nothing has changed.
 
         Raises:
-            LeaseLost, HeadMoved, PayloadIncomplete, BusError: nothing has changed, as far as is known.
+            LeaseLost, HeadMoved, PayloadIncomplete, BusError: `loaded` is unchanged. If the answer was lost, the
+                commit may have succeeded on the bus.
         """
         merged, published, outer_s = await self._step(loaded, deltas)
         if not merged.finite:
@@ -357,11 +374,11 @@ class Committing:
         return record
 
     async def _step(self, loaded: Loaded, deltas: Sequence[Delta]) -> tuple[Merged, Published, float | None]:
-        """Merge and take the outer step, while what is ready of the outcome goes to the bus.
+        """Merge and take the outer step, while the finished part of the outcome is uploaded.
 
         Returns:
-            The outcome, its payloads, and how long the step took, a wait for a free thread included (s); None if it
-            only averaged.
+            The outcome; its payloads; and the duration of the step including any wait for a free thread, s, or None if
+            the learners were only averaged.
         """
         context, fragment, head = self._context, loaded.fragment, loaded.head
         draft = await self.sum.draft(deltas)

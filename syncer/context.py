@@ -1,4 +1,4 @@
-"""What all fragments of one syncer are served with: the agreed spec, and the syncer itself."""
+"""Context that all fragments of one syncer share: the agreed spec, and the syncer's own services."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,26 +17,26 @@ from diloco.syncer.membership import RunWatch
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder
 
+# `random_hex(n)` returns 2n hex digits for a nonce. It is injected, so that a simulated run can be repeated.
 RandomHex = Callable[[int], str]
-"""`random_hex(n)`: 2n hex digits for a nonce; injected, so that a simulated run can be repeated."""
 
 
 class AgreedSpec:
-    """The spec that a run's parties agree on; tells whether the bus still has it."""
+    """The spec that all parties of a run agree on, with a check whether the bus still has it."""
 
     def __init__(self, bus: Bus, spec: Spec) -> None:
         self._bus, self.spec, self.encoded = bus, spec, encode(spec)
 
     async def another(self) -> str:
-        """How the bus's spec differs from this run's; "" if it does not, or there is none.
+        """Return how the bus's spec differs from this run's; "" if it does not, or if the bus has none.
 
         Raises:
-            BusError: ask again.
+            BusError: the bus failed; call it again.
         """
         return self.differs(await self._bus.read_spec())
 
     def differs(self, found: bytes | None) -> str:
-        """The same of what the bus was found to have."""
+        """Return how a spec that was read from the bus differs from this run's; "" if it does not, or for None."""
         if found is None or found == self.encoded:
             return ""
         try:
@@ -47,7 +47,7 @@ class AgreedSpec:
 
 @dataclass(frozen=True, slots=True)
 class SyncerContext:
-    """One syncer in one run: made once the spec is agreed, and never changed."""
+    """One syncer in one run. It is made once the spec is agreed; its fields are never reassigned."""
 
     bus: Bus
     clock: Clock
@@ -56,17 +56,17 @@ class SyncerContext:
     watch: RunWatch
     metrics: Metrics
     nonce: str
-    """Of its leases."""
+    """Identifies this syncer as the holder of its leases."""
     name: str
-    """For the tape."""
+    """Name of this syncer on the tape."""
     offload: Offload
-    """Runs heavy work where it holds nothing up."""
+    """Runs heavy work off the event loop."""
     random_hex: RandomHex
     recorder: Recorder | None
     speed: Speed
-    """Of its products of matrices."""
+    """How fast this machine multiplies matrices."""
     coming: Coming = field(default_factory=Coming)
-    """Of learners' uploads, in all fragments."""
+    """Progress of the learners' uploads, in all fragments."""
     diverged: Diverged = field(default_factory=Diverged)
 
     @property

@@ -1,4 +1,4 @@
-"""What comes in for one fragment: headers as they arrive, payloads as they are downloaded, timed and judged. asyncio.
+"""Input of one fragment (asyncio): headers are read as they arrive, payloads are downloaded, timed and judged.
 
 `session` offers the headers to the window, says which payloads to download, and takes the outcomes; nothing here
 decides about a window.
@@ -27,48 +27,48 @@ from diloco.syncer.membership import LEAST_UPLOAD_S
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
 
+# A sound delta, or the reason and detail of its refusal.
 Outcome = Delta | tuple[RefusalReason, str]
-"""A sound delta, or why it is refused."""
 
 BLOCK_S = 1.0
+# Bound of the headers that were read but not handled yet; reading waits while there are as many.
 MOST_ARRIVED = 1024
-"""Headers that were read and not looked at; with more, reading waits."""
+# Headers handled before the window decides again, so that a flood cannot keep it from deciding.
 MOST_AT_ONCE = 256
-"""Headers looked at before the window decides again, however many more there are."""
 RETRY_S = 0.2
+# Reading pauses for this long after a flood was cut, since more of it may follow at once.
 FLOODED_S = 0.1
-"""Reading rests for so long after a flood was cut: there may be more of it at once."""
 
+# Upload deadline before any upload was measured.
 FIRST_UPLOAD_S = 30.0
-"""Upload deadline before any upload was measured."""
+# The upload deadline is this many times the smoothed upload time.
 UPLOAD_FACTOR = 4.0
-"""The upload deadline is this many times the smoothed upload time."""
+# Uploads that missed the deadline lengthen it by at most this factor.
 TIMEOUT_FACTOR = 2.0
-"""Uploads that did not end in time lengthen the deadline to so many times what it was at most."""
 
+# An upload has stopped if nothing came for this many times its last gap between two chunks, or for `TIMEOUT_FACTOR`
+# upload deadlines, whichever is shorter.
 SILENT_CHUNKS = 4
-"""An upload has stopped when nothing came for as long as so many of its last chunks took, or for as long
-as the upload deadline may become, if that is less."""
 
 
 class Arrivals:
-    """Headers, read ahead of the window; from the start of the streams, which hold all that is pending."""
+    """Headers read ahead of the window, from the start of the streams, which hold all pending deltas."""
 
     def __init__(self, bus: Offers, fragment: int, wake: asyncio.Event) -> None:
         self._bus, self._p, self._wake = bus, fragment, wake
         self._arrived: asyncio.Queue[Offered] = asyncio.Queue(MOST_ARRIVED)
         self._waiting, self._looked = Counter[str](), dict[str, str]()
-        """Of each learner, how many of them were read and not looked at, and the last one that was looked at."""
+        """For each learner: how many headers were read but not handled, and the id of the last handled one."""
         self._flooding, self._cut = dict[str, None](), asyncio.Event()
         self._reader = asyncio.create_task(self._read())
 
     @property
     def empty(self) -> bool:
-        """Whether all that came was looked at."""
+        """True if all headers that were read have been handled."""
         return self._arrived.empty()
 
     def some(self) -> Iterator[Offered]:
-        """The oldest of those that are here, not too many at once."""
+        """Yield the oldest unhandled headers, at most `MOST_AT_ONCE`."""
         for _ in range(min(self._arrived.qsize(), MOST_AT_ONCE)):
             entry = self._arrived.get_nowait()
             learner, self._looked[learner] = parse_offer_id(entry.entry_id)
@@ -76,9 +76,11 @@ class Arrivals:
             yield entry
 
     def flooding(self) -> Iterator[str]:
-        """Learners that have more headers waiting than there may be. Each is to be cut before the next is asked for.
+        """Yield the learners that have more than `MOST_HEADERS` headers waiting.
 
-        What was read of it is forgotten: a step for each would keep the others waiting. What stays is read again.
+        The caller must cut each learner's stream before it takes the next one from this iterator. Headers of such a
+        learner that were read are dropped, since handling each would keep the other learners waiting. Those that
+        remain on the stream after the cut are read again.
         """
         for learner in self._flooding:
             kept = [entry for _ in range(self._arrived.qsize()) if _of(entry := self._arrived.get_nowait()) != learner]
@@ -90,20 +92,20 @@ class Arrivals:
         self._cut.set()
 
     def check(self) -> None:
-        """Go on only while reading does.
+        """Raise what ended the reader, if it has ended.
 
         Raises:
-            BusError: what ended it: what came before an outage may be lost with it.
+            BusError: the bus failed. Headers that came before an outage may be lost, so the streams must be read anew.
         """
         if self._reader.done():
             self._reader.result()
 
     async def wait(self, timeout_s: float) -> None:
-        """Until something happened (`wake`), reading has ended, or the time is over."""
+        """Wait until `wake` is set, reading has ended, or the time is over."""
         await woken_or_done(self._wake, self._reader, timeout_s)
 
     async def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
 
@@ -131,7 +133,7 @@ class Arrivals:
 
 
 def _of(entry: Offered) -> str:
-    """The learner on whose stream it is."""
+    """Return the learner on whose stream an entry is."""
     return parse_offer_id(entry.entry_id)[0]
 
 
@@ -143,53 +145,56 @@ class UploadEstimator:
 
     @property
     def upload_s(self) -> float:
-        """How long the uploads of a fixed set may take."""
+        """Upload deadline, s: how long the uploads of a fixed set may take."""
         measured = self._upload.value
         return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
 
     def observe(self, seconds: float) -> bool:
-        """An upload has ended; whether within the time that uploads had."""
+        """Take the duration of an upload that has ended; return whether it was within the deadline."""
         in_time = seconds <= self.upload_s
         self._upload.observe(seconds)
         return in_time
 
     def timed_out(self, waited_s: list[float]) -> None:
-        """These did not end in time: a slower network must lengthen the deadline, or nothing would ever pass."""
+        """Take how long uploads were waited for in vain, s.
+
+        They must lengthen the deadline: on a network that has become slower, no upload would ever be in time otherwise.
+        """
         most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
         for seconds in waited_s:
             self._upload.observe(min(seconds, most))
 
 
 class Coming:
-    """What has come lately of each learner's uploads, in all fragments of one syncer. Pure.
+    """Progress of each learner's uploads, in all fragments of one syncer. Pure.
 
-    A learner uploads its deltas in the order of their serials, on each of its lanes. So one of which nothing has come
-    yet is still to come while earlier ones do. How long a line is silent between two chunks is measured. A learner that
-    leaves long gaps may be silent for no longer than uploads have, were the deadline lengthened once.
+    On each of its lanes a learner uploads its deltas in the order of their serials. So a delta of which nothing has
+    come yet is still queued while earlier ones make progress. The silence between two chunks is measured for each
+    learner. However long its gaps are, a learner may be silent for at most `TIMEOUT_FACTOR` upload deadlines.
     """
 
+    # Bound of the incarnations that are remembered; the ones that were silent for longest are dropped.
     MOST = 1024
-    """Incarnations; with more, those that were not heard for longest go."""
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, float, float]] = {}
-        """Incarnation -> serial of what came last, when, and how long after the chunk before."""
+        """Incarnation -> serial of the delta whose chunk came last, when it came, and the gap before it, s."""
 
     def heard(self, header: DeltaHeader, now: float) -> None:
-        """Something of this delta came."""
+        """Note that a chunk of this delta came."""
         serial, at, gap_s = self._last.pop(header.incarnation, (header.serial, now, 0.0))
         self._last[header.incarnation] = header.serial, now, now - at if serial == header.serial else gap_s
         while len(self._last) > self.MOST:
             del self._last[next(iter(self._last))]
 
     def comes(self, header: DeltaHeader, came_s: float, now: float, upload_s: float) -> bool:
-        """Whether an upload goes on, or its learner is at earlier ones.
+        """Return whether an upload makes progress, or is queued behind earlier ones that do.
 
         Args:
             header: of the delta.
-            came_s: when something of it came last.
+            came_s: when its last chunk came.
             now: the time.
-            upload_s: that uploads have.
+            upload_s: the upload deadline, s.
         """
         serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
         since = now - max(LEAST_UPLOAD_S, min(SILENT_CHUNKS * gap_s, TIMEOUT_FACTOR * upload_s))
@@ -197,7 +202,7 @@ class Coming:
 
 
 class Downloads:
-    """The downloads in flight and the deltas that are here."""
+    """The downloads in flight, and the sound deltas that have arrived."""
 
     def __init__(
         self,
@@ -209,23 +214,26 @@ class Downloads:
         uploads: UploadEstimator,
         coming: Coming,
     ) -> None:
-        """`fragment`: judges them. `uploads`: learns how long they take. `coming`: of all fragments, is told of what
-        comes. `wake` is set whenever a download ends."""
+        """Begin with no downloads.
+
+        `fragment` judges the deltas. `uploads` takes the duration of each upload, and `coming`, shared by all
+        fragments, the arrival of each chunk. `wake` is set whenever a download ends.
+        """
         self._bus, self._clock, self._fragment = bus, clock, fragment
         self._wake, self._offload, self._uploads, self._coming = wake, offload, uploads, coming
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         self._heard: dict[str, float] = {}
         self._came: dict[str, float] = {}
-        """Header entry -> when last a chunk came."""
+        """Header entry -> when its last chunk came."""
         self._slow: set[str] = set()
-        """Header entries of uploads that took longer than they had."""
+        """Header entries of uploads that took longer than the deadline."""
         self.deltas: dict[str, Delta] = {}
         """Header entry -> sound delta."""
         self.outcomes: deque[tuple[Offer, Outcome]] = deque()
 
     def start(self, offers: Iterable[Offer]) -> None:
-        """Begin the downloads that have not begun yet; tell again of what is here already, for an earlier window."""
+        """Begin the downloads that have not begun; report deltas again that arrived for an earlier window."""
         for offer in offers:
             if offer.entry_id in self.deltas:
                 self.outcomes.append((offer, self.deltas[offer.entry_id]))
@@ -235,7 +243,7 @@ class Downloads:
                 self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer))
 
     def ended(self) -> Iterator[tuple[Offer, Outcome]]:
-        """Those that ended, oldest first, once each; a sound delta stays in `deltas`, unless it is forgotten by now."""
+        """Yield the downloads that have ended, oldest first; a sound delta stays in `deltas` unless it was forgotten."""
         while self.outcomes:
             offer, outcome = self.outcomes.popleft()
             self._tasks.pop(offer.entry_id, None)
@@ -244,7 +252,7 @@ class Downloads:
             yield offer, outcome
 
     async def as_merged(self, offers: Iterable[Offer]) -> list[Delta]:
-        """The sound deltas of these; stale ones are rebased, once, where it holds nothing up."""
+        """Return the sound deltas of these offers. Stale ones are rebased first, once each, off the event loop."""
         found = []
         for offer in offers:
             delta = self.deltas[offer.entry_id]
@@ -254,24 +262,24 @@ class Downloads:
         return found
 
     def timed_out(self, entries: Iterable[str]) -> None:
-        """These did not end in time."""
+        """Lengthen the upload deadline by these uploads, which missed it and are still in flight."""
         now = self._clock.now()
         self._uploads.timed_out([now - self._began[entry_id] for entry_id in entries if entry_id in self._tasks])
 
     def heard_of(self, offer: Offer) -> None:
-        """All of a payload is on the bus: as if something of it had come."""
+        """Note that a payload is whole on the bus, which counts like the arrival of a chunk."""
         self._heard[offer.entry_id] = self._clock.now()
 
     def heard_at(self, offer: Offer) -> float:
-        """When last something of a payload came, or the bus failed; infinite once all of it is here."""
+        """Return when the last chunk of a payload came or the bus last failed; infinite once all has arrived."""
         return self._heard.get(offer.entry_id, math.inf)
 
     def came_in_time(self, offer: Offer) -> bool:
-        """Whether an upload, which is whole, took no longer than it had."""
+        """Return whether a completed upload was within the deadline."""
         return offer.entry_id not in self._slow
 
     def arriving(self, offers: Iterable[Offer]) -> frozenset[str]:
-        """Of uploads that are not whole, the entries of those that come, or whose turn is still to come."""
+        """Return the entries of those incomplete uploads that make progress, or are queued behind ones that do."""
         now, upload_s, came = self._clock.now(), self._uploads.upload_s, self._came
         return frozenset(
             one.entry_id
@@ -280,7 +288,7 @@ class Downloads:
         )
 
     def forget(self, entries: Iterable[str]) -> None:
-        """These were merged or refused."""
+        """Cancel and drop these deltas, which were merged or refused."""
         for entry_id in entries:
             if task := self._tasks.pop(entry_id, None):
                 task.cancel()
@@ -313,7 +321,8 @@ class Downloads:
             norms, reader = DeltaNorms(layout), PayloadReader(layout.elements, sync.codec, sync.chunk_bytes)
             try:
                 async for chunks in arriving(self._bus, key, reader):
-                    # A cast and a sum take less time here, where what came is in the cache, than in another thread.
+                    # For plain dtypes the cast and the sum are cheaper here, with the chunk still in the CPU cache,
+                    # than in another thread.
                     if sync.codec in DTYPES:
                         feed(reader, norms, chunks)
                     else:
@@ -330,8 +339,8 @@ class Downloads:
                 break
             except BusError:
                 self._heard[offer.entry_id] = self._clock.now()
-                await asyncio.sleep(RETRY_S)  # until it works, or the window's deadline ends this task
-            except Exception as error:  # a mistake of ours must not hold up the window: this delta is lost
+                await asyncio.sleep(RETRY_S)  # retry until the bus answers, or `forget` or `close` cancels this task
+            except Exception as error:  # a bug here must not block the window, so only this delta is refused
                 outcome = RefusalReason.BAD_PAYLOAD, f"{type(error).__name__}: {error}"
                 structlog.get_logger().error("delta_not_judged", learner=h.learner, fragment=h.fragment, exc_info=error)
                 break
@@ -340,7 +349,7 @@ class Downloads:
 
 
 def feed(reader: PayloadReader, norms: DeltaNorms, chunks: Sequence[bytes | memoryview]) -> None:
-    """What has come of a delta: decoded into its array, and counted in its norms."""
+    """Decode the chunks that have come of a delta into its array, and add them to its norms."""
     for chunk in chunks:
         reader.feed(chunk)
         norms.advance(reader.so_far())

@@ -1,7 +1,7 @@
 """How long a window may wait for stragglers. Pure: no clock.
 
-`algorithm.grace` is the paper's formula; here are the smoothed times that go into it. Nothing here makes a learner
-wait: too long a grace only makes learners train more steps on their old base.
+`algorithm.grace` is the paper's formula; this module smooths the times that go into it. No learner ever waits for a
+grace: too long a grace only makes learners train more steps on their old base.
 """
 
 from collections.abc import Collection, Iterable
@@ -13,64 +13,68 @@ from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.waiting import TICK_S
 from diloco.syncer import algorithm
 
+# Share of the old estimate that each observation leaves. The paper smooths too, but does not publish its decay.
 DECAY = 0.8
-"""Share of the old estimate that each observation leaves; the paper smooths, the decay is not published."""
 
+# A reported step time counts up to this multiple of the usual one, so that no report stretches a window further.
 SLOWEST_FACTOR = 10.0
-"""A step time counts up to so many times the usual one: nobody's word stretches a window further."""
+# No window waits longer, whatever step times are reported. It is a step of the slowest machines in serious use; a
+# learner with longer steps still gets into some windows, and into each that it opens itself.
 MOST_GRACE_S = 60.0
-"""No window waits longer, whatever is said of steps. It is as long as a step of the slowest machines that train in
-earnest; whose steps take longer is in a window now and then, and in each that it opens itself."""
+# A learner's times are forgotten after this many merges without its delta. With K = 1 each learner may have a merge of
+# its own, so several merges can pass between two deltas of one learner.
 LATELY = 32
-"""Merges, of which K = 1 may take one for each learner: so many without its delta, and its times are forgotten."""
 
 
 def awaited_a_step(grace_s: float, slowest_s: float | None) -> bool:
-    """Whether a window waited for as long as its slowest learner's step takes, or as it may at most.
+    """Return whether a window's grace was as long as its slowest learner's step, or as `MOST_GRACE_S`.
 
-    In a grace without a whole step, cut by the slack, a learner may have had no step boundary. slowest_s: as
-    `MergedTimes.slowest_s`.
+    A learner can follow a window only at a step boundary, and may have had none in a grace that the slack made shorter
+    than a step. slowest_s is from `MergedTimes.slowest_s`.
     """
     return slowest_s is not None and grace_s > min(slowest_s, MOST_GRACE_S) - TICK_S
 
 
 class MergedTimes:
-    """Step and pull times of the learners of whom a delta was merged lately, as its header says them.
+    """Step and pull times of the learners of which a delta was merged lately, as reported in its header.
 
-    Whoever may report may do so under any name, also of learners that are not there. A header counts under the name of
-    its stream, and one that was merged is of somebody who trains: each learner has one voice. So these are what is
-    usual in a run, and what reports say counts within bounds of it.
+    A party that may write reports can invent learners. A header, in contrast, counts under the name of its stream, and
+    a merged one comes from a learner that trains, so that each real learner has one vote. These times are therefore
+    what is usual in a run, and the times in reports count only within bounds of them.
     """
 
     def __init__(self) -> None:
         self._last: dict[str, tuple[int, DeltaHeader]] = {}
-        """Learner -> version that its last merged delta went into, and its header."""
+        """Learner -> the version that its last merged delta went into, and that delta's header."""
 
     def merged(self, version: int, headers: Iterable[DeltaHeader]) -> None:
-        """One more merge; version: that it made."""
+        """Take the headers of a merge and the version that it made."""
         self._last |= {header.learner: (version, header) for header in headers}
         self._last = {learner: last for learner, last in self._last.items() if version - last[0] < LATELY}
 
     @property
     def learners(self) -> Collection[str]:
-        """Whose they are."""
+        """The learners whose times are known."""
         return self._last.keys()
 
     @property
     def steps(self) -> list[float]:
-        """Step time of each, s, as far as known."""
+        """Step time of each learner, s, as far as known."""
         return known_steps(header.step_s for _, header in self._last.values())
 
     @property
     def pull_s(self) -> float:
-        """The lower median of pulls, of a fragment of mean size; 0.0: not known. One word alone moves it no further
-        than the others' go."""
+        """Lower median of the pull times of a fragment of mean size, s; 0.0 if not known.
+
+        A median, so that no single header can move it beyond the times of the others.
+        """
         return median_low([header.pull_s for _, header in self._last.values()] or [0.0])
 
     def slowest_s(self, reported: Iterable[float]) -> float | None:
-        """The step time by which a window waits, s; None before the first merge.
+        """Return the step time by which a window waits, s; None before the first merge.
 
-        reported: step times of those that it waits for; 0.0 is not known yet and is ignored.
+        Args:
+            reported: step times of the learners that the window waits for, s; 0.0 means not known and is ignored.
         """
         if not (usual := self.steps):
             return None
@@ -78,25 +82,25 @@ class MergedTimes:
 
 
 class GraceEstimator:
-    """Estimates of one fragment: quorum time, and sync time as far as the syncer sees it: to the commit's answer."""
+    """Smoothed quorum time of one fragment, and the part of its sync time that the syncer sees (up to the commit)."""
 
     def __init__(self) -> None:
         self._quorum = Ema(DECAY)
         self._sync = Ema(DECAY)
         self._hidden_s = 0.0
-        """Tau steps, as last known; nothing counts for longer."""
+        """Duration of tau steps, s, as last known; longer observations count as this long."""
 
     def observe(self, quorum_s: float, sync_s: float, slowest_s: float | None, overlap_steps: int) -> None:
-        """The times of one window.
+        """Take the times of one window.
 
-        Each counts for tau steps at most: those leave no slack, and how much longer it took says nothing of the windows
-        to come. So they have their grace after a night without a quorum, or when a syncer was suspended in a merge.
+        Each counts as at most tau steps, which leave no slack already; a longer time says nothing about later windows.
+        So windows soon have a grace again after a night without a quorum, or after a syncer was suspended in a merge.
 
         Args:
-            quorum_s: from its opening to the K-th header.
-            sync_s: the syncer's part of a sync time: uploads, merge, outer step and commit.
-            slowest_s: as of `grace_s`; if none is known, it is as it was.
-            overlap_steps: the same.
+            quorum_s: from the window's opening to the K-th header.
+            sync_s: the syncer's part of the sync time: uploads, merge, outer step and commit.
+            slowest_s: see `grace_s`; if it is None, the last known one is used.
+            overlap_steps: see `grace_s`.
         """
         if slowest_s is not None:
             self._hidden_s = overlap_steps * slowest_s
@@ -112,26 +116,27 @@ class GraceEstimator:
         control_latency_s: float,
         stretched: bool = False,
     ) -> float | None:
-        """Length of the grace window, or None before the first estimates exist.
+        """Return the length of the grace window, or None before the first estimates exist.
 
-        The step time in the slack is the slowest expected learner's: grace is there for stragglers, and one
-        measured in the steps of the fastest would close on mixed hardware before a straggler's next step
-        boundary, where alone it can follow. For the same reason nothing is gained by waiting longer than one
-        such step, as long as it may be, and the latency of a header: that is the cap, within `MOST_GRACE_S`.
+        The slack is computed with the step time of the slowest expected learner. The grace is meant for stragglers, and
+        a straggler can follow only at its next step boundary; on mixed hardware, a grace measured in the steps of the
+        fastest learner would close before that. For the same reason it is of no use to wait longer than one such step
+        (however long it may be) plus the latency of a header. That is the cap, within `MOST_GRACE_S`.
 
-        The sync time ends when learners have the global, as the paper's does. How long a pull takes only they know.
+        As in the paper, the sync time ends when the learners have the global. Only they know how long a pull takes.
 
-        A stretched interval has the round trip in it, the grace too, by the shorter of the last two. Smoothed times are
-        now above it and now below. Were they taken off once more, every other window would close without a grace, and
-        whoever missed it would lose a long interval's work. So only the cap is left there.
+        A stretched interval contains the round trip already, grace included, by the shorter of the last two. The
+        smoothed times are sometimes above and sometimes below that. If they were subtracted once more, every other
+        window would close without a grace, and a learner that missed it would lose a long interval's work. So only the
+        cap applies then.
 
         Args:
-            slowest_s: as `MergedTimes.slowest_s`.
-            pull_s: from a head to the fragment's global pulled, s; 0.0 before the first.
+            slowest_s: from `MergedTimes.slowest_s`.
+            pull_s: from a head to the fragment's global pulled, s; 0.0 before the first pull.
             overlap_steps: tau in force (`ramps.overlap_in_force`).
             gamma: share of the slack, below 1.
-            control_latency_s: from a learner's decision to follow to its header at the syncer.
-            stretched: the interval was made longer than planned, by the round trip (`ramps.is_stretched`).
+            control_latency_s: from a learner's decision to follow to its header at the syncer, s.
+            stretched: True if the interval was made longer than planned by the round trip (`ramps.is_stretched`).
 
         Returns:
             Seconds, 0 or more; None if no step time, quorum time or sync time is known.

@@ -1,6 +1,6 @@
-"""The syncer's view of the run: who is live, on which versions, and how far the run is. Pure state, no I/O.
+"""The syncer's view of the run: which learners are live, on which versions, and how far the run is. No I/O.
 
-`supervisor` refreshes it a few times a second; fragment owners only look.
+`supervisor` refreshes it a few times a second; fragment owners only read it.
 """
 
 import math
@@ -14,10 +14,11 @@ from diloco.pipeline.messages.wire import MOST_TOKENS
 from diloco.syncer.admission import Offer, Refused
 from diloco.syncer.window import Conditions, State, Window
 
+# Interval between two reads of the reports, and so the resolution at which the end of the budget is noticed.
 WATCH_S = 0.25
-"""How often reports are read; also how fine the end of the budget is met."""
+# Least time that an upload is given, for a learner whose machine is busy. A learner that was killed while it published
+# can delay a merge for this long.
 LEAST_UPLOAD_S = 1.0
-"""Time for a learner whose machine is busy; also how long one killed while publishing can hold up a merge."""
 
 
 @dataclass(slots=True)
@@ -32,28 +33,28 @@ class RunWatch:
     latency_s: float = 0.0
     """Round trip of a control message, smoothed."""
     frozen: bool = False
-    """No merge may begin any more: this syncer stops, or the run is closing."""
+    """True if no merge may begin any more, because this syncer stops or the run is closing."""
     quorum_warning: str = ""
     drain_until: float | None = None
-    """While the run drains, when that must end. By this syncer's own clock from when it first saw it draining: no
-    two machines' clocks are compared, and a syncer that comes later counts anew."""
+    """While the run drains: when that must end. It is counted on this syncer's own clock from when it first saw the run
+    draining, so that clocks of two machines are never compared. A syncer that comes later counts anew."""
 
     _read_at: float = -math.inf
     _steady_since: float = -math.inf
-    """Since when readings have come without a gap."""
+    """Time since which readings have come without a gap."""
     _silent_from: float = -math.inf
-    """Where the present trouble, or the last, began: the last reading before it."""
+    """Time of the last reading before the present gap, or before the last one."""
 
     @property
     def draining(self) -> bool:
-        """The run gathers its last deltas."""
+        """True if the run gathers its last deltas, or has done so."""
         return self.state is not None and self.state.phase is not Phase.RUNNING
 
     def live(self) -> list[SeenReport]:
-        """Learners heard from lately that have not left.
+        """Return the reports of learners that have reported lately and have not left.
 
-        Where this syncer could read nothing for a while, they may have been unable to report: they are given until
-        `liveness_s` after it, before they are taken for gone.
+        If this syncer could read nothing for a while, learners may have been unable to report. They count as live until
+        `liveness_s` after the gap.
         """
         patience_s = self.liveness_s
         if self._read_at - self._steady_since <= self.liveness_s:
@@ -61,25 +62,28 @@ class RunWatch:
         return [s for s in self.reports if not s.report.left and s.age_s <= patience_s]
 
     def expected(self, fragment: int, version: int) -> list[SeenReport]:
-        """Live learners whose fragment is at this version: only they can send a delta on it."""
+        """Return the live learners whose fragment is at this version, since only they can send a delta on it."""
         return [s for s in self.live() if s.report.versions[fragment : fragment + 1] == (version,)]
 
     def trusted(self, fragment: int, version: int, doubted: frozenset[str]) -> list[LearnerReport]:
-        """Reports of those that are expected and not doubted: of whom a window waits for."""
+        """Return the reports of the learners that a window waits for: expected and not doubted."""
         reports = [s.report for s in self.expected(fragment, version)]
         return [report for report in reports if report.learner not in doubted]
 
     def is_here(self, learner: str, incarnation: str) -> bool:
-        """Whether what it announced may still come: it is live. Of one that has left, all was on the bus by then."""
+        """Return whether this life of a learner is live, so that what it announced may still come.
+
+        A learner that has left had put everything on the bus before.
+        """
         return any((s.report.learner, s.report.incarnation) == (learner, incarnation) for s in self.live())
 
     def tokens(self, state: RunState) -> int:
-        """Trained tokens of all learners in this run, earlier parts of a resumed run included."""
+        """Return the tokens trained by all learners in this run, earlier parts of a resumed run included."""
         counted = sum(s.report.tokens for s in self.reports if s.counts_in(state))
-        return min(MOST_TOKENS, state.base_tokens + counted)  # made up reports must not end a run
+        return min(MOST_TOKENS, state.base_tokens + counted)  # invented reports must not break the state
 
     def refresh(self, reports: Sequence[SeenReport], state: RunState | None, latency_s: float, now: float) -> bool:
-        """Take fresh readings; True if a fragment owner may want to decide anew."""
+        """Take fresh readings; return True if fragment owners should decide again."""
 
         def who() -> list[tuple[str, str, tuple[int, ...]]]:
             return [(s.report.learner, s.report.incarnation, s.report.versions) for s in self.live()]
@@ -91,7 +95,7 @@ class RunWatch:
                 self._silent_from = self._read_at
             self._steady_since = now
         self._read_at = now
-        if not self.draining:  # not yet, or no more: the bus has lost it
+        if not self.draining:  # not yet, or no longer because the bus has lost the state
             self.drain_until = None
         elif self.drain_until is None:
             self.drain_until = now + self.drain_s
@@ -110,13 +114,13 @@ class RunWatch:
         doubted: frozenset[str] = frozenset(),
         arriving: frozenset[str] = frozenset(),
     ) -> Conditions:
-        """What a window must know of the run."""
+        """Return the conditions for a window's decision (see `Conditions` for the arguments)."""
         live = {s.report.learner for s in self.live()}
         quorum = self.sync.quorum
-        if self.draining:  # never lowered while running; at the end the last deltas decide
+        if self.draining:  # the quorum is never lowered while the run trains, only for the last deltas
             able = {
                 s.report.learner for s in self.live() if max(s.report.versions, default=-1) >= 0
-            }  # not who still joins
+            }  # without learners that are still joining
             quorum = max(1, min(quorum, len(able - doubted)))
         return Conditions(
             quorum=quorum,
@@ -137,10 +141,20 @@ class RunWatch:
         doubted: frozenset[str],
         arriving: frozenset[str],
     ) -> tuple[list[tuple[Offer, Refused]], float | None]:
-        """Uploads that have stopped and that nobody waits for, with why; and when to look again.
+        """Find uploads that have stopped and that the window need not wait for.
 
-        Those of learners that are gone, once a merge needs them; and those of doubted ones that are not `arriving`.
-        `heard_at`: when last something of an upload came.
+        These are the uploads of learners that are gone, once a merge needs them, and those of doubted learners that are
+        not `arriving`.
+
+        Args:
+            window: whose awaited uploads are examined.
+            heard_at: returns when the last chunk of an upload came.
+            now: the time.
+            doubted: learners for which the window does not wait.
+            arriving: entries of the uploads that make progress (see `Conditions`).
+
+        Returns:
+            The uploads, each with its refusal; and when to look again (None: no upload may become one of them).
         """
         stopped: list[tuple[Offer, Refused]] = []
         again, quiet_s = [], max(LEAST_UPLOAD_S, self.liveness_s)

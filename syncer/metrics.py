@@ -1,10 +1,11 @@
-"""The syncer's metrics, in a registry of their own (Prometheus; `http` serves it, the others feed it)."""
+"""The syncer's Prometheus metrics, in a registry of their own, which `http` serves and the other modules feed."""
 
 import math
 from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.metrics_core import Metric
+from typing_extensions import override
 
 from diloco.pipeline.messages.tape import Committed, RefusalReason
 
@@ -12,35 +13,35 @@ _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 
 class _Labelled(CollectorRegistry):
-    """Gives each sample the same labels besides its own."""
+    """A registry that adds the same labels to each sample."""
 
     def __init__(self, labels: Mapping[str, str]) -> None:
         super().__init__()
         self._labels = dict(labels)
 
+    @override
     def collect(self) -> Iterable[Metric]:
-        """As they are shown."""
         for family in super().collect():
             family.samples = [one._replace(labels=self._labels | one.labels) for one in family.samples]
             yield family
 
 
 def registry_of(run: str) -> CollectorRegistry:
-    """Whose samples all have a label for the run; "": they have none."""
+    """Return a registry whose samples all have a label for the run; with "" they have none."""
     return _Labelled({"run": run}) if run else CollectorRegistry()
 
 
 class Metrics:
-    """Counters start at 0 with the process; heads and the tape hold what outlives it."""
+    """All metrics of one syncer. Counters start at 0 with the process; totals that outlive it are in heads and tape."""
 
     def __init__(self, run: str = "") -> None:
-        """run: the label of all samples; "": they have none."""
+        """Make the metrics; run is a label of all samples, or "" for none."""
         self.registry = registry = registry_of(run)
         self.merges = Counter("diloco_merges", "Merges committed", ["fragment"], registry=registry)
         self.contributions = Counter("diloco_contributions", "Contributions merged", registry=registry)
         self.refusals = Counter("diloco_refusals", "Deltas refused", ["reason"], registry=registry)
         for reason in RefusalReason:
-            self.refusals.labels(reason=reason.value)  # the first one is a rise too
+            self.refusals.labels(reason=reason.value)  # starts at 0, so that Prometheus sees the first increment
         self.merged_tokens = Counter(
             "diloco_merged_tokens", "Tokens of merged contributions", ["fragment"], registry=registry
         )
@@ -100,7 +101,7 @@ class Metrics:
         return Histogram(f"diloco_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
 
     def merged(self, record: Committed, outer_s: float | None = None) -> None:
-        """A merge was committed. outer_s: of its sum and outer step; None: it only averaged."""
+        """Count a committed merge; outer_s is the time of its sum and outer step, or None if it only averaged."""
         fragment = str(record.fragment)
         self.merges.labels(fragment=fragment).inc()
         self.contributions.inc(len(record.contributions))

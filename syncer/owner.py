@@ -1,7 +1,7 @@
-"""The owner of one fragment: has its lease, loads it, and has a session while both are so. asyncio.
+"""Owner of one fragment (asyncio): while it holds the lease, it loads the fragment and runs a session for it.
 
-Made by `supervisor`, one for each fragment of the run; `leases` sets and clears the lease. After any failed write the
-head is read again and the window is rebuilt from the streams, which hold all that is pending.
+`supervisor` makes one owner for each fragment of the run; `leases` sets and clears the owner's lease. After any failed
+write the owner reads the head again and rebuilds the window from the streams, which hold all pending deltas.
 """
 
 import asyncio
@@ -36,51 +36,51 @@ BACKOFF = Backoff(0.1, 2.0)
 
 
 class FragmentOwner:
-    """Serves one fragment while its lease is held; a merge in hand is ended first when the lease is given back."""
+    """Serves one fragment while its lease is held; a merge in progress ends before the lease is given back."""
 
     def __init__(self, context: SyncerContext, layout: FragmentLayout, initial: InitialVersions) -> None:
         self._context, self._bus, self._clock = context, context.bus, context.clock
         self._layout, self._initial, self.id = layout, initial, layout.id
         self.lease = asyncio.Event()
-        """Set while the lease is held, and is not to be given back."""
+        """Set while the lease is held and is not about to be given back."""
         self.idle = asyncio.Event()
-        """Set while this owner does nothing for which it needs the lease."""
+        """Set while this owner does nothing that needs the lease."""
         self.idle.set()
         self.wake = asyncio.Event()
-        """Set to have the window decide anew."""
+        """Set to make the window decide again."""
         self.state = OwnerState(context, layout)
         self.loaded: Loaded | None = None
-        """Head and values as last seen; None before the first time, and once another syncer serves the fragment."""
+        """Head and values as last seen; None before the first load, and once another syncer serves the fragment."""
         self.session: Session | None = None
         """None while the fragment is not served here."""
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
     @property
     def pace(self) -> Pace | None:
-        """How long merges take; None before the fragment is loaded."""
+        """Durations of the fragment's merges; None before the fragment is loaded."""
         loaded, merges = self.loaded, self.state.merges
         return None if loaded is None else Pace(self.id, loaded.head.version, merges.merge_s, merges.outer_s)
 
     @property
     def interval(self) -> int:
-        """Of its head, in force for who trains on it; 0 before the fragment is loaded."""
+        """Inner steps between two syncs, in force for learners that train on its head; 0 before it is loaded."""
         head = None if self.loaded is None else self.loaded.head
         return 0 if head is None else interval_in_force(self._context.sync, head.version, head.interval)
 
     @property
     def doubted(self) -> frozenset[str]:
-        """Learners that this owner does not wait for."""
+        """Learners for which this owner does not wait."""
         return self.state.doubts.learners if self.session is None else self.session.doubted()
 
     @property
     def window_open(self) -> bool:
-        """Whether deltas are being gathered right now."""
+        """True if the fragment's window is not idle."""
         return self.session is not None and self.session.window.state is not State.IDLE
 
     # --- life -----------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve until the run is frozen; survives lost leases, moved heads and bus outages."""
+        """Serve until the run is frozen, through lost leases, moved heads and bus outages."""
         waits = BACKOFF.waits()
         while not self._context.watch.frozen:
             await self._lease_or_freeze()
@@ -98,7 +98,7 @@ class FragmentOwner:
                 continue
             except (HeadMoved, PayloadIncomplete) as error:
                 self._log.warning("commit_refused", error=str(error))
-            except (BusError, PeerError) as error:  # among them a payload that is gone: its head moved
+            except (BusError, PeerError) as error:  # also raised for a payload that is gone because its head moved
                 self._log.warning("fragment_reloading", error=str(error))
                 self._context.metrics.bus_errors.inc()
             finally:
@@ -106,21 +106,21 @@ class FragmentOwner:
             await asyncio.sleep(waits.after(self._clock.now() - began))
 
     def forget(self) -> None:
-        """Another syncer serves the fragment now: what is cached is of no more use."""
+        """Drop the cached head and values, since another syncer serves the fragment now."""
         self.loaded = None
 
     def look(self) -> None:
-        """The bus may have lost something: see at once."""
+        """Check at once that all payloads are on the bus, since it may have lost something."""
         self.state.mending.due_s = self._clock.now()
         self.wake.set()
 
     def knows(self, head: Head | None) -> bool:
-        """Whether this is the head that this owner has; None: whether it has one."""
+        """Return whether the cached head is this one; with None, whether any head is cached."""
         loaded = self.loaded
         return loaded is not None and (head is None or (head.version, head.digest) == loaded.at)
 
     def _serves(self) -> bool:
-        """Whether a merge may begin."""
+        """Return whether a merge may begin."""
         return self.lease.is_set() and not self._context.watch.frozen
 
     async def _lease_or_freeze(self) -> None:
@@ -140,11 +140,14 @@ class FragmentOwner:
     # --- loading ----------------------------------------------------------------------------------------
 
     async def load(self) -> Loaded | None:
-        """Make the cached state equal to the head on the bus; None if told to stop before version 0.
+        """Make the cached state equal to the head on the bus, and return it.
+
+        Returns:
+            The cached state; None if this owner has to stop before there is a head.
 
         Raises:
-            BadPayload: what the bus has cannot be merged into.
-            LeaseLost, HeadMoved, BusError: what is cached stays as it was.
+            BadPayload: the values on the bus cannot be merged into.
+            LeaseLost, HeadMoved, BusError: the cached state is unchanged.
         """
         if (head := await self._head()) is None:
             return None
@@ -160,7 +163,7 @@ class FragmentOwner:
         return cached
 
     async def _head(self) -> Head | None:
-        """The head on the bus, once there is one; None if told to stop before."""
+        """Return the head on the bus, once there is one; None if this owner has to stop before."""
         while (head := (await self._bus.read_heads([self.id]))[0]) is None:
             async with self._initial.turns:
                 if not self._serves():
@@ -171,7 +174,7 @@ class FragmentOwner:
         return head
 
     async def _install(self) -> bool:
-        """Give the fragment a head: the one that it had when this owner last saw it, else version 0; whether it has."""
+        """Give the fragment the head that this owner last saw, otherwise version 0; return whether it has one."""
         context, loaded = self._context, self.loaded
         if loaded is None:
             return await self._initial.commit(self._layout)
@@ -184,7 +187,7 @@ class FragmentOwner:
         return True
 
     async def _rewound(self, head: Head, was_version: int) -> Head:
-        """The bus went back: say so on the tape, with a window that begins anew."""
+        """Record on the tape that the bus went back to an earlier version, and reset the window."""
         record = Rewound(fragment=self.id, version=head.version, was_version=was_version, unix_s=self._clock.unix())
         self._log.warning("rewound", version=head.version, was_version=was_version)
         await self._bus.write_window(self.id, self._context.nonce, (head.version, head.digest), IDLE_VIEW, record)
@@ -192,7 +195,11 @@ class FragmentOwner:
         return head.model_copy(update={"window": IDLE_VIEW})
 
     async def _pull(self, head: Head) -> FragmentState:
-        """The values and the momentum of a head's version."""
+        """Pull the values and the momentum of a head's version.
+
+        Raises:
+            BadPayload: the bus has another run's spec, or the values are not finite.
+        """
         context, sync = self._context, self._layout.sync(self._context.sync)
         if told := await context.agreed.another():
             raise BadPayload(f"the head may be another run's, whose spec the bus has:\n{told}")

@@ -1,4 +1,4 @@
-"""Refusing deltas of one fragment: off the stream, onto the tape, into the log and the metrics. asyncio."""
+"""Refusals of deltas of one fragment (asyncio): off the stream, and on to the tape, the log and the metrics."""
 
 from collections import Counter
 
@@ -11,13 +11,13 @@ from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.syncer.admission import Refused
 from diloco.syncer.metrics import Metrics
 
+# Refusals of one learner that the tape and the log record while a window lasts. Further ones are only counted, because
+# a learner that floods its stream must not fill the tape, which all others read.
 TOLD_A_WINDOW = 32
-"""Refusals of one learner that the tape and the log tell of while a window lasts. Further ones are counted, no more: a
-peer that floods the stream must not fill the tape, which all others read."""
 
 
 class Refusals:
-    """Of one fragment, while its lease is held; the lease nonce and the head are checked in the same step."""
+    """Refuses deltas of one fragment; the bus checks the lease's nonce and the head in the same atomic step."""
 
     def __init__(self, bus: OwnerWrites, clock: Clock, metrics: Metrics, fragment: int, nonce: str) -> None:
         self._bus, self._clock, self._metrics = bus, clock, metrics
@@ -25,7 +25,7 @@ class Refusals:
         self._log = structlog.get_logger().bind(fragment=fragment)
         self._told: Counter[str] = Counter()
         self._at: tuple[int, bytes] | None = None
-        """Of the head whose window they were told in."""
+        """(version, digest) of the head to whose window `_told` belongs."""
 
     async def refuse(
         self,
@@ -36,18 +36,18 @@ class Refusals:
         payloads: tuple[str, ...] = (),
         tell: bool = True,
     ) -> None:
-        """Refuse one entry of the stream, once and for all.
+        """Refuse one entry of the stream for good.
 
         Args:
             at: (version, digest) of the head by which it was judged.
             entry_id: of the entry.
-            header: None where its bytes did not decode.
-            refused: why, and what was trained for nothing.
-            payloads: keys that go with it.
-            tell: False: of no interest to anybody, since nothing is lost by it. It is counted.
+            header: None if its bytes could not be decoded.
+            refused: the reason, and the tokens that are lost.
+            payloads: keys of the payloads that are deleted with it.
+            tell: False if nothing is lost by the refusal; it is counted, but not recorded on tape and log.
 
         Raises:
-            BusError: as `Bus.refuse`.
+            BusError: see `Bus.refuse`.
         """
         learner = header.learner if header else ""
         records = self._told_of(at, learner, header, refused, tell)
@@ -59,7 +59,7 @@ class Refusals:
         """Refuse all but the last headers of a learner that floods its stream, unread and in one step.
 
         Raises:
-            BusError: as `Bus.refuse`.
+            BusError: see `Bus.refuse`.
         """
         detail = f"more than {MOST_HEADERS} headers waited: all but the last of them are refused unread"
         refused = Refused(RefusalReason.FLOOD, detail, 0)
@@ -71,10 +71,10 @@ class Refusals:
     def _told_of(
         self, at: tuple[int, bytes], learner: str, header: DeltaHeader | None, refused: Refused, tell: bool
     ) -> tuple[Rejected, ...]:
-        """Count a refusal; its record, if the tape is to tell of it."""
+        """Count and log a refusal; return its record for the tape, or nothing if `TOLD_A_WINDOW` is exceeded."""
         reason, detail, lost_tokens = refused.reason, refused.detail, refused.lost_tokens
         self._metrics.refusals.labels(reason=reason.value).inc()
-        if at != self._at:  # another window: all is told again
+        if at != self._at:  # another window: the count begins again
             self._told, self._at = Counter(), at
         self._told[learner] += tell
         if tell and (told := self._told[learner]) <= TOLD_A_WINDOW:

@@ -1,8 +1,9 @@
-"""One fragment while it is loaded: from the headers that arrive to the commit, again and again. asyncio.
+"""Asyncio loop of one loaded fragment: it takes headers as they arrive, merges and commits, again and again.
 
-Made by `owner` for as long as the lease is held and the bus answers. A delta goes one way through `run`: its header
-arrives and is offered to the window, its payload is downloaded, the window decides, its merge is committed. Who is in,
-who is given up and when to merge is decided elsewhere (`window`, `membership`); this acts on it.
+`owner` makes a session for as long as the lease is held and the bus answers. Each delta passes through `run` in the
+same order: its header arrives and is offered to the window, its payload is downloaded, the window decides, and the
+merge is committed. `window` and `membership` decide which deltas are in, which are given up, and when to merge; this
+module acts on their decisions.
 """
 
 import asyncio
@@ -35,12 +36,12 @@ from diloco.syncer.merging.repair import Repair
 from diloco.syncer.refusals import Refusals
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
-NOT_FINITE_PAUSE_S = 30.0  # the longest, after merges that came to nothing one after the other
+NOT_FINITE_PAUSE_S = 30.0  # upper bound of the backoff between merges whose outcome is not finite
 DOUBTED_SHOWN = 64
 
 
 class OwnerState:
-    """What an owner keeps from one session to the next: what it has learned of its fragment, and left on the bus."""
+    """State that an owner keeps from one session to the next: its estimates, and its record of uploaded payloads."""
 
     def __init__(self, context: SyncerContext, layout: FragmentLayout) -> None:
         bus, clock, sync = context.bus, context.clock, layout.sync(context.sync)
@@ -49,14 +50,14 @@ class OwnerState:
         operations = operations_of((slot.tensor for slot in layout.slots), sync.outer)
         self.merges, self.round_trips = LastMerges(operations / context.speed.flops), RoundTrips()
         self.not_finite_times = 0
-        """Merges in a row whose outcome was not finite."""
+        """How many merges in a row had an outcome that was not finite."""
         self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
         self.staging = Staging(bus, clock, layout, sync, context.random_hex)
         self.mending = Repair(bus, clock, layout, sync, context.nonce, context.random_hex, context.offload)
 
 
 class Session:
-    """Head, values and window of one fragment, and what goes on in it."""
+    """Head, values and window of one fragment, with its downloads, its running sum and its pending refusals."""
 
     def __init__(
         self,
@@ -67,11 +68,20 @@ class Session:
         wake: asyncio.Event,
         goes_on: Callable[[], bool],
     ) -> None:
-        """`wake`: set to have the window decide anew. `goes_on`: whether a merge may begin; asked when woken."""
+        """Begin at the loaded head.
+
+        Args:
+            context: shared by all fragments of this syncer.
+            layout: of the fragment.
+            loaded: head and values; kept up to date by this session.
+            state: kept from one session to the next.
+            wake: set to make the window decide again.
+            goes_on: tells whether a merge may begin; asked whenever the session is woken.
+        """
         self._context, self._bus, self._clock, self._p = context, context.bus, context.clock, layout.id
         self._loaded, self._state, self._wake, self._goes_on = loaded, state, wake, goes_on
         self._size = layout.elements * len(context.layout.fragments) / context.layout.elements
-        """Of the fragment, where the mean one has 1."""
+        """Size of the fragment, in units of the mean fragment's size."""
         sync = layout.sync(context.sync)
         self._format = DeltaFormat(
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
@@ -81,7 +91,7 @@ class Session:
         self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, *of_all)
         self._committing = Committing(context, loaded.fragment, state.staging, state.merges)
         self._left: list[tuple[Offer, Refused]] = []
-        """Deltas that have left the window, and are to be refused."""
+        """Deltas that have left the window, and are still to be refused."""
         self._rest_s = 0.0
         self._log = structlog.get_logger().bind(fragment=layout.id)
 
@@ -89,10 +99,10 @@ class Session:
         return Window(self._loaded.head, self._format, self._clock.now())
 
     async def run(self) -> None:
-        """Until it shall not go on.
+        """Serve the fragment until `goes_on` returns False.
 
         Raises:
-            LeaseLost, HeadMoved, PayloadIncomplete, BusError: what is cached here may be wrong by now.
+            LeaseLost, HeadMoved, PayloadIncomplete, BusError: the cached state may be wrong by now.
         """
         arrivals = Arrivals(self._bus, self._p, self._wake)
         try:
@@ -109,8 +119,8 @@ class Session:
                 arrivals.check()
                 conditions = self._conditions()
                 decision = self.window.decide(self._clock.now(), conditions)
-                # The window is open again before what it lacks is refused: were it the other way round, an owner that
-                # loses the bus in between would find a window for which nobody is asked again.
+                # The window must be shown as open before its missing deltas are refused. In the other order, an owner
+                # that loses the bus in between would find a window for which no learner is asked to publish again.
                 await self._show_window(decision, conditions)
                 await self._refuse_left()
                 await self._rest()
@@ -130,7 +140,7 @@ class Session:
             await self._downloads.close()
 
     async def _mend(self) -> None:
-        """See now and then that what the head names is there."""
+        """Check, when it is due, that the payloads that the head names are on the bus."""
         mending, loaded = self._state.mending, self._loaded
         if self._clock.now() >= mending.due_s:
             loaded.head = await mending.look(loaded.head, loaded.fragment, self._context.watch)
@@ -138,7 +148,7 @@ class Session:
     # --- headers ------------------------------------------------------------------------------------------
 
     async def _offered(self, entry: Offered) -> None:
-        """A header arrived: its payload is downloaded, or it waits for the next window, or it is refused."""
+        """Offer an arrived header to the window: its payload is downloaded, or it is held for the next, or refused."""
         if entry.header is None or entry.header.fragment != self._p:
             problem = entry.problem or "the header names another fragment"
             bad = Refused(RefusalReason.BAD_MESSAGE, problem, 0)
@@ -163,11 +173,11 @@ class Session:
     # --- downloads ----------------------------------------------------------------------------------------
 
     def _download(self) -> None:
-        """Fetch what the window awaits and is not on its way yet."""
+        """Start the downloads that the window awaits and that are not in flight yet."""
         self._downloads.start(self.window.awaited())
 
     def _downloaded(self) -> None:
-        """Payloads that are here, and those that cannot be used."""
+        """Tell the window of the downloads that have ended, sound or not."""
         for offer, outcome in self._downloads.ended():
             if isinstance(outcome, Delta):
                 self.window.uploaded(offer)
@@ -181,13 +191,13 @@ class Session:
                 self._leaves(offer, Refused(reason, detail, offer.header.tokens))
 
     async def _add_up(self) -> None:
-        """Sum what is complete, and will be merged, while the rest is awaited."""
+        """Sum the complete members of the window while the rest are awaited."""
         self._committing.sum.follow(await self._downloads.as_merged(self.window.complete()))
 
     async def _give_up(self) -> float | None:
-        """Uploads that have stopped and that nobody waits for leave the window; returns when to look again.
+        """Take uploads that have stopped, and that the window need not wait for, out of it; return when to look again.
 
-        One that is whole on the bus has not stopped: it is on its way from there, and slow.
+        An upload that is whole on the bus has not stopped: only its download is slow.
         """
         doubted, arriving = self.doubted(), self._downloads.arriving(self.window.awaited())
         stopped, look_again = self._context.watch.given_up(
@@ -214,22 +224,22 @@ class Session:
         return watch.conditions(self._p, version, grace, state.uploads.upload_s, self.doubted(), arriving)
 
     def _slowest_s(self) -> float | None:
-        """As `MergedTimes`, of those that the window waits for."""
+        """Return `MergedTimes.slowest_s` for the learners that the window waits for."""
         trusted = self._context.watch.trusted(self._p, self.window.version, self.doubted())
         return self._state.times.slowest_s(report.step_s for report in trusted)
 
     def doubted(self) -> frozenset[str]:
-        """Learners that nobody waits for."""
+        """Return the learners for which the window does not wait."""
         state = self._state
         expected = self._context.watch.expected(self._p, self.window.version) if state.doubts.strangers else ()
         return state.doubts.among([seen.report.learner for seen in expected], state.times.learners)
 
     def _pull_s(self) -> float:
-        """As `MergedTimes`, of this fragment."""
+        """Return the pull time of this fragment, s: `MergedTimes.pull_s` scaled by the fragment's size."""
         return self._state.times.pull_s * self._size
 
     async def _show_window(self, decision: Decision, conditions: Conditions) -> None:
-        """Write the window's state to the head when it changed; wake followers when it opened."""
+        """Write the window's state to the head if it changed; wake the learners that follow it if it opened."""
         window, before, now = self.window, self._loaded.head.window, self._clock.now()
         until = decision.until if isinstance(decision, Wait) else None
         view = WindowView(
@@ -263,7 +273,10 @@ class Session:
     # --- refusals -----------------------------------------------------------------------------------------
 
     def _leaves(self, offer: Offer, refused: Refused) -> None:
-        """A delta leaves the window now, and is refused once the window is shown; one may have taken its place."""
+        """Take a delta out of the window now, to be refused once the window is shown.
+
+        A held delta of the same learner may take its place, so downloads are started again.
+        """
         self.window.refused(offer)
         self._download()
         self._left.append((offer, refused))
@@ -289,7 +302,7 @@ class Session:
         await self._refuse(replaced, refused, tell=not same)
 
     async def _refuse_overdue(self, decision: Merge | Reopened, detail: str) -> None:
-        """Whoever was waited for in vain is doubted sooner, also if what it sends still comes."""
+        """Refuse the overdue deltas, and count the wait in vain against each learner, even if its upload goes on."""
         for learner in decision.in_vain:
             self._state.doubts.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
         self._downloads.timed_out(offer.entry_id for offer in decision.overdue)
@@ -299,7 +312,7 @@ class Session:
     # --- merging ------------------------------------------------------------------------------------------
 
     async def _merge(self, merge: Merge) -> None:
-        """Commit it, and go on with the window of the next version; or keep this one, if nothing can come of it."""
+        """Commit a merge and begin the next version's window; or keep this window, if the outcome is not finite."""
         state, began = self._state, self._clock.now()
         await self._refuse_overdue(merge, "the upload did not end in time")
         deltas = await self._downloads.as_merged(merge.contributions)
@@ -318,7 +331,7 @@ class Session:
         state.grace.observe(record.quorum_s, sync_s, slowest_s, overlap)
         waited = awaited_a_step(record.grace_s, slowest_s)
         state.doubts.closed(merge.silent if waited else (), state.times.learners)
-        if not merge.in_vain:  # an upload that does not come says nothing of those that do
+        if not merge.in_vain:  # a wait for an upload that did not come would lengthen the round trip without reason
             state.round_trips.observe(record.grace_s + sync_s + self._pull_s())
         state.not_finite_times = 0
         self._downloads.forget(offer.entry_id for offer in merge.contributions)
@@ -327,12 +340,12 @@ class Session:
             await self._offered(Offered(offer.entry_id, offer.header))
 
     def _next_interval(self) -> int:
-        """Of the version that a merge makes, by what those took that led here."""
+        """Return the interval of the version that a merge makes, from the round trips before it."""
         round_trip = self._state.round_trips.steps(self._state.times.steps, 2 * self._context.watch.latency_s)
         return stretched(self._context.sync, self.window.version + 1, round_trip)
 
     async def _not_finite(self, merge: Merge) -> None:
-        """The version stays, and learners are asked for other deltas; less and less often if it happens again."""
+        """Keep the version and refuse the merged deltas, so that learners send others; back off if it happens again."""
         window, state, gone = self.window, self._state, merge.contributions
         window.not_merged(merge)
         detail = f"merged with it, fragment {self._p} would not be finite: version {window.version} is kept"
@@ -344,7 +357,10 @@ class Session:
         self._rest_s = pause_s
 
     async def _rest(self) -> None:
-        """After a merge that came to nothing, once learners know of it: who renews its delta takes the reason away."""
+        """Pause after a merge whose outcome was not finite. This must come after its refusals are on the bus.
+
+        A learner that reads its refusal renews its delta meanwhile, which may remove the cause.
+        """
         rest_s, self._rest_s = self._rest_s, 0.0
         if rest_s:
             await pause(self._wake, self._goes_on, self._clock, rest_s)

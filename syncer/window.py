@@ -1,8 +1,11 @@
-"""The window of one fragment at one version: who is in, how long to wait, when to merge. Pure: no clock, no I/O.
+"""State machine of one fragment's window at one version: it decides who is in, how long to wait and when to merge.
 
-Theory of operation (paper: minimum quorum, adaptive grace window). A window gathers the deltas of one outer
-step. It counts *headers*, as the paper counts reports, so that an upload does not eat the grace; once the set
-M_t is fixed it waits for the uploads of that set only. `admission` says which headers can be merged into a head at all.
+The module is pure: it has no clock and does no I/O.
+
+Theory of operation (paper: minimum quorum, adaptive grace window). A window gathers the deltas of one outer step. It
+counts *headers*, as the paper counts reports, so that the time of an upload is not taken from the grace. Once the set
+M_t is fixed, the window waits only for the uploads of that set. `admission` decides which headers can be merged into a
+head at all.
 
 | state | event | guard | next | result |
 |---|---|---|---|---|
@@ -44,19 +47,23 @@ M_t is fixed it waits for the uploads of that set only. `admission` says which h
 | MERGING | decide | whatever has changed | MERGING | Merge |
 | MERGING | not_merged | the outcome is not finite | COLLECTING | nothing |
 
-`decide` passes through every state whose time is over; the table names the one where it stays. M_t, the set that is
-merged, is fixed on entering UPLOADING. While a run drains, any member opens the window: there will be no due ones any
-more. An attempt that took a member's place had less than the whole time when the upload deadline is over: it is late
-then, not refused. So is an upload that comes, if too slowly. Their learners were waited for in vain all the same, and
-are doubted for it. Below the quorum what comes is waited for, unless somebody else is held up.
+`decide` passes through every state whose time is over; the table names the state where it stays. M_t, the set that is
+merged, is fixed on entering UPLOADING. While a run drains, any member opens the window, because no delta will be due
+any more.
 
-A refusal opens the window again so that its learner publishes anew, at its next step. One that is doubted is not asked:
-it would be refused as often as it steps. It renews its delta as it trains on (`workers.rounds`), and is in by that.
-`tests/syncer/test_window_table.py` reads this table.
+When the upload deadline passes, two kinds of missing uploads are held for the next window instead of being refused: a
+later attempt that replaced a member's delta after M_t was fixed (it has not had the whole upload time), and an upload
+that still makes progress. The window waited in vain for their learners all the same, and that counts towards doubting
+them. If fewer than K members have uploaded, and all missing uploads make progress, the deadline is extended, unless the
+delta of another learner waits for the next window.
 
-Invariants: a learner is a member at most once; a member's base is the current version or the one before; no
-merge below the quorum; what was merged before is never a member again. `decide` called twice with the same
-arguments gives the same answer, but for `Reopened`, which is said once.
+After a refusal the window is reopened, so that the learner whose delta was refused publishes again at its next step. It
+is not reopened for a doubted learner, whose deltas might be refused at every step. Such a learner renews its delta as
+it trains on (`workers.rounds`), and takes part with that. `tests/syncer/test_window_table.py` reads this table.
+
+Invariants: a learner is a member at most once; a member's base is the current version or the one before; there is no
+merge below the quorum; a delta that was merged is never a member again. `decide` called twice with the same arguments
+gives the same answer, except for `Reopened`, which is returned once.
 """
 
 import math
@@ -82,14 +89,14 @@ from diloco.syncer.admission import (
     same_training,
 )
 
+# The grace while there are no estimates yet.
 SETTLE_S = 2.0
-"""The grace before the first estimates."""
+# An extension of the upload deadline is at least this long.
 LEAST_MORE_S = 1.0
-"""Time that uploads are given once more, at least."""
 
 
 class State(StrEnum):
-    """See the table above."""
+    """Names of the phases in the table above."""
 
     IDLE = "idle"
     COLLECTING = "collecting"
@@ -100,28 +107,29 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What `decide` needs to know of the world."""
+    """State of the run that `decide` depends on."""
 
     quorum: int
-    """K; while draining at most the number of live learners."""
+    """K; while the run drains, at most the number of live learners."""
     expected: frozenset[str]
-    """Live learners on the current base: waiting for anybody else is pointless."""
+    """Live learners on the current base. It is pointless to wait for any other."""
     live: int
     grace_s: float | None
-    """None before the first estimates: `SETTLE_S` is used."""
+    """None before the first estimates; the window uses `SETTLE_S` then."""
     upload_s: float
-    """Time that M_t's uploads may take."""
+    """Time that the uploads of M_t may take."""
     draining: bool = False
     doubted: frozenset[str] = frozenset()
-    """Learners that count only once their payload is here, and that nobody waits for."""
+    """Learners for which no window waits, and whose deltas count only once their payload has arrived."""
     arriving: frozenset[str] = frozenset()
-    """Entries of deltas that come, if slowly, or whose turn on their learner's line is still to come: none is refused
-    for being late, since the line would have to carry it again. Their learners were waited for in vain like others."""
+    """Entries of deltas whose upload makes progress, however slowly, or is queued behind earlier uploads of its
+    learner. None of them is refused for being late, since the learner would have to upload it again. A wait for one
+    still counts against its learner as a wait in vain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Ask again at `until`, or when something happened (no deadline: None)."""
+    """Call `decide` again at `until` (None: there is no deadline), or sooner if something has happened."""
 
     until: float | None
     reason: str
@@ -132,7 +140,7 @@ class Merge:
     """Merge these contributions now; `overdue` did not upload in time."""
 
     contributions: tuple[Offer, ...]
-    """In the order in which their payloads were complete: they are summed so."""
+    """In the order in which their payloads were completed, which is the order of the sum."""
     overdue: tuple[Offer, ...]
     reason: str
     opened_at: float
@@ -140,31 +148,31 @@ class Merge:
     fixed_at: float
     """When M_t was fixed."""
     in_vain: tuple[str, ...] = ()
-    """Learners that were waited for until the upload deadline: the overdue, those with an attempt since, and those
-    whose uploads come too slowly."""
+    """Learners that the window waited for until the upload deadline: those of `overdue`, those with a later attempt
+    since, and those whose uploads make progress too slowly."""
     silent: frozenset[str] = frozenset()
-    """Learners that were waited for from the quorum to M_t, and sent no header."""
+    """Learners that the window waited for from the quorum to M_t, and that sent no header."""
 
     @property
     def quorum_s(self) -> float:
-        """The quorum time: from the window's opening to the K-th header."""
+        """Quorum time, s: from the window's opening to the K-th header."""
         return self.quorum_at - self.opened_at
 
     @property
     def grace_s(self) -> float:
-        """From the quorum to M_t."""
+        """Seconds from the quorum until M_t was fixed."""
         return self.fixed_at - self.quorum_at
 
 
 @dataclass(frozen=True, slots=True)
 class Reopened:
-    """Too few were left: the window is open again with the next attempt. Ask again at once."""
+    """Too few deltas were left: the window is open again with the next attempt. Call `decide` again at once."""
 
     overdue: tuple[Offer, ...]
     reason: str
     opened_at: float
     in_vain: tuple[str, ...] = ()
-    """As of a `Merge`."""
+    """See `Merge.in_vain`."""
 
 
 Decision = Wait | Merge | Reopened
@@ -175,14 +183,14 @@ Decision = Wait | Merge | Reopened
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """No due delta is here."""
+    """No due delta has arrived."""
 
     state: ClassVar[State] = State.IDLE
 
 
 @dataclass(frozen=True, slots=True)
 class Collecting:
-    """Fewer than K learners are in."""
+    """Fewer than K learners are members."""
 
     state: ClassVar[State] = State.COLLECTING
     opened_at: float
@@ -190,19 +198,19 @@ class Collecting:
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """K are in: others may follow until the deadline."""
+    """K learners are members; others may follow until the deadline."""
 
     state: ClassVar[State] = State.GRACE
     opened_at: float
     quorum_at: float
     deadline: float
     awaited: frozenset[str]
-    """Who was missing as it began."""
+    """Expected learners that were missing when the grace began."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uploading:
-    """M_t is fixed, and uploads until the deadline."""
+    """M_t is fixed; its members upload until the deadline."""
 
     state: ClassVar[State] = State.UPLOADING
     opened_at: float
@@ -210,12 +218,12 @@ class Uploading:
     fixed_at: float
     deadline: float
     silent: frozenset[str]
-    """As of a `Merge`."""
+    """See `Merge.silent`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Merging:
-    """Decided; nothing but the merge's end changes it."""
+    """The merge is decided; only its end changes this phase."""
 
     state: ClassVar[State] = State.MERGING
     merge: Merge
@@ -229,14 +237,14 @@ class _Member:
     offer: Offer
     since: float
     uploaded: int | None = None
-    """How many were here before it was."""
+    """How many payloads of the window were complete before this one; None while it is not complete."""
 
 
 class Window:
     """One fragment's window at one version."""
 
     def __init__(self, head: Head, delta_format: DeltaFormat, now: float) -> None:
-        """A window on a head: idle, or open if the head's was (its former owner is gone, its learners wait)."""
+        """Make the window of a head. It is open if the head shows an open one, whose learners wait for a merge."""
         self._admission = Admission(head, delta_format)
         self.version = head.version
         self.attempt = head.window.attempt
@@ -245,39 +253,39 @@ class Window:
         self._members: dict[str, _Member] = {}
         self._uploads_seen = 0
         self._refused: set[str] = set()
-        """Learners whose delta was refused in this attempt: not expected any more."""
+        """Learners whose delta was refused in this attempt. They are no longer expected in it."""
 
     @property
     def state(self) -> State:
-        """The name of its phase."""
+        """Name of the present phase."""
         return self.phase.state
 
     @property
     def members(self) -> tuple[str, ...]:
-        """Learners whose delta is in this window, in order of arrival."""
+        """Learners whose delta is in this window, in the order of arrival."""
         return tuple(self._members)
 
     def member_offers(self) -> tuple[Offer, ...]:
-        """Their headers, in the same order."""
+        """Return the members' offers, in the order of `members`."""
         return tuple(m.offer for m in self._members.values())
 
     def awaited(self) -> tuple[Offer, ...]:
-        """Those of them whose payload is not known to be here."""
+        """Return the members' offers whose payload is not known to have arrived."""
         return tuple(m.offer for m in self._members.values() if m.uploaded is None)
 
     def complete(self) -> tuple[Offer, ...]:
-        """Those of them whose payload is here, in the order in which they came to be: that of the merge."""
+        """Return the members' offers whose payload has arrived, in the order of its arrival, which the merge keeps."""
         here = [(m.uploaded, m.offer) for m in self._members.values() if m.uploaded is not None]
         return tuple(offer for _, offer in sorted(here, key=lambda one: one[0]))
 
     def pending(self) -> tuple[Offer, ...]:
-        """All offers held here, members first."""
+        """Return all offers that this window holds, members first."""
         return (*self.member_offers(), *self.late.offers)
 
     # --- events ------------------------------------------------------------------------------------
 
     def offer(self, offer: Offer, now: float) -> Accepted | Late | Refused:
-        """A header arrived."""
+        """Take a header that arrived: as a member's, for the next window, or not at all."""
         header = offer.header
         if (refusal := self._admission.refusal(header)) is not None:
             return refusal
@@ -294,15 +302,16 @@ class Window:
         return self._accept(offer, now, None)
 
     def _offer_again(self, member: _Member, offer: Offer, now: float, fixed: bool) -> Accepted | Late | Refused:
-        """Of a learner that is a member: one in its place, one for the next window, or one too many."""
+        """Take another offer of a member: in the place of its present one, for the next window, or not at all."""
         header, before = offer.header, member.offer.header
         if same_delta(header, before):
             return DUPLICATE
         again = same_training(header, before)
         if again and header.attempt < before.attempt:
             return outdone(header, before)
-        # A later attempt holds more. While the payload of a fixed set is awaited too: a learner never uploads what it
-        # has outdone. One that is complete stays; the later one is kept until it is merged, lest it never is.
+        # A later attempt holds more training, so it replaces the earlier one. It does so even in a fixed set while the
+        # earlier payload is awaited, because a learner never uploads an attempt that it has replaced. A complete member
+        # of a fixed set stays: if each later attempt replaced it, it might never be merged. The later attempt is held.
         complete = fixed and member.uploaded is not None
         in_its_place = again and not complete and not isinstance(self.phase, Merging)
         if in_its_place or (not fixed and header.base_version > before.base_version):
@@ -310,15 +319,15 @@ class Window:
         return self.late.hold(offer)
 
     def uploaded(self, offer: Offer) -> None:
-        """A member's payload is here, complete and sound."""
+        """Note that a member's payload has arrived, complete and sound."""
         member = self._members.get(offer.header.learner)
         if member is not None and member.offer.entry_id == offer.entry_id and member.uploaded is None:
             member.uploaded, self._uploads_seen = self._uploads_seen, self._uploads_seen + 1
 
     def refused(self, offer: Offer) -> None:
-        """A payload was refused, or vanished: its delta leaves the window, also if it is late by now.
+        """Take a delta out of the window, or out of those held for the next, since its payload was refused or vanished.
 
-        Before the window opens, another one of its learner that waited takes its place, and is `awaited` from now on.
+        While the window is idle, a held delta of the same learner takes its place, and is `awaited` from then on.
         """
         member = self._members.get(offer.header.learner)
         if member is not None and member.offer.entry_id == offer.entry_id:
@@ -329,7 +338,7 @@ class Window:
             self._let_in()
 
     def not_merged(self, merge: Merge) -> None:
-        """Nothing came of the merge that was decided: what was in it is refused; the window opens once more."""
+        """Refuse all that was in the decided merge, whose outcome is not finite, and collect again."""
         for offer in (*merge.contributions, *merge.overdue):
             self.refused(offer)
         self.phase = Collecting(merge.opened_at)
@@ -337,7 +346,7 @@ class Window:
     # --- the decision --------------------------------------------------------------------------------
 
     def decide(self, now: float, given: Conditions) -> Decision:
-        """What to do now, with the reason in words; makes the transitions that `_next` finds, one after the other."""
+        """Make the transitions that `_next` finds, one after the other, and return what to do, with a reason."""
         while not isinstance(step := self._next(now, given), Wait | Merge | Reopened):
             if isinstance(step, Merging):
                 self._put_off(step.merge.overdue)
@@ -347,7 +356,7 @@ class Window:
         return step
 
     def _next(self, now: float, given: Conditions) -> Phase | Decision:
-        """The phase that follows the present one by now, or what to do in this one. Changes nothing."""
+        """Return the phase that follows the present one, or what to do in the present one. Changes nothing."""
         phase, count = self.phase, self._count(given)
         missing = given.expected - self._refused - self._members.keys()
         left = f"{count} of quorum {given.quorum}"
@@ -378,20 +387,21 @@ class Window:
                 return self._next_of_uploads(phase, now, given, missing)
 
     def _is_due(self, doubted: frozenset[str]) -> bool:
-        """Whether a delta on the current base is here whose learner asks for a merge; of a doubted one, if it is whole.
+        """Return whether a delta on the current base asks for a merge (it is due).
 
-        Else one that sends nothing sound could have all others merge after every step of theirs.
+        A doubted learner's delta counts only if no upload of that learner is awaited. Otherwise a learner that sends
+        nothing sound could make all others merge after each of their steps.
         """
         comes = doubted & {offer.header.learner for offer in self.awaited()}
         here = [offer.header for offer in self.pending() if offer.header.learner not in comes]
         return any(header.due and header.base_version == self.version for header in here)
 
     def _count(self, given: Conditions) -> int:
-        """Headers that count for the quorum."""
+        """Return how many headers count for the quorum."""
         return sum(m.uploaded is not None or learner not in given.doubted for learner, m in self._members.items())
 
     def _others_wait(self) -> bool:
-        """Whether somebody who is not in has a delta for the next window."""
+        """Return whether a learner that is not a member has a delta for the next window."""
         return any(offer.header.learner not in self._members for offer in self.late.offers)
 
     def _next_of_uploads(
@@ -424,14 +434,14 @@ class Window:
         return Accepted(replaced)
 
     def _put_off(self, overdue: tuple[Offer, ...]) -> None:
-        """Who is awaited and not overdue is first in the next window."""
+        """Move the awaited members that are not overdue to the front of the next window."""
         later = [offer for offer in self.awaited() if offer not in overdue]
         for offer in later:
             del self._members[offer.header.learner]
         self.late.put_first(later)
 
     def _reopen(self, reopened: Reopened, now: float) -> None:
-        """All that are left, and those who were late, are in the next attempt."""
+        """Begin the next attempt with the members that are left and the deltas that were late."""
         for offer in reopened.overdue:
             del self._members[offer.header.learner]
         self.attempt += 1
@@ -440,7 +450,7 @@ class Window:
         self._let_in(now)
 
     def _let_in(self, now: float = -math.inf) -> None:
-        """Make members of those that waited, one of each learner."""
+        """Make members of the deltas held for the next window, one of each learner."""
         for offer in self.late.pop_all():
             if offer.header.learner in self._members:
                 self.late.put_last(offer)
@@ -451,7 +461,10 @@ class Window:
 def _overdue(
     phase: Uploading, waiting: Mapping[str, _Member], now: float, arriving: frozenset[str]
 ) -> tuple[Offer, ...]:
-    """Of those that are waited for and do not come, who had the whole time: since M_t was fixed, or it came later."""
+    """Return the awaited offers whose upload makes no progress and has had the whole upload time.
+
+    That time begins when M_t was fixed, or when the offer came if it came later (a later attempt in a member's place).
+    """
     time_s = phase.deadline - phase.fixed_at
     stopped = [m for m in waiting.values() if m.offer.entry_id not in arriving]
     return tuple(m.offer for m in stopped if m.since <= phase.fixed_at or now - m.since >= time_s)

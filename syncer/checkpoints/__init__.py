@@ -1,1 +1,1 @@
-"""A run's state in a folder, on a disk or in an object store: saved fragment by fragment, and back on an empty run."""
+"""Checkpoints: a run's state is saved fragment by fragment on a disk or in an object store, and restored from there."""

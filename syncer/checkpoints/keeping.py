@@ -1,9 +1,9 @@
-"""When a syncer saves: while the run lasts, when it is told to stop, when the run is finished. asyncio.
+"""When a syncer saves (asyncio): while the run lasts, when it is told to stop, and when the run is finished.
 
-The lead begins a checkpoint in its place, and names it in the run's state. Every syncer that sees the name, and finds
-it in its own place, saves the fragments that it serves. So does the lead; then it goes through all others, backwards,
-and saves those that nobody has saved yet: of a dead syncer, or of one that saves to a place of its own. Nobody waits
-for anybody. The lead writes the manifest.
+The lead begins a checkpoint in its place, and names it in the run's state. Every syncer that sees the name and finds
+the checkpoint in its own place saves the fragments that it serves. The lead saves its own too. Then it goes through all
+others, backwards, and saves those that are still missing, because their syncer is dead or saves to another place. No
+syncer waits for another. The lead writes the manifest.
 """
 
 import asyncio
@@ -29,48 +29,54 @@ from diloco.syncer.context import SyncerContext
 from diloco.syncer.serving.closing import POLL_S
 from diloco.syncer.serving.leases import holding
 
+# After a failure a checkpoint is tried again after this time, or at the usual interval if that is shorter.
 AGAIN_S = 60.0
-"""A checkpoint that could not be saved is tried again so soon, if the next one is not due before."""
 
 
 class Checkpoints:
-    """One syncer's, in its place."""
+    """Saves the checkpoints of one syncer, in its place."""
 
     def __init__(
         self, context: SyncerContext, place: str, lease_s: float, served: Callable[[], Collection[int]]
     ) -> None:
-        """served: the fragments that this syncer serves now.
+        """Begin with nothing saved.
+
+        Args:
+            context: the syncer's.
+            place: a folder or the address of an object store.
+            lease_s: how long a lease lasts.
+            served: returns the fragments that this syncer serves now.
 
         Raises:
-            UsageError: the place is of a store that is not known here.
+            UsageError: the place is in a store that is not supported.
         """
         self._context, self._bus, self._lease_s, self._served = context, context.bus, lease_s, served
         self._shared = self._place = place_of(place)
-        """What people gave; and in it the run's own folder, once its state has been seen."""
+        """The configured place; and the run's own folder in it, once the run's state has been seen."""
         self._known = asyncio.Event()
         self._leftovers = Leftovers()
         self._seen: str | None = None
-        """The checkpoint that was last seen to be begun; "": none by the first look."""
+        """The last checkpoint seen in the run's state, "" for none; None before the first look."""
         self._wanted = asyncio.Event()
         self.begun = self._own = ""
-        """The one that this syncer is saving as the lead, for the run's state; and the last one that it began."""
+        """The checkpoint that this syncer is saving now as the lead, for the run's state; and the last one it began."""
         self._saved: tuple[object, ...] = ()
-        """What the last one was of: tokens, and the heads' digests."""
+        """Content of the last checkpoint: the number of tokens, and the heads' digests."""
         self.problem = ""
-        """Why the last one could not be saved, in words for the status."""
+        """Why the last checkpoint could not be saved, for the status."""
         self.went_on = asyncio.Event()
-        """Set when one more fragment is saved, by this syncer as the lead or by others."""
+        """Set whenever one more fragment is saved."""
         self.in_order = True
-        """False once the last one, on stopping or at the end, could not be saved."""
+        """False once the last checkpoint, on stopping or at the end of the run, could not be saved."""
         self._log = structlog.get_logger()
 
     # --- while the run lasts ----------------------------------------------------------------------------
 
     async def keep(self, every_s: float, leads: Callable[[], bool]) -> None:
-        """Save one every so often, while this syncer leads and something has changed.
+        """Save a checkpoint every `every_s` seconds while this syncer leads, if something has changed.
 
         Raises:
-            BusError: one could not be saved; call it again.
+            BusError: a checkpoint could not be saved; call it again.
         """
         while True:
             await asyncio.sleep(min(every_s, AGAIN_S) if self.problem else every_s)
@@ -78,12 +84,12 @@ class Checkpoints:
                 await self._save(self._served())
 
     def see(self, state: RunState | None) -> None:
-        """Look for a checkpoint that has begun. What has begun before the first look is no matter of ours."""
+        """Look for a checkpoint that has begun. One that had begun before the first look is ignored."""
         if state is not None:
             self._settle(state)
         name = "" if state is None else state.checkpoint
         if not name and self._seen is not None:
-            return  # the run's state was lost, and is told anew
+            return  # the run's state was lost and will be written again
         if self._seen not in (None, name) and name != self._own:
             self._wanted.set()
         self._seen = name
@@ -93,7 +99,7 @@ class Checkpoints:
         self._known.set()
 
     async def help(self) -> None:
-        """Save what this syncer serves in each checkpoint that another one has begun."""
+        """Save the fragments that this syncer serves in each checkpoint that another syncer has begun."""
         await self._known.wait()
         await self._try()
         while True:
@@ -102,9 +108,9 @@ class Checkpoints:
             await self._help(self._served())
 
     async def _try(self) -> None:
-        """Whether the place can be written is said now, not first when there is something to save.
+        """Report now, before there is something to save, whether the place can be written.
 
-        Nobody removes what other runs have saved in it: so people are told how much that is.
+        Checkpoints of other runs are never removed, so their number and size are logged.
         """
         own = self._place
 
@@ -116,15 +122,15 @@ class Checkpoints:
 
         try:
             runs, checkpoints, size_bytes = await self._context.offload(look)
-        except (OSError, UsageError) as error:  # said now, not first when there is something to save
-            self.problem = f"no checkpoint can be saved in {self._shared} as it is: {error}"
+        except (OSError, UsageError) as error:
+            self.problem = f"no checkpoint can be saved in {self._shared}: {error}"
             self._log.error("checkpoint_place_refused", error=str(error))
             return
         if runs:
             self._log.info("other_runs_found", runs=runs, checkpoints=checkpoints, bytes=size_bytes)
 
     async def _help(self, fragments: Collection[int]) -> None:
-        """Save those of these fragments that nobody has saved yet in the checkpoint that was seen last."""
+        """Save those of these fragments that are still missing in the checkpoint that was seen last."""
         name, context = self._seen, self._context
         if not name:
             return
@@ -133,24 +139,27 @@ class Checkpoints:
             for p in sorted(fragments):
                 names = await context.offload(folder.names)
                 if STATE_FILE in names or SUMS_FILE not in names:
-                    break  # it is whole without us, or in another place
+                    break  # it is complete already, or it is in another place
                 if p not in found_fragments(names):
                     await save_fragment(self._bus, context.agreed.spec, folder, p, context.offload)
                 self.went_on.set()
-        except (UsageError, PeerError, OSError) as error:  # whoever has begun it saves them too, or says why not
+        except (UsageError, PeerError, OSError) as error:  # the lead saves them too, or reports the error
             self._log.warning("checkpoint_not_helped", checkpoint=name, error=str(error))
 
     # --- at the end -------------------------------------------------------------------------------------
 
     async def save_stopped(self, fragments: Collection[int]) -> None:
-        """The checkpoint of a syncer that is told to stop, if the run has begun. fragments: served until now."""
+        """Save a checkpoint because this syncer is told to stop, if the run has begun; fragments: served until now."""
         if all(await self._bus.read_heads(range(self._count))):
             self.in_order = await self._save(fragments, told=True)
 
     async def save_finished(self, state: RunState, fragments: Collection[int]) -> None:
-        """The last checkpoint, unless another syncer saved it there: one begins it, whoever is left helps."""
+        """Save the finished run, unless another syncer has saved it in this place.
+
+        The syncer that gets the lease of fragment 0 begins the checkpoint; the others help until it is done.
+        """
         if len(state.manifest) < self._count:
-            return  # it was stopped before all fragments had a version
+            return  # the run was stopped before all fragments had a version
         nonce = self._context.nonce
         self.see(state)
         while not await self._bus.acquire_lease(0, nonce, self._lease_s):
@@ -167,7 +176,7 @@ class Checkpoints:
     async def _is_saved(self, state: RunState) -> bool:
         try:
             saved: bool = await self._context.offload(is_saved, self._place, state)
-        except OSError:  # saving says what is wrong with the place
+        except OSError:  # the save that follows reports what is wrong with the place
             return False
         return saved
 
@@ -178,13 +187,17 @@ class Checkpoints:
         return len(self._context.layout.fragments)
 
     async def _save(self, fragments: Collection[int], told: bool = False) -> bool:
-        """Save one; False, and said in log and status, if that fails. The run goes on, the next try comes by itself.
+        """Save a checkpoint; return False if that fails, after reporting it in the log and the status.
 
-        fragments: those that are this syncer's to save. told: this syncer does not move the run any more, so nobody
-        else names the checkpoint in the run's state.
+        The run goes on meanwhile, and `keep` tries again by itself.
+
+        Args:
+            fragments: the fragments that are this syncer's to save.
+            told: True if this syncer no longer moves the run, so that this method must name the checkpoint in the run's
+                state itself.
 
         Raises:
-            BusError: this is said too.
+            BusError: the bus failed; this is reported in the same way.
         """
         context = self._context
         try:
@@ -198,18 +211,18 @@ class Checkpoints:
             name = checkpoint_name(state.tokens, context.random_hex)
             await begin_checkpoint(self._place, name, self._leftovers, context.offload)
             self.begun = self._own = name
-            if told and 0 < len(fragments) < self._count:  # others have some, and may help
+            if told and 0 < len(fragments) < self._count:  # other syncers serve the rest, and may help
                 await self._tell()
             order = [*sorted(fragments), *sorted({*range(self._count)} - {*fragments}, reverse=True)]
             told_of = self._each(order)
             folder = await finish_checkpoint(
                 self._bus, context.agreed.spec, self._place, name, told_of, context.offload
             )
-        except (UsageError, PeerError, OSError, BusError) as error:  # fragments are not there yet, or the disk is full
+        except (UsageError, PeerError, OSError, BusError) as error:  # for example no version 0 yet, or a full disk
             safe = "all committed versions, on the bus"
             self._log.error("checkpoint_failed", path=str(self._place), error=str(error), safe=safe)
             if not isinstance(error, UsageError):
-                self.problem = f"the last checkpoint could not be saved in {self._place}, and is tried again: {error}"
+                self.problem = f"the last checkpoint could not be saved in {self._place} (will be retried): {error}"
             if isinstance(error, BusError):
                 raise
             return False
@@ -220,12 +233,12 @@ class Checkpoints:
         return True
 
     async def _tell(self) -> None:
-        """Name the checkpoint in the run's state, unless another syncer leads by now: the state is its to write."""
+        """Name the checkpoint in the run's state, unless another syncer leads by now, which then writes the state."""
         if not await self._bus.acquire_lease(0, self._context.nonce, self._lease_s):
             return
         state = await run_state(self._bus)
         await self._bus.write_state(state.model_copy(update={"checkpoint": self.begun}))
-        if state.phase is not Phase.FINISHED:  # whoever saves the last one holds it on
+        if state.phase is not Phase.FINISHED:  # `save_finished` keeps holding it
             await self._bus.release_lease(0, self._context.nonce)
 
     def _each(self, fragments: Iterable[int]) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Loading: find a checkpoint, check all of it, read it fragment by fragment. What it raises names the file."""
+"""Loading: find a checkpoint, check all of it, and read it fragment by fragment. Errors name the file."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping
@@ -37,62 +37,62 @@ from diloco.syncer.checkpoints.manifest import (
 from diloco.syncer.checkpoints.places import Place, place_of
 from diloco.syncer.checkpoints.saving import is_folder_of, is_run_folder, read_latest
 
+# How many newer checkpoints are tried if the run drops one while it is read.
 READS = 3
-"""Newer checkpoints that are tried in the place of one that was dropped as it was read."""
 T = TypeVar("T")
 
 
 class NoCheckpoint(UsageError):
-    """There is none in a place."""
+    """There is no checkpoint in a place."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint, of which the manifest is in memory."""
+    """A checkpoint whose manifest is in memory."""
 
     folder: Place
     saved: SavedState
 
     @property
     def folder_name(self) -> str:
-        """Without the place that it lies in."""
+        """Name of the folder, without the place that it is in."""
         return str(self.folder).rpartition("/")[2]
 
     @property
     def spec(self) -> Spec:
-        """The run's."""
+        """The run's spec."""
         return self.saved.spec
 
     @property
     def state(self) -> RunState:
-        """The run's."""
+        """The run's state."""
         return self.saved.run
 
     @property
     def fragments(self) -> tuple[SavedFragment, ...]:
-        """By id."""
+        """The saved fragments, in the order of their ids."""
         return self.saved.fragments
 
     @property
     def shards(self) -> ShardQueue:
-        """The open ones."""
+        """The data queue: its open shards."""
         return self.saved.shards
 
     @property
     def data_order(self) -> DataOrder | None:
-        """As in `SavedState`."""
+        """Order of the data, see `SavedState.data_order`."""
         return self.saved.data_order
 
     @cached_property
     def layout(self) -> Layout:
-        """Of the spec's tensors."""
+        """Layout of the spec's tensors."""
         return layout_of(self.spec.tensors)
 
     def fragment(self, p: int) -> tuple[Float32, Float32 | None]:
-        """Values (elements,) and momentum (None: zeros) of one fragment, checked.
+        """Read and check the values (elements,) and the momentum (elements,) (None: zeros) of one fragment.
 
         Raises:
-            UsageError: naming the file and what is wrong with it.
+            UsageError: the fragment is damaged; the message names the file and the problem.
         """
         saved, elements = self.fragments[p], self.layout.fragments[p].elements
         file = f"{self.folder}/{saved.file}"
@@ -102,14 +102,14 @@ class Checkpoint:
         vectors = {name: _vector(tensor, elements, file) for name, tensor in _tensors(data, file).items()}
         values = vectors.get(GLOBALS)
         if values is None or payload_digest(as_bytes(values), self.spec.sync.chunk_bytes) != saved.digest:
-            raise UsageError(f"{file}: fragment {p} does not have the digest that {STATE_FILE} says: of another run?")
+            raise UsageError(f"{file}: fragment {p} does not have the digest in {STATE_FILE}: is it another run's?")
         return values, vectors.get(MOMENTUM)
 
     def check(self) -> None:
-        """Read all of it once, a fragment at a time.
+        """Read and check the whole checkpoint, a fragment at a time.
 
         Raises:
-            UsageError: as `fragment`.
+            UsageError: it is damaged (see `fragment`).
         """
         if len(self.fragments) != len(self.layout.fragments):
             raise UsageError(
@@ -120,7 +120,7 @@ class Checkpoint:
             self.fragment(p)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The global parameters by name, each read when asked for; the fragment that was read last stays in memory."""
+        """Return the global parameters by name. Each is read when needed; only the last read fragment is in memory."""
         last: dict[int, Float32] = {}
 
         def values(p: int) -> Float32:
@@ -146,7 +146,7 @@ def load_checkpoint(place: str | Path) -> Checkpoint:
     """Find and check a checkpoint (see `find_checkpoint` for what `place` may be).
 
     Raises:
-        UsageError: naming the file and what is wrong with it.
+        UsageError: there is none, or it is damaged; the message names the file and the problem.
     """
     return read_newest(partial(find_checkpoint, place), _checked)
 
@@ -158,10 +158,10 @@ def _checked(folder: Place) -> Checkpoint:
 
 
 def read_newest(find: Callable[[], Place], read: Callable[[Place], T]) -> T:
-    """What is read of the folder that is found; of a newer one, where a run that goes on has dropped it meanwhile.
+    """Find a checkpoint's folder and read it; take a newer one if a running run has dropped it meanwhile.
 
     Raises:
-        UsageError: as `find` and `read`; also if the run drops checkpoints faster than they can be read.
+        UsageError: `find` or `read` failed, or the run drops checkpoints faster than they can be read.
     """
     folder = find()
     for _ in range(READS):
@@ -182,11 +182,13 @@ def _is_there(folder: Place) -> bool:
 
 
 def find_checkpoint(place: str | Path) -> Place:
-    """The checkpoint folder meant: itself, or the newest of the only run that has some in there or in checkpoints/.
+    """Return the folder of the checkpoint that `place` means.
+
+    It is the place itself, or the newest checkpoint of the only run that has any in it or in its folder checkpoints/.
 
     Raises:
         NoCheckpoint: there is none.
-        UsageError: there are several runs', or the place cannot be read.
+        UsageError: there are checkpoints of several runs, or the place cannot be read.
     """
     given = place_of(place)
     try:
@@ -203,7 +205,7 @@ def find_checkpoint(place: str | Path) -> Place:
 
 
 def runs_in(place: Place) -> list[Place]:
-    """Folders of the runs that have saved something in a place; itself, if it is a run's.
+    """Return the folders of the runs that have saved something in a place; the place itself, if it is such a folder.
 
     Raises:
         OSError: the place cannot be read.
@@ -216,7 +218,7 @@ def runs_in(place: Place) -> list[Place]:
 
 
 def _whole(run: Place) -> list[str]:
-    """Names of the checkpoints of a run that were written to their end, by their tokens."""
+    """Return the names of a run's completely written checkpoints, in the order of their tokens."""
     names = (name for name in run.names() if name.startswith(CHECKPOINT) and may_be_left(name))
     return sorted(
         (one for one in names if STATE_FILE in run.below(one).names()), key=lambda one: int(one.split("-")[1])
@@ -224,9 +226,9 @@ def _whole(run: Place) -> list[str]:
 
 
 def newest_of_run(place: Place, run: str) -> Checkpoint | None:
-    """The newest checkpoint that a run of this name has saved in a place: of the part that began last; None: none.
+    """Return the newest checkpoint in a place of the run of this name that began last; None if there is none.
 
-    Nothing is checked yet but its manifest.
+    Only its manifest is checked yet.
 
     Raises:
         UsageError: it is damaged, or the place cannot be read.
@@ -250,14 +252,14 @@ def _only(runs: list[Place], place: Place) -> Place:
 
 def _newest(directory: Place) -> Place:
     latest, before = read_latest(directory), None
-    while latest != before:  # else others have been saved meanwhile, and this one was dropped
+    while latest != before:  # if it changed, newer ones were saved meanwhile and the first look's was dropped
         name = next(iter(latest), "")
         names = {one for one in directory.names() if one.startswith(CHECKPOINT)}
         if name in names and STATE_FILE in directory.below(name).names():
             return directory.below(name)
         latest, before = read_latest(directory), latest
     there = _whole(directory)
-    if there and LATEST not in directory.names():  # of a copy that was broken off, or the first save was
+    if there and LATEST not in directory.names():  # a copy or the first save was interrupted
         structlog.get_logger().warning("latest_missing", path=f"{directory}/{LATEST}", taken=there[-1])
         return directory.below(there[-1])
     found = f"there are {', '.join(there)}: name one of them" if there else "and there is no other"
@@ -265,7 +267,7 @@ def _newest(directory: Place) -> Place:
 
 
 def open_checkpoint(folder: Place) -> Checkpoint:
-    """The checkpoint in a folder, of which nothing is checked yet but the manifest.
+    """Return the checkpoint in a folder. Only its manifest is checked yet.
 
     Raises:
         UsageError: there is none, or it is damaged.
@@ -298,7 +300,7 @@ def _read(folder: Place, name: str) -> bytes:
         return folder.read(name)
     except FileNotFoundError as error:
         raise UsageError(
-            f"{folder}/{name} is missing: what is here is no whole checkpoint; take another one or another copy"
+            f"{folder}/{name} is missing: this is not a whole checkpoint; take another one or another copy"
         ) from error
     except OSError as error:
         raise UsageError(f"cannot read {folder}/{name}: {said(error)}") from error
@@ -318,11 +320,11 @@ def _vector(tensor: Tensor, elements: int, file: str) -> Float32:
     return vector
 
 
-# --- what is asked of one ----------------------------------------------------------------------------
+# --- questions about a checkpoint --------------------------------------------------------------------
 
 
 def is_saved(place: Place, run: RunState) -> bool:
-    """Whether the newest checkpoint in a run's folder is of this state's manifest.
+    """Return whether the newest checkpoint in a run's folder has this state's phase and manifest.
 
     Raises:
         OSError: the place cannot be read.
@@ -337,7 +339,7 @@ def is_saved(place: Place, run: RunState) -> bool:
 
 
 def is_of(folder: Place, heads: Iterable[tuple[int, int, bytes]]) -> bool:
-    """Whether a checkpoint is of these heads (fragment, version, digest); True if it is no run's, or there are none.
+    """Return whether a checkpoint has exactly these heads (fragment, version, digest); True if no heads are given.
 
     Raises:
         UsageError: its state cannot be read.
@@ -348,7 +350,7 @@ def is_of(folder: Place, heads: Iterable[tuple[int, int, bytes]]) -> bool:
 
 
 def known_elements(checkpoint: Checkpoint) -> tuple[int, int, int]:
-    """Token-elements merged, overwritten and rejected up to the checkpoint, in all parts of its run."""
+    """Return the token-elements merged, overwritten and rejected up to the checkpoint, in all parts of its run."""
     state = checkpoint.state
     parts = [(f.elements, one) for f, one in zip(checkpoint.layout.fragments, checkpoint.fragments, strict=True)]
     return (

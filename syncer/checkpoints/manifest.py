@@ -1,16 +1,18 @@
-"""What a checkpoint consists of, and which of several are kept. Pure.
+"""Files of a checkpoint, and which of several checkpoints are kept. Pure.
 
-    <place>/<run>-<when it began>/              the run's own: nobody else's checkpoints are seen or removed in there
+    <place>/<run>-<when it began>/              the run's own folder: it has no other run's checkpoints
       latest                                    text: names of the kept checkpoints, one a line, the newest first
       checkpoint-<tokens>-<nonce>/              one checkpoint
         fragment-<id>-<version>-<digest>.safetensors   `globals`, and the outer `momentum` unless it is all zeros:
-                                                float32 (elements,), as the layout puts tensors into them
-        fragment-<id>-<version>-<digest>.json   `SavedFragment`: written after it, so it is whole
-        SHA256SUMS                              digests of the files of the checkpoint; empty while it is written:
-                                                by that others see that it is begun in this place
-        state.json                              `SavedState`, the manifest, written last: it makes the files one
+                                                float32 (elements,), in which the layout says where tensors lie
+        fragment-<id>-<version>-<digest>.json   `SavedFragment`; it is written after the file above, which is
+                                                therefore whole
+        SHA256SUMS                              digests of the checkpoint's files; it is empty while the checkpoint is
+                                                written, which tells other syncers that it has begun in this place
+        state.json                              `SavedState`, the manifest; it is written last, and a folder is a
+                                                checkpoint only if it has one
 
-A fragment's file is immutable, and named by what is in it. So any syncer may write any of them at any time, twice too,
+A fragment's file is immutable and named by its content. So any syncer may write any of them at any time, even twice,
 and the manifest picks one of each fragment.
 """
 
@@ -31,8 +33,7 @@ from diloco.pipeline.messages.shards import DataOrder, ShardQueue
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.wire import Count, Digest, FirstFormat, Message, TokenElements, Version
 
-KEPT = 3
-"""Checkpoints of a run that are kept."""
+KEPT = 3  # checkpoints of a run that are kept
 LATEST, STATE_FILE = "latest", "state.json"
 GLOBALS, MOMENTUM = "globals", "momentum"
 CHECKPOINT = "checkpoint-"
@@ -56,31 +57,31 @@ class SavedFragment(Message):
     rejected_tokens: Count
     file: Annotated[str, Field(pattern=r"^fragment-[0-9]{4,}-[0-9]+-[0-9a-f]{16}\.safetensors$")]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    """Of that file."""
+    """SHA-256 of `file`, in hex."""
     norms: Norms
 
 
 class SavedState(Message):
-    """state.json (bytes as hex)."""
+    """Content of state.json (bytes are written in hex)."""
 
     format: FirstFormat
     spec: Spec
     run: RunState
     overwritten: TokenElements
-    """Sum of the learners' reports (token-elements), without what was resumed."""
+    """Sum of the learners' reports (token-elements), without earlier parts of a resumed run."""
     fragments: tuple[SavedFragment, ...]
     shards: ShardQueue
     data_order: DataOrder | None
-    """What the shards are of; None: no learner has said."""
+    """Order of the data that the shards belong to; None if no learner has proposed one."""
 
 
 def fragment_name(fragment: int, version: int, digest: bytes) -> str:
-    """Name of a fragment's files, without what comes after the dot."""
+    """Return the name of a fragment's files, without the suffix."""
     return f"fragment-{fragment:04d}-{version}-{digest.hex()[:16]}"
 
 
 def found_fragments(names: Iterable[str]) -> dict[int, str]:
-    """The newest version of each fragment of which all is written, by the names in a folder: id -> name."""
+    """Return the newest completely written version of each fragment (id -> name), from the names in a folder."""
     found: dict[int, tuple[int, str]] = {}
     for name in names:
         if match := _FRAGMENT.match(name):
@@ -90,38 +91,38 @@ def found_fragments(names: Iterable[str]) -> dict[int, str]:
 
 
 def kept_names(before: Sequence[str], new: str) -> tuple[list[str], list[str]]:
-    """The names to keep, newest first, and those to drop, once there is a new one."""
+    """Return the checkpoints to keep, newest first, and those to drop, once there is a new one."""
     names = [new, *(name for name in before if name != new)]
     return names[:KEPT], names[KEPT:]
 
 
 def may_be_left(name: str) -> bool:
-    """Whether a killed writer of ours may have left this in a place: people and other programs have folders there."""
+    """Return whether a killed syncer may have left a folder of this name, and not a person or another program."""
     return _LEFT.fullmatch(name) is not None
 
 
 def all_ours(files: Iterable[str]) -> bool:
-    """Whether all files of a folder have names that we give."""
+    """Return whether all files of a folder have names that this module gives."""
     return all(map(_FILE.fullmatch, files))
 
 
 class Leftovers:
-    """Tells what killed writers left, by looks at a place: folders that are not kept, and do not grow any more.
+    """Finds folders that killed writers left, by comparing successive looks at a place.
 
-    What is not kept is a leftover if it is old, or had the same files at the look before, a checkpoint earlier. Whole
-    ones go too, but only when there are as many newer ones as are kept.
+    A folder that is not kept is a leftover if it is old, or if it had the same files at the look before, which was a
+    checkpoint earlier. Whole checkpoints are leftovers only if `KEPT` newer ones exist.
     """
 
     def __init__(self) -> None:
         self._before: Mapping[str, frozenset[str]] = {}
 
     def look(self, others: Mapping[str, frozenset[str]], old: Collection[str], kept: int) -> list[str]:
-        """What may go.
+        """Return the folders that may be removed.
 
         Args:
-            others: names of what is not kept, with the names of the files in it.
-            old: those of them that nobody has written to for long.
-            kept: how many are.
+            others: names of the folders that are not kept -> names of the files in each.
+            old: those of `others` that were not written to for a long time.
+            kept: number of kept checkpoints.
         """
         left = [name for name, files in others.items() if name in old or self._before.get(name) == files]
         self._before = others
@@ -129,7 +130,7 @@ class Leftovers:
 
 
 def pieces(layout: Layout) -> dict[str, list[tuple[FragmentLayout, Slot]]]:
-    """Where each tensor lies: its pieces by name, in the order of their rows."""
+    """Return where each tensor lies: name -> its pieces, in the order of their rows."""
     found: dict[str, list[tuple[FragmentLayout, Slot]]] = {}
     for fragment in layout.fragments:
         for slot in fragment.slots:

@@ -1,8 +1,8 @@
-"""Where checkpoints lie: a folder, or an address of an object store (`s3://bucket/path`), by fsspec.
+"""Places of checkpoints: a folder, or an address in an object store (`s3://bucket/path`), through fsspec.
 
-A file is whole or not there in both: on a disk by a rename, in a store because its last request makes the object. That
-is not so in all that fsspec knows (sftp, ftp, hdfs), so other stores are refused. Credentials and endpoints come from
-the environment, as each store's own tools have them, and from nowhere else.
+In both, a file is either whole or not there: on a disk because of a rename, in a store because the last request creates
+the object. That does not hold for all file systems of fsspec (sftp, ftp, hdfs), so other stores are refused.
+Credentials and endpoints come only from the environment, where each store's own tools take them from.
 """
 
 import importlib
@@ -19,73 +19,78 @@ from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.replacing import Part, replace
 from diloco.pipeline.files.writable import TRIED, try_folder
 
+# Bytes given to a store's file at a time; the file buffers them and sends its own parts.
 PIECE_BYTES = 8 * 2**20
-"""Given to a store's file at a time, which gathers what it sends."""
+# Options of a store's client, by protocol: an unreachable network is reported within about a minute, and retried later.
 OPTIONS: Final[Mapping[str, Mapping[str, Any]]] = {
     "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 2}}}
 }
-"""Of a store's client, by protocol: a network that is away is said within a minute or so, and tried again later."""
+# Protocol -> package, and the extra of this project that installs it.
 STORES: Final[Mapping[str, tuple[str, str]]] = {
     "s3": ("s3fs", "s3"),
     "gs": ("gcsfs", "gs"),
-    "memory": ("fsspec", "s3"),  # of the process, for tests: what is killed leaves nothing there
+    "memory": ("fsspec", "s3"),  # in the memory of the process, for tests: nothing survives a kill
 }
-"""Protocol -> package, and the extra of this project that brings it."""
+# Meaning of errors of the stores' clients, by type name, so that the clients need not be imported for it.
 WORDS: Final[Mapping[str, str]] = {
     "NoCredentialsError": "there are no credentials in the environment",
     "PartialCredentialsError": "the credentials in the environment are not complete",
     "PermissionError": "the credentials in the environment do not permit it",
     "FileNotFoundError": "there is no such bucket or folder",
-    "EndpointConnectionError": "the network or the store is away",
-    "ConnectTimeoutError": "the network or the store is away",
+    "EndpointConnectionError": "the network or the store cannot be reached",
+    "ConnectTimeoutError": "the network or the store cannot be reached",
     "ReadTimeoutError": "the store does not answer",
-    "ClientConnectorError": "the network or the store is away",
+    "ClientConnectorError": "the network or the store cannot be reached",
 }
-"""What errors of stores' clients mean, by the names of their types: the clients are not imported for it."""
 
 
 class Place(Protocol):
-    """A folder of some kind. Its calls block, and raise OSError with words for people."""
+    """A folder on a disk or in a store. Its calls block, and raise OSError with a message for people."""
 
     def below(self, name: str) -> "Place":
-        """The folder of this name in it, there or not."""
+        """Return the folder of this name in it, whether or not it exists."""
         ...
 
     def check(self) -> None:
-        """Raise where nothing can be written, a UsageError where this user may not; nothing is left there by it."""
+        """Check by a trial that files can be written; nothing of it remains.
+
+        Raises:
+            UsageError: this user has no permission.
+            OSError: nothing can be written.
+        """
         ...
 
     def names(self) -> frozenset[str]:
-        """Files and folders in it; none where it is not there."""
+        """Return the names of the files and folders in it; none if it does not exist."""
         ...
 
     def age_s(self) -> float:
-        """Seconds since anything in it was written; 0 where nothing is."""
+        """Return the seconds since anything in it was written; 0 if it is empty or does not exist."""
         ...
 
     def size_bytes(self) -> int:
-        """Of all files in it."""
+        """Return the size of all files in it."""
         ...
 
     def read(self, name: str) -> bytes:
-        """A file's bytes; raises FileNotFoundError where it is not there."""
+        """Return a file's bytes; raise FileNotFoundError if it does not exist."""
         ...
 
     def write(self, name: str, parts: Iterable[Part]) -> None:
-        """Write a file, whole or not at all, in the place of one that is there; the folder is made."""
+        """Write or replace a file, atomically; the folder is made."""
         ...
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it; nothing is said if it is not there."""
+        """Remove a file, or a folder with all its content, if it exists."""
         ...
 
 
 def place_of(place: str | Path) -> Place:
-    """The place that people mean.
+    """Return the place of a path or an address.
 
     Raises:
-        UsageError: it is no address, its store is not one of `STORES`, or its package is missing; says what to give or
-            to install.
+        UsageError: the address is not valid, its store is not one of `STORES`, or its package is missing; the message
+            says what to give or to install.
     """
     if isinstance(place, Path) or not is_address(place):
         return Folder(Path(place))
@@ -96,7 +101,7 @@ def place_of(place: str | Path) -> Place:
         raise UsageError(f"{place}: give the folder itself, {path or '/path'}")
     if protocol not in STORES:
         raise UsageError(
-            f"{place}: a killed syncer might leave half a file in a store of this kind; "
+            f"{place}: a killed syncer might leave a partial file in a store of this kind; "
             "give a folder, s3://bucket/path or gs://bucket/path"
         )
     if not path.strip("/") or path.startswith("/"):
@@ -107,7 +112,7 @@ def place_of(place: str | Path) -> Place:
         files = fsspec.filesystem(protocol, **OPTIONS.get(protocol, {}))
     except ImportError as error:
         raise UsageError(missing(package, extra, place)) from error
-    except Exception as error:  # of the store's client: its settings in the environment
+    except Exception as error:  # the store's client rejects its settings in the environment
         raise UsageError(f"{place}: {error}") from error
     return Store(files, place.rstrip("/"))
 
@@ -122,43 +127,43 @@ class Folder:
         return str(self.path)
 
     def below(self, name: str) -> "Folder":
-        """As `Place`."""
+        """Return the folder of this name in it."""
         return Folder(self.path / name)
 
     def check(self) -> None:
-        """As `Place`."""
+        """Check that files can be written."""
         try_folder(self.path)
 
     def names(self) -> frozenset[str]:
-        """As `Place`."""
+        """Return the names of the files and folders in it."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return frozenset(entry.name for entry in self.path.iterdir())
         return frozenset()
 
     def age_s(self) -> float:
-        """As `Place`; also of a file."""
-        with suppress(FileNotFoundError):  # another syncer removes it
+        """Return the seconds since anything in it was written; the path may also be a file."""
+        with suppress(FileNotFoundError):  # another syncer may remove it meanwhile
             return time.time() - max(p.stat().st_mtime for p in (self.path, *map(self.path.joinpath, self.names())))
         return 0.0
 
     def size_bytes(self) -> int:
-        """As `Place`."""
-        with suppress(FileNotFoundError):  # another syncer removes it
+        """Return the size of all files in it."""
+        with suppress(FileNotFoundError):  # another syncer may remove it meanwhile
             return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
         return 0
 
     def read(self, name: str) -> bytes:
-        """As `Place`."""
+        """Return a file's bytes."""
         return (self.path / name).read_bytes()
 
     def write(self, name: str, parts: Iterable[Part]) -> None:
-        """As `Place`."""
+        """Write a file beside and rename it."""
         self.path.mkdir(parents=True, exist_ok=True)
         replace(self.path / name, parts)
 
     def remove(self, name: str) -> None:
-        """As `Place`."""
-        with suppress(FileNotFoundError, NotADirectoryError):  # another syncer removes it too
+        """Remove a file or a folder."""
+        with suppress(FileNotFoundError, NotADirectoryError):  # another syncer may remove it too
             if (self.path / name).is_dir():
                 shutil.rmtree(self.path / name)
             else:
@@ -169,26 +174,26 @@ class Store:
     """A `Place` in an object store."""
 
     def __init__(self, files: Any, address: str) -> None:
-        """files: fsspec's."""
+        """Take a file system of fsspec and an address in it."""
         self._files, self._address = files, address
 
     def __str__(self) -> str:
         return self._address
 
     def below(self, name: str) -> "Store":
-        """As `Place`."""
+        """Return the folder of this name in it."""
         return Store(self._files, f"{self._address}/{name}")
 
     def check(self) -> None:
-        """As `Place`."""
+        """Check that files can be written."""
         name = f"{TRIED}{secrets.token_hex(4)}"
         self.write(name, ())
         self.remove(name)
 
     def names(self) -> frozenset[str]:
-        """As `Place`."""
+        """Return the names of the files and folders in it."""
         with self._in_words():
-            self._files.invalidate_cache()  # others write there too
+            self._files.invalidate_cache()  # other syncers write there too
             try:
                 found = self._files.ls(self._address, detail=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -196,21 +201,21 @@ class Store:
         return frozenset(str(one).rstrip("/").rpartition("/")[2] for one in found)
 
     def age_s(self) -> float:
-        """As `Place`."""
+        """Return the seconds since anything in it was written."""
         names = self.names()
-        with self._in_words(), suppress(FileNotFoundError):  # another syncer removes it
+        with self._in_words(), suppress(FileNotFoundError):  # another syncer may remove it meanwhile
             written = [self._files.modified(f"{self._address}/{name}").timestamp() for name in names]
             return time.time() - max(written) if written else 0.0
         return 0.0
 
     def size_bytes(self) -> int:
-        """As `Place`."""
-        with self._in_words(), suppress(FileNotFoundError):  # another syncer removes it
+        """Return the size of all files in it."""
+        with self._in_words(), suppress(FileNotFoundError):  # another syncer may remove it meanwhile
             return int(self._files.du(self._address))
         return 0
 
     def read(self, name: str) -> bytes:
-        """As `Place`."""
+        """Return a file's bytes."""
         with self._in_words():
             try:
                 data: bytes = self._files.cat_file(f"{self._address}/{name}")
@@ -219,7 +224,7 @@ class Store:
         return data
 
     def write(self, name: str, parts: Iterable[Part]) -> None:
-        """As `Place`."""
+        """Write an object, which exists only once all of it is sent."""
         with self._in_words():
             file = self._files.open(f"{self._address}/{name}", "wb")
             try:
@@ -227,19 +232,19 @@ class Store:
                     for begin in range(0, len(part), PIECE_BYTES):
                         file.write(part[begin : begin + PIECE_BYTES])
             except BaseException:
-                file.discard()  # closed, it would be there cut short
+                file.discard()  # `close` would make an object that is cut short
                 file.closed = True
                 raise
             file.close()
 
     def remove(self, name: str) -> None:
-        """As `Place`."""
+        """Remove an object or a folder."""
         with self._in_words(), suppress(FileNotFoundError):
             self._files.rm(f"{self._address}/{name}", recursive=True)
 
     @contextmanager
     def _in_words(self) -> Iterator[None]:
-        """Whatever the store's client raises, as an OSError for people."""
+        """Turn any exception of the store's client into an OSError with a message for people."""
         try:
             yield
         except FileNotFoundError as error:
@@ -251,7 +256,7 @@ class Store:
 
 
 def _said(address: str, error: BaseException) -> str:
-    """In words, with what the client said."""
+    """Return the message for a client's error, followed by the client's own."""
     kinds = [kind.__name__ for one in (error, error.__cause__) if one for kind in type(one).__mro__]
     words = next((WORDS[kind] for kind in kinds if kind in WORDS), type(error).__name__)
     return f"{address}: {words} ({str(error)[:300]})"

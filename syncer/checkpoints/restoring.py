@@ -1,4 +1,4 @@
-"""Restoring: a checkpoint back onto an empty run, one fragment in memory at a time. asyncio."""
+"""Restoring (asyncio): put a checkpoint on an empty run, with one fragment in memory at a time."""
 
 import asyncio
 import secrets
@@ -34,22 +34,23 @@ async def restore_checkpoint(
 ) -> None:
     """Put a checkpoint on an empty run: spec, run state, data, then every fragment at its saved version.
 
-    The heads come last, because learners wait for them: who reads a head finds the data's order and shards in place.
-    What an interrupted restore of the same checkpoint left is kept, so it can be called again. What learners have put
-    there before any head, a spec or data that are others or cannot be read, gives way.
+    The heads come last, because learners wait for them: a learner that reads a head must find the data's order and
+    shards in place. It can be called again after an interruption, and keeps what the interrupted restore of the same
+    checkpoint left. While there is no head, it replaces a spec or data that learners have put there, if they differ or
+    cannot be read.
 
     Args:
-        bus: bound to the run, groups set.
-        checkpoint: what to restore.
+        bus: bound to the run, with its groups set.
+        checkpoint: the checkpoint to restore.
         spec: the saved spec, or one with another budget or other sync settings; the tensors must be the same.
-        nonce: under which the caller holds the leases of all fragments.
-        syncer: its name, for the tape.
-        clock: for the tape.
+        nonce: the nonce under which the caller holds the leases of all fragments.
+        syncer: the caller's name, for the tape.
+        clock: gives the times on the tape.
         offload: reads files, and runs heavy work.
-        finished: the run stays finished, as it was saved.
+        finished: True if the run is to stay finished, as it was saved.
 
     Raises:
-        UsageError: the run was started before, with another spec or values; a file is damaged.
+        UsageError: the run was started before, with another spec or values; or a file is damaged.
         LeaseLost: another syncer took over.
     """
     if spec.tensors != checkpoint.spec.tensors:
@@ -71,7 +72,7 @@ async def restore_checkpoint(
         await bus.write_state(checkpoint.state if finished else _restored_run(checkpoint, spec, clock))
         try:
             await _restore_data(bus, checkpoint)
-        except (BadMessage, UsageError) as error:  # nobody has read data before there is a head: any learner may write
+        except (BadMessage, UsageError) as error:  # no learner reads data before there is a head
             structlog.get_logger().warning("data_queue_replaced", by=str(checkpoint.folder), error=str(error))
             await bus.delete_data()
             await _restore_data(bus, checkpoint)
@@ -87,20 +88,20 @@ async def _restore_data(bus: Bus, checkpoint: Checkpoint) -> None:
     if await bus.count_epochs() == 0:
         await bus.restore_shards(checkpoint.shards)
     else:
-        await bus.read_shards()  # see that it can be read
+        await bus.read_shards()  # raises if the queue cannot be read
 
 
 def taken(bus: Bus) -> str:
-    """What to do where another run has the name."""
+    """Return advice for the case that another run has the name."""
     run = bus.keys.run
     return (
         "to take part in it, leave --resume out; to begin with the checkpoint, give a --run name that is not in use. "
-        f"Where it is not wanted any more, and nobody at work on it, `diloco runs delete {run}` frees the name"
+        f"If that run is no longer needed, and nothing works on it, `diloco runs delete {run}` frees the name"
     )
 
 
 def _digest(checkpoint: Checkpoint, p: int, spec: Spec) -> bytes:
-    """Of a fragment's values, in the chunks of the run that they are put into."""
+    """Return the digest of a fragment's values, in the chunks of the run that they are put into."""
     return payload_digest(as_bytes(checkpoint.fragment(p)[0]), spec.sync.chunk_bytes)
 
 
@@ -132,7 +133,7 @@ async def _restore_fragment(
     clock: Clock,
     offload: Offload,
 ) -> None:
-    """Commit one fragment at its saved version (there is no head before)."""
+    """Commit one fragment at its saved version; it has no head yet."""
     p, sync = fragment.id, fragment.sync(spec.sync)
     saved = checkpoint.fragments[p]
     theta, momentum = await offload(checkpoint.fragment, p)

@@ -1,7 +1,7 @@
-"""Saving: each fragment by whoever is told to, then the manifest that makes them one. asyncio.
+"""Saving a checkpoint (asyncio): each fragment by the syncer that is told to, then the manifest that completes it.
 
-Fragments are read one after the other: as for a learner that joins, their versions are no consistent cut unless the
-run is finished. Each fragment is consistent in itself, and checked by its digest. In memory is one at a time.
+Fragments are read one after the other. Like those of a learner that joins, their versions are no consistent cut unless
+the run is finished. Each fragment is consistent in itself and checked by its digest. Only one is in memory at a time.
 """
 
 import asyncio
@@ -52,10 +52,11 @@ from diloco.syncer.checkpoints.manifest import (
 from diloco.syncer.checkpoints.places import Place
 from diloco.syncer.merging.fragment import finite
 
+# A folder that nobody has written to for this long is abandoned: no fragment takes so long to write, and no two clocks
+# differ by so much.
 OLD_S = 3600.0
-"""What nobody has written to for so long is nobody's: no fragment takes so long, and no two clocks differ by it."""
+# Retries of a read from the bus. Their waits add up to 39 s, within which a failover ends.
 BACKOFF, TRIES = Backoff(1.0, 8.0), 8
-"""What the bus is asked for a checkpoint: with waits of 39 s, which a failover ends within."""
 _RUN = re.compile(r"[A-Za-z0-9._-]{1,64}-[0-9]{8}-[0-9]{6}-[0-9]{6}")
 RandomHex = Callable[[int], str]
 T = TypeVar("T")
@@ -63,37 +64,43 @@ _log = structlog.get_logger
 
 
 def run_folder(name: str, run: RunState) -> str:
-    """The run's folder in any place: other names, and runs that began at another time, have others.
+    """Return the name of the run's folder in any place; it is distinct for each run name and time of beginning.
 
-    A resumed run goes on in its own. Parts of it under two names have one each.
+    A resumed run continues in the same folder, unless it was given another name.
     """
     return name + began(run)
 
 
 def began(run: RunState) -> str:
-    """How the name of its folder ends, whatever the run is called."""
+    """Return the end of the run folder's name, which is the time when the run began."""
     return f"-{datetime.fromtimestamp(run.began_unix_s, UTC):%Y%m%d-%H%M%S-%f}"
 
 
 def is_run_folder(name: str) -> bool:
-    """Whether a folder has the name of a run's."""
+    """Return whether this is the name of a run's folder."""
     return _RUN.fullmatch(name) is not None
 
 
 def is_folder_of(name: str, run: str) -> bool:
-    """Whether a folder has the name of a run's that is called so."""
+    """Return whether this is the name of a folder of the run `run`."""
     return is_run_folder(name) and name.rsplit("-", 3)[0] == run
 
 
 def checkpoint_name(tokens: int, random_hex: RandomHex) -> str:
-    """A folder's name that nobody else has. tokens: trained so far."""
+    """Return a unique name for a checkpoint's folder; tokens is the number trained so far."""
     return f"{CHECKPOINT}{tokens}-{random_hex(4)}"
 
 
 async def begin_checkpoint(place: Place, name: str, leftovers: Leftovers, offload: Offload) -> None:
-    """Make room, by removing what killed writers left, and make the folder: by it others know that the place is theirs.
+    """Remove the leftovers of killed writers, and make the folder.
 
-    leftovers: of looks at this place before.
+    Other syncers that find the folder know that the checkpoint is in their own place, and can help.
+
+    Args:
+        place: the run's folder.
+        name: of the checkpoint.
+        leftovers: compares this look at the place with the looks before.
+        offload: runs blocking work.
 
     Raises:
         OSError: the folder cannot be written.
@@ -112,14 +119,14 @@ def _begin(place: Place, name: str, leftovers: Leftovers) -> None:
 async def finish_checkpoint(
     bus: Bus, spec: Spec, place: Place, name: str, fragments: Iterable[int], offload: Offload
 ) -> Place:
-    """Save the fragments that nobody has saved in a checkpoint yet, in this order, and make it one; returns its folder.
+    """Save the fragments of a checkpoint that are not saved yet, in this order, and complete it; return its folder.
 
-    Others may save theirs meanwhile: what they have saved when its turn comes is taken.
+    Other syncers may save theirs meanwhile: a fragment that is already there when its turn comes is taken.
 
     Raises:
         UsageError: the run has no state or no version 0 yet.
         BadPayload: a payload on the bus is damaged, or not finite.
-        BusError, OSError: nothing was changed, `latest` names the one before.
+        BusError, OSError: nothing was changed, `latest` names the checkpoint before.
     """
     folder = place.below(name)
 
@@ -136,7 +143,7 @@ async def finish_checkpoint(
 
 
 async def _or_unmade(offload: Offload, place: Place, name: str, work: Awaitable[T]) -> T:
-    """What work on a checkpoint comes to; where it fails, nothing of the checkpoint stays."""
+    """Return the result of work on a checkpoint; if it fails, remove what is there of the checkpoint."""
     try:
         return await work
     except BaseException:
@@ -146,7 +153,7 @@ async def _or_unmade(offload: Offload, place: Place, name: str, work: Awaitable[
 
 
 async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
-    """What the bus is asked for, soon again where it fails: else one call costs all that was saved before it."""
+    """Call the bus, with retries. Otherwise one failed call would discard all fragments that are saved already."""
     for wait_s in islice(BACKOFF.waits(), TRIES - 1):
         try:
             return await ask()
@@ -157,7 +164,10 @@ async def _answered(ask: Callable[[], Awaitable[T]]) -> T:
 
 
 async def _to_its_end(offload: Offload, write: Callable[..., T], *args: object) -> T:
-    """Offload what writes. A thread cannot be cancelled: whoever is, waits for it, and knows then what it left."""
+    """Run a write in a thread. A thread cannot be cancelled, so if this task is, it first waits for the thread's end.
+
+    The caller can then remove what was written, without a thread that still writes there.
+    """
     writing = asyncio.ensure_future(offload(write, *args))
     try:
         return await asyncio.shield(writing)
@@ -177,7 +187,7 @@ async def save_fragment(bus: Bus, spec: Spec, folder: Place, fragment: int, offl
     Raises:
         UsageError: it has no version yet.
         BadPayload: its payload on the bus is damaged, or not finite.
-        BusError, OSError: it is not saved.
+        BusError, OSError: it was not saved.
     """
     layout = layout_of(spec.tensors).fragments[fragment]
     head, values, momentum = await _answered(partial(_read_fragment, bus, layout, spec.sync, offload))
@@ -187,7 +197,7 @@ async def save_fragment(bus: Bus, spec: Spec, folder: Place, fragment: int, offl
 async def _read_fragment(
     bus: Bus, layout: FragmentLayout, sync: SyncSpec, offload: Offload
 ) -> tuple[Head, Float32, Float32 | None]:
-    """Head, values and momentum of one version; starts again when the head moves meanwhile."""
+    """Read head, values and momentum of one version; start again if the head moves meanwhile."""
     seen: Head | None = None
     while True:
         (head,) = await bus.read_heads([layout.id])
@@ -201,7 +211,7 @@ async def _read_fragment(
                 head.digest,
                 head.payload,
             ):
-                raise  # twice the same head: it did not move, the payload is damaged
+                raise  # the same head twice: it did not move, so the payload is damaged
             seen = head
 
 
@@ -229,7 +239,7 @@ def _write_fragment(folder: Place, head: Head, values: Float32, momentum: Float3
 
 
 def _tensors(vectors: Mapping[str, Float32]) -> dict[str, Tensor]:
-    """Flat float32 vectors as tensors of a file."""
+    """Return flat float32 vectors as tensors of a file."""
 
     def one(vector: Float32) -> Tensor:
         return Tensor("F32", vector.shape, vector.nbytes, lambda: as_bytes(vector))
@@ -241,10 +251,10 @@ def _tensors(vectors: Mapping[str, Float32]) -> dict[str, Tensor]:
 
 
 async def run_state(bus: Bus) -> RunState:
-    """The run's state with the tokens of now.
+    """Return the run's state with the present number of tokens.
 
     Raises:
-        UsageError: it has none yet.
+        UsageError: the run has no state yet.
     """
     run = await bus.read_state()
     if run is None:
@@ -255,7 +265,7 @@ async def run_state(bus: Bus) -> RunState:
 
 
 async def _saved_state(bus: Bus, spec: Spec, folder: Place, offload: Offload) -> SavedState:
-    """The manifest of what lies in a folder; read after the fragments, so that no tokens of theirs are missing."""
+    """Return the manifest of a folder. The state is read after the fragments, so that it counts all their tokens."""
     shards, data_order = await _data_queue(bus)
     run = await run_state(bus)
     overwritten = sum(seen.report.overwritten for seen in await bus.read_reports() if seen.counts_in(run))
@@ -271,17 +281,20 @@ async def _saved_state(bus: Bus, spec: Spec, folder: Place, offload: Offload) ->
 
 
 async def _data_queue(bus: Bus) -> tuple[ShardQueue, DataOrder | None]:
-    """The data queue and its order; neither where one is damaged: any learner may write there, and it costs no more."""
+    """Return the data queue and its order, or an empty queue and None if either is damaged.
+
+    Any learner can write there, so damage must not keep the parameters from being saved.
+    """
     try:
-        return await bus.read_shards(), await bus.read_data_order()  # who queues shards has agreed on their order
+        return await bus.read_shards(), await bus.read_data_order()  # a learner agrees on the order before it queues
     except BadMessage as error:
         keys = bus.keys
         _log().warning(
             "data_queue_not_saved",
             error=str(error),
-            detail="a learner has damaged it. The checkpoint has all parameters; who resumes it reads the data from "
-            "their start. To mend this run's queue, cut that learner off and delete these keys of Redis: the others "
-            "queue the data again",
+            detail="a learner has damaged the data queue. The checkpoint has all parameters; a run resumed from it "
+            "reads the data from the start. To repair this run's queue, disconnect that learner and delete these keys "
+            "in Redis: the other learners queue the data again",
             keys=[keys.shards, keys.shard_positions, keys.shard_epoch, keys.data_order],
         )
         return ShardQueue(epochs=0, open=()), None
@@ -302,10 +315,11 @@ def _fragment(folder: Place, file: str) -> SavedFragment:
 
 
 def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
-    """Write the manifest, then name it in `latest`; returns which ones are not kept any more.
+    """Write the manifest, then name the checkpoint in `latest`; return the names that are no longer kept.
 
     Raises:
-        OSError: also if others took this one for a leftover, since its writer stood still, and have removed it.
+        OSError: a write failed; or other syncers took this checkpoint for a leftover, because its writer made no
+            progress, and have removed it.
     """
     told = state.model_dump(mode="json", exclude={"spec": {"format"}})
     manifest, folder = to_json(told, indent=1, inf_nan_mode="constants"), place.below(name)
@@ -322,7 +336,10 @@ def _make_one(place: Place, name: str, state: SavedState) -> list[str]:
 
 
 def _unmake(place: Place, name: str) -> None:
-    """A disk that is full must not be filled with what nothing names: but a store may have heard more than it said."""
+    """Remove an unfinished checkpoint, which would fill the disk, unless `latest` names it.
+
+    It may: an object store can carry out a write whose answer was lost.
+    """
     if name not in read_latest(place):
         _remove(place, name)
 
@@ -333,7 +350,7 @@ def _drop(place: Place, names: Iterable[str]) -> None:
 
 
 def _remove(place: Place, name: str) -> None:
-    """The manifest first: what is left of a checkpoint, should that break off, is none. A leftover goes later."""
+    """Remove a checkpoint. The manifest is removed first: if this breaks off, the rest counts as a leftover."""
     try:
         place.below(name).remove(STATE_FILE)
         place.remove(name)
@@ -342,7 +359,7 @@ def _remove(place: Place, name: str) -> None:
 
 
 def read_latest(place: Place) -> list[str]:
-    """The names in `latest`, newest first, as they stand there; empty where there is none.
+    """Return the unchecked names in `latest`, newest first; an empty list if there is no such file.
 
     Raises:
         OSError: it cannot be read.
@@ -353,7 +370,7 @@ def read_latest(place: Place) -> list[str]:
 
 
 def drop_leftovers(place: Place, leftovers: Leftovers) -> None:
-    """Remove what killed writers left, as far as it can be told by now.
+    """Remove what killed writers left, as far as the looks so far can tell it.
 
     Raises:
         OSError: the place cannot be read.

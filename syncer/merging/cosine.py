@@ -1,4 +1,4 @@
-"""How far each delta of a window points where the others do: for whoever watches the run. Pure."""
+"""Agreement of each delta of a window with the direction of the others, for people who watch the run. Pure."""
 
 from collections.abc import Sequence
 
@@ -6,21 +6,21 @@ import numpy as np
 
 from diloco.pipeline.payload.codec import Vector
 
+# At most this many elements of each delta are sampled: the sampling error is about 1 / sqrt(SAMPLE) = 0.004.
 SAMPLE = 64 * 1024
-"""Elements of each delta that are looked at, at most: the sampling error is about 1 / sqrt(SAMPLE) = 0.004."""
+# Sampled elements of all deltas together (64 MiB): with more than 128 deltas, each has a smaller sample.
 SAMPLES = 8 * 1024 * 1024
-"""Elements of all deltas together (64 MiB): of more than 128 deltas each has a smaller sample."""
+# A sample consists of stretches of this many adjacent elements.
 STRETCH = 256
-"""Elements that lie side by side in a sample."""
+# Directions whose sum is shorter than this cancel: what is left is rounding.
 CANCELLED = 1e-9
-"""Directions whose sum is shorter than this cancel: the rest is rounding."""
 
 
 def cosines(deltas: Sequence[Vector]) -> list[float | None]:
-    """Cosine of each delta with the mean direction of the others, -1 to 1; 0 where either is zero, None for one alone.
+    """Return the cosine of each delta with the mean direction of the others, -1 to 1; None for a single delta.
 
-    Each other delta counts by its direction alone, so a long one does not decide where the others point. A large
-    fragment is sampled in stretches that are evenly spaced over it.
+    It is 0 if either is zero. Each of the others counts by its direction only, so that a long one does not dominate
+    their mean. A large fragment is sampled in stretches that are evenly spaced over it.
 
     Args:
         deltas: each (elements,), finite, in any codec.

@@ -1,8 +1,8 @@
 """One global fragment and its momentum: judging deltas, merging them, taking the outer step. Pure: numpy only.
 
-The step is written into a draft, whose payloads grow meanwhile.
-Nothing here changes before a commit has succeeded: `merge` returns what the fragment would become, `advance`
-makes it so. A refused commit therefore leaves the state as it was.
+The step is written into a `Draft`, whose payloads can be uploaded while they grow. `merge` returns what the fragment
+would become, and only `advance` changes the fragment, after the commit has succeeded. A refused commit therefore leaves
+the state unchanged.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,47 +37,54 @@ from diloco.syncer.merging.outer import (
     outer_at,
 )
 
+# A delta is refused if it is more than this many times as long as the running median of its fragment's deltas.
 ABSURD_NORM_FACTOR = 100.0
-"""A delta this many times longer than the running median of its fragment is refused."""
+# Deltas are also judged by the norm of the fragment's values, for which their root mean square counts as at least this.
 LEAST_RMS = 0.01
-"""Values smaller than this on the average are taken for this large when no median is known."""
+# With fewer merges than this there is no median to judge by, however many learners took part. The first deltas of a run
+# hold one step at a learning rate that still warms up. They are thousands of times shorter than all later ones, which
+# would be refused for ever.
 MERGES_NEEDED = 4
-"""Fewer merges than this give no median to judge by, however many learners they are of: a run's first deltas are of one
-step at a rate that still warms up, thousands of times shorter than all others, which would be refused for ever."""
 
 
 # --- a version in the making ---------------------------------------------------------------------------
 
 
 class Draft:
-    """The values and the momentum after an outer step, and the digests of what is there already.
+    """Memory for the values and the momentum after an outer step, with digests of the part that is written.
 
-    `sum` adds up the contributions where the values will be. Then, in this order: `prepare`, `uploads`,
-    `step_writer`, and the step is written from front to back.
+    `sum` adds up the contributions in the memory where the values will be. Then `prepare`, `uploads` and `step_writer`
+    must be called in this order, and the step is written from front to back.
     """
 
     def __init__(self, layout: FragmentLayout, sync: SyncSpec, grown: Grown = nobody) -> None:
-        """grown: called when more chunks of any payload are whole, by the thread that takes the step."""
+        """Make an empty draft.
+
+        Args:
+            layout: of the fragment.
+            sync: how the run synchronises.
+            grown: called by the thread that takes the step, when more chunks of any payload are whole.
+        """
         self._layout, self._sync, self._grown = layout, sync, grown
         self._writer = FORMATS[sync.global_codec].writer(layout.id, layout.elements, sync, grown)
         self.theta = self._writer.values
-        """(elements,) in the end the new values."""
+        """(elements,): the sum at first, the new values in the end."""
         self.momentum: Float32 | None = None
-        """(elements,) after the step; None: zeros."""
+        """(elements,) after the step; None stands for zeros."""
         self._momentum_payload: Payload | None = None
         self.sum = Sum(layout, self.theta)
 
     @property
     def digest(self) -> bytes:
-        """Of the exact values, once all are written."""
+        """Digest of the exact values, once all are written."""
         return self._writer.exact.digest
 
     def prepare(self, mu: float, orthogonal: bool = False) -> None:
-        """Before the uploads begin: what the step will be. Again for the same step it changes nothing.
+        """Set up the payloads for the coming step. Must be called before the uploads begin; calling it twice is safe.
 
         Args:
-            mu: outer momentum; 0: the step keeps none.
-            orthogonal: some of it is orthogonalised, so it does not tell its pseudogradient.
+            mu: outer momentum; with 0 the step keeps no momentum.
+            orthogonal: True if the step orthogonalises matrices, so that the momentum cannot be recovered from it.
         """
         self._writer.prepare(averaged=not mu, told=not orthogonal)
         if mu and self.momentum is None:
@@ -85,37 +92,37 @@ class Draft:
             self._momentum_payload = Payload(as_bytes(self.momentum), self._sync.chunk_bytes, self._grown)
 
     def step_writer(self, theta: Float32, before: Float32 | None, lr: float, mu: float) -> "DraftWriter":
-        """What writes the step from these values (elements,) and this momentum (elements,); None: zeros."""
+        """Return a writer of the step from these values (elements,) and this momentum (elements,) or None for zeros."""
         momentum = None if self.momentum is None else Momentum(before, self.momentum, mu)
         step = self._writer.step_writer(Step(theta, lr, momentum))
         return DraftWriter(step, None if self._writer.takes_steps else theta, self._momentum_payload)
 
     def uploads(self, version: int) -> dict[Kind, Payload]:
-        """What of a version goes to the bus."""
+        """Return the payloads of a version that are to be uploaded."""
         found = self._writer.uploads(version)
         if self._momentum_payload is not None and self._writer.is_alone(version):
             found["momentum"] = self._momentum_payload
         return found
 
     def published(self, head: Head, staged: Mapping[Kind, Staged]) -> Published:
-        """What the next head names. head: of the version before; staged: all uploads."""
+        """Return the payloads that the next head names, from the head of the version before and all staged uploads."""
         return self._writer.published(head, staged)
 
 
 class DraftWriter:
-    """A draft while the outer step is taken."""
+    """Tells a draft's payloads how much of the outer step is written."""
 
     def __init__(self, step: StepWriter, base: Float32 | None, momentum: Payload | None) -> None:
         self._step, self._momentum = step, momentum
         self.base = base
-        """(elements,) what the step is subtracted from; None: the step itself is to be written."""
+        """(elements,): the values that the step is subtracted from; None if the step itself is to be written."""
 
     def reduced(self) -> None:
-        """All of the pseudogradient is in the draft's values, and no element of it has been stepped yet."""
+        """Note that the draft's values hold the whole pseudogradient, and that no element has been stepped yet."""
         self._step.reduced()
 
     def written(self, stop: int) -> None:
-        """All elements before `stop`, and of the momentum, are as the outer step makes them."""
+        """Note that all values and momenta of the elements before `stop` are final."""
         done = self._step.written(stop)
         if self._momentum is not None:
             self._momentum.grow_to(4 * done)
@@ -126,13 +133,13 @@ class DraftWriter:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """A sound, complete delta: flat vector (elements,) as it is merged and its per-tensor norms."""
+    """A sound, complete delta: the flat vector (elements,) as it is merged, and its norms (tensors,)."""
 
     offer: Offer
     values: Vector
     norms: npt.NDArray[np.float64]
     stale: "Delta | None" = None
-    """As it came, where this is it rebased."""
+    """The delta as it was sent, if this one is rebased from it."""
 
     @property
     def norm(self) -> float:
@@ -141,13 +148,13 @@ class Delta:
 
     @property
     def sent(self) -> "Delta":
-        """As it came."""
+        """The delta as it was sent."""
         return self.stale or self
 
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """What the fragment becomes if the commit succeeds."""
+    """State of the fragment after the commit, if it succeeds."""
 
     version: int
     digest: bytes
@@ -156,18 +163,18 @@ class Merged:
     contributions: tuple[Contribution, ...]
     merged: tuple[MergedBase, ...]
     norms: tuple[float, ...]
-    """As `Head`."""
+    """See `Head.norms`."""
     norm: float
     directions: Float64
-    """As `merge.Reduced`."""
+    """See `merge.Reduced`, also for `norm`."""
     orthogonal: Float32 | None = None
-    """As `Stepped`."""
+    """See `Stepped.orthogonal`."""
     finite: bool = True
-    """Values and momentum have no NaN and no infinity: it may be committed."""
+    """True if values and momentum have no NaN and no infinity. Otherwise the state must not be committed."""
 
 
 def finite(theta: Float32, momentum: Float32 | None) -> bool:
-    """Whether values (elements,) and momentum (elements,) have no NaN and no infinity."""
+    """Return whether values (elements,) and momentum (elements,) have no NaN and no infinity."""
     return all_finite(theta) and (momentum is None or all_finite(momentum))
 
 
@@ -175,17 +182,17 @@ def finite(theta: Float32, momentum: Float32 | None) -> bool:
 
 
 class Stepped(NamedTuple):
-    """Values and momentum after an outer step, and what its merge measured."""
+    """Values and momentum after an outer step, and the measurements of its merge."""
 
     theta: Float32
     momentum: Float32 | None
     reduced: Reduced
     orthogonal: Float32 | None = None
-    """(matrix elements,) as `outer.matrix_blocks` found it; None for a step that orthogonalises nothing."""
+    """(matrix elements,): `found` of `outer.matrix_blocks`; None for a step that orthogonalises nothing."""
 
 
 def orthogonalises(layout: FragmentLayout, sync: SyncSpec, mu: float) -> bool:
-    """Whether an outer step with this momentum turns matrices: while learners are only averaged it does not."""
+    """Return whether an outer step with this momentum orthogonalises matrices. A step that only averages does not."""
     return sync.outer == "halley" and mu > 0 and matrix_elements(layout) > 0
 
 
@@ -203,16 +210,16 @@ def outer_step(
     recorded_step: Float32 | None = None,
     factors: Sequence[float] | None = None,
 ) -> Stepped:
-    """Merge and take the outer step, in new memory: `theta` and `before` stay (paper: RDA, outer optimizer).
+    """Merge and take the outer step in new memory (paper: RDA, outer optimizer); `theta` and `before` are not changed.
 
     Args:
-        layout, deltas, norms, shares, recorded, factors: as `merge.Sum.close`.
-        sync: has the chunk size.
-        outer: learning rate and momentum, as `outer.outer_at`.
+        layout, deltas, norms, shares, recorded, factors: see `merge.Sum` and its `close`.
+        sync: outer optimizer, codec of the global and chunk size.
+        outer: learning rate and momentum, from `outer.outer_at`.
         theta: (elements,) values at the base.
-        before: (elements,) momentum before the step; None: zeros.
-        draft: where to, if that is here already; the first of the deltas may be in its sum.
-        recorded_step: what a step of matrices goes by instead of what is computed here; as `Stepped.orthogonal`.
+        before: (elements,) momentum before the step; None stands for zeros.
+        draft: memory for the outcome; the first of the deltas may be in its sum already. None: it is made here.
+        recorded_step: `Stepped.orthogonal` of an earlier step, which replaces what is computed here (for a replay).
     """
     lr, mu = outer
     into = draft or Draft(layout, sync)
@@ -220,7 +227,7 @@ def outer_step(
     into.prepare(mu, orthogonal)
     close = partial(into.sum.close, deltas, norms, shares, recorded, factors=factors)
     writer = into.step_writer(theta, before, lr, mu)
-    if not mu:  # none is kept while it has no say: the first step with momentum is as the first of a run
+    if not mu:  # no momentum is kept by a step that only averages: the next step with momentum starts from zeros
         averaged = layout.averaged
         plain = AveragingStep(layout, theta, into.theta) if averaged else PlainStep(writer.base, into.theta, lr)
         return Stepped(into.theta, None, _elementwise(plain, writer, close))
@@ -228,7 +235,7 @@ def outer_step(
     step = NesterovStep(writer.base, Momentum(before, into.momentum, mu), into.theta, lr)
     if not orthogonal:
         return Stepped(into.theta, into.momentum, _elementwise(step, writer, close))
-    # A matrix is orthogonalised as a whole, so once all of it is merged: a second pass.
+    # A matrix is orthogonalised as a whole, so all of it must be merged first: this needs a second pass.
     reduced = close()
     writer.reduced()
     found = np.empty(matrix_elements(layout), np.float32)
@@ -238,7 +245,7 @@ def outer_step(
 
 
 def _elementwise(step: PlainStep, writer: DraftWriter, close: Callable[..., Reduced]) -> Reduced:
-    """A step that goes over each block once, while it is in the cache."""
+    """Take a step that handles each block once, right after its merge, while it is in the CPU cache."""
 
     def stepped(start: int, stop: int) -> None:
         step.block(start, stop)
@@ -251,10 +258,11 @@ def _elementwise(step: PlainStep, writer: DraftWriter, close: Callable[..., Redu
 
 
 class FragmentState:
-    """Global values, momentum and the norms seen, at one version.
+    """Global values, momentum and norms of earlier deltas, at one version.
 
-    theta: flat float32 vector (elements,). momentum: as theta, or None: zeros. before: theta of the version before, by
-    which stale deltas are rebased; None where that was made by another owner, or in an earlier life of this one.
+    theta and momentum are flat float32 vectors (elements,); a momentum of None stands for zeros. `before` is the theta
+    of the version before, which rebasing stale deltas needs. It is None if this object did not make that step itself,
+    that is, if the version was loaded from the bus.
     """
 
     def __init__(
@@ -275,19 +283,26 @@ class FragmentState:
         self.interval = 0
         """`Head.interval` of this version."""
         self.norms: tuple[float, ...] = ()
-        """As `Head`."""
+        """`Head.norms` of this version."""
         self.before: Float32 | None = None
 
     def judge(self, offer: Offer, values: Vector, norms: Float64) -> Delta | tuple[RefusalReason, str]:
-        """A downloaded delta with its `delta_norms`, taken here: a peer's word is not. Or why it is refused."""
+        """Return a downloaded delta if it is sound, otherwise the reason for which it is refused.
+
+        Args:
+            offer: its header.
+            values: (elements,) in any codec.
+            norms: `delta_norms` (tensors,), measured by this syncer: a learner's own report is not trusted.
+        """
         delta = Delta(offer, values, norms)
         if not np.isfinite(delta.norm):
             return RefusalReason.NON_FINITE, "the delta has elements that are not finite"
         usual = median(self.norms) if len(self.norms) >= MERGES_NEEDED else None
         if usual is not None and delta.norm <= ABSURD_NORM_FACTOR * usual:
             return delta
-        # A rate that warms up makes the first merges' deltas thousands of times shorter than all later ones: what moves
-        # the values by no more than their own size is never absurd. Where too little is known, by many times their own.
+        # While the learning rate warms up, the deltas of the first merges are thousands of times shorter than all later
+        # ones, and so is the median. So a delta that is no longer than the values themselves is never absurd. Where no
+        # median is known, it may be `ABSURD_NORM_FACTOR` times as long as they are.
         own = max(float(np.linalg.norm(self.theta)), LEAST_RMS * np.sqrt(self.layout.elements))
         if delta.norm <= (own if usual is not None else ABSURD_NORM_FACTOR * own):
             return delta
@@ -295,25 +310,25 @@ class FragmentState:
         return RefusalReason.ABSURD_NORM, f"norm {delta.norm:.3g}; the fragment's own is {own:.3g}{known}"
 
     def is_stale(self, delta: Delta) -> bool:
-        """Whether a delta was measured from an older version than this."""
+        """Return whether a delta was measured from an older version than this."""
         return delta.offer.header.base_version < self.version
 
     def rebases(self, delta: Delta) -> bool:
-        """Whether a delta is still to be rebased before it is summed: it is stale, and the version before is known."""
+        """Return whether a delta must still be rebased before it is summed: stale, with the version before known."""
         return self.before is not None and delta.stale is None and self.is_stale(delta)
 
     def rebased(self, delta: Delta) -> Delta:
-        """A delta as it is merged into this version: one that `rebases`, measured from its values, or as it is."""
+        """Return a delta as it is merged into this version: measured from its values if it `rebases`, or unchanged."""
         if self.before is None or not self.rebases(delta):
             return delta
         return Delta(delta.offer, *rebase(self.layout, delta.values, self.theta, self.before), stale=delta)
 
     def outer(self, deltas: Sequence[Delta]) -> tuple[float, float]:
-        """Outer learning rate and momentum of the step that merges these."""
+        """Return the outer learning rate and momentum of the step that merges these."""
         return outer_at(self.sync, self.version, (delta.offer.header.steps for delta in deltas), self.interval)
 
     def shares(self, deltas: Sequence[Delta]) -> tuple[float, ...]:
-        """`merge_shares` of a window's deltas."""
+        """Return `merge_shares` of a window's deltas."""
         counters = [(d.offer.header.steps, d.offer.header.tokens) for d in deltas]
         return merge_shares(counters, self.sync.weights, interval=self._interval_in_force())
 
@@ -321,23 +336,26 @@ class FragmentState:
         return interval_in_force(self.sync, self.version, self.interval)
 
     def factors(self, deltas: Sequence[Delta]) -> tuple[float, ...]:
-        """`algorithm.clip_factors` of a window's deltas, each as `rebased` has it."""
+        """Return `algorithm.clip_factors` of a window's deltas, which `rebased` returned."""
         return clip_factors([delta.norm for delta in deltas], self.sync.delta_clip)
 
     def merge(self, deltas: Sequence[Delta], before: Sequence[MergedBase], draft: Draft | None = None) -> Merged:
-        """Token-weighted merge and the outer step (paper: merge weight, RDA, outer optimizer).
+        """Merge by token weights and take the outer step (paper: merge weight, RDA, outer optimizer).
 
         Args:
-            deltas: M_t, each as `rebased` has it, in the order in which they are summed.
+            deltas: M_t, which `rebased` returned, in the order in which they are summed.
             before: the head's record of merged bases.
-            draft: memory for the outcome; the first of the deltas may be in its sum.
+            draft: memory for the outcome; the first of the deltas may be in its sum already.
+
+        Returns:
+            The state after the step. This object is not changed; see `advance`.
         """
         draft = draft or Draft(self.layout, self.sync)
         headers, interval = [d.offer.header for d in deltas], self._interval_in_force()
         weights = merge_weights([(h.steps, h.tokens) for h in headers], self.sync.weights, interval=interval)
         stepped = self.step(deltas, self.shares(deltas), draft)
         version, factors = self.version + 1, self.factors(deltas)
-        # Older bases than the last one are refused as stale anyway: their record can go.
+        # Deltas on older bases than the last one are refused as too stale anyway, so their record can be dropped.
         merged = {(m.learner, m.incarnation): m for m in before if m.base_version >= version - 1}
         for h in headers:
             merged[h.learner, h.incarnation] = MergedBase(
@@ -375,13 +393,13 @@ class FragmentState:
         )
 
     def step(self, deltas: Sequence[Delta], shares: Sequence[float], draft: Draft) -> Stepped:
-        """Merge and take the outer step into `draft`; research puts another one in its place."""
+        """Merge and take the outer step into `draft`. Experiments may override this method."""
         values, norms, factors = [d.values for d in deltas], [d.norms for d in deltas], self.factors(deltas)
         at = self.layout, self.sync, self.outer(deltas), self.theta, self.momentum
         return outer_step(*at, values, norms, shares, draft=draft, factors=factors)
 
     def advance(self, merged: Merged) -> None:
-        """The commit succeeded."""
+        """Take over the outcome of a merge whose commit has succeeded."""
         self.version, self.digest, self.before = merged.version, merged.digest, self.theta
         self.theta, self.momentum = merged.theta, merged.momentum
         self.norms = merged.norms

@@ -1,19 +1,20 @@
-"""The merge, fast: `algorithm.pseudogradient` in float32 and in blocks (paper, RDA); and the lengths of deltas,
-taken block by block while they come in. Pure numpy.
+"""Fast implementation of `algorithm.pseudogradient` (paper, RDA), in float32 and in blocks. Pure numpy.
 
-A merge rule is a class here and a line in `RULES`, and beside it a plain function and a line in
-`algorithm.MERGE_RULES`, which says what it means. `wire` has its name; `test_algorithm.py` tells what is missing of a
-new one, and holds its class to its function.
+The norms of deltas are measured here too, block by block while they come in.
 
-Blocks of 128k elements stay in the cache between conversion, multiplication and addition; that is three times
-the speed of whole-array numpy. Sums run in the order of the given list, so equal inputs give equal bits, however many
-of them were summed (`Sum.add`) before the last one was here.
+A merge rule is a class here with a line in `RULES`. Beside it `algorithm` has a plain function with a line in
+`MERGE_RULES`, which defines the rule, and `wire` has its name. `test_algorithm.py` reports which part of a new rule is
+missing, and compares its class with its function.
 
-Two kinds of work, for the sake of `replay`. Elementwise work is single float32 operations in a given order: the same
-bits on every machine, and so are numpy's sums of a row's elements (its length), in numpy's own order
-(`test_merge.py` has it). Any other reduction (a tensor's length) sums in an order that the machine's libraries
-choose: the same to about 1e-7. Such reductions enter the elementwise work as factors, so a merge can be repeated bit
-for bit from recorded ones.
+Blocks of 128k elements stay in the CPU cache between conversion, multiplication and addition, which is three times as
+fast as whole-array numpy. Deltas are summed in the order of the given list, so equal inputs give equal bits, however
+many of them were summed (`Sum.add`) before the last one arrived.
+
+`replay` has to repeat a merge bit for bit, so two kinds of work are kept apart. Elementwise work consists of single
+float32 operations in a given order, which give the same bits on every machine. So do numpy's sums over a row (its
+length), in numpy's own order (`test_merge.py` checks that). Any other reduction (a tensor's length) sums in an order
+that the machine's libraries choose, and agrees only to about 1e-7. Such reductions enter the elementwise work as scalar
+factors, so a merge can be repeated from recorded factors.
 """
 
 import math
@@ -30,46 +31,46 @@ from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Vector
 from diloco.syncer.algorithm import CANCELLED, WEIGHTS, counted
 
+# Elements handled at a time, so that they stay in the CPU cache.
 BLOCK = 128 * 1024
-"""Elements worked on at a time: they stay in the cache."""
 
+# Elements handled at a time where norms are measured, which needs only one array in the cache.
 NORM_BLOCK = 2 * BLOCK
-"""The same for lengths, for which only one array is in the cache."""
 
+# Squares of this many elements are summed in float32, and the sums in float64: rounding stays below 3e-7 at any size.
 ROW = 1024
-"""Squares of this many elements are summed in float32, the rows in float64: rounding stays below 3e-7 at any size."""
 
+# Outside these bounds a float32 sum of squares may have lost small elements or overflowed on large ones.
 _SAFE_SQUARES = (1e-30, 1e30)
-"""Outside of this a float32 sum of squares may have lost small or overflowed on large elements."""
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
 
+# A delta shorter than this has no direction: in bf16 and float32 it is rounding noise.
 _NO_DIRECTION = 1e-30
-"""A delta shorter than this has no direction: in bf16 and float32 it is rounding noise."""
 
+# Elements of whole rows that are merged at a time in float64, so that a few such arrays stay in the cache.
 ROWS_BLOCK = 32 * 1024
-"""Elements of whole rows that are merged at a time, in float64: a few arrays of so many stay in the cache."""
 
+# No contribution is multiplied by more than this (over its length), or the sum might leave float32's range.
 MOST_SHARE = 2.0**20
-"""No contribution is multiplied by more than this (over its length), lest the sum leave float32's range."""
 
+# Called with (start, stop) of each block of the pseudogradient once it is final, from front to back. The block is in
+# the cache then, and the callee may overwrite it.
 EachBlock = Callable[[int, int], None]
-"""Called with (start, stop) of each block of the pseudogradient once it is what it will be, from front to back. It is
-in the cache then, and may be overwritten."""
 
 
 # --- lengths of deltas -------------------------------------------------------------------------------------
 
 
 def all_finite(values: Float32) -> bool:
-    """Whether a vector (elements,) has no NaN and no infinity."""
+    """Return whether a vector (elements,) has no NaN and no infinity."""
     with np.errstate(invalid="ignore"):
         return bool(np.isfinite(values.min(initial=0.0)) and np.isfinite(values.max(initial=0.0)))
 
 
 def squares(block: Float32) -> float:
-    """Sum of squares of one block; non-finite if an element is."""
+    """Return the sum of squares of one block; it is not finite if an element is not."""
     whole = len(block) - len(block) % ROW
     rows, rest = block[:whole].reshape(-1, ROW), block[whole:]
     quick = float(np.vecdot(rows, rows).sum(dtype=np.float64)) + float(np.dot(rest, rest))
@@ -80,9 +81,9 @@ def squares(block: Float32) -> float:
 
 
 class DeltaNorms:
-    """L2 norm of each tensor of a delta that comes from front to back: each block is looked at as soon as it is whole.
+    """L2 norms of the tensors of a delta that arrives from front to back; each block is summed once it is whole.
 
-    A tensor with a NaN or an infinity has a non-finite norm. What comes at a time does not change any sum.
+    A tensor with a NaN or an infinity has a non-finite norm. How the delta is cut into chunks does not change any sum.
     """
 
     def __init__(self, layout: FragmentLayout) -> None:
@@ -92,8 +93,8 @@ class DeltaNorms:
         self._block = min(NORM_BLOCK, layout.elements)
 
     def advance(self, delta: Vector) -> None:
-        """delta: what is here by now, from the first element on, in any codec."""
-        # Of those whose deltas come at the same time, each takes the same memory, which the cache has.
+        """Sum the blocks that are whole now; delta is all that has arrived, from the first element on, in any codec."""
+        # Deltas that arrive at the same time share this pooled memory, so it is in the CPU cache.
         scratch = pooled(self._block, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             while self._tensor < len(self._slots):
@@ -109,14 +110,14 @@ class DeltaNorms:
                 self._tensor += stop == slot.stop
 
     def norms(self) -> Float64:
-        """(tensors,), once all of the delta was here."""
+        """Return the norms (tensors,), once the whole delta has passed through `advance`."""
         with np.errstate(invalid="ignore"):
             found: Float64 = np.sqrt(self._squares)
         return found
 
 
 def delta_norms(layout: FragmentLayout, delta: Vector) -> Float64:
-    """L2 norm (tensors,) of each tensor of a whole delta (elements,); see `DeltaNorms`."""
+    """Return the L2 norms (tensors,) of the tensors of a whole delta (elements,); see `DeltaNorms`."""
     norms = DeltaNorms(layout)
     norms.advance(delta)
     return norms.norms()
@@ -126,14 +127,14 @@ def delta_norms(layout: FragmentLayout, delta: Vector) -> Float64:
 
 
 def rebase(layout: FragmentLayout, delta: Vector, theta: Float32, before: Float32) -> tuple[Float32, Float64]:
-    """`algorithm.rebased` in new memory (elements,), and its `delta_norms`.
+    """Return `algorithm.rebased` in new memory (elements,), and its `delta_norms`.
 
-    It is theta - before, and then delta added to it: single float32 operations, the same bits on every machine.
+    It computes theta - before and then adds delta: single float32 operations, so the same bits on every machine.
 
     Args:
         layout: of the fragment.
         delta: (elements,) from the version before, in any codec.
-        theta, before: (elements,) the present values and those of the version before.
+        theta, before: (elements,) values of the present version and of the one before.
     """
     found, scratch = pooled(layout.elements, np.float32), np.empty(min(BLOCK, layout.elements), np.float32)
     norms = DeltaNorms(layout)
@@ -152,10 +153,11 @@ def rebase(layout: FragmentLayout, delta: Vector, theta: Float32, before: Float3
 def merge_shares(
     counters: Sequence[tuple[int, int]], rule: WeightsName = "tokens", *, interval: int
 ) -> tuple[float, ...]:
-    """`algorithm.merge_weights` but for their common factor, which is known once all are in.
+    """Return `algorithm.merge_weights` without the common factor, which is known only once all contributions are in.
 
-    In shares of the first contribution, which has 1; or of the largest, if that has over `MOST_SHARE`. So those of the
-    first few are known before the others are here. Single float64 operations: the same bits on every machine.
+    Shares are relative to the first contribution's, which is 1, so those of the first few are known before the others
+    arrive. If the largest would exceed `MOST_SHARE`, they are relative to the largest. Single float64 operations: the
+    same bits on every machine.
     """
     raw = [WEIGHTS[rule](steps, tokens) for steps, tokens in counted(counters, interval)]
     of = raw[0] if max(raw) <= MOST_SHARE * raw[0] else max(raw)
@@ -169,52 +171,52 @@ class Terms(NamedTuple):
     """Some contributions to one tensor."""
 
     deltas: Sequence[Vector]
-    """Each (elements,) of the whole fragment."""
+    """Each (elements,), of the whole fragment."""
     lengths: Sequence[float]
-    """L2 norm of each in this tensor."""
+    """L2 norm of each delta in this tensor."""
     shares: Sequence[float]
     factors: Sequence[float]
-    """`algorithm.clip_factors` of each: it is merged as if it were so many times as long."""
+    """`algorithm.clip_factors` of each delta: it is merged as if it were this many times as long."""
 
 
 class Closed(NamedTuple):
-    """One tensor's pseudogradient, measured on the way."""
+    """Measurements of one tensor's pseudogradient, taken while it is made."""
 
     squares: float
-    """Sum of its squares."""
+    """Sum of the squares of its elements."""
     direction: float = 0.0
-    """L2 norm of the weighted mean of directions; 0 where the whole tensor is not merged by its direction."""
+    """L2 norm of the weighted mean of directions; 0 if the rule does not merge whole tensors by direction."""
 
 
 class Rule(Protocol):
-    """Contributions to one tensor: added as they come, the last ones when the tensor is closed."""
+    """Merges contributions to one tensor: they are added as they arrive, the last ones when the tensor is closed."""
 
     def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
-        """The tensor is out[slot.start : slot.stop]; scratch: (block,) for whoever works at the moment."""
+        """Merge into out[slot.start : slot.stop]; scratch (block,) is shared by all rules, which run one at a time."""
 
     def add(self, terms: Terms) -> None:
-        """Sum these too."""
+        """Add these contributions to the sum."""
 
     def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
-        """Sum the rest and make the pseudogradient.
+        """Add the rest and make the pseudogradient.
 
         Args:
-            rest: what was not added; may be empty.
+            rest: contributions that were not added yet; may be empty.
             scale: 1 / sum of all shares.
             recorded: `Closed.direction` of an earlier merge to scale by, instead of the one measured here.
-            each_block: called for each block.
+            each_block: called for each block (see `EachBlock`).
         """
 
 
 class _Running:
-    """Sum of factor * delta, in float32, in the tensor's own place."""
+    """Sum of factor * delta in float32, accumulated in the tensor's part of the output."""
 
     def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
         self._slot, self._out, self._scratch = slot, out, scratch
         self._count = 0
 
     def add(self, deltas: Sequence[Vector], factors: Sequence[float]) -> Iterator[tuple[int, int, Float32]]:
-        """Add these, block by block: yields (start, stop) and the block of each once they are in it."""
+        """Add these block by block; yield (start, stop) and the block, each once all of them are in it."""
         begun = self._count
         self._count += len(deltas)
         for start, stop in _blocks(self._slot.start, self._slot.stop):
@@ -233,18 +235,18 @@ class _Running:
 
 
 class Mean:
-    """`algorithm.mean`."""
+    """Merges by `algorithm.mean`."""
 
     def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
         self._sum = _Running(slot, out, scratch)
 
     def add(self, terms: Terms) -> None:
-        """As `Rule`."""
+        """Add these contributions to the sum."""
         for _ in self._added(terms):
             pass
 
     def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
-        """As `Rule`, in one pass."""
+        """Add the rest and make the pseudogradient (see `Rule.close`), in one pass."""
         found = 0.0
         for start, stop, block in self._added(rest):
             if scale != 1.0:
@@ -258,19 +260,22 @@ class Mean:
 
 
 class Rda:
-    """`algorithm.rda`."""
+    """Merges by `algorithm.rda`."""
 
     def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
         self._sum, self._slot, self._out = _Running(slot, out, scratch), slot, out
         self._lengths: list[float] = []
 
     def add(self, terms: Terms) -> None:
-        """As `Rule`."""
+        """Add these contributions' weighted directions to the sum."""
         for _ in self._added(terms):
             pass
 
     def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
-        """As `Rule`. The length of the mean direction is known after one pass, so the scaling is another one."""
+        """Add the rest and make the pseudogradient (see `Rule.close`).
+
+        It takes two passes: the length of the mean direction, by which a block is scaled, is known after the first.
+        """
         found = 0.0
         for *_, block in self._added(rest):
             found += squares(block)
@@ -291,7 +296,7 @@ class Rda:
 
 
 class RdaRow:
-    """`algorithm.rda_row`. Sums are in float64, since short rows nearly cancel far oftener than tensors."""
+    """Merges by `algorithm.rda_row`, with sums in float64: short rows nearly cancel far more often than tensors do."""
 
     def __init__(self, slot: Slot, out: Float32, scratch: Float32) -> None:
         self._slot, self._out = slot, out
@@ -299,14 +304,14 @@ class RdaRow:
         self._rows: _Rows | None = None
 
     def add(self, terms: Terms) -> None:
-        """As `Rule`."""
+        """Add these contributions' weighted row directions to the sums."""
         if self._rows is None:
             self._rows = _Rows.zero((self._slot.stop - self._slot.start) // self._columns, self._columns)
         for start, stop in self._row_blocks():
             self._add(terms, self._rows.part(*self._numbers(start, stop)), start, stop)
 
     def close(self, rest: Terms, scale: float, recorded: float | None, each_block: EachBlock) -> Closed:
-        """As `Rule`."""
+        """Add the rest and make the pseudogradient (see `Rule.close`)."""
         found = 0.0
         for start, stop in self._row_blocks():
             first, last = self._numbers(start, stop)
@@ -319,11 +324,11 @@ class RdaRow:
         return Closed(found)
 
     def _row_blocks(self) -> Iterator[tuple[int, int]]:
-        """Elements of whole rows."""
+        """Return (start, stop) of blocks of whole rows, in elements."""
         return _blocks(self._slot.start, self._slot.stop, self._columns * max(1, ROWS_BLOCK // self._columns))
 
     def _numbers(self, start: int, stop: int) -> tuple[int, int]:
-        """Of the rows that these elements are."""
+        """Return the row numbers [first, last) of the elements [start, stop)."""
         return (start - self._slot.start) // self._columns, (stop - self._slot.start) // self._columns
 
     def _add(self, terms: Terms, rows: "_Rows", start: int, stop: int) -> None:
@@ -331,7 +336,7 @@ class RdaRow:
 
 
 class _Rows(NamedTuple):
-    """Sums over contributions of a tensor's rows, in float64."""
+    """Sums over the contributions to a tensor's rows, in float64."""
 
     directions: Float64
     """(rows, columns)"""
@@ -345,11 +350,11 @@ class _Rows(NamedTuple):
         return cls(directions, np.zeros(rows, np.float64))
 
     def part(self, start: int, stop: int) -> "_Rows":
-        """Rows [start, stop), sharing memory."""
+        """Return rows [start, stop), sharing memory."""
         return _Rows(self.directions[start:stop], self.lengths[start:stop])
 
     def add(self, parts: Sequence[Float32], terms: Terms) -> None:
-        """parts: each (rows, columns), of the terms' deltas."""
+        """Add parts of the terms' deltas, each (rows, columns)."""
         for part, share, factor in zip(parts, terms.shares, terms.factors, strict=True):
             rows = part.astype(np.float64)
             lengths = _row_lengths(rows)
@@ -358,7 +363,7 @@ class _Rows(NamedTuple):
             np.add(self.directions, rows, out=self.directions)
 
     def merged(self, scale: float, out: Float32) -> None:
-        """out: (rows, columns) float32, the mean length times the direction of the mean direction of each row."""
+        """Write each row's mean length times the direction of its mean direction to out (rows, columns), float32."""
         size = scale * _row_lengths(self.directions)
         factors = np.divide(scale * scale * self.lengths, size, out=np.zeros_like(size), where=size > CANCELLED)
         np.multiply(self.directions, factors[:, None], out=out, casting="same_kind")
@@ -373,7 +378,7 @@ def _blocks(start: int, stop: int, size: int = BLOCK) -> Iterator[tuple[int, int
 
 
 def _row_lengths(rows: Float64) -> Float64:
-    """L2 norm (rows,) of rows (rows, columns): the same bits on every machine."""
+    """Return the L2 norms (rows,) of rows (rows, columns), with the same bits on every machine."""
     lengths: Float64 = np.sqrt(np.add.reduce(np.square(rows), axis=1))
     return lengths
 
@@ -382,29 +387,29 @@ def _row_lengths(rows: Float64) -> Float64:
 
 
 class Reduced(NamedTuple):
-    """What a merge measured on its way."""
+    """Measurements of a fragment's merge."""
 
     norm: float
     """L2 norm of the pseudogradient."""
     directions: Float64
-    """(tensors,) `Closed.direction` of each."""
+    """(tensors,): `Closed.direction` of each tensor."""
 
 
 class Sum:
-    """Contributions to one fragment's pseudogradient, summed as they come; the last ones when it is made.
+    """Sum of contributions to one fragment's pseudogradient, extended as they arrive; `close` adds the last ones.
 
-    What was added before `close` and what is added by it makes no difference to any bit. One contribution comes out as
-    it went in, whatever the rule. Directions that cancel give 0.
+    It makes no difference to any bit which contributions were added before `close` and which by it. A single
+    contribution comes out unchanged, whatever the rule. Directions that cancel give 0.
     """
 
     def __init__(self, layout: FragmentLayout, out: Float32) -> None:
-        """out: (elements,) float32, overwritten: with the sum so far, in the end with the pseudogradient."""
+        """Begin with no contributions; out (elements,) float32 holds the sum so far, in the end the pseudogradient."""
         self._tensors, self._out = len(layout.slots), out
         self._slots = {t: slot for t, slot in enumerate(layout.slots) if slot.start < slot.stop}
         self._scratch = np.empty(min(BLOCK, layout.elements), np.float32)
         self._rules = {t: RULES[slot.tensor.rule](slot, out, self._scratch) for t, slot in self._slots.items()}
         self.count = 0
-        """Contributions that were added."""
+        """How many contributions were added."""
 
     def add(
         self,
@@ -413,13 +418,13 @@ class Sum:
         shares: Sequence[float],
         factors: Sequence[float] | None = None,
     ) -> None:
-        """Sum these too.
+        """Add these contributions to the sum.
 
         Args:
             deltas: each (elements,), finite, in any codec.
             norms: `delta_norms` of each, (tensors,).
             shares: `merge_shares` of each, or any other multiple of the merge weights that is not too large.
-            factors: `algorithm.clip_factors` of each; None: all 1.
+            factors: `algorithm.clip_factors` of each; None means that all are 1.
         """
         for t, rule in self._rules.items():
             rule.add(Terms(deltas, [float(one[t]) for one in norms], shares, factors or [1.0] * len(deltas)))
@@ -437,9 +442,9 @@ class Sum:
         """Make the pseudogradient of all contributions; the first `count` are in the sum already.
 
         Args:
-            deltas, norms, shares, factors: of all, as `add`; one alone has the factor 1.
-            recorded: (tensors,) directions of an earlier merge to scale by, for a replay; None: those measured here.
-            each_block: called for each block.
+            deltas, norms, shares, factors: of all contributions, see `add`; a single one must have the factor 1.
+            recorded: (tensors,) directions of an earlier merge to scale by (for a replay); None: as measured here.
+            each_block: called for each block (see `EachBlock`).
         """
         alone = len(deltas) == 1
         done, scale = (0, 1.0) if alone else (self.count, 1 / math.fsum(shares))

@@ -1,14 +1,15 @@
-"""The outer optimizer on one global fragment: SGD with Nesterov momentum (paper, outer step), or with matrices turned.
+"""Outer optimizers of one global fragment: SGD with Nesterov momentum (paper, outer step), or Halley's. Pure numpy.
 
-Nesterov's is elementwise and done in blocks. Halley's is the same but for matrices, whose steps are orthogonalised,
-each as a whole (after Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024, where it is an
-inner optimizer), by one of Halley's iterations. Pure numpy.
+Nesterov's step is elementwise and is taken block by block. Halley's is the same, except that the step of each matrix is
+orthogonalised as a whole by one Halley iteration (after Jordan et al., Muon: An optimizer for hidden layers in neural
+networks, 2024, where it is an inner optimizer).
 """
 
 import math
 from collections.abc import Iterable, Iterator
 
 import numpy as np
+from typing_extensions import override
 
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import SyncSpec
@@ -17,23 +18,23 @@ from diloco.pipeline.transfer.global_format import Momentum
 from diloco.syncer.algorithm import HALLEY
 from diloco.syncer.merging.merge import BLOCK, Float32, squares
 
+# A matrix shorter than this is rounding noise and is left unchanged.
 _NO_DIRECTION = 1e-30
-"""A matrix shorter than this is left as it is: it is rounding noise."""
+# A longer matrix is scaled down first, because float32 may not be able to hold its length.
 _LONGEST = 1e38
-"""A longer one is shortened first: its length may be more than float32 can hold."""
+# A matrix of at most this many rows is inverted as a whole.
 _SOLVED_WHOLE = 64
-"""Rows of a matrix that is inverted as a whole."""
 
 
 def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) -> tuple[float, float]:
-    """Outer learning rate and momentum of the step from this version to the next.
+    """Return the outer learning rate and momentum of the step from this version to the next.
 
-    For the first `outer_warmup` outer steps learners are averaged: rate 1, no momentum. While the model changes fast, a
-    step beyond what the learners agree on is a step too far. So it is with what learners leave behind when a run ends:
-    where no delta holds half an interval, momentum would repeat a whole one's way.
+    The first `outer_warmup` outer steps only average the learners (rate 1, no momentum): while the model changes fast,
+    a step beyond what the learners agree on overshoots. The same holds for the last deltas of a run. If none of them
+    holds half an interval, momentum would add the way of a whole interval to them.
 
     Args:
-        sync: outer_lr, outer_momentum, outer_warmup and what `interval_at` needs.
+        sync: how the run synchronises.
         version: of the base.
         steps: inner steps of each contribution.
         told: `Head.interval` of the base.
@@ -44,13 +45,13 @@ def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) 
 
 
 class PlainStep:
-    """One outer step, block by block: `theta -= lr*D`, as torch.optim.SGD."""
+    """One outer step, taken block by block: `theta -= lr*D`, like torch.optim.SGD."""
 
     def __init__(self, theta: Float32 | None, out: Float32, lr: float) -> None:
-        """What each block reads and writes.
+        """Set what each block reads and writes.
 
         Args:
-            theta: (elements,) the global fragment; None: `out` is overwritten with what would be subtracted from it.
+            theta: (elements,) the global fragment. None: the step lr*D is written to `out`, and not subtracted.
             out: (elements,) D, overwritten with the new values.
             lr: outer learning rate.
         """
@@ -58,11 +59,11 @@ class PlainStep:
         self._scratch = np.empty(min(BLOCK, len(out)), np.float32)
 
     def block(self, start: int, stop: int) -> None:
-        """Elements [start, stop), at most `BLOCK` of them."""
+        """Take the step for elements [start, stop), at most `BLOCK` of them."""
         self.go(start, stop, self._out[start:stop], self._scratch[: stop - start])
 
     def go(self, start: int, stop: int, step: Float32, scratch: Float32) -> None:
-        """The new values of elements [start, stop), lr*step further; both (stop - start,), and may be the same."""
+        """Write theta - lr*step of elements [start, stop); step and scratch, both (stop - start,), may be the same."""
         if self._theta is None:
             np.multiply(step, self._lr, out=self._out[start:stop])
         else:
@@ -71,38 +72,37 @@ class PlainStep:
 
 
 class AveragingStep(PlainStep):
-    """The outer step of average-only tensors, block by block: `theta -= D`, and a variance below 0 is 0."""
+    """The outer step of average-only tensors, taken block by block: `theta -= D`; negative variances become 0."""
 
     def __init__(self, layout: FragmentLayout, theta: Float32, out: Float32) -> None:
-        """theta, out: as `PlainStep`."""
         super().__init__(theta, out, 1.0)
         self._variances = np.zeros(len(out), np.bool_)
         for slot in layout.slots:
             self._variances[slot.start : slot.stop] = slot.tensor.rule == "variance"
 
+    @override
     def block(self, start: int, stop: int) -> None:
-        """As `PlainStep`."""
         super().block(start, stop)
         values = self._out[start:stop]
         np.copyto(values, 0.0, where=self._variances[start:stop] & (values < 0))
 
 
 class NesterovStep(PlainStep):
-    """One outer step, block by block: `b = mu*b + D; theta -= lr*(D + mu*b)`, as torch.optim.SGD(nesterov=True)."""
+    """One outer step, block by block: `b = mu*b + D; theta -= lr*(D + mu*b)`, like torch.optim.SGD(nesterov=True)."""
 
     def __init__(self, theta: Float32 | None, momentum: Momentum, out: Float32, lr: float) -> None:
-        """As `PlainStep`; momentum: read and written too."""
+        """Set what each block reads and writes (see `PlainStep`); momentum is also read and written."""
         super().__init__(theta, out, lr)
         self._momentum = momentum
 
+    @override
     def block(self, start: int, stop: int) -> None:
-        """As `PlainStep`."""
         step = self._scratch[: stop - start]
         self.direction(start, stop, step)
         self.go(start, stop, step, step)
 
     def direction(self, start: int, stop: int, step: Float32) -> None:
-        """The new b of elements [start, stop), and into step (stop - start,): D + mu*b."""
+        """Write the new b of elements [start, stop), and D + mu*b to step (stop - start,)."""
         d, momentum = self._out[start:stop], self._momentum.part(slice(start, stop))
         momentum.add(d)
         np.multiply(momentum.after, momentum.mu, out=step)
@@ -110,12 +110,15 @@ class NesterovStep(PlainStep):
 
 
 def matrix_elements(layout: FragmentLayout) -> int:
-    """Elements of all the fragment's tensors that are orthogonalised."""
+    """Return the number of elements of all the fragment's tensors that are orthogonalised."""
     return sum(slot.stop - slot.start for slot in layout.slots if slot.tensor.matrix)
 
 
 def at_length_one(matrix: Float32) -> Float32 | None:
-    """A matrix as one that is no taller than wide, of length 1; None: it has no direction, or none that is finite."""
+    """Return a matrix scaled to Frobenius length 1, transposed if it is taller than wide.
+
+    Returns None if it is shorter than `_NO_DIRECTION` or its length is not finite.
+    """
     with np.errstate(over="ignore"):
         length = math.sqrt(squares(np.ascontiguousarray(matrix).reshape(-1)))
     if not _NO_DIRECTION < length < math.inf:
@@ -127,11 +130,11 @@ def at_length_one(matrix: Float32) -> Float32 | None:
 
 
 def halley_iteration(matrix: Float32) -> Float32:
-    """A matrix (rows, columns) with the same singular vectors, values mostly between 0.4 and 1, times any number.
+    """Return a matrix (rows, columns) with the same singular vectors, and values mostly between 0.4 and 1.
 
-    `algorithm.HALLEY`'s x (a + b x^2) / (1 + c x^2) is b/c (x + (ac/b - 1) x / (1 + c x^2)). For a matrix of n x n that
-    makes 3 2/3 n^3 operations: n^3 for the Gram matrix, which is symmetric, the rest for the division. The products
-    sum in an order that the machine's libraries choose.
+    The result is scaled by an arbitrary factor. `algorithm.HALLEY`'s x (a + b x^2) / (1 + c x^2) equals
+    b/c (x + (ac/b - 1) x / (1 + c x^2)). For an n x n matrix that takes 3 2/3 n^3 operations: n^3 for the Gram matrix,
+    which is symmetric, and the rest for the division. The products sum in an order that the machine's libraries choose.
     """
     x = at_length_one(matrix)
     if x is None:
@@ -147,10 +150,11 @@ def halley_iteration(matrix: Float32) -> Float32:
 
 
 def solved(a: Float32, x: Float32) -> Float32:
-    """a^-1 x (n, m), for a positive definite matrix a (n, n): 2 n^2 m + 2/3 n^3 operations.
+    """Return a^-1 x (n, m) for a positive definite matrix a (n, n), in 2 n^2 m + 2/3 n^3 operations.
 
-    By halves, so that nearly all of them are in large products: numpy's own takes two and a half times as long. What
-    an inverse makes is refined once: Halley's iteration multiplies its error by 89.
+    The matrix is halved recursively, so that nearly all operations are in large products; numpy's own solver takes two
+    and a half times as long. The result of each small inverse is refined once, because Halley's iteration multiplies
+    its error by 89.
     """
     if len(a) <= _SOLVED_WHOLE:
         inverse = np.linalg.inv(a)
@@ -168,18 +172,18 @@ def solved(a: Float32, x: Float32) -> Float32:
 def matrix_blocks(
     layout: FragmentLayout, step: NesterovStep, found: Float32, recorded: Float32 | None = None
 ) -> Iterator[int]:
-    """One outer step: `b = mu*b + D; theta -= lr*O(D + mu*b)`, where O turns each matrix at its own length.
+    """Take one outer step: `b = mu*b + D; theta -= lr*O(D + mu*b)`, where O orthogonalises each matrix.
 
-    Tensors that are no matrices have O(x) = x, as `NesterovStep`.
+    O keeps the Frobenius length of a matrix. For a tensor that is no matrix O(x) = x, as in `NesterovStep`.
 
     Args:
         layout: says which tensors are matrices.
         step: what is read and written.
         found: (matrix elements,), overwritten with O(D + mu*b) of the matrices, one after another, as computed here.
-        recorded: what an earlier step found, to go by instead of what is computed here; for a replay.
+        recorded: `found` of an earlier step, to step by instead of what is computed here (for a replay).
 
     Yields:
-        The end of each block that is what it will be, from front to back.
+        The end of each block that is final, from front to back.
     """
     done = 0
     for slot in layout.slots:
@@ -201,9 +205,9 @@ def matrix_blocks(
 
 
 def at_its_length(turned: Float32, matrix: Float32) -> Float32:
-    """What a matrix (rows, columns) was turned to, scaled to the Frobenius length that it had, flat."""
+    """Return `turned` scaled to the Frobenius length of `matrix`, both (rows, columns), as a flat vector."""
     flat = np.ascontiguousarray(turned).reshape(-1)
-    with np.errstate(over="ignore"):  # what comes out infinite is refused
+    with np.errstate(over="ignore"):  # an infinite outcome is refused by `finite`
         length, now = math.sqrt(squares(matrix.reshape(-1))), math.sqrt(squares(flat))
         scaled: Float32 = np.multiply(flat, np.float32(length / now if now else 0.0))
     return scaled

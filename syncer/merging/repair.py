@@ -1,8 +1,8 @@
-"""A head and what it names are there, or are put back by the owner that has the values. asyncio.
+"""Repair of a fragment on the bus (asyncio): the owner puts back a lost head, or lost payloads, from its memory.
 
-A payload that has gone (evicted, deleted) or is damaged would stop whoever needs it: learners that lack the version,
-joiners, and the syncer that takes over. Without its head (deleted, or the bus came back empty) a fragment stands still.
-As long as the owner lives, its memory is the same bits.
+A payload that is gone (evicted, deleted) or damaged would stop all that need it: learners that lack the version,
+learners that join, and the syncer that takes over. Without its head (deleted, or lost because the bus came back empty)
+a fragment makes no progress at all. As long as its owner lives, the same bits are in the owner's memory.
 """
 
 import asyncio
@@ -23,15 +23,15 @@ from diloco.syncer.context import RandomHex
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.merging.fragment import FragmentState
 
+# Time between two checks that the payloads named by a head are there.
 LOOK_S = 10.0
-"""Time between two looks at what a head names."""
+# A version that no live learner could adopt for this long is published whole. The check counts chunks only, so this is
+# how updates are found that are there but damaged.
 UNFOLLOWED_S = 60.0
-"""A version that live learners wanted for so long, and none of them has, is published whole: updates that are there but
-damaged are found by nobody else."""
 
 
 class Repair:
-    """Looks after the payloads of one fragment."""
+    """Checks the head and the payloads of one fragment, and puts back what is lost."""
 
     def __init__(
         self,
@@ -47,18 +47,19 @@ class Repair:
         self._nonce, self._random_hex, self._offload = nonce, random_hex, offload
         self._version, self._since_s = -1, 0.0
         self.due_s = 0.0
-        """When to look next."""
+        """When the next check is due."""
 
     async def look(self, head: Head, fragment: FragmentState, watch: RunWatch) -> Head:
-        """See that what a head names is there; returns the head as it is then.
+        """Check that the payloads that a head names are there, and publish them again if not; return the present head.
 
         Args:
             head: as this owner knows it.
             fragment: at the head's version.
-            watch: tells whether anybody has adopted it.
+            watch: tells whether any learner has adopted the version.
 
         Raises:
-            LeaseLost, HeadMoved, PayloadIncomplete, BusError: nothing was changed.
+            HeadMoved: the head on the bus is gone or is another one; nothing was changed.
+            LeaseLost, PayloadIncomplete, BusError: nothing was changed.
         """
         now = self._clock.now()
         self.due_s = now + LOOK_S
@@ -80,20 +81,23 @@ class Repair:
         return await self._publish(head, fragment)
 
     async def put_back(self, head: Head, fragment: FragmentState, watch: RunWatch, attempt: int, syncer: str) -> bool:
-        """Commit a version once more whose head is gone: the same bits, momentum, merged bases and totals.
+        """Commit a version again whose head is gone, with the same bits, momentum, merged bases and totals.
 
-        Returns whether the tape says that it was rewound (`say_rewound`): with its head the bus lost what was pending,
-        and maybe later versions.
+        With the head the bus lost the pending deltas, and maybe later versions.
 
         Args:
-            head: the last that its owner knows.
+            head: the last one that its owner knows.
             fragment: at the head's version.
-            watch: tells what learners have adopted.
-            attempt: of the window to come: a later one than any that learners know.
+            watch: tells which versions learners have adopted.
+            attempt: of the window to come; must be later than any that learners know.
             syncer: the owner's name, for the tape.
 
+        Returns:
+            True if the tape records that the fragment was rewound (`say_rewound`).
+
         Raises:
-            LeaseLost, HeadMoved (there is one by now), PayloadIncomplete, BusError: nothing was changed.
+            HeadMoved: there is a head by now; nothing was changed.
+            LeaseLost, PayloadIncomplete, BusError: nothing was changed.
         """
         p, reason = head.fragment, "put back from its syncer's memory: the bus had lost its head"
         view = WindowView(state="idle", attempt=attempt, members=(), expected=0, reason=reason, deadline_unix_s=None)
@@ -125,18 +129,18 @@ class Repair:
         return published_by(head, self._layout.elements, self._sync)
 
     def _due(self, head: Head) -> dict[str, int]:
-        """Chunks of all payloads that a head names."""
+        """Return the number of chunks of each payload that a head names, by key."""
         return {one.key: one.chunks for one in self._named(head).payloads}
 
     async def _lacking(self, head: Head) -> str:
-        """What of a head's payloads is not there; "" if nothing."""
+        """Return a text that names a head's payloads that are gone or incomplete; "" if there are none."""
         due = self._due(head)
         have = await asyncio.gather(*map(self._bus.count_chunks, due))
         gone = [key for key, count in zip(due, have, strict=True) if count != due[key]]
         return f"of its payloads {', '.join(gone)} is not there" if gone else ""
 
     async def _stage(self, head: Head, fragment: FragmentState) -> Published:
-        """The version whole, under fresh keys."""
+        """Upload the whole version under fresh keys."""
         at = self._layout.id, head.version, self._random_hex(8)
         values, momentum = fragment.theta, fragment.momentum
         return await push_global(self._bus, *at, values, self._sync, STAGED_TTL_S, self._offload, momentum)
@@ -148,24 +152,27 @@ class Repair:
 
 
 def adopted(watch: RunWatch, fragment: int) -> int:
-    """The latest version of a fragment that a live learner has; -1: none has any."""
+    """Return the latest version of a fragment that a live learner has; -1 if none has any."""
     return max((s.report.versions[fragment] for s in watch.live() if fragment < len(s.report.versions)), default=-1)
 
 
 async def say_rewound(
     bus: Bus, clock: Clock, nonce: str, at: tuple[int, int, bytes], view: WindowView, was: int
 ) -> bool:
-    """Tell on the tape, if it is so, that a fragment which got a head again had had one; whether it is so.
+    """Record on the tape that a fragment was rewound, if it had at least its present version before.
 
     Args:
         bus, clock: the owner's.
-        nonce: of its lease.
-        at: fragment, version and digest that it has now.
-        view: of its window.
-        was: the version that it had, as far as known; -1: none.
+        nonce: of the owner's lease.
+        at: fragment, version and digest of the present head.
+        view: of the fragment's window.
+        was: the version that the fragment had before, as far as known; -1 if none is known.
+
+    Returns:
+        True if it was rewound.
 
     Raises:
-        BusError: as `Bus.write_window`.
+        BusError: see `Bus.write_window`.
     """
     p, version, digest = at
     if was >= version:

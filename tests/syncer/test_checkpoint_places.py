@@ -168,7 +168,7 @@ def test_a_store_that_is_away_is_said(s3: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     forget_clients()
     warning, _ = fails(s3)
-    assert "the network or the store is away" in warning
+    assert "the network or the store cannot be reached" in warning
     with pytest.raises(UsageError, match="away"):
         load_checkpoint(s3)
 
