@@ -121,7 +121,7 @@ class Admission:
 
 
 class NextWindow:
-    """Valid offers for the next window, in order: the newest attempt of each training, at most `LATE_A_LEARNER` each."""
+    """Valid offers for the next window, in order: the newest attempt of each training, and a bounded number of them."""
 
     def __init__(self) -> None:
         self._offers: list[Offer] = []

@@ -243,7 +243,7 @@ class Downloads:
                 self._tasks[offer.entry_id] = asyncio.create_task(self._download(offer))
 
     def ended(self) -> Iterator[tuple[Offer, Outcome]]:
-        """Yield the downloads that have ended, oldest first; a sound delta stays in `deltas` unless it was forgotten."""
+        """Yield the downloads that have ended, oldest first. A sound delta stays in `deltas` until it is forgotten."""
         while self.outcomes:
             offer, outcome = self.outcomes.popleft()
             self._tasks.pop(offer.entry_id, None)

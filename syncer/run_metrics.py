@@ -1,8 +1,8 @@
-"""Figures of the whole run for `/metrics`: of all syncers the lead alone has them, so that a sum counts them once.
+"""Metrics of the whole run for `/metrics`. Only the lead shows them, so that a sum over syncers counts them once.
 
-They are what the page's collector read last (`pipeline.view.last_look`): a scrape reads nothing from Redis. Names begin
-with `diloco_run_`, `diloco_learner_`, `diloco_fragment_` or `diloco_redis_`; all others are of one syncer. What serves
-a page beside a run has them too.
+They come from the page collector's last reading (`pipeline.view.last_look`), so a scrape reads nothing from Redis.
+Their names begin with `diloco_run_`, `diloco_learner_`, `diloco_fragment_` or `diloco_redis_`; all other metrics are of
+one syncer. A separate process that serves the page of a run shows them too.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,11 +19,11 @@ from diloco.pipeline.view.last_look import Reading
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
 
+# A reading that is older than this is not shown. Redis does not answer then, which other metrics tell.
 FRESH_S = 15.0
-"""What was read longer ago is not shown: Redis is away, which other metrics tell."""
 
+# (values of the labels, value); None for a value that is not known.
 Values = Iterator[tuple[tuple[str, ...], float | None]]
-"""(values of the labels, value); None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +33,12 @@ class Figure:
     name: str
     text: str
     values: Callable[[Reading, Look, float], Values]
-    """Of the reading, its look, and the Unix time."""
+    """Returns the values, from the reading, its look, and the Unix time."""
     labels: tuple[str, ...] = ()
     counter: bool = False
 
     def family(self) -> CounterMetricFamily | GaugeMetricFamily:
-        """Without samples."""
+        """Return the metric's family, without samples."""
         kind = CounterMetricFamily if self.counter else GaugeMetricFamily
         return kind(self.name, self.text, labels=self.labels)
 
@@ -232,17 +232,17 @@ FIGURES = (
 
 
 class RunMetrics(Collector):
-    """Makes them anew for each scrape."""
+    """Makes the metrics anew for each scrape."""
 
     def __init__(self, reading: Reading, clock: Clock, leads: Callable[[], bool]) -> None:
         self._reading, self._clock, self._leads = reading, clock, leads
 
     def describe(self) -> Iterable[Metric]:
-        """Names and kinds, whether or not there is anything to tell."""
+        """Return the families of all metrics, whether or not they have samples now."""
         return [one.family() for one in FIGURES]
 
     def collect(self) -> Iterable[Metric]:
-        """Of one that leads and has read the run lately; else nothing."""
+        """Yield the metrics if this syncer leads and has read the run lately; otherwise nothing."""
         look, now_s = self._reading.look, self._clock.unix()
         if look is None or not self._leads() or now_s - look.now_s > FRESH_S:
             return
@@ -252,7 +252,7 @@ class RunMetrics(Collector):
                 for labels, value in one.values(self._reading, look, now_s):
                     if value is not None:
                         family.add_metric(labels, value)
-            except Exception as error:  # a mistake of ours costs one figure
+            except Exception as error:  # a bug in one metric must not remove the others
                 structlog.get_logger().error("figure_failed", figure=one.name, exc_info=error)
                 continue
             if family.samples:

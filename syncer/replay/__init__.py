@@ -1,1 +1,1 @@
-"""What a syncer records of its merges, and the same merges made again, to the bit."""
+"""Recordings of a syncer's merges, and their replay, bit for bit."""

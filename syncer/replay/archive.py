@@ -1,15 +1,15 @@
-"""The event tape's archive on disk: files of msgpack records one after another, one for each group and writer.
+"""The event tape's archive on disk: concatenated msgpack records, in one file for each group and writer.
 
-Every syncer archives all tapes, each into files of its own, so that killing any of them loses nothing; who reads an
-archive takes each record once. The lead alone trims the tapes, of what it has on disk itself; `KEEP_UNTRIMMED`
-entries stay for readers that lag, the other archives among them.
+Every syncer archives all tapes, each into its own files, so that nothing is lost if any of them is killed; readers of
+an archive take each record once. Only the lead trims the tapes, and only what it has on its own disk. `KEEP_UNTRIMMED`
+entries stay for readers that lag, which include the other archives.
 
-A server that took over may lack what was archived of another one. Then its whole tape is archived once more
-(`tape_reading`).
+A Redis server that took over may lack entries that were archived from its predecessor. Then its whole tape is archived
+once more (`tape_reading`).
 
-A lead whose disk is full, or hangs, trims nothing: what the tape holds is archived later. Another such syncer lacks
-what the lead trims meanwhile, and the lead's archive has it. A lead without an archive trims all the same, by the time
-(`supervisor.TAPE_KEPT_S`): then nobody has it.
+A lead whose disk is full or hangs trims nothing, and archives the tape later. If another syncer's disk fails, its
+archive lacks what the lead trims meanwhile, but the lead's archive has it. A lead without an archive trims by age
+(`supervisor.TAPE_KEPT_S`), and what a failing disk missed by then is in no archive.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ from diloco.syncer.replay.disk import Disk
 
 BLOCK_S = 1.0
 RETRY_S = 1.0
+# Archived entries that stay on the bus, for readers that lag.
 KEEP_UNTRIMMED = 10_000
-"""Archived entries that stay on the bus, for readers that lag."""
 
 
 class TapeArchive:
@@ -51,7 +51,15 @@ class TapeArchive:
         trims: Callable[[], bool],
         offload: Offload = asyncio.to_thread,
     ) -> None:
-        """`writer`: hex digits that nobody else has, an earlier life of this syncer included. offload: writes files.
+        """Open the files.
+
+        Args:
+            bus: the run's tapes.
+            groups: number of tapes.
+            directory: where the files are; may be shared with other writers.
+            writer: hex digits that no other writer has, including an earlier life of this syncer.
+            trims: returns whether this syncer trims the tapes.
+            offload: writes files.
 
         Raises:
             UsageError: the folder cannot be written.
@@ -62,14 +70,14 @@ class TapeArchive:
         self._newest: dict[int, deque[str]] = {group: deque(maxlen=KEEP_UNTRIMMED) for group in range(groups)}
         self._untrimmed = dict.fromkeys(range(groups), 0)
         self.problem = ""
-        """Why what is on the tape is not in the archive yet, for people; "" if it is."""
+        """Why the archive lacks entries of the tape, in words; "" if it lacks none."""
         try:
             self._files = {group: self._opened(group) for group in range(groups)}
         except OSError as error:
             raise UsageError(f"--tape-dir: cannot write to {directory}: {said(error)}") from error
 
     async def follow(self) -> None:
-        """Archive until cancelled; what cannot be written is read from the tape again."""
+        """Archive until cancelled; entries that could not be written are read from the tape again."""
         while True:
             try:
                 await self._append(await self._reader.read(BLOCK_S))
@@ -77,16 +85,16 @@ class TapeArchive:
             except OSError as error:
                 if not self.problem:
                     self.say_failed(error)
-                self.problem = f"the tape cannot be archived, and is tried again: {error}"
+                self.problem = f"the tape cannot be archived (will be retried): {error}"
                 await asyncio.sleep(RETRY_S)
 
     def say_failed(self, error: OSError) -> None:
-        """Say that something could not be written."""
+        """Log that entries could not be written."""
         safe = "it stays on the bus"
         structlog.get_logger().error("tape_not_archived", path=str(self._directory), error=str(error), safe=safe)
 
     async def finish(self) -> None:
-        """Archive what is there now.
+        """Archive all entries that are on the tapes now.
 
         Raises:
             OSError: it cannot be written.
@@ -97,7 +105,7 @@ class TapeArchive:
             await self._append(entries)
 
     def close(self) -> None:
-        """Close the files; what was read is in them."""
+        """Close the files."""
         for file in self._files.values():
             file.close()
 
@@ -109,7 +117,11 @@ class TapeArchive:
         return FileIO(self._path(group), "ab")
 
     def _write(self, group: int, data: bytes) -> None:
-        """Append, unless the file is not there any more (FileNotFoundError): nobody could read what is written."""
+        """Append to a group's file.
+
+        Raises:
+            FileNotFoundError: the file was deleted or moved, so nobody could read what would be written.
+        """
         file = self._files[group]
         try:
             there = os.path.samestat(self._path(group).stat(), os.fstat(file.fileno()))
@@ -127,7 +139,7 @@ class TapeArchive:
             gone.close()
 
     async def _put(self, group: int, data: bytes) -> bool:
-        """Append to a group's file; False if that was deleted or moved, and its tape is to be read from its start."""
+        """Append to a group's file; return False if it was deleted or moved, so that the tape is read from its start."""
         try:
             await self._disk.do(self._write, group, data)
         except FileNotFoundError as error:
@@ -148,7 +160,7 @@ class TapeArchive:
                 continue
             self._reader.passed(theirs[-1])
             newest = self._newest[group]
-            if newest and entry_id(theirs[0].entry_id) <= entry_id(newest[-1]):  # from the start of another tape
+            if newest and entry_id(theirs[0].entry_id) <= entry_id(newest[-1]):  # a new server's tape begins
                 newest.clear()
                 self._untrimmed[group] = 0
             newest.extend(entry.entry_id for entry in theirs)

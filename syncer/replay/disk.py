@@ -1,4 +1,4 @@
-"""A disk that may hang, as one behind a network does: nobody waits for it longer than a limit. asyncio."""
+"""Writing to a disk that may hang, such as a network file system, with a limit on every wait. asyncio."""
 
 import asyncio
 from collections.abc import Callable
@@ -6,24 +6,28 @@ from typing import Any
 
 from diloco.pipeline.transfer.payloads import Offload
 
+# Less than the lifetime of staged payloads (`STAGED_TTL_S`): a commit that has waited this long for its recording still
+# finds its payloads on the bus.
 DISK_S = 60.0
-"""Less than staged payloads live: a commit that has waited so long for its recording still finds its own."""
 
 
 class Disk:
-    """What one writer does there, one piece after the other: where it hangs, one thread does, whoever else writes."""
+    """Does one writer's work on a disk, one piece after the other, so that a hanging disk blocks one thread only."""
 
     def __init__(self, offload: Offload) -> None:
         """offload: runs blocking work."""
         self._offload, self._turn = offload, asyncio.Lock()
         self._late = False
-        """Somebody has given up what has its turn, or had waited for that."""
+        """True if a caller has given up the work that has its turn, or its wait for that turn."""
 
     async def do(self, work: Callable[..., object], *args: Any) -> None:
-        """Do it in its turn. What was given up goes on, if it had begun; until it ends all else is refused at once.
+        """Run `work` in its turn.
+
+        Work that is given up after it has begun goes on in its thread. Until it ends, other work is refused at once.
 
         Raises:
-            TimeoutError: it is not done after `DISK_S`; an OSError, as what `work` raises.
+            TimeoutError: the work was not done within `DISK_S` (a subclass of OSError).
+            OSError: raised by `work`.
         """
         if self._late and self._turn.locked():
             raise TimeoutError("the disk still does not answer")
@@ -42,4 +46,4 @@ class Disk:
     def _ended(self, doing: asyncio.Future[Any]) -> None:
         self._turn.release()
         if not doing.cancelled():
-            doing.exception()  # of what was given up nobody asks for it
+            doing.exception()  # mark it as retrieved: nobody awaits work that was given up

@@ -1,14 +1,15 @@
-"""A recording: what the merges of a run were made of, on disk, so that `replay` can make them again.
+"""Recording of a run's merges on disk: all their inputs, so that `replay` can make them again.
 
     <directory>/spec.msgpack                                    the run's spec
     <directory>/<fragment>/<version>-<digest>-<writer>.merge    one merge, written before its commit
     <directory>/<fragment>/<version>-<digest>-<writer>.global   values that an owner read from the bus: installed
                                                                 ones, and those with which it took over
 
-A file is one header and the arrays that it speaks of, one after another (little endian), written beside and renamed:
-whole or not there. It is not synced to the disk: a power cut may cut it short, which is found on reading. A commit may
-be refused after its merge was recorded; such a file is one that no tape record names, and does no harm. Sizes come from
-the spec and the header's length is bounded, so a file cannot make its reader take more memory than its own size.
+A file is one header, followed by the arrays that it describes (little endian). It is written under a temporary name and
+renamed, so it is whole or not there. It is not synced to the disk: a power failure may cut it short, which its reader
+detects. A commit may be refused after its merge was recorded; no tape record names such a file, and it does no harm.
+Sizes come from the spec and the header's length is bounded, so a file cannot make its reader allocate more than its own
+size.
 """
 
 import asyncio
@@ -42,16 +43,17 @@ from diloco.syncer.replay.disk import Disk
 SPEC_FILE = "spec.msgpack"
 MERGE, GLOBAL = ".merge", ".global"
 MAGIC = b"DLRC"
-_PREFIX = struct.Struct("<4sI")
-"""Magic, length of the header."""
+_PREFIX = struct.Struct("<4sI")  # magic, length of the header
 HEADER_LIMIT_BYTES = 4 * 2**20
 
 M = TypeVar("M", bound=Message)
 
 
 class MergeHeader(Message):
-    """One merge. Arrays that follow: directions (tensors,) and norms (contributions, tensors), float64; the
-    orthogonalised step (matrix elements,) float32, if there is one; the deltas.
+    """Header of one merge.
+
+    These arrays follow: directions (tensors,) and norms (contributions, tensors), float64; the orthogonalised step
+    (matrix elements,) float32, if there is one; the deltas.
     """
 
     format: FirstFormat = 1
@@ -60,26 +62,28 @@ class MergeHeader(Message):
     digest: Digest
     base_digest: Digest
     contributions: Annotated[tuple[Contribution, ...], Field(min_length=1, max_length=MAX_LEARNERS)]
-    """In the order in which they were summed."""
+    """The contributions, in the order in which they were summed."""
     deltas: tuple[Digest, ...]
     """Digest of each delta's values."""
     norm: Seconds
     """L2 norm of the pseudogradient."""
     orthogonal: Digest | None = None
-    """Of the orthogonalised step; None: a step that orthogonalises nothing."""
+    """Digest of the orthogonalised step; None for a step that orthogonalises nothing."""
 
 
 class GlobalHeader(Message):
-    """Values at one version. Arrays that follow: theta (elements,), then the momentum (elements,) unless it is all
-    zeros; both float32."""
+    """Header of the values at one version.
+
+    These arrays follow: theta (elements,), then the momentum (elements,) unless it is all zeros; both float32.
+    """
 
     format: FirstFormat = 1
     fragment: FragmentId
     version: Version
     digest: Digest
-    """Of theta."""
+    """Digest of theta."""
     momentum: Digest | None
-    """Of the momentum; None: all zeros."""
+    """Digest of the momentum; None if it is all zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +92,18 @@ class RecordedMerge:
 
     header: MergeHeader
     directions: Float64
-    """(tensors,) as `merge.Reduced`."""
+    """(tensors,): see `merge.Reduced`."""
     norms: tuple[Float64, ...]
-    """(tensors,) of each contribution as it was merged, rebased or not, as `merge.delta_norms`."""
+    """`merge.delta_norms` (tensors,) of each contribution as it was merged, rebased or not."""
     deltas: tuple[Vector, ...]
-    """(elements,) of each contribution, as it came."""
+    """(elements,) of each contribution, as it was sent."""
     orthogonal: Float32 | None = None
-    """As `fragment.Stepped`."""
+    """See `fragment.Stepped`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedGlobal:
-    """A `.global` file in memory; values and momentum have the digests that the header says."""
+    """A `.global` file in memory, with values and momentum checked against the digests in the header."""
 
     header: GlobalHeader
     theta: Float32
@@ -107,7 +111,7 @@ class RecordedGlobal:
 
 
 class Name(NamedTuple):
-    """What a file's name says."""
+    """The parts of a file's name."""
 
     fragment: int
     version: int
@@ -118,16 +122,16 @@ class Name(NamedTuple):
 class Recorder:
     """Writes a recording for one syncer.
 
-    A disk that is full, hangs, or is gone is warned of once and does not stop the run: `replay` says what is missing.
+    A disk that is full, hangs, or is gone is reported once and does not stop the run; `replay` tells what is missing.
     """
 
     def __init__(self, directory: Path, spec: Spec, writer: str, offload: Offload = asyncio.to_thread) -> None:
-        """Begin, or go on with, the recording of a run. Blocking: call it where file work belongs.
+        """Begin or continue the recording of a run. This blocks, so call it off the event loop.
 
         Args:
-            directory: may be shared with other syncers of the same run.
-            spec: the run's.
-            writer: hex digits that no other syncer has: two may merge the same version, and only one's is committed.
+            directory: where the recording is; may be shared with other syncers of the same run.
+            spec: the run's spec.
+            writer: hex digits that no other syncer has, since two may merge the same version (one is committed).
             offload: writes files.
 
         Raises:
@@ -137,7 +141,7 @@ class Recorder:
         self._directory, self._writer, self._sync = directory, writer, spec.sync
         self._log = structlog.get_logger()
         self.problem = ""
-        """What is missing, for people; "" if nothing."""
+        """What the recording lacks, in words; "" if nothing."""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             if not (directory / SPEC_FILE).exists():
@@ -150,15 +154,18 @@ class Recorder:
             raise UsageError(f"--record-deltas: cannot write to {directory}: {said(error)}") from error
 
     async def merge(self, base: FragmentState, deltas: Sequence[Delta], merged: Merged) -> None:
-        """Record a merge that is about to be committed. `deltas`: in the order in which they were summed."""
+        """Record a merge that is about to be committed; deltas are in the order in which they were summed."""
         await self._record(merged.version, self._merge, base, deltas, merged)
 
     async def loaded(self, state: FragmentState) -> None:
-        """Record values that were read from the bus: no merge recorded here may lead to them."""
+        """Record values that were read from the bus, since this recording may have no merge that leads to them."""
         await self._record(state.version, self._loaded, state)
 
     async def _record(self, version: int, save: Callable[..., None], state: FragmentState, *more: object) -> None:
-        """Save it, or say that it is missing. What is late is saved of the state as it is now."""
+        """Save a file, or report that it is missing.
+
+        A slow write may outlast this call, so it gets a copy of the state, which `advance` does not change.
+        """
         try:
             await self._disk.do(save, copy(state), *more)
         except OSError as error:
@@ -218,7 +225,7 @@ def _write(path: Path, parts: Sequence[bytes | memoryview], writer: str) -> None
 
 
 def read_spec(directory: Path) -> Spec:
-    """The recorded run's spec.
+    """Return the recorded run's spec.
 
     Raises:
         UsageError: the folder is no recording.
@@ -233,13 +240,13 @@ def read_spec(directory: Path) -> Spec:
 
 
 def list_recording(directory: Path) -> set[Path]:
-    """All files of a recording that there are now."""
+    """Return all files that a recording has now."""
     fragments = [int(folder.name) for folder in directory.glob("[0-9]*") if folder.name.isdecimal()]
     return {path for fragment in fragments for path in list_files(directory, fragment)}
 
 
 def list_files(directory: Path, fragment: int) -> dict[Path, Name]:
-    """The files of one fragment, by version; what is named otherwise is not of a recording."""
+    """Return the files of one fragment, in the order of versions; files with other names are ignored."""
     found = {}
     for path in (directory / str(fragment)).glob("[0-9]*-*-*.*"):
         version, digest, _ = path.stem.split("-", 2)
@@ -249,7 +256,7 @@ def list_files(directory: Path, fragment: int) -> dict[Path, Name]:
 
 
 def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
-    """A recorded merge. Digests of deltas and step are not checked here: a replay says which is damaged.
+    """Read a recorded merge. The digests of deltas and step are checked by the replay, which reports what is damaged.
 
     Raises:
         BadMessage: the file is cut short, too long, or not of this format.
@@ -283,7 +290,7 @@ def read_merge(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedMerge:
 
 
 def read_global(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedGlobal:
-    """Recorded values.
+    """Read recorded values.
 
     Raises:
         BadMessage: the file is cut short, too long, damaged, or not of this format.
@@ -302,7 +309,7 @@ def read_global(path: Path, layout: FragmentLayout, spec: Spec) -> RecordedGloba
 
 
 def _read(path: Path, kind: type[M], due: Callable[[M], int]) -> tuple[M, npt.NDArray[np.uint8]]:
-    """The header and the bytes after it, which are as many as `due` says."""
+    """Return the header and the bytes after it, whose number must be `due(header)`."""
     with path.open("rb") as file:
         prefix = file.read(_PREFIX.size)
         magic, length = _PREFIX.unpack(prefix) if len(prefix) == _PREFIX.size else (b"", 0)

@@ -1,24 +1,24 @@
-"""The replay of a recorded run: every merge of the event tape made again from its recording, and compared.
+"""Replay of a recorded run: every merge of the event tape is made again from its recording, and compared.
 
-What is compared, for each merge on the tape:
+For each merge on the tape these are compared:
 
-- facts: version, base, contributions with their order, steps, tokens, weights and norms stand on the tape as in the
-  recording, exactly;
-- reductions (weights from steps and tokens, norms, lengths of directions): computed again, within `TOLERANCE`, since
-  another machine may sum in another order;
-- orthogonalised steps of matrices: computed again, within `ORTHOGONAL_TOLERANCE`, since products of matrices are
-  reductions too;
-- elementwise work: merge and outer step from the *recorded* order, steps, tokens, lengths and orthogonalised steps give
-  the tape's digest, bit for bit, on any machine. The momentum takes part, since it goes into the next version. So do
-  the values of the version before, where the tape says that a stale delta was rebased.
+- facts: version, base, contributions with their order, steps, tokens, weights and norms must be exactly the same on the
+  tape and in the recording;
+- reductions (weights from steps and tokens, norms, lengths of directions): they are computed again and must agree
+  within `TOLERANCE`, since another machine may sum in another order;
+- orthogonalised steps of matrices: they are computed again and must agree within `ORTHOGONAL_TOLERANCE`, since products
+  of matrices are reductions too;
+- elementwise work: merge and outer step from the *recorded* order, steps, tokens, lengths and orthogonalised steps must
+  give the tape's digest, bit for bit, on any machine. The momentum is checked by that too, since it goes into the next
+  version. So are the values of the version before, if the tape says that a stale delta was rebased.
 
-Values go from one replayed version to the next, along base digest -> digest, so a history that a rewind replaced is
-replayed beside the one that took its place. They start from recorded globals; where one is met on the way it must be
-equal. After a merge that cannot be repeated nothing follows until the next recorded global.
+Values go from one replayed version to the next, along base digest -> digest. So a history that a rewind replaced is
+replayed beside its replacement. The values start from recorded globals; a recorded global of a replayed version must be
+equal to it. After a merge that cannot be repeated, the replay continues at the next recorded global.
 
-A tape that is not whole is a difference too. It shows by a fragment without records, by a base that is not on the tape,
-by a checkpoint's version that is not, and by recorded merges after the tape's end that others were made from: what the
-bus refused has no successor. Blocking; numpy only.
+An incomplete tape is a difference too. It is recognised by a fragment without records, by a base or a checkpoint's
+version that is not on the tape, and by recorded merges after the tape's end from which others were made: a merge that
+the bus refused has no successor. The module is blocking and needs only numpy.
 """
 
 from collections import defaultdict
@@ -42,19 +42,19 @@ from diloco.syncer.merging.merge import Float32, delta_norms, merge_shares, reba
 from diloco.syncer.merging.outer import outer_at
 from diloco.syncer.replay.recording import GLOBAL, MERGE, RecordedMerge, list_files, read_global, read_merge, read_spec
 
+# Allowed relative difference of two computations of one reduction; float32 sums in rows differ by 5e-7 at most.
 TOLERANCE = 1e-6
-"""Relative difference of two computations of one reduction; float32 sums in rows differ by 5e-7 at most."""
 
+# Allowed difference of two computations of one orthogonalised step, relative to its length. Halley's iteration
+# multiplies float32's rounding of small singular values by up to 86; float32 and float64 differ by less than 2e-4.
 ORTHOGONAL_TOLERANCE = 1e-3
-"""Difference of two computations of one orthogonalised step, by its length. Halley's iteration multiplies what float32
-rounds in small singular values by up to 86: float32 and float64 differ by less than 2e-4."""
 
+# A version of a fragment and its digest in hex: one point of its history.
 Node = tuple[int, str]
-"""A version of a fragment and its digest in hex: one point of its history."""
 
 
 class Difference(NamedTuple):
-    """Something that is not as the tape says."""
+    """A difference between the tape and the replay."""
 
     fragment: int
     version: int
@@ -69,16 +69,16 @@ class Values(NamedTuple):
 
     theta: Float32
     momentum: Float32 | None
-    """(elements,); None: zeros."""
+    """(elements,); None stands for zeros."""
     before: Float32 | None = None
-    """(elements,) of the version before, where that was replayed too."""
+    """(elements,): values of the version before, if that was replayed too."""
 
 
 class Checked(NamedTuple):
-    """One merge made again."""
+    """Outcome of one repeated merge."""
 
     values: Values | None
-    """None if they are not the tape's."""
+    """Its values; None if they do not have the tape's digest."""
     largest: float
     """Largest relative difference of a reduction."""
     problems: list[str]
@@ -89,9 +89,9 @@ class Replayed:
     """The outcome of a replay."""
 
     merges: int = 0
-    """On the tape."""
+    """Merges on the tape."""
     repeated: int = 0
-    """Made again, whatever came out."""
+    """Merges that were made again, with whatever outcome."""
     fragments: int = 0
     read_bytes: int = 0
     largest: float = 0.0
@@ -105,7 +105,7 @@ class Replayed:
 
 
 def relative(found: Any, expected: Any) -> float:
-    """Largest relative difference of two numbers or arrays of one shape; infinite if one is not finite."""
+    """Return the largest relative difference of two numbers or arrays of one shape; infinite if one is not finite."""
     a, b = np.atleast_1d(np.asarray(found, np.float64)), np.atleast_1d(np.asarray(expected, np.float64))
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.abs(a - b) / np.maximum(np.abs(a), np.abs(b))
@@ -115,7 +115,7 @@ def relative(found: Any, expected: Any) -> float:
 
 
 def _facts(recorded: RecordedMerge, tape: Committed) -> list[str]:
-    """What the recording and the tape say differently."""
+    """Return the facts in which the recording and the tape differ."""
     header, problems = recorded.header, []
     for name in ("fragment", "version", "digest", "base_digest", "norm"):
         there, here = getattr(tape, name), getattr(header, name)
@@ -146,10 +146,10 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
 
     Args:
         layout: of the fragment.
-        sync: has chunk size, outer learning rate and momentum.
-        base: values of the version that was merged into, as replayed.
-        recorded: what it was made of.
-        tape: what is known to have been committed.
+        sync: how the run synchronised.
+        base: replayed values of the version that was merged into.
+        recorded: the inputs of the merge.
+        tape: the record of its commit.
     """
     problems, largest = _facts(recorded, tape), 0.0
     parts = recorded.header.contributions
@@ -219,7 +219,7 @@ def repeat(layout: FragmentLayout, sync: SyncSpec, base: Values, recorded: Recor
 
 
 def _other_steps(layout: FragmentLayout, found: Float32, recorded: Float32) -> list[str]:
-    """Matrices whose orthogonalised step (matrix elements,) was computed otherwise."""
+    """Return a line for each matrix whose orthogonalised step differs; found and recorded are (matrix elements,)."""
     problems, done = [], 0
     for slot in layout.slots:
         if slot.tensor.matrix:
@@ -248,11 +248,11 @@ def replay(
 
     Args:
         directory: the recording.
-        tape: the run's commits, by time; of several histories, if the bus was ever rewound.
-        progress: called with a number of merges whenever so many more are done.
+        tape: the run's commits, by time; they are of several histories if the bus was ever rewound.
+        progress: called with the number of merges that were done since the last call.
         saved: (fragment, version, digest) of a checkpoint of the run; the tape must have them.
-        before: the recording's files when the tape had not been read yet (`list_recording`), if the run may go on:
-            the tape must tell of these only. None: of all.
+        before: the recording's files before the tape was read (`list_recording`), for a run that may go on: only these
+            must be on the tape. None: all files must be.
 
     Raises:
         UsageError: `directory` is no recording.
@@ -284,7 +284,7 @@ def replay(
 
 
 class _FragmentReplay:
-    """The replay of one fragment: all that the tape says about it, as a graph of versions."""
+    """The replay of one fragment, whose records on the tape form a graph of versions."""
 
     def __init__(
         self,
@@ -303,7 +303,7 @@ class _FragmentReplay:
         for record in self._merges:
             self._after[record.version - 1, record.base_digest.hex() if record.base_digest else ""].append(record)
         self._globals: dict[Node, list[Path]] = defaultdict(list)
-        """Several owners may have read one version."""
+        """Recorded globals of each version; several owners may have recorded the same one."""
         self._files: dict[Node, list[Path]] = defaultdict(list)
         for path, name in list_files(directory, layout.id).items():
             if name.kind == GLOBAL:
@@ -331,14 +331,14 @@ class _FragmentReplay:
         outcome.unused += sum(len(paths) for node, paths in self._files.items() if node not in on_tape)
 
     def _start_at(self, node: Node) -> None:
-        """Walk from recorded values; where there are several, they must be equal."""
+        """Replay from recorded values; if there are several recordings of them, they must be equal."""
         if found := self._load(node):
             for other in found[1:]:
                 self._compare(node, found[0], other, "one recording of it differs from another")
             self._walk(node, found[0])
 
     def _walk(self, start: Node, values: Values) -> None:
-        """Everything that can be made from the values of `start`; only those that are still needed are kept."""
+        """Replay everything that can be made from the values of `start`; keep in memory only what is still needed."""
         stack = [(start, values)]
         while stack:
             node, values = stack.pop()
@@ -366,8 +366,11 @@ class _FragmentReplay:
         return checked.values
 
     def _find(self, record: Committed) -> RecordedMerge | None:
-        """The recording of a commit. Syncers that came in between may have recorded the same version: the one that
-        says what the tape says is it, else the first."""
+        """Return the recording of a commit; None if there is none that can be read.
+
+        Several syncers may have recorded the same version. The recording that agrees with the tape is taken, or the
+        first one if none does.
+        """
         paths = self._files.get(_node(record), [])
         if not paths:
             others = [digest for version, digest in self._files if version == record.version]
@@ -387,7 +390,7 @@ class _FragmentReplay:
         return next((merge for merge in found if not _facts(merge, record)), found[0])
 
     def _load(self, node: Node) -> list[Values]:
-        """All recordings of the values at `node` that are sound; the others are told."""
+        """Return all sound recordings of the values at `node`; report the others."""
         sound = []
         for path in self._globals[node]:
             try:
@@ -404,18 +407,18 @@ class _FragmentReplay:
         return sound
 
     def _meet(self, node: Node, values: Values) -> None:
-        """Values that an owner read from the bus must be the ones replayed."""
+        """Compare replayed values with those that owners read from the bus."""
         for other in self._load(node):
             self._compare(node, values, other, "computed again it differs from the one that was read from the bus")
 
     def _compare(self, node: Node, values: Values, other: Values, how: str) -> None:
-        """The digest says so of theta only."""
+        """Compare the momenta; the values have equal digests already."""
         mine, theirs = (np.zeros_like(v.theta) if v.momentum is None else v.momentum for v in (values, other))
         if not np.array_equal(mine, theirs):
             self._differs(node[0], f"momentum: {how}")
 
     def _tell_gaps(self) -> None:
-        """Merges that nothing led to: one line for each that a row of them begins with."""
+        """Report merges that could not be reached, with one line for each chain of them."""
         left = [record for record in self._merges if record not in self._tried]
         nodes = {_node(record) for record in left}
         begins = [r for r in left if (r.version - 1, r.base_digest.hex() if r.base_digest else "") not in nodes]
@@ -431,10 +434,13 @@ class _FragmentReplay:
             )
 
     def _tell_end(self, on_tape: set[Node]) -> None:
-        """Merges committed after the tape's last record: others were made from them, or an owner read them."""
+        """Report merges that were committed after the tape's last record.
+
+        They must have been committed if other merges were made from them, or if an owner read them from the bus.
+        """
         node = last = _node(self._records[-1])
         if last in self._after:
-            return  # a rewind ended the history that the last record is of
+            return  # a rewind ended the history to which the last record belongs
         made: dict[Node, Node] = {}
         for later, paths in self._files.items():
             if later[0] > last[0] and later not in on_tape:

@@ -1,1 +1,1 @@
-"""The syncer as a process: start, leases, leading, closing, HTTP."""
+"""The syncer as a process: its start, its leases, leading and closing a run, and HTTP."""

@@ -1,6 +1,6 @@
-"""What belongs to the whole run, where the bus has lost it: the spec, the state, reports. asyncio.
+"""Recovery of a run's spec, state and reports after the bus has lost them. asyncio.
 
-Heads are their owners' (`repair`). A bus that came back empty shows by its having no state any more.
+Heads are recovered by their owners (`repair`). A bus that came back empty is recognised by its missing state.
 """
 
 from collections.abc import Sequence
@@ -18,25 +18,25 @@ from diloco.syncer.owner import FragmentOwner
 
 
 class Lost:
-    """One syncer's memory of its run."""
+    """Puts back, from one syncer's memory, what the bus has lost of the whole run."""
 
     def __init__(self, bus: Bus, clock: Clock, agreed: AgreedSpec, owners: Sequence[FragmentOwner]) -> None:
         self._bus, self._clock, self._agreed, self._owners = bus, clock, agreed, owners
         self._other_since_s: float | None = None
         self._reports: dict[tuple[str, str], tuple[SeenReport, float]] = {}
-        """With the time at which each was seen."""
+        """(learner, incarnation) -> its last report, and when it was seen."""
         self._put_back: set[tuple[str, str]] = set()
-        """Those that have not been seen since."""
+        """Reports that were put back and have not been seen on the bus since."""
         self._emptied = False
         self._log = structlog.get_logger()
 
     async def reports(self, found: Sequence[SeenReport]) -> Sequence[SeenReport]:
-        """Put reports back that are gone, as the ledger and the count of tokens need them; returns all.
+        """Put back reports that are gone, since the ledger and the count of tokens need them; return all reports.
 
-        One that its learner has written again meanwhile is newer, and stays.
+        A report that its learner has written again meanwhile is newer and is not replaced.
 
         Raises:
-            BusError: ask again.
+            BusError: the bus failed; call it again.
         """
         now = self._clock.now()
         there = {(seen.report.learner, seen.report.incarnation): (seen, now) for seen in found}
@@ -45,12 +45,12 @@ class Lost:
             for name, (seen, seen_s) in self._reports.items()
             if name not in there
         }
-        if len(there) >= REPORTS_LEFT:  # the bus has lost none: there were too many
+        if len(there) >= REPORTS_LEFT:  # with so many reports the bus drops some itself: none is lost
             self._reports, gone = {}, {}
         self._reports |= there
         self._put_back -= there.keys()
         if (lost := gone.keys() - self._put_back) and not await self._agreed.another():
-            with suppress(BusFull):  # the next look tries again: the run must go on meanwhile
+            with suppress(BusFull):  # the run must go on meanwhile; the next call tries again
                 for name in sorted(lost):
                     await self._bus.put_back_report(gone[name])
                 self._put_back |= lost
@@ -58,36 +58,37 @@ class Lost:
         return [*found, *gone.values()]
 
     async def state(self, found: RunState | None, known: RunState | None) -> RunState | None:
-        """The run's state, as last known if the bus has lost it; then all else that it may have lost is looked after.
+        """Return the run's state, or the last known one if the bus has lost it.
 
-        A bus that has lost only that the run is to end is told so again: learners may have left for it. Not so one on
-        which the run was extended, or begun anew, while this syncer saw nothing.
+        In that case the bus may have lost everything, so the owners check their heads, and the spec is put back. If the
+        bus has only lost that the run is to end, the later phase is written again, because learners may have left on
+        account of it. It is not written if the run was extended or begun anew while this syncer saw nothing.
 
         Raises:
-            BusError, SpecMismatch: as `spec`.
+            BusError, SpecMismatch: see `spec`.
             RunReplaced: another run has begun under this name.
         """
         if found is not None:
             self._emptied = False
-            if known is not None and known.has_merged:  # else nothing of it is lost
+            if known is not None and known.has_merged:  # before the first merge nothing can be lost
                 found.check_same_run(known, self._bus.keys.run, "This syncer has served")
             if known is not None and known.phase.rank > found.phase.rank and known.same_part(found):
                 found = await self._bus.write_state(known)
                 self._log.warning("state_put_back", phase=found.phase.value, reason=found.reason)
         elif known is not None and not self._emptied:
             self._emptied = True
-            self._log.warning("state_lost", detail="the bus has lost the run's state: what is known here is put back")
+            self._log.warning("state_lost", detail="the bus has lost the run's state: it is put back from memory")
             for owner in self._owners:
                 owner.look()
             await self.spec()
         return known if found is None else found
 
     async def spec(self) -> None:
-        """See that the bus has this run's spec; put it back if that is gone, or another one has its place.
+        """Check that the bus has this run's spec; put it back if it is gone or was replaced by another one.
 
         Raises:
             SpecMismatch: another run has begun under this name.
-            BusError: ask again.
+            BusError: the bus failed; call it again.
         """
         found = await self._bus.read_spec()
         told = self._agreed.differs(found)
@@ -110,7 +111,7 @@ class Lost:
             )
 
     async def _ours(self) -> bool:
-        """Whether the heads are those that this syncer's owners have; where there is none, whether they have any."""
+        """Return whether a head on the bus is in an owner's memory; if the bus has none, whether any head is."""
         heads = await self._bus.read_heads(range(len(self._owners)))
         if any(heads):
             return any(head and owner.knows(head) for owner, head in zip(self._owners, heads, strict=True))

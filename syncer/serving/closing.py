@@ -1,8 +1,8 @@
-"""The end of a run that several syncers may share: one of them refuses the rest and writes the manifest. asyncio.
+"""End of a run that several syncers may share (asyncio): one of them refuses the rest and writes the manifest.
 
-When the run is closing, every syncer lets its merges in hand be committed, gives its leases back and comes here.
-Whoever gets the lease of fragment 0 gathers all of them (a dead syncer's lapse); with all in one hand nobody can
-commit any more. If that one dies, its leases lapse too, and the next one does the same again.
+When the run is closing, every syncer lets its merges in progress be committed, gives its leases back and calls
+`finish_run`. The syncer that gets the lease of fragment 0 gathers all other leases (those of a dead syncer expire).
+While it holds them all, no other syncer can commit. If it dies, its leases expire too, and the next one does the same.
 """
 
 import asyncio
@@ -26,13 +26,22 @@ POLL_S = 0.25
 async def finish_run(
     bus: Bus, clock: Clock, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event, known: RunState
 ) -> RunState | None:
-    """Wait until the closing run is finished, and finish it unless another syncer does; None if `stop` came first.
+    """Wait until the closing run is finished, and finish it unless another syncer does.
 
-    known: the closing state, for a bus that has lost it.
+    Args:
+        bus, clock: the syncer's.
+        nonce: of the syncer's leases.
+        fragments: number of fragments.
+        lease_s: how long a lease lasts.
+        stop: set to give up.
+        known: the closing state, written again if the bus has lost it.
+
+    Returns:
+        The finished run's state; None if `stop` was set first.
 
     Raises:
-        BusError: call it again.
-        DilocoError: the run goes on: it was extended.
+        BusError: the bus failed; call it again.
+        DilocoError: the run was extended, and goes on.
     """
     while not stop.is_set():
         state = await bus.read_state() or await bus.write_state(known)
@@ -49,12 +58,15 @@ async def finish_run(
 
 
 def _check_not_extended(state: RunState, known: RunState) -> None:
-    if state.budget_tokens > known.budget_tokens:  # this syncer was paused meanwhile, and knows the old spec
+    if state.budget_tokens > known.budget_tokens:  # this syncer was paused, and has the old spec
         raise DilocoError("the run was finished and extended meanwhile: start this syncer again")
 
 
 async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event) -> bool:
-    """Take all leases, the first one first; False (and none held) if another syncer has that one, or at `stop`."""
+    """Take all leases, that of fragment 0 first.
+
+    Returns False, with no lease held, if another syncer has the first one, or if `stop` is set.
+    """
     if not await bus.acquire_lease(0, nonce, lease_s):
         return False
     while True:
@@ -69,7 +81,7 @@ async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: as
 
 
 async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: RunState) -> RunState:
-    """With all leases held: refuse what is pending, write the manifest."""
+    """Refuse the pending deltas and write the manifest. All leases must be held."""
     for head in await bus.read_heads(range(fragments)):
         if head is not None:
             await _refuse_leftovers(bus, clock, nonce, head)
@@ -78,7 +90,7 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: Run
         _check_not_extended(state, known)
         heads = [head for head in await bus.read_heads(range(fragments)) if head is not None]
         manifest = tuple((head.version, head.digest) for head in heads)
-        # Written by a syncer that was paused on the way here, it might name older heads: so it is read again.
+        # A syncer that was paused on the way here might have written a manifest of older heads, so it is read again.
         if state.phase is Phase.FINISHED and state.manifest == manifest:
             break
         counted = (seen.report.tokens for seen in await bus.read_reports() if seen.counts_in(state))
@@ -88,17 +100,17 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: Run
     outer_steps = sum(head.version for head in heads)
     if state.tokens and len(heads) < fragments:
         lost = sorted({*range(fragments)} - {head.fragment for head in heads})
-        detail = "the bus lost them while the run ended: they are in its last checkpoint only"
+        detail = "the bus lost these heads while the run ended: only the last checkpoint before may have them"
         structlog.get_logger().error("heads_lost", fragments=lost, detail=detail)
     structlog.get_logger().info("run_finished", tokens=state.tokens, outer_steps=outer_steps)
     return state
 
 
 async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> None:
-    """What is still on a fragment's streams will never be merged.
+    """Refuse the deltas that are still on a fragment's streams, since they will never be merged.
 
-    It is looked at once, and told as far as in a window: a peer that floods its stream does not keep the run from its
-    end. What is left there then, and what comes later, counts as refused.
+    The streams are read once, and at most `TOLD_A_WINDOW` refusals of each learner go on the tape, so that a learner
+    that floods its stream cannot keep the run from ending. Deltas that remain there, or come later, count as refused.
     """
     counted = {(one.learner, one.incarnation, one.base_version): one.tokens for one in head.merged}
     offers = await bus.read_offers(head.fragment)
@@ -107,7 +119,7 @@ async def _refuse_leftovers(bus: Bus, clock: Clock, nonce: str, head: Head) -> N
     told, records, untold, lost_tokens = Counter[str](), list[Rejected](), list[RefusalReason](), 0
     for entry in offers:
         h, lost = entry.header, 0
-        if h is not None:  # of several deltas of one training, what each holds beyond those before it
+        if h is not None:  # of several deltas of one training, each loses only its tokens beyond those before it
             training = h.learner, h.incarnation, h.base_version
             lost = max(0, h.tokens - counted.get(training, 0))
             counted[training] = max(h.tokens, counted.get(training, 0))

@@ -1,19 +1,19 @@
-"""The syncer's HTTP side, for probes, people and Prometheus. The only user of aiohttp; `service` starts it.
+"""The syncer's HTTP server, for probes, people and Prometheus. `service` starts it; only this module uses aiohttp.
 
 /healthz  200 while the event loop runs
-/readyz   200 when the syncer merges, or stands by for one that does, else 503 with the reason
+/readyz   200 when the syncer merges, or is a spare for one that does, otherwise 503 with the reason
 /status   the run's status as JSON (`pipeline.view.status`)
 /metrics  Prometheus text
-/         the page (`pipeline.view.page`): its files are under /page/, what it shows comes from /page/events
+/         the page (`pipeline.view.page`): its files are under /page/, its data comes from /page/events
 
-Who may read: with a token (DILOCO_HTTP_TOKEN), all asks for `Authorization: Bearer TOKEN` but /healthz and the page's
-files, which hold nothing of the run: they ask whoever looks at them for the token, and send it. Without one,
-whoever reaches the address may read all of it (it is loopback unless it is told otherwise), but a browser on behalf of
-a page from elsewhere: the Host header must be one that no such page can have (`_is_ours`).
+Access: if a token is set (DILOCO_HTTP_TOKEN), all paths require `Authorization: Bearer TOKEN`, except /healthz and the
+page's files. These files hold nothing of the run; they ask their reader for the token and send it. Without a token,
+everybody who reaches the address (loopback by default) may read everything. Only a browser that acts for a page from
+elsewhere may not: the Host header must be one that no such page can have (`_is_ours`).
 
-What it may take: one connection is one request, which has so long, whatever it does or does not do. A connection above
-the most is closed at once. Whoever follows the page's events may stay longer. A reverse proxy does more than that: put
-one in front where it faces more than your own network.
+Limits: each connection serves one request and has a fixed time for it, however it behaves. A connection above the
+maximum number is closed at once. Readers of the page's events may stay longer. A reverse proxy does more: put one in
+front if the server faces more than your own network.
 """
 
 import asyncio
@@ -27,27 +27,29 @@ from typing import Any
 import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from typing_extensions import override
 
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.view.page.files import POLICY, served
 
+# Maximum number of open connections.
 CONNECTIONS = 64
-"""Open ones at a time, at most."""
+# A connection that has not sent the head of its request within this time is closed.
 HEAD_S = 5.0
-"""A connection that has not sent the head of its request by then is closed."""
+# A status that the bus does not deliver within this time is answered by an error.
 STATUS_S = 10.0
-"""A status that takes the bus longer is not waited for."""
+# A connection is closed after this time, even if the client does not read its answer.
 CONNECTION_S = 20.0
-"""A connection ends by then, also one that does not read its answer."""
+# A stream of the page's events ends after this time; the page then asks again.
 STREAM_S = 600.0
-"""Whoever follows the page's events asks anew by then."""
+# A stream whose client does not read for this long is closed.
 WRITE_S = 10.0
-"""One that does not read for so long is not waited for."""
 
+# `follow(last_id)` yields server-sent events after the one of this id, without end (`pipeline.view.page.collector`).
 Follow = Callable[[str], AsyncIterator[bytes]]
-"""`follow(last_id)`: server-sent events after the one of this id, without end (`pipeline.view.page.collector`)."""
 EVENTS = "/page/events"
+# Headers of everything that a browser is to show.
 SAFE = {
     "Content-Security-Policy": POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -56,22 +58,21 @@ SAFE = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
-"""Headers of all that a browser is to show."""
 
 
 def _is_loopback(host: str) -> bool:
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name: it may be of any address
+    except ValueError:  # a name, which may stand for any address
         return False
 
 
 def _is_ours(given: str | None, listens_on: str) -> bool:
-    """Whether a Host header is one that no page from elsewhere can have.
+    """Return whether a Host header is one that no page from elsewhere can have.
 
-    A page whose own name was made to point here (DNS rebinding) has that name in it. So: none (no browser leaves it
-    out), any IP address (which is no name), localhost, the name that this side was told to listen on; and, where it
-    listens beyond loopback, names without a dot, as containers have for one another.
+    A page whose own name was made to point here (DNS rebinding) sends that name. So these are accepted: no header (no
+    browser leaves it out), any IP address (which is no name), localhost, and the name that this server was told to
+    listen on; and, if it listens beyond loopback, names without a dot, such as containers have for one another.
     """
     if given is None:
         return True
@@ -87,15 +88,15 @@ def _is_ours(given: str | None, listens_on: str) -> bool:
 
 
 def _refusal(request: web.BaseRequest, token: str | None, listens_on: str) -> web.Response | None:
-    """What is answered to a request that may not read."""
+    """Return the refusal of a request that may not read; None if it may."""
     if request.path == "/healthz":
         return None
     if token is not None:
         given = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        # How long it takes to compare does not tell how much of it was right.
+        # `compare_digest` takes constant time, so that timing does not reveal how much of a guessed token was right.
         if request.path in served() or hmac.compare_digest(given, f"Bearer {token}".encode()):
             return None
-        hint = "a token is asked for here: send the header Authorization: Bearer <DILOCO_HTTP_TOKEN>\n"
+        hint = "a token is required: send the header Authorization: Bearer <DILOCO_HTTP_TOKEN>\n"
         return web.Response(status=401, text=hint, headers={"WWW-Authenticate": "Bearer"})
     if _is_ours(request.headers.get("Host"), listens_on):
         return None
@@ -104,10 +105,10 @@ def _refusal(request: web.BaseRequest, token: str | None, listens_on: str) -> we
 
 
 class _Server(web.Server):
-    """Bounds the connections: their number and their time."""
+    """A server that bounds the number of connections and the time of each."""
 
     def __init__(self, handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]) -> None:
-        silent = logging.Logger("http")  # aiohttp has a traceback for each request that is no HTTP
+        silent = logging.Logger("http")  # aiohttp logs a traceback for each malformed request
         silent.disabled = True
         super().__init__(
             handler,
@@ -119,10 +120,10 @@ class _Server(web.Server):
             auto_decompress=False,
         )
         self._limits: dict[object, asyncio.TimerHandle] = {}
-        """Of each open connection, by its handler."""
+        """Handler of each open connection -> the timer that aborts it."""
 
+    @override
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
-        """Take it, if there is room."""
         super().connection_made(handler, transport)
         if len(self._limits) >= CONNECTIONS:
             transport.abort()
@@ -130,22 +131,25 @@ class _Server(web.Server):
             self._limits[handler] = asyncio.get_running_loop().call_later(CONNECTION_S, transport.abort)
 
     def keep(self, handler: Any) -> bool:
-        """Let whoever has this connection see to its end. False: half of all are kept so, the others are for probes."""
+        """Remove the time limit of a connection, whose caller then bounds it.
+
+        Returns False if half of all connections are kept already, since the others must stay free for probes.
+        """
         if sum(limit.cancelled() for limit in self._limits.values()) >= CONNECTIONS // 2:
             return False
         if (limit := self._limits.get(handler)) is not None:
             limit.cancel()
         return True
 
+    @override
     def connection_lost(self, handler: Any, exc: BaseException | None = None) -> None:
-        """Forget it."""
         if (limit := self._limits.pop(handler, None)) is not None:
             limit.cancel()
         super().connection_lost(handler, exc)
 
 
 async def _send_events(request: web.BaseRequest, follow: Follow) -> web.StreamResponse:
-    """Until whoever asked is gone, is too slow, or has to ask anew."""
+    """Send the page's events until the client is gone, is too slow, or `STREAM_S` is over."""
     response = web.StreamResponse(headers={**SAFE, "Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     response.force_close()
     events = follow(request.headers.get("Last-Event-ID", "")[:64])
@@ -156,7 +160,7 @@ async def _send_events(request: web.BaseRequest, follow: Follow) -> web.StreamRe
                 async with asyncio.timeout(WRITE_S):
                     await response.write(event)
     if request.transport is not None:
-        request.transport.abort()  # its end may be as slow to be read
+        request.transport.abort()  # an orderly close would wait for a client that may not read
     return response
 
 
@@ -169,10 +173,12 @@ async def start_http(
     port: int,
     token: str | None = None,
 ) -> web.ServerRunner:
-    """Serve until the returned runner's `cleanup()`. Port 0 takes a free one: see the runner's `addresses`.
+    """Start the server, which runs until `cleanup()` of the returned runner.
+
+    Port 0 takes a free port; the runner's `addresses` has it.
 
     Raises:
-        UsageError: the address cannot be listened on.
+        UsageError: the server cannot listen on the address.
     """
     one_at_a_time, log = asyncio.Lock(), structlog.get_logger()
 
@@ -187,10 +193,10 @@ async def start_http(
         try:
             async with asyncio.timeout(STATUS_S), one_at_a_time:
                 body, code = await status(), 200
-        except DilocoError as error:  # the bus is away: say so, and go on
+        except DilocoError as error:  # for example, the bus is unavailable
             body, code = {"error": f"{type(error).__name__}: {error}"}, 503
         except TimeoutError:
-            body, code = {"error": f"no status in {STATUS_S:g} s: Redis is slow, or too many ask"}, 503
+            body, code = {"error": f"no status within {STATUS_S:g} s: Redis is slow, or too many ask for it"}, 503
         return web.Response(status=code, text=dumps(body, indent=1) + "\n", content_type="application/json")
 
     async def metrics() -> web.Response:
@@ -228,7 +234,7 @@ async def start_http(
     server = _Server(answer_or_log)
     runner = web.ServerRunner(server, shutdown_timeout=1.0)
     await runner.setup()
-    try:  # what waits in the backlog is accepted at one go, so that it counts too
+    try:  # the event loop accepts a whole backlog at once, so it must not be longer than the number of connections
         await web.TCPSite(runner, host, port, backlog=CONNECTIONS).start()
     except OSError as error:
         await runner.cleanup()
@@ -236,6 +242,6 @@ async def start_http(
         raise UsageError(f"cannot listen on http_host={host} http_port={port}: {why}") from error
     log.info("http_listening", address=runner.addresses[0])
     if token is None and not _is_loopback(host):
-        hint = "whoever reaches it can read status and metrics: set DILOCO_HTTP_TOKEN, or keep to 127.0.0.1"
+        hint = "anybody who reaches it can read status and metrics: set DILOCO_HTTP_TOKEN, or listen on 127.0.0.1 only"
         log.warning("http_open", host=host, detail=hint)
     return runner

@@ -1,4 +1,4 @@
-"""Version 0 of each fragment, from a learner's complete upload. asyncio."""
+"""Commit of version 0 of each fragment, from a learner's complete upload. asyncio."""
 
 import asyncio
 
@@ -16,8 +16,9 @@ from diloco.syncer.merging.merge import all_finite
 from diloco.syncer.merging.repair import adopted, say_rewound
 
 IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
+# Fragments that get their version 0 at the same time: two, or one in 32 of all if that is more. They are bounded
+# because each of them is on the bus twice meanwhile.
 AT_ONCE, PART = 2, 32
-"""Fragments that get their version 0 at a time: so many, or one of 32 of them. Each is on the bus twice meanwhile."""
 FRESH = (
     "they are fresh, and the run has trained others, which Redis lacks: a learner that has them uploads them within a "
     "minute, or start a syncer with the run's checkpoint, by the same command. If neither helps, end everybody, "
@@ -31,21 +32,23 @@ class InitialVersions:
     def __init__(self, context: SyncerContext) -> None:
         self._context, self._bus, self._sync, self._offload = context, context.bus, context.sync, context.offload
         self.turns = asyncio.Semaphore(max(AT_ONCE, context.sync.fragments // PART))
-        """To be held for `commit`."""
+        """Must be held while `commit` is called."""
         self._unusable: set[str] = set()
-        """Nonces of uploads that cannot be used: each is told once, by its first fragment."""
+        """Nonces of uploads that cannot be used. Each is reported once, for its first fragment."""
 
     async def commit(self, layout: FragmentLayout) -> bool:
-        """Commit version 0 of a fragment if a sound upload is there; False if there is none (yet).
+        """Commit version 0 of a fragment if a sound upload is there; return False if there is none (yet).
 
-        If live learners have a version, the bus has lost it: the tape says that the fragment went back. A run that
-        has merged takes no fresh values: a node lost its heads, or a syncer died while it put a checkpoint back.
+        If live learners have a version already, the bus has lost it, and the tape records that the fragment was
+        rewound. A run that has merged takes no fresh values: a Redis node lost its heads, or a syncer died while it
+        restored a checkpoint.
 
         Raises:
-            BusError: as the bus; a commit that was refused changed nothing.
+            BusError: the bus failed; a commit that was refused changed nothing.
         """
         upload, state = await self._bus.read_initial(), self._context.watch.state
-        # The lead writes the state first: whatever is merged is of the part of the run that it begins.
+        # The state must exist first (the lead writes it), so that every merge belongs to the part of the run that it
+        # begins.
         if upload is None or state is None:
             return False
         key = self._bus.keys.initial_payload(layout.id, upload.nonce)
@@ -63,7 +66,8 @@ class InitialVersions:
                     "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
                 )
             return False
-        # A copy: learners may write to the key of an upload, and to no global. The same upload gives the same bytes.
+        # The values are copied, because learners may write to the key of an upload but not to that of a global. If two
+        # syncers do this with the same upload, they write the same bytes.
         sync = layout.sync(self._sync)
         whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, sync, STAGED_TTL_S, self._offload)
         record = Committed.installed(
@@ -83,7 +87,7 @@ class InitialVersions:
         return True
 
     def _first(self, record: Committed, whole: Published, upload: InitialUpload, key: str) -> Commit:
-        """key: of the learner's upload, which goes with the commit."""
+        """Return the commit of version 0; the learner's upload at `key` is deleted by it."""
         return Commit(
             nonce=self._context.nonce,
             expected=None,

@@ -1,6 +1,6 @@
-"""The lead moves the run: counts its tokens, drains it at the budget, closes it when it is drained. asyncio.
+"""The lead (asyncio) moves the run: it counts the tokens, drains the run at the budget, and closes it once drained.
 
-It is whichever syncer serves fragment 0; `closing` ends the run after it.
+The lead is the syncer that serves fragment 0. `closing` then ends the closing run.
 """
 
 from typing import Any
@@ -17,30 +17,34 @@ from diloco.syncer.context import SyncerContext
 from diloco.syncer.membership import WATCH_S
 
 SAMPLE_RETRY_S = 1.0
+# How long fresh parameters wait for trained ones, which a learner uploads within half this time. The wait is bounded,
+# so that a false report cannot keep a run from beginning.
 PATIENCE_S = 60.0
-"""A learner uploads what it has adopted within half of it. Nobody's word keeps a run from beginning for longer."""
 
 
 class Lead:
-    """What a syncer does as the lead."""
+    """Work of the lead."""
 
     def __init__(self, context: SyncerContext) -> None:
         self._bus, self._clock, self._watch = context.bus, context.clock, context.watch
         self._layout, self._budget_tokens = context.layout, context.sync.tokens
         self._sample_from_s, self._diverged = 0.0, context.diverged
         self._asked_since_s: float | None = None
-        """Since when fresh parameters wait for trained ones."""
+        """Time since which fresh parameters wait for trained ones; None if they do not."""
         self._waits = False
         self._aside: dict[tuple[str, str], int] = {}
-        """Incarnations of learners that have diverged -> the most tokens that they have reported since then."""
+        """(learner, incarnation) of diverged learners -> the most tokens that they have reported since."""
 
     async def move(self, state: RunState | None, checkpoint: str = "", problem: str = "") -> RunState | None:
         """Write the state that follows from the present one, and return it; None before the run has parameters.
 
-        checkpoint: the one that this syncer has begun last, "" if it has begun none. problem: as `RunState`.
+        Args:
+            state: the present state; None if the run has none.
+            checkpoint: the checkpoint that this syncer is saving, "" for none.
+            problem: see `RunState.problem`.
 
         Raises:
-            BusError: ask again.
+            BusError: the bus failed; call it again.
         """
         if (begun := state or await self._first()) is None:
             return None
@@ -52,16 +56,19 @@ class Lead:
         return state if state.phase is Phase.FINISHED else await self._bus.write_state(state)
 
     async def begin(self) -> None:
-        """Write the first state of a run that has none: one that is stopped within its first moments.
+        """Write the first state of a run if it has none, because it is stopped within its first moments.
 
         Raises:
-            BusError: ask again.
+            BusError: the bus failed; call it again.
         """
         if await self._bus.read_state() is None and (first := await self._first()) is not None:
             await self._bus.write_state(first)
 
     async def _first(self) -> RunState | None:
-        """Of a run with parameters, or with their upload. It goes on from the run that they are of, if they are."""
+        """Return the first state of a run that has parameters or an upload of them; None if it has neither.
+
+        If the upload holds trained parameters of this run, which the bus had lost, the state continues that run.
+        """
         upload = await self._bus.read_initial()
         if upload is None and await self._bus.read_heads([0]) == [None]:
             return None
@@ -83,8 +90,11 @@ class Lead:
         )
 
     async def _others_have_more(self) -> bool:
-        """Whether fresh parameters would take the place of trained ones: a live learner has some of this run, and
-        uploads them soon, or a syncer has its checkpoint, and puts that on the bus. Not for ever: see `PATIENCE_S`."""
+        """Return whether fresh parameters must wait, because they would replace trained ones, for `PATIENCE_S` at most.
+
+        A live learner that has adopted a version of this run uploads it soon, or a syncer that has the run's checkpoint
+        puts it on the bus.
+        """
         now = self._clock.now()
         self._asked_since_s = now if self._asked_since_s is None else self._asked_since_s
         if now - self._asked_since_s > PATIENCE_S:
@@ -99,11 +109,12 @@ class Lead:
         return self._waits
 
     async def _counted(self, state: RunState) -> RunState:
-        """With the tokens of by now; it drains once they reach the budget."""
+        """Return the state with the present tokens, and in phase draining once they reach the budget."""
         update: dict[str, Any] = {"tokens": max(state.tokens, self._watch.tokens(state))}
-        # A report may fall and rise again, and the run's tokens never fall: what counts is not taken back either.
+        # A report may fall and rise again, while the run's tokens never fall. So tokens that count already are never
+        # set aside afterwards.
         update["set_aside"] = min(state.set_aside + self._trained_aside(state), update["tokens"] - state.counted_tokens)
-        update["liveness_s"] = self._watch.liveness_s  # what whoever shows the run goes by
+        update["liveness_s"] = self._watch.liveness_s  # used by status and page
         if state.phase.rank < Phase.CLOSING.rank and sample_due(state.samples, unix_s := self._clock.unix()):
             merged = await self._merged_tokens()
             if merged is not None:
@@ -114,7 +125,7 @@ class Lead:
         return state.model_copy(update=update)
 
     def _trained_aside(self, state: RunState) -> int:
-        """Tokens that learners have trained since the last look, and that nothing will come of."""
+        """Return the tokens that diverged learners have trained since the last look, which are lost."""
         before, of = self._aside, self._diverged.learners
         reports = [seen.report for seen in self._watch.reports if seen.counts_in(state) and seen.report.learner in of]
         now = {(one.learner, one.incarnation): one.tokens for one in reports}
@@ -122,7 +133,7 @@ class Lead:
         return sum(most - before.get(who, most) for who, most in self._aside.items())
 
     async def _closed(self, state: RunState) -> RunState:
-        """Closing, once it is drained or that takes too long."""
+        """Return the state in phase closing, if the run is drained or draining takes too long; otherwise unchanged."""
         if state.phase is Phase.DRAINING and self._watch.drain_until is not None:
             overdue = self._clock.now() >= self._watch.drain_until + 2 * WATCH_S
             if overdue or await self._drained():
@@ -130,24 +141,27 @@ class Lead:
         return state
 
     async def _merged_tokens(self) -> int | None:
-        """Of the whole model; None before every fragment has a head: a resumed run's have merged tokens already."""
+        """Return the merged tokens of the whole model; None before every fragment has a head.
+
+        The heads of a resumed run have merged tokens from the start, so a sum over some of them would be misleading.
+        """
         now, count = self._clock.now(), len(self._layout.fragments)
         if now < self._sample_from_s:
             return None
         self._sample_from_s = now + SAMPLE_RETRY_S
-        # One that cannot be read is told of by its owner, by learners and by status.
+        # A head that cannot be read is reported by its owner, by the learners and by the status.
         found = await by_group(self._bus.keys, range(count), self._bus.read_heads, lambda error: None)
         heads = [head for head in found.values() if head is not None]
         return merged_tokens(self._layout, heads) if len(heads) == count else None
 
     async def _drained(self) -> bool:
-        """Everybody has left (or died), and nothing is pending."""
+        """Return whether all learners have left (or died) and no delta is pending."""
         if not self._watch.draining or self._watch.live():
             return False
         try:
             for fragment in self._layout.fragments:
                 if await self._bus.read_offers(fragment.id, limit=1):
                     return False
-        except BusUnavailable:  # one node may be away, which is no reason not to look after the others
+        except BusUnavailable:  # one node may be down, and must not keep the lead from the rest of its work
             return False
         return True

@@ -1,4 +1,4 @@
-"""Background work that outlives outages. asyncio."""
+"""Retries of background work after outages. asyncio."""
 
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -11,21 +11,21 @@ from diloco.syncer.metrics import Metrics
 
 T = TypeVar("T")
 
+# The interval does not grow: a syncer can do nothing else meanwhile, and should notice at once when the bus is back.
 EVERY_SECOND = Backoff(1.0, 1.0)
-"""A syncer has nothing better to do, and a bus that is back is found at once."""
 
 
 def warn(error: BaseException, wait_s: float) -> None:
-    """Say that it is tried again."""
+    """Log an error after which the work is retried in `wait_s` seconds."""
     event = "disk_failed" if isinstance(error, OSError) else outage_event(error)
     structlog.get_logger().warning(event, error=str(error), retry_s=wait_s)
 
 
 async def retrying(metrics: Metrics, work: Callable[[], Awaitable[T]], retry_s: float = 1.0) -> T:
-    """Run a coroutine function to its end, again after every outage or unreadable entry.
+    """Run a coroutine function to its end, and start it again after every outage or unreadable entry.
 
     Raises:
-        SpecMismatch: no other try would help.
+        SpecMismatch: retrying would not help.
     """
 
     def failed(error: BaseException, wait_s: float) -> None:

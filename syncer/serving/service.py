@@ -1,7 +1,7 @@
-"""The syncer as a process sees it: waits for the run's spec, serves the run, tells HTTP about it.
+"""The syncer as a process: it waits for the run's spec, serves the run, and answers HTTP requests about it.
 
-`start` finds the spec, `supervisor` does the rest. asyncio; the bus, the clock and the offloading of heavy work are
-injected, so that the same code runs in virtual time.
+`start` finds the spec, `supervisor` serves the run. The module uses asyncio; the bus, the clock and the offloading of
+heavy work are injected, so that the same code also runs in virtual time.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ SCRIPTS_LOOK_S = 2.0
 
 
 class SyncerService:
-    """One syncer process's work, on any bus and clock."""
+    """The work of one syncer process, on any bus and clock."""
 
     def __init__(
         self,
@@ -59,27 +59,27 @@ class SyncerService:
         self.serving: Serving | None = None
         """None before the spec is agreed."""
         self.finished = False
-        """The run has come to its end."""
+        """True once the run has ended."""
         self.in_order = True
-        """False once a shutdown took longer than its budget, or what it leaves on disk is not whole."""
+        """False once a shutdown took longer than its budget, or left incomplete data on disk."""
         self._offload, self._random_hex = offload, random_hex
 
     @property
     def status_at_exit(self) -> int:
-        """Of the process, once `run` has returned: 1 if it did not end in order, 75 if its run goes on."""
+        """Exit status of the process once `run` has returned: 1 if it did not end in order, 75 if its run goes on."""
         if not self.in_order:
             return 1
         return 0 if self.finished else AGAIN_STATUS
 
     @property
     def owners(self) -> list[FragmentOwner]:
-        """Of all fragments, in order; none before the spec is agreed."""
+        """Owners of all fragments, in order; none before the spec is agreed."""
         return self.serving.owners if self.serving else []
 
-    # --- what the HTTP side asks --------------------------------------------------------------------
+    # --- called by the HTTP side --------------------------------------------------------------------
 
     async def status(self) -> Status | dict[str, str]:
-        """The run's status (`pipeline.view.status`)."""
+        """Return the run's status (`pipeline.view.status`)."""
         if self.serving is None:
             return {"run": self.bus.keys.run, "phase": "waiting", "reason": "no learner has proposed a spec yet"}
         status = await self._status.read()
@@ -88,11 +88,11 @@ class SyncerService:
         return status
 
     def ready(self) -> tuple[bool, str]:
-        """Whether this syncer merges, or stands by for others to fail, and why not."""
+        """Return whether this syncer merges, or is a spare that would take over, and the reason in words."""
         return self.serving.leases.ready() if self.serving else (False, "waiting for the run's spec")
 
     def leads(self) -> bool:
-        """Whether this syncer leads the run."""
+        """Return whether this syncer leads the run."""
         return self.serving is not None and self.serving.leads()
 
     # --- life -----------------------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class SyncerService:
         """Serve until the run is finished, or `stop` is set.
 
         Raises:
-            DilocoError: settings, spec or checkpoint cannot be used.
+            DilocoError: the settings, the spec or the checkpoint cannot be used.
         """
         warnings = BusWarnings()
         start = Start(self.bus, self.clock, self.settings, self.nonce, self.id, self._offload, warnings)
@@ -117,7 +117,7 @@ class SyncerService:
         self.finished = self.serving.finished
 
     async def _context(self, spec: Spec) -> SyncerContext:
-        """What the run is served with, on a bus that has room for it."""
+        """Check that the bus has room for the run, and return the context in which it is served."""
         settings, layout = self.settings, layout_of(spec.tensors)
         self.bus.use_spec(spec)
         await retrying(self.metrics, partial(check_memory, self.bus, layout, spec.sync))
@@ -142,7 +142,7 @@ class SyncerService:
 
 
 async def _until(stop: asyncio.Event, work: Any) -> Any:
-    """Result of `work`, or None if `stop` came first."""
+    """Return the result of `work`, or None if `stop` was set first."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -152,10 +152,10 @@ async def _until(stop: asyncio.Event, work: Any) -> Any:
 
 
 async def _reach(url: str, run: str) -> Bus:
-    """The run's bus, where this user may read the run: nobody else begins to serve it, or its page.
+    """Connect to the run's bus, and check that this Redis user may read the run before anything of it is served.
 
     Raises:
-        NotPermitted: it may not.
+        NotPermitted: the user may not read the run.
         BusUnavailable: there is no answer.
     """
     from diloco.pipeline.bus.redis_streams import connect
@@ -170,7 +170,7 @@ async def _reach(url: str, run: str) -> Bus:
 
 
 async def serve(settings: SyncerProcess) -> int:
-    """Run a syncer against a real Redis until the run is finished or a signal comes; the exit status."""
+    """Run a syncer against a real Redis until the run is finished or a signal comes; return the exit status."""
     from diloco.syncer.serving.http import start_http
 
     url = settings.bus_url()
@@ -197,7 +197,7 @@ async def serve(settings: SyncerProcess) -> int:
 
 
 async def _keep_scripts(ensure: Callable[[], Awaitable[None]], metrics: Metrics) -> None:
-    """Put back what servers lose of the scripts, until cancelled: also those that no call of a syncer misses."""
+    """Keep all Lua scripts loaded on the servers until cancelled, also those that only learners call."""
 
     async def keep() -> None:
         while True:
@@ -208,7 +208,7 @@ async def _keep_scripts(ensure: Callable[[], Awaitable[None]], metrics: Metrics)
 
 
 def main(settings: SyncerProcess) -> int:
-    """Entry point of `diloco syncer`: the exit status."""
+    """Run `diloco syncer`, and return its exit status."""
     from diloco.pipeline.process import logs
     from diloco.pipeline.process.cores import one_blas_thread
 

@@ -1,4 +1,4 @@
-"""Before anything is merged: the spec that all agree on, a checkpoint to resume, whether the bus has room. asyncio."""
+"""Start of a syncer (asyncio): the spec that all agree on, a checkpoint to resume, and whether the bus has room."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -33,22 +33,22 @@ from diloco.syncer.serving.retrying import EVERY_SECOND, warn
 
 T = TypeVar("T")
 
+# Polling interval for what other parties put on the bus, which sends no notification of it.
 LOOK_S = 0.1
-"""How often the bus is asked for what others put there: nothing tells when they do."""
+# Within this time, syncers that are started together announce their checkpoints.
 SETTLE_S = 3.0
-"""Syncers that are started together say within this which checkpoints they have."""
+# The machine's speed is measured if an outer step of all fragments has this many operations (0.1 s of one core).
 WORTH_MEASURING = 1e10
-"""Operations of an outer step of all fragments: a tenth of a second of one core."""
 
 
 class BusWarnings:
-    """What is wrong with the server, said once each time it comes up."""
+    """Logs what is wrong with the server, once each time that it comes up."""
 
     def __init__(self) -> None:
         self._told: frozenset[str] = frozenset()
 
     def tell(self, info: BusInfo, *findings: Finding) -> None:
-        """What the server says of itself now, and what else was found."""
+        """Log those warnings of the server's present state, and of further findings, that are new."""
         told = {one: one for one in info.warnings} | {one.about: str(one) for one in findings if one.level != "ok"}
         for what in sorted(told.keys() - self._told):
             structlog.get_logger().warning("bus_warning", detail=told[what])
@@ -56,55 +56,59 @@ class BusWarnings:
 
 
 class Way(StrEnum):
-    """What a syncer that starts does."""
+    """How a syncer that starts comes to its run."""
 
     BEGIN = "begin"
     """It waits for the first learner's spec and parameters."""
     JOIN = "join"
+    """It serves the run that is on the bus."""
     RESUME = "resume"
     """It puts its newest checkpoint of the run on the bus."""
     FINISHED = "finished"
-    """It puts the finished run on the bus, for whoever else is started again, and ends."""
+    """It puts the finished run on the bus, for other parties that are started again, and ends."""
 
 
 class OnBus(NamedTuple):
-    """What the bus has of a run that has begun."""
+    """State of a run that has begun, as found on the bus."""
 
     state: RunState
     served: bool
-    """Another syncer is at work on it."""
+    """True if another syncer serves the run."""
     whole: bool
-    """Each fragment has a version."""
+    """True if each fragment has a version."""
     older: bool = False
-    """A fragment's version is older than in the checkpoint here. Of the state's tokens that says nothing: they are
-    written a few times a second, and a checkpoint has those of now."""
+    """True if a fragment's version is older than in the checkpoint here. Versions are compared and not tokens: the
+    state's tokens are written only a few times a second, and a checkpoint has the present number."""
     newer: bool = False
-    """One is newer."""
+    """True if a fragment's version is newer than in the checkpoint here."""
 
     @property
     def lacks(self) -> bool:
-        """The checkpoint has merges that the bus lacks, and lacks none that it has."""
+        """True if the checkpoint has merges that the bus lacks, and the bus has none that the checkpoint lacks."""
         return (self.older or not self.whole) and not self.newer
 
 
 def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, overwrite: bool, run: str) -> Way:
-    """What one start command means, in all of a run's life.
+    """Return what the start command means, which is the same command throughout a run's life.
 
-    | bus                    | no checkpoint | of this run      | finished         | of an earlier one, same name |
+    The columns are the newest checkpoint found: none, of this run, of this run when it has finished, or of an earlier
+    run of the same name.
+
+    | bus                    | no checkpoint | of this run      | finished         | of an earlier run, same name |
     |------------------------|---------------|------------------|------------------|------------------------------|
-    | nothing of the run     | begin         | resume           | finished         | (it is this one then)        |
+    | nothing of the run     | begin         | resume           | finished         | (it counts as this run)      |
     | the run, served        | join          | join             | join             | refused                      |
-    | the run, nobody there  | join          | join             | join             | refused                      |
+    | the run, not served    | join          | join             | join             | refused                      |
     | ... older than saved   | join          | resume           | finished         | refused                      |
-    | ... a head missing, no merge that saved lacks, also where served: as where it is older than saved            |
-    | the run, finished      | join: it ends at once, and has its last checkpoint                              |
+    | ... a head is missing, and no merge on the bus is newer than saved: as in the row above, even if it is served |
+    | the run, finished      | join: the syncer ends at once, and has its last checkpoint                      |
 
     Args:
-        on_bus: None: nothing, or no more than a learner's proposal.
-        saved: the state in the newest checkpoint of a run of this name; None: there is none, or it is not to count.
-        tokens: the budget, where one was given.
-        overwrite: a checkpoint does not count: the run begins anew, or is another one.
-        run: its name.
+        on_bus: the run on the bus; None if there is nothing, or only a learner's proposal.
+        saved: the state in the newest checkpoint of a run of this name; None if there is none, or it is to be ignored.
+        tokens: the budget, if one was given.
+        overwrite: True if checkpoints are to be ignored, because the run begins anew or is another one.
+        run: the run's name.
 
     Raises:
         UsageError: the bus has another run of that name.
@@ -131,30 +135,35 @@ def way_of(on_bus: OnBus | None, saved: RunState | None, tokens: int | None, ove
 
 @dataclass(slots=True)
 class Start:
-    """How one syncer comes to the run's spec."""
+    """Finds the run's spec for one syncer, and puts a checkpoint on the bus where that is needed."""
 
     bus: Bus
     clock: Clock
     settings: SyncerProcess
     nonce: str
     name: str
-    """The syncer's, for the tape."""
+    """Name of the syncer, for the tape."""
     offload: Offload
     bus_warnings: BusWarnings
     finished: bool = False
-    """The run came to its end before this start: there is nothing to do."""
+    """True if the run had ended before this start, so that there is nothing to do."""
 
     def __post_init__(self) -> None:
-        """Raises:
-        UsageError: as `SyncSettings.with_method`.
+        """Apply the settings' method.
+
+        Raises:
+            UsageError: see `SyncSettings.with_method`.
         """
         self.settings = self.settings.with_method()
 
     async def spec(self) -> Spec | None:
-        """The run's spec: from a checkpoint, as the bus has it, or as the first learner proposes it; waits for it.
+        """Return the run's spec: a checkpoint's, the one on the bus, or the first learner's, which it waits for.
+
+        Returns:
+            The spec; None if the run is finished already.
 
         Raises:
-            DilocoError: settings, spec or checkpoint cannot be used.
+            DilocoError: the settings, the spec or the checkpoint cannot be used.
         """
         checkpoint = saved = await self.offload(self._saved)
         way: Callable[[], Awaitable[Way]] = partial(self._way, checkpoint)
@@ -164,7 +173,7 @@ class Start:
             way = partial(self._way_of_another, checkpoint)
         found = await _retry(way)
         if checkpoint is not None and found in (Way.RESUME, Way.FINISHED):
-            if saved is not None:  # before the bus is touched, which may have an older state that is sound
+            if saved is not None:  # check it before the bus is changed, which may have an older but sound state
                 await self.offload(saved.check)
             await self._resume(checkpoint, way)
         if checkpoint is not None and found is Way.FINISHED:
@@ -176,13 +185,13 @@ class Start:
             return None
         if saved is not None and found is Way.JOIN:
             await _retry(partial(self._tell_older, saved))
-        self.bus_warnings.tell(await _retry(self.bus.info))  # there may be hours to mend it before anybody trains
+        self.bus_warnings.tell(await _retry(self.bus.info))  # early: there may be hours to fix it
         if (data := await _retry(self.bus.read_spec)) is None:
             structlog.get_logger().info("waiting_for_spec", run=self.bus.keys.run)
         given = {name: getattr(self.settings, name) for name in SyncSettings.model_fields}
         wanted = Wanted(sync={name: given[name] for name in given.keys() & self.settings.model_fields_set})
         while data is None:
-            # So that whoever asks for the status can tell a run that waits from one that is not there.
+            # This lets `diloco status` tell a run that waits for learners from one that does not exist.
             await _retry(partial(self.bus.announce_syncer, self.nonce, self.name, self.settings.lease_s))
             if wanted.sync:
                 offer = partial(self.bus.offer_wanted, wanted, self.settings.lease_s)
@@ -194,7 +203,7 @@ class Start:
         return spec
 
     def _saved(self) -> Checkpoint | None:
-        """The newest checkpoint of this run, if it is to count."""
+        """Return the newest checkpoint of this run; None if there is none, or if it is to be ignored."""
         place = self.settings.checkpoint_dir
         if place is None or self.settings.overwrite:
             return None
@@ -207,10 +216,10 @@ class Start:
         return way_of(await self._on_bus(saved), state, tokens, self.settings.overwrite, self.bus.keys.run)
 
     async def _way_of_another(self, checkpoint: Checkpoint) -> Way:
-        """With a checkpoint that a run is to begin with.
+        """Return the way for a run that is to begin with the checkpoint of another one (`--resume`).
 
         Raises:
-            UsageError: it has begun, and not with one.
+            UsageError: the run has begun already, without a checkpoint.
         """
         there = await self._on_bus(checkpoint)
         same = there is not None and there.state.began_unix_s == checkpoint.state.began_unix_s
@@ -222,10 +231,10 @@ class Start:
         return Way.JOIN
 
     def _check_budget(self, checkpoint: Checkpoint) -> None:
-        """See that a run that begins with another one's checkpoint has something to train.
+        """Check that a run that begins with another run's checkpoint has something left to train.
 
         Raises:
-            UsageError: it has not.
+            UsageError: the checkpoint has reached the budget.
         """
         told, trained = "tokens" in self.settings.model_fields_set, checkpoint.state.counted_tokens
         if (budget := self.settings.tokens if told else checkpoint.spec.sync.tokens) <= trained:
@@ -234,22 +243,22 @@ class Start:
             )
 
     async def _tell_older(self, checkpoint: Checkpoint) -> None:
-        """Say so where what is joined has less than the checkpoint here, which later ones take the place of."""
+        """Warn if the joined run has less than the checkpoint here, which later checkpoints will replace."""
         there = await self._on_bus(checkpoint)
         if there is not None and there.lacks:
-            detail = "another syncer serves what Redis has. Copy the checkpoint to keep it: of a run three are kept"
+            detail = "another syncer serves the run on Redis. Copy the checkpoint to keep it: a run keeps only three"
             had = {"tokens": there.state.tokens, "saved_tokens": checkpoint.state.tokens}
             structlog.get_logger().warning("older_run_joined", path=str(checkpoint.folder), **had, detail=detail)
 
     async def _on_bus(self, saved: Checkpoint | None) -> OnBus | None:
-        """What the bus has of the run; None: nothing, or what its first learner has put there."""
+        """Return the state of the run on the bus; None if there is nothing, or only its first learner's proposal."""
         state, data = await self.bus.read_state(), await self.bus.read_spec()
         if state is None or data is None:
             return None
         spec = codec.decode(Spec, data)
         self.bus.use_spec(spec)
         fragments = range(spec.sync.fragments)
-        # One that cannot be read is there: its owner, learners and status say so.
+        # A head that cannot be read does not count as missing: its owner, the learners and the status report it.
         heads = await by_group(self.bus.keys, fragments, self.bus.read_heads, lambda error: None)
         whole = None not in heads.values()
         holders = await by_group(self.bus.keys, fragments, self.bus.read_leases)
@@ -259,9 +268,11 @@ class Start:
         return OnBus(state, served, whole, older=min(ahead, default=0) < 0, newer=max(ahead, default=0) > 0)
 
     async def _resume(self, checkpoint: Checkpoint, way: Callable[[], Awaitable[Way]]) -> None:
-        """Put a checkpoint on the bus, or wait until another syncer has put its own there: the one of most tokens.
+        """Put a checkpoint on the bus, or wait until another syncer has put its own there, which has more tokens.
 
-        way: asked again for what the bus has meanwhile.
+        Args:
+            checkpoint: this syncer's.
+            way: called again, since the bus may have changed meanwhile.
         """
         looked_s = self.clock.now()
         while True:
@@ -280,19 +291,23 @@ class Start:
     async def _acquire(self, fragments: Sequence[int]) -> bool:
         for p in fragments:
             if not await self.bus.acquire_lease(p, self.nonce, self.settings.lease_s):
-                await release_all(self.bus, self.nonce, p)  # else who has the others waits for these
+                await release_all(self.bus, self.nonce, p)  # or two syncers could wait for each other's leases
                 return False
         return True
 
     async def _put(self, checkpoint: Checkpoint, way: Callable[[], Awaitable[Way]]) -> bool:
-        """Put the checkpoint on the bus, or what is missing of it: an outage or a restart may have come between.
+        """Put the checkpoint on the bus, or the rest of it if an outage or a restart interrupted this before.
 
-        False: another syncer holds leases, ask again. A spec that a learner has proposed meanwhile is replaced.
+        A spec that a learner has proposed meanwhile is replaced.
+
+        Returns:
+            True if it is done, or no longer needed; False if another syncer holds leases, so that it must be tried
+            again.
         """
         if (found := await way()) is Way.JOIN:
             return True
         spec = checkpoint.spec
-        # Where fragments lie is this bus's, and not the checkpoint's.
+        # The placement of fragments in groups depends on this bus, not on the checkpoint's.
         anew = {"groups": self.settings.groups or groups_on((await self.bus.info()).cluster, spec.sync.fragments)}
         if "tokens" in self.settings.model_fields_set and found is not Way.FINISHED:
             anew["tokens"] = self.settings.tokens
@@ -303,7 +318,7 @@ class Start:
         fragments = range(spec.sync.fragments)
         if not await self._acquire(fragments):
             return False
-        if there is not None and there.older:  # and nobody else has a lease of it
+        if there is not None and there.older:  # safe: all its leases are ours
             by = {"by": str(checkpoint.folder), "tokens": checkpoint.state.tokens}
             structlog.get_logger().warning("older_run_replaced", had=there.state.tokens, **by)
             await self.bus.delete_run()
@@ -318,24 +333,24 @@ class Start:
 
 
 async def _retry(call: Callable[[], Awaitable[T]]) -> T:
-    """Call again after an outage, or after another syncer has restored what this one was about to."""
+    """Call again after an outage, or after another syncer has restored what this one was about to restore."""
     return await retry(call, EVERY_SECOND.waits(), BusError, warn)
 
 
 async def check_memory(bus: Bus, layout: Layout, sync: SyncSpec) -> None:
-    """What the run needs of the bus is what `diloco plan` says for as many learners.
+    """Check that the bus has enough memory for the run, by the same estimate as `diloco plan`.
 
     Raises:
-        UsageError: its memory cannot hold the run.
+        UsageError: the bus's memory cannot hold the run.
     """
     info = await bus.info()
     found = room(info.maxmemory_bytes, layout.elements, sync, backlogs=info.backlogs_bytes)
     if found.level == "error":
-        raise UsageError(f"{found} (`diloco doctor` looks at all of it)")
+        raise UsageError(f"{found} (`diloco doctor` checks everything)")
 
 
 async def speed_for(sync: SyncSpec, layout: Layout, offload: Offload) -> Speed:
-    """How fast this machine multiplies matrices; measured, and told, where the outer step has enough to matter."""
+    """Return how fast this machine multiplies matrices; it is measured and logged only if the outer step is large."""
     fragments = [operations_of((slot.tensor for slot in f.slots), sync.outer) for f in layout.fragments]
     if sum(fragments) < WORTH_MEASURING:
         return Speed()

@@ -1,7 +1,8 @@
-"""A syncer from the agreed spec to the end of the run, or to its own. asyncio.
+"""A syncer's work (asyncio) from the agreed spec until the run ends, or the syncer is stopped.
 
-One `FragmentOwner` task a fragment does the merging while this syncer has the fragment's lease; `leases` shares the
-fragments with other syncers. The owner of fragment 0 is the lead, who moves the run (`lead`); `closing` ends it.
+For each fragment a `FragmentOwner` task does the merging while this syncer has the fragment's lease; `leases` shares
+the fragments with other syncers. The syncer that owns fragment 0 is the lead, which moves the run (`lead`); `closing`
+ends it.
 """
 
 import asyncio
@@ -33,17 +34,19 @@ from diloco.syncer.serving.retrying import retrying
 from diloco.syncer.serving.start import BusWarnings
 
 BUS_LOOK_S = 5.0
-SILENT = "killed, cut off from Redis, or its machine stands still; merges do not wait for it"
+SILENT = "it was killed, lost its connection to Redis, or its machine hangs; merges do not wait for it"
+# Age of the tape's oldest entries on the bus if the lead does not archive the tape.
 TAPE_KEPT_S = 600.0
-"""How much of the tape stays on the bus where the lead does not archive it."""
 
 
 class Serving:
-    """Made once the spec is agreed; `run` does all."""
+    """Serves one run. It is made once the spec is agreed; `run` does all the work."""
 
     def __init__(self, context: SyncerContext, settings: SyncerProcess, bus_warnings: BusWarnings) -> None:
-        """Raises:
-        UsageError: a folder cannot be written.
+        """Make the owners, the leases, and the writers of tape archive and checkpoints.
+
+        Raises:
+            UsageError: a folder cannot be written.
         """
         self.context, self._settings, self._bus_warnings = context, settings, bus_warnings
         self._bus, self._clock, self._watch = context.bus, context.clock, context.watch
@@ -53,7 +56,7 @@ class Serving:
         self._lost = Lost(self._bus, self._clock, context.agreed, self.owners)
         self._lead = Lead(context)
         self._servers: frozenset[str] = frozenset()
-        """Ids of those that the run was on."""
+        """Ids of the Redis servers that the run has been on."""
         self._archive, self._checkpoints = None, None
         if settings.tape_dir:
             given = context.sync.groups, settings.tape_dir, context.nonce, self.leads, context.offload
@@ -61,15 +64,15 @@ class Serving:
         if settings.checkpoint_dir:
             self._checkpoints = Checkpoints(context, settings.checkpoint_dir, settings.lease_s, self.served)
         self.closing: asyncio.Future[RunState] = asyncio.get_running_loop().create_future()
-        """The run's state once no merge begins any more: it is closing, or finished."""
+        """Resolves to the run's state once the run is closing or finished, so that no merge begins any more."""
         self.finished = False
-        """It has seen its run to the end."""
+        """True once the run is finished."""
         self._in_order = True
         self._log = structlog.get_logger()
         self._show()
 
     def _show(self) -> None:
-        """Have the gauges tell of this."""
+        """Connect the gauges to this object's state."""
         metrics, owners = self.context.metrics, self.owners
         metrics.open_windows.set_function(lambda: sum(owner.window_open for owner in owners))
         metrics.doubted_learners.set_function(
@@ -82,26 +85,29 @@ class Serving:
 
     @property
     def problems(self) -> list[str]:
-        """What cannot be written to a disk, in words for the status."""
+        """Problems with writing to disks, in words, for the status."""
         writers = (self._checkpoints, self.context.recorder, self._archive)
         return [one.problem for one in writers if one is not None and one.problem]
 
     def leads(self) -> bool:
-        """Whether this syncer serves fragment 0."""
+        """Return whether this syncer serves fragment 0."""
         return self.owners[0].lease.is_set()
 
     def _leads_shown(self) -> float:
-        """NaN once it ends: it has given its leases back, and saves what may take minutes. Nobody is missing then."""
+        """Return 1 if this syncer leads, 0 if not, NaN while it ends.
+
+        It has given its leases back then, and saving may take minutes; NaN keeps an alert about a missing lead silent.
+        """
         return math.nan if self._watch.frozen else self.leads()
 
     def served(self) -> list[int]:
-        """Fragments that this syncer serves."""
+        """Return the fragments that this syncer serves."""
         return [p for p, owner in enumerate(self.owners) if owner.lease.is_set()]
 
     # --- life -----------------------------------------------------------------------------------------
 
     async def run(self, stop: asyncio.Event) -> bool:
-        """Serve until the run is finished, or `stop` is set; False if it did not end in order.
+        """Serve until the run is finished, or `stop` is set; return False if it did not end in order.
 
         Raises:
             DilocoError: another run has begun under this name.
@@ -130,7 +136,7 @@ class Serving:
         return retrying(self.context.metrics, work, retry_s)
 
     def _background(self) -> list[Any]:
-        """Coroutines that go on until they are cancelled, or a mistake of ours or of people ends them."""
+        """Return the background coroutines. Each runs until it is cancelled or meets an error that no retry fixes."""
         settings, checkpoints = self._settings, self._checkpoints
         works = [
             self._retrying(self.leases.keep, settings.lease_s / RETRIES),
@@ -156,7 +162,7 @@ class Serving:
             task.result()  # a background task ends only by an error
 
     async def _bound(self, stop: asyncio.Event, limit: asyncio.Timeout) -> None:
-        """A syncer that was told to stop has so much time, and as much again for each fragment that it has saved."""
+        """Bound the shutdown after `stop` by `shutdown_s`, and extend that anew with each fragment that is saved."""
         await stop.wait()
         went_on = self._checkpoints.went_on if self._checkpoints else asyncio.Event()
         while True:
@@ -167,7 +173,7 @@ class Serving:
     async def _end(
         self, stop: asyncio.Event, background: list[asyncio.Task[None]], owners: list[asyncio.Task[None]]
     ) -> None:
-        """Let merges in hand be committed and give everything back; see the run to its end if it is closing."""
+        """Let merges in progress be committed and give leases back; then finish a closing run, or save a checkpoint."""
         saves, served = self.leads() or len(self.leases.syncers) <= 1, self.served()
         self._watch.frozen = True
         for owner in self.owners:
@@ -184,7 +190,7 @@ class Serving:
             await self._retrying(partial(self._finish_archive, self._archive))
 
     async def _finish(self, stop: asyncio.Event, closing: RunState, served: list[int]) -> None:
-        """See the closing run to its end, and save it. served: fragments that were this syncer's."""
+        """Finish the closing run and save it; served: the fragments that this syncer has served."""
         bus, nonce, lease_s = self._bus, self.context.nonce, self._settings.lease_s
         finished = await self._retrying(
             partial(finish_run, bus, self._clock, nonce, len(self.owners), lease_s, stop, closing)
@@ -203,7 +209,7 @@ class Serving:
     # --- background -------------------------------------------------------------------------------------
 
     async def _keep_watch(self) -> None:
-        """Read who is there and how far the run is, and have owners act on it; move the run while this syncer leads."""
+        """Keep `RunWatch` up to date, wake the owners on changes, and move the run while this syncer leads."""
         warnings, presence = _Warnings(), _Presence()
         while not self.closing.done():
             await self._look()
@@ -232,7 +238,7 @@ class Serving:
                 owner.wake.set()
 
     def _slow_merges(self, allowed: float) -> str | None:
-        """What `pacing.slow_merges` says of the fragments that this syncer serves; has the gauges tell of them too."""
+        """Return the warning of `pacing.slow_merges` about the fragments that this syncer serves; set their gauges."""
         sync, metrics = self.context.sync, self.context.metrics
         steps = [seen.report.step_s for seen in self._watch.live()]
         served = [owner for owner in self.owners if owner.lease.is_set()]
@@ -248,11 +254,11 @@ class Serving:
         return None if slow is None else str(slow)
 
     def _rounds(self) -> list[int]:
-        """Inner steps of a round of each fragment that this syncer serves."""
+        """Return the inner steps of a round, for each fragment that this syncer serves."""
         return [one.interval for one in self.owners if one.lease.is_set()]
 
     async def _watch_bus(self) -> None:
-        """Say what is wrong with the server; see that it has the run's spec, and events within bounds."""
+        """Report what is wrong with the server, put back the run's spec if it is gone, and bound the run's events."""
         while True:
             await asyncio.sleep(BUS_LOOK_S)
             info = await self._bus.info()
@@ -264,7 +270,7 @@ class Serving:
                 await self._bus.trim_events()
 
     async def _tell_change(self, info: BusInfo) -> None:
-        """Leave word of it in the run where a server has come: that a failover took place is else in logs alone."""
+        """Add an event to the run when its Redis server has changed. Otherwise only logs would tell of a failover."""
         now = frozenset(info.server_id.split("+"))
         if self._servers and not now <= self._servers:
             if self.leads():
@@ -274,17 +280,17 @@ class Serving:
                     await self._bus.add_event(Event(name=REDIS_CHANGED, who="Redis", detail=told_by, unix_s=unix_s))
                 except BusUnavailable:
                     raise
-                except BusError as error:  # no room, or events that a learner has spoilt: nobody waits for it
+                except BusError as error:  # no room, or damaged events: not worth a retry
                     self._log.warning("event_not_told", event_name=REDIS_CHANGED, error=str(error))
             elif await self._bus.read_leases([0]) == [None]:
-                return  # whoever leads next tells
+                return  # there is no lead now: the next one adds the event
         self._servers |= now
 
     async def _keep_tape_short(self) -> None:
-        """Without an archive the tape is for waking only: what is old goes."""
+        """Trim old entries of the tape. Without an archive it only serves to wake the parties."""
         while True:
             await asyncio.sleep(TAPE_KEPT_S / 10)
-            if not self.leads():  # which may have an archive
+            if not self.leads():  # the lead may have an archive, and trims by that
                 continue
             for group, end in (await self._bus.tape_end()).items():
                 newest_ms = int(end.partition("-")[0])
@@ -292,7 +298,7 @@ class Serving:
 
 
 class _Warnings:
-    """Of the run as it goes: each is logged when it comes up, not at each look."""
+    """Warnings about a running run. Each is logged when it comes up, not at each look."""
 
     def __init__(self) -> None:
         self._quorum, self._slow, self._long = "", False, False
@@ -300,11 +306,11 @@ class _Warnings:
 
     @property
     def slow_from(self) -> float:
-        """Rounds that a merge may take. Once they were slow they are in time again at no more than half a round."""
+        """Rounds that a merge may take. Once merges were slow, they must fall below half a round (hysteresis)."""
         return 0.5 if self._slow else 1.0
 
     def tell(self, quorum: str, slow: str | None, long: str | None) -> None:
-        """What is wrong now; "" and None: nothing."""
+        """Log the present warnings that are new; "" and None stand for no warning."""
         if quorum and quorum != self._quorum:
             self._log.warning("quorum_short", detail=quorum)
         if slow and not self._slow:
@@ -321,14 +327,14 @@ def _life(seen: SeenReport) -> tuple[str, str]:
 
 
 class _Presence:
-    """Which learners are there: logged as they come, fall silent, leave, or are there in another life."""
+    """Logs when learners come, fall silent, leave, or are replaced by another incarnation."""
 
     def __init__(self) -> None:
         self._here: dict[tuple[str, str], SeenReport] = {}
         self._log = structlog.get_logger()
 
     def tell(self, live: Sequence[SeenReport], reports: Sequence[SeenReport]) -> None:
-        """Who is live now, and what all are last known to have said."""
+        """Log the changes since the last call, from the live learners and the last reports of all."""
         here = {_life(one): one for one in live}
         for learner, incarnation in sorted(here.keys() - self._here.keys()):
             self._log.info("learner_came", learner=learner, incarnation=incarnation)
@@ -348,7 +354,7 @@ class _Presence:
 
 
 async def cancel(tasks: list[asyncio.Task[Any]]) -> None:
-    """End tasks, whatever they end with."""
+    """Cancel tasks and wait for their end; their results and errors are dropped."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
