@@ -2,8 +2,8 @@
 
 The round trips measured here (`RoundTrips`) also set the interval of the next version, through `ramps.stretched`.
 
-Deltas are summed as they complete, while others are still awaited. The sum that is left when a window closes is
-therefore that of about one delta, not of all. No cached state changes before the commit has succeeded.
+Deltas are summed as they complete, while others are still awaited. When a window closes, only about one delta is
+therefore left to sum, not all. No cached state changes before the commit has succeeded.
 """
 
 import asyncio
@@ -178,11 +178,11 @@ class RunningSum:
             self._task = asyncio.create_task(self._add_wanted())
 
     async def draft(self, deltas: Sequence[Delta]) -> Draft:
-        """Return a draft for the merge of these deltas, which may have the first of them in its sum already.
+        """Return a draft for the merge of the given deltas, which may have the first ones in its sum already.
 
         The running sum is empty afterwards, for the next window.
         """
-        self._wanted = ()
+        self._wanted = ()  # so that `_add_wanted` stops after the addition that is in progress
         if self._task is not None:
             await self._task
         draft = self._fitting(deltas).draft
@@ -214,7 +214,7 @@ class RunningSum:
         return begun
 
     def _continues(self, begun: _Begun, deltas: Sequence[Delta]) -> bool:
-        """Return whether the sum holds the first of these, with the shares and factors that they have among all."""
+        """Return whether the sum holds the first deltas, with the shares and factors that they have among all."""
         count, weights = len(begun.entries), self._weights_of(deltas)
         same = begun.entries == tuple(delta.offer.entry_id for delta in deltas[:count])
         return same and begun.weights == weights[:count]

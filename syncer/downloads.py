@@ -123,7 +123,7 @@ class Arrivals:
                 learner, after_id = parse_offer_id(entry.entry_id)
                 if learner not in flooding:
                     after = {**after, learner: after_id}
-                    self._wake.set()
+                    self._wake.set()  # before `put` too, which blocks while the queue is full and nobody empties it
                     await self._arrived.put(entry)
                     self._wake.set()
             if flooding:
@@ -252,7 +252,7 @@ class Downloads:
             yield offer, outcome
 
     async def as_merged(self, offers: Iterable[Offer]) -> list[Delta]:
-        """Return the sound deltas of these offers. Stale ones are rebased first, once each, off the event loop."""
+        """Return the offers' sound deltas. Stale ones are rebased first, once each, off the event loop."""
         found = []
         for offer in offers:
             delta = self.deltas[offer.entry_id]

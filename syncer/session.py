@@ -107,7 +107,7 @@ class Session:
         arrivals = Arrivals(self._bus, self._p, self._wake)
         try:
             while self._goes_on():
-                self._wake.clear()
+                self._wake.clear()  # before anything is read: what happens from here on ends the wait below
                 await self._mend()
                 for learner in arrivals.flooding():
                     self._state.doubts.refused(learner, RefusalReason.FLOOD)

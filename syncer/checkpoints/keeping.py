@@ -1,4 +1,4 @@
-"""When a syncer saves (asyncio): while the run lasts, when it is told to stop, and when the run is finished.
+"""Occasions on which a syncer saves (asyncio): while the run lasts, when the syncer is stopped, and after the run.
 
 The lead begins a checkpoint in its place, and names it in the run's state. Every syncer that sees the name and finds
 the checkpoint in its own place saves the fragments that it serves. The lead saves its own too. Then it goes through all
@@ -130,7 +130,7 @@ class Checkpoints:
             self._log.info("other_runs_found", runs=runs, checkpoints=checkpoints, bytes=size_bytes)
 
     async def _help(self, fragments: Collection[int]) -> None:
-        """Save those of these fragments that are still missing in the checkpoint that was seen last."""
+        """Save the given fragments that are still missing in the checkpoint that was seen last."""
         name, context = self._seen, self._context
         if not name:
             return
@@ -149,7 +149,7 @@ class Checkpoints:
     # --- at the end -------------------------------------------------------------------------------------
 
     async def save_stopped(self, fragments: Collection[int]) -> None:
-        """Save a checkpoint because this syncer is told to stop, if the run has begun; fragments: served until now."""
+        """Save a checkpoint because this syncer is stopped, if the run has begun; fragments: served until now."""
         if all(await self._bus.read_heads(range(self._count))):
             self.in_order = await self._save(fragments, told=True)
 

@@ -1,4 +1,4 @@
-"""Saving a checkpoint (asyncio): each fragment by the syncer that is told to, then the manifest that completes it.
+"""Saving a checkpoint (asyncio): the syncers save its fragments, and the lead then writes the manifest.
 
 Fragments are read one after the other. Like those of a learner that joins, their versions are no consistent cut unless
 the run is finished. Each fragment is consistent in itself and checked by its digest. Only one is in memory at a time.

@@ -139,7 +139,7 @@ class TapeArchive:
             gone.close()
 
     async def _put(self, group: int, data: bytes) -> bool:
-        """Append to a group's file; return False if it was deleted or moved, so that the tape is read from its start."""
+        """Append to a group's file; return False if it was deleted or moved: the tape is then read from its start."""
         try:
             await self._disk.do(self._write, group, data)
         except FileNotFoundError as error:

@@ -37,7 +37,7 @@ class Disk:
                 self._late = False
                 doing = asyncio.ensure_future(self._offload(work, *args))
                 doing.add_done_callback(self._ended)
-                await asyncio.wait([doing])
+                await asyncio.wait([doing])  # unlike `await doing`, this does not cancel it: `_ended` releases the turn
         except TimeoutError:
             self._late = True
             raise TimeoutError(f"the disk does not answer, or not within {DISK_S:g} s") from None

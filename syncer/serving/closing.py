@@ -63,7 +63,7 @@ def _check_not_extended(state: RunState, known: RunState) -> None:
 
 
 async def _gather(bus: Bus, nonce: str, fragments: int, lease_s: float, stop: asyncio.Event) -> bool:
-    """Take all leases, that of fragment 0 first.
+    """Take all leases, beginning with fragment 0.
 
     Returns False, with no lease held, if another syncer has the first one, or if `stop` is set.
     """

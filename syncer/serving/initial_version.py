@@ -66,8 +66,8 @@ class InitialVersions:
                     "initial_upload_refused", fragment=layout.id, learner=upload.learner, error=str(error)
                 )
             return False
-        # The values are copied, because learners may write to the key of an upload but not to that of a global. If two
-        # syncers do this with the same upload, they write the same bytes.
+        # The values are copied, because learners may write to the key of an upload but not to the key of a global. If
+        # two syncers do this with the same upload, they write the same bytes.
         sync = layout.sync(self._sync)
         whole = await push_global(self._bus, layout.id, 0, upload.nonce, values, sync, STAGED_TTL_S, self._offload)
         record = Committed.installed(

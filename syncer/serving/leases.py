@@ -108,13 +108,13 @@ class Leases:
             await self._give_back(due)
 
     async def part(self) -> None:
-        """Give each lease back as soon as its owner has stopped, then withdraw this syncer. `keep` must go on meanwhile.
+        """Give each lease back once its owner has stopped, then withdraw this syncer. `keep` must go on meanwhile.
 
         Raises:
             BusError: call it again; leases that are not given back expire.
         """
         self._parting = True
-        async with self._sharing:  # wait for a `_share` that is taking leases, so that these are given back too
+        async with self._sharing:  # wait for a `_share` that takes leases, so that these are given back too
             self._stop(self._held)
         while self._held:
             await self._give_back(self._clock.now() + self._lease_s / TURNS)
