@@ -1,7 +1,8 @@
-"""How the ranks of a learner come to leave their loops after the same step, and hear of one that does not. asyncio.
+"""Makes all ranks of a learner leave their loops after the same step, and detects a rank that does not. asyncio.
 
-A rank that has left its loop says after which step. Where others train on they wait for its gradients, for ever and
-inside torch, so nobody can go along: after `PARTING_S` all end with an error that names who has left, and when.
+A rank that leaves its loop announces the step after which it left. If the others train on, they wait inside torch for
+its gradients, for ever, so they cannot follow. After `PARTING_S` all ranks therefore end with an error that names the
+ranks that left and their steps.
 """
 
 import asyncio
@@ -13,30 +14,30 @@ import structlog
 from diloco.pipeline.errors import RankGone
 from diloco.workers.ranks.wires import TOLD_S, Wires
 
+# Seconds from the time at which one rank leaves its loop until all must have left theirs.
 PARTING_S = 40.0
-"""From one rank's last step until all must have left their loops."""
+# After so many seconds without a step of rank 0, a warning says which step each rank has reached.
 APART_S = 60.0
-"""After so long without a step of rank 0 it is said which steps the ranks have come to."""
 EQUALLY = "all ranks of a learner must call step equally often, and then leave"
 
 
 class Parting:
-    """One rank's."""
+    """One rank's side of the barrier."""
 
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
         self.steps = 0
-        """That this rank has come to. Written by the training thread."""
+        """Steps that this rank has trained. The training thread writes it."""
         self._left: dict[int, int] = {}
-        """Rank that has left its loop -> its steps."""
+        """Maps a rank that has left its loop to its number of steps."""
         self._more = asyncio.Event()
         wires.handle(left=self._take_left, steps=self._say_steps)
 
     async def all_leave(self) -> None:
-        """This rank has left its loop; wait for the others.
+        """Announce that this rank has left its loop, and wait for the others.
 
         Raises:
-            RankGone: they go on, or have left after another step.
+            RankGone: other ranks train on, or left after another step.
         """
         for rank in range(self._wires.ranks):
             self._wires.tell(rank, "left", self.steps)
@@ -58,12 +59,12 @@ class Parting:
         raise RankGone(why)
 
     async def watch(self) -> None:
-        """Rank 0's: say where ranks stand that wait for each other. Until cancelled."""
+        """Warn when the ranks wait for each other at different steps. Runs at rank 0 until cancelled."""
         before = 0
         while True:
             await asyncio.sleep(APART_S)
             if self.steps == before:
-                with suppress(RankGone):  # which ends the learner, or all leave
+                with suppress(RankGone):  # either the learner ends by it, or all ranks are leaving: no warning needed
                     said = await asyncio.gather(*(self._wires.ask(r, "steps") for r in range(self._wires.ranks)))
                     if len(set(said)) > 1:
                         structlog.get_logger().warning("ranks_apart", steps=said, detail=f"no step goes on: {EQUALLY}")
@@ -78,18 +79,18 @@ class Parting:
 
 
 async def _steps_of(wires: Wires, rank: int, within_s: float = TOLD_S) -> int | str:
-    """Or why it does not say."""
+    """Return a rank's number of steps, or the reason why it gives none."""
     try:
         async with asyncio.timeout(within_s):
             return int(await wires.ask(rank, "steps"))
     except TimeoutError:
-        return "does not answer (paused, or its machine is away)"
+        return "does not answer (it is paused, or its machine is unreachable)"
     except RankGone:
         return "is gone"
 
 
 async def steps_of_all(wires: Wires, within_s: float) -> str:
-    """How far each rank is, in words; in some time."""
+    """Return a text that says how far each rank is; takes at most `within_s` seconds."""
     said = await asyncio.gather(*(_steps_of(wires, rank, within_s) for rank in range(wires.ranks)))
     return _shown(dict(enumerate(said)))
 

@@ -1,7 +1,7 @@
-"""What the ranks of a learner tell each other as they meet, over its gloo group: messages, never pickles.
+"""The messages that a learner's ranks exchange over its gloo group when they meet. They are never pickles.
 
-torch's own way to send objects unpickles what arrives. Here a message has bounds (`Message`), its size comes first,
-and all ranks read the same bytes: they take them, or all of them refuse.
+torch's own object collectives unpickle whatever arrives. Here every message has bounds (`Message`) and is preceded by
+its size. All ranks read the same bytes, so either all accept a message or all refuse it.
 """
 
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -22,27 +22,27 @@ Element = Annotated[int, Field(ge=0, le=2**62)]
 
 
 class Asked(Message):
-    """What a rank's learner was given."""
+    """The arguments that a rank's learner was given."""
 
     max_parts: ClassVar[int] = 202
 
     format: Literal[1] = 1
     arguments: Annotated[tuple[tuple[Text, Annotated[str, Field(max_length=2**14)]], ...], Field(max_length=100)]
-    """By name."""
+    """(name, value as text) of each argument."""
 
 
 class Ready(Message):
-    """Whether a rank can join."""
+    """A rank's answer whether it can join."""
 
     max_bytes: ClassVar[int] = 2**17
 
     format: Literal[1] = 1
     refused: Annotated[str, Field(max_length=MAX_REFUSED)]
-    """Why not; empty: it can."""
+    """The reason why the rank cannot join; empty if it can."""
 
 
 class Agreed(Message):
-    """What a rank would have. All others take rank 0's."""
+    """What a rank would propose. All ranks take rank 0's values."""
 
     max_bytes: ClassVar[int] = Spec.max_bytes + 2**10
     max_parts: ClassVar[int] = Spec.max_parts + 1
@@ -53,11 +53,11 @@ class Agreed(Message):
     learner: PartyId
     incarnation: Nonce
     token: Annotated[bytes, Field(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
-    """Of their connections."""
+    """The secret by which the ranks authenticate their connections."""
 
 
 class Rows(Message):
-    """What a rank holds."""
+    """The elements that a rank holds."""
 
     max_bytes: ClassVar[int] = 64 * 2**20
     max_parts: ClassVar[int] = MAX_TENSORS + 2
@@ -66,11 +66,11 @@ class Rows(Message):
     format: Literal[1] = 1
     machine: Text
     held: Annotated[tuple[tuple[Text, Element, Element], ...], Field(max_length=MAX_TENSORS, fail_fast=True)]
-    """Name of each tensor, and its elements [start, stop) there."""
+    """(name of a tensor, start, stop): the rank holds its elements [start, stop)."""
 
 
 class Place(Message):
-    """Where a rank's exchange thread can be called."""
+    """The address at which a rank's exchange thread accepts connections."""
 
     format: Literal[1] = 1
     host: Text
@@ -81,20 +81,20 @@ M = TypeVar("M", bound=Message)
 
 
 def said_by_all(group: Any, own: M) -> list[M]:
-    """What each rank says, this one's own among them.
+    """Return what each rank says, in rank order, including this one.
 
     Raises:
-        UsageError: one says what cannot be read; all ranks raise it.
-        RuntimeError: torch's, where a rank is gone.
+        UsageError: a rank's message cannot be read; all ranks raise this.
+        RuntimeError: raised by torch if a rank is gone.
     """
     return [said_by(group, rank, own) for rank in range(distributed.get_world_size(group))]
 
 
 def said_by(group: Any, rank: int, own: M) -> M:
-    """What one rank of a group says; all of them call this, with what they would say.
+    """Return what one rank of a group says. All ranks call this, each with its own message.
 
     Raises:
-        UsageError, RuntimeError: as `said_by_all`.
+        UsageError, RuntimeError: for the reasons that `said_by_all` gives.
     """
     source, kind = distributed.get_global_rank(group, rank), type(own)
     data = torch.frombuffer(bytearray(codec.encode(own)), dtype=torch.uint8)

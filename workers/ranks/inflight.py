@@ -1,37 +1,43 @@
-"""What is under way with which fragment, for the two threads of rank 0 that decide."""
+"""Work in flight for each fragment, shared by rank 0's two threads that make decisions."""
 
 import threading
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import takewhile
 
+# Elements. A server may have several fragments in flight up to this total: with small fragments one at a time would
+# leave it idle, since it can carry several in one step.
 SMALL = 2**22
-"""Elements. Of fragments that are smaller a server has several under way: it carries more of them in a step."""
 
 
 class Room:
-    """Of each server, for what is under way beside what it keeps: one fragment, or some small ones. Pure.
+    """The room that each server has for work in flight, besides what it keeps: one fragment, or several small ones.
+    Pure.
 
-    Who waits longest for a server is its next one. Else a large fragment, which needs an empty one, would wait for ever
-    where small ones always overlap.
+    The fragment that has waited longest for a server gets it next. Otherwise a large fragment, which needs an empty
+    server, would wait for ever where small ones always overlap.
     """
 
     def __init__(self, elements: Sequence[int]) -> None:
-        """elements: of each fragment."""
+        """Start with all servers empty.
+
+        Args:
+            elements: number of elements of each fragment.
+        """
         self._elements = elements
         self.taken: dict[int, int] = {}
-        """Fragment -> server that has it under way."""
+        """Maps a fragment in flight to its server."""
         self._waiting: dict[int, int] = {}
-        """The same of those that have found no room, in the order in which they asked."""
+        """Maps a fragment that found no room to the server it waits for, in the order in which they asked."""
 
     def has(self, p: int, server: int) -> bool:
-        """Whether it has some for a fragment, and nobody waits for it since before."""
+        """Return whether the server has room for the fragment and no other fragment has waited for that server longer."""
         others = [self._elements[q] for q, one in self.taken.items() if one == server]
         before = takewhile(lambda q: q != p, self._waiting)
         fits = not others or sum(others) + self._elements[p] <= SMALL
         return fits and all(self._waiting[q] != server for q in before)
 
     def take(self, p: int, server: int) -> bool:
-        """Take it for a fragment; False: the fragment waits, and is to ask again."""
+        """Take the room for a fragment. Return False if there is none: the fragment then waits and must ask again."""
         if not self.has(p, server):
             self._waiting[p] = server
             return False
@@ -40,44 +46,57 @@ class Room:
         return True
 
     def free(self, p: int) -> None:
-        """The fragment needs it no more, if it had some."""
+        """Release the room that the fragment has, if it has any."""
         self.taken.pop(p, None)
 
     def in_turn(self, asking: Collection[int]) -> list[int]:
-        """These fragments in the order in which they are to ask: no others wait any more."""
+        """Return these fragments in the order in which they are to ask; all other fragments leave the line."""
         self._waiting = {p: server for p, server in self._waiting.items() if p in asking}
         return [*self._waiting, *(p for p in asking if p not in self._waiting)]
 
 
 class UnderWay:
-    """What rank 0 has decided and not counted yet, whose uploads are under way, and what goes to another server.
+    """Rank 0's record of decisions that are not counted yet, uploads in flight, and fragments that move to another
+    server.
 
-    With a fragment one thing is done at a time. Of the fragments of one server so many snapshots are under way as it
-    has room for, also as the learner leaves. A fragment does not go to another server between the decision to snapshot
-    it and the end of that upload, and none is snapshot while it goes: so a residual is fed by one server, and what
-    becomes of a delta is told to the one that has made it. The training thread decides on adoptions, the exchange
-    thread moves, both want snapshots.
+    At any time at most one thing happens to a fragment. A server has as many snapshots in flight as it has room for,
+    also while the learner leaves. A fragment does not move to another server between the decision to take a snapshot of
+    it and the end of that upload, and no snapshot of it is taken while it moves. Hence one server feeds a residual, and
+    the server that made a delta is the one that learns the delta's fate.
+
+    The training thread decides on adoptions, the exchange thread moves fragments, and both request snapshots: hence the
+    lock.
     """
 
     def __init__(self, elements: Sequence[int]) -> None:
-        """elements: of each fragment."""
+        """Start with nothing in flight.
+
+        Args:
+            elements: number of elements of each fragment.
+        """
         self._room, self._lock = Room(elements), threading.Lock()
-        """Taken from the decision to snapshot until that is uploaded."""
+        """The room is taken from the decision to take a snapshot until the snapshot is uploaded."""
         self._fragments: set[int] = set()
         self._moving: set[int] = set()
         self._leaving = False
 
     def adopt(self, pulled: Iterable[int]) -> frozenset[int]:
-        """Those to be adopted of fragments of which all ranks have a newer global."""
+        """Return the fragments to adopt now.
+
+        Args:
+            pulled: fragments of which all ranks have a newer global.
+        """
         with self._lock:
             adoptions = frozenset(pulled) - self._fragments
             self._fragments |= adoptions
             return adoptions
 
     def snapshot(self, due: Iterable[int], servers: Mapping[int, int]) -> frozenset[int]:
-        """Those to be snapshot.
+        """Return the fragments of which a snapshot is to be taken now.
 
-        due: fragments to be published, each once. servers: by fragment, of what was adopted.
+        Args:
+            due: fragments to be published, each once.
+            servers: the server of each adopted fragment.
         """
         with self._lock:
             if self._leaving:
@@ -89,14 +108,14 @@ class UnderWay:
             return snapshots
 
     def counted(self, fragments: Iterable[int]) -> None:
-        """What was decided of these is done and counted."""
+        """Record that the decisions about these fragments are carried out and counted."""
         with self._lock:
             self._fragments.difference_update(fragments)
 
     def leave(self) -> None:
-        """All that was decided is counted, but for snapshots that will never be taken: the ranks have left their loops.
+        """Treat every decision as counted: the ranks left their loops, so snapshots still wanted are never taken.
 
-        From now on each fragment is snapshot once more (`last`).
+        From now on one last snapshot is taken of each fragment (`last`).
         """
         with self._lock:
             self._leaving = True
@@ -106,17 +125,17 @@ class UnderWay:
             self._room.in_turn([])
 
     def last(self, p: int, server: int) -> bool:
-        """Whether a fragment is snapshot now, for the last time; else ask again once another one is uploaded."""
+        """Return whether the last snapshot of a fragment may be taken now; if not, ask again after another upload ends."""
         with self._lock:
             return self._room.take(p, server)
 
     def uploaded(self, p: int) -> None:
-        """Its snapshot is, or will not be."""
+        """Record that the fragment's snapshot is uploaded, or never will be."""
         with self._lock:
             self._room.free(p)
 
     def move(self, p: int) -> bool:
-        """Whether the fragment may go to another server; if so it goes, until it has `moved`."""
+        """Return whether the fragment may move to another server. If True, it counts as moving until `moved`."""
         with self._lock:
             free = p not in self._room.taken
             if free:
@@ -124,6 +143,6 @@ class UnderWay:
             return free
 
     def moved(self, p: int) -> None:
-        """All ranks have adopted it from its new server, or it stays with the one before."""
+        """Record that the move ended: all ranks adopted the fragment from its new server, or it stays with the old one."""
         with self._lock:
             self._moving.discard(p)

@@ -1,4 +1,4 @@
-"""Rank 0's way to what all ranks carry: it says what is to be uploaded and pulled, the servers do it. asyncio."""
+"""Rank 0's carrier: it decides what is uploaded and pulled, and the servers do it. asyncio."""
 
 import asyncio
 import itertools
@@ -14,18 +14,19 @@ from diloco.workers.ranks.placement import Turns
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Publication
 
+# Fields of a publication that travel to the server. The base does not: the server has its own.
 SAID = "attempt", "serial", "steps", "tokens", "due", "renews"
-"""Of a publication; its base is the server's own."""
+# A snapshot: its tag, which is the number of the step at which it was taken, and its server. Tag None: the snapshot is
+# to be taken now, while training waits.
 Taken = tuple[int | None, int]
-"""A snapshot: its tag, the step in which it was taken, and its server. None: it is to be taken now, while training
-waits."""
 
 
 class RanksCarrier:
-    """An `exchange.carrier.Carrier`: what the training side adopts is the number of a global that all ranks have.
+    """An `exchange.carrier.Carrier` over all ranks. What training adopts is the number of a global that all ranks have.
 
-    A server has one fragment at a time that is pulled and not adopted, and one that is snapshot and not uploaded, or
-    some small ones (`inflight.Room`). Snapshots that are taken while training waits have negative tags.
+    A server has at most one fragment (or several small ones: `inflight.Room`) that is pulled and not adopted, and the
+    same number that is snapshotted and not uploaded. Snapshots taken while training waits have negative tags, so that
+    they cannot collide with step numbers.
     """
 
     def __init__(self, wires: Wires, member: Member, under_way: UnderWay) -> None:
@@ -36,21 +37,25 @@ class RanksCarrier:
         self.lanes = len(sizes)
         self.feedback = self
         self.joining = True
-        """Nobody trains yet: what is pulled is adopted at once."""
+        """True until training begins: what is pulled is then adopted at once."""
         self._pulled: dict[int, int] = {}
-        """Fragment -> number of its newest global; 0: it was adopted at once."""
+        """Maps a fragment to the number of its newest global; 0 if that was adopted at once."""
         self._before: dict[int, int] = {}
-        """Fragment of which a global is pulled, or being pulled -> its server until then."""
+        """Maps a fragment of which a global is pulled or being pulled to the server that it had until then."""
         self._adopted, self._uploaded = asyncio.Condition(), asyncio.Event()
         self._numbers, self._tags = itertools.count(1), itertools.count(-1, -1)
 
     async def pull(self, choose: Callable[[], Head]) -> Any | None:
-        """As `Carrier`; the number. What fails is tried again, so no error of the bus is raised."""
+        """Pull a fragment to all ranks; implements `Carrier.pull` and returns the number of the global.
+
+        Failed attempts are retried, so no bus error is raised.
+        """
         p, number, at_once = choose().fragment, next(self._numbers), self.joining
         pulling = self._wires.go_on(self._pull(p, choose, number, at_once))
         try:
             server = await asyncio.shield(pulling)
-        except asyncio.CancelledError:  # its server goes on with it
+        except asyncio.CancelledError:
+            # The server goes on with the pull. Its room must be freed when that ends, or it would stay taken for ever.
             self._wires.go_on(self._give_up(p, pulling))
             raise
         if server is None:
@@ -62,7 +67,7 @@ class RanksCarrier:
         return number
 
     async def _pull(self, p: int, choose: Callable[[], Head], number: int, at_once: bool) -> int | None:
-        """The server that has it now, and all ranks from it."""
+        """Return the server from which all ranks now have the global; None if it could not be pulled."""
 
         async def pull() -> bool:
             return bool(await self._wires.ask(server, "pull", p, number, at_once, codec.encode(choose())))
@@ -77,12 +82,12 @@ class RanksCarrier:
         return None
 
     async def _give_up(self, p: int, pulling: "asyncio.Task[int | None]") -> None:
-        """Of what nobody takes: it stays with its server."""
+        """Free the room of a pulled global that nobody will adopt; the fragment stays with its server."""
         if await pulling is not None:
             await self._free(p)
 
     async def _take_turn(self, p: int, *, moves: bool) -> int:
-        """The fragment's next server, once it has room."""
+        """Wait until the fragment's next server has room, take the room, and return the server."""
         async with self._adopted:
             while p in self._room.taken or not self._room.take(p, server := self._choose(p, moves)):
                 await self._adopted.wait()
@@ -90,13 +95,17 @@ class RanksCarrier:
             return server
 
     def _choose(self, p: int, moves: bool) -> int:
-        """A fragment begins to go only where there is room for it: while it goes it is not snapshot."""
+        """Return the fragment's next server. `moves`: it may be another one than now.
+
+        A move begins only once the new server has room: no snapshot of the fragment can be taken while it moves, so an
+        early start would delay its publication.
+        """
         now = self._turns.servers[p]
         server = self._turns.choose(p) if moves else now
         return now if server != now and self._room.has(p, server) and not self._under_way.move(p) else server
 
     async def _free(self, p: int) -> None:
-        """It is adopted, or will not be. Where it has changed its server, the one that has it no more forgets it."""
+        """Free the fragment's room: it is adopted, or will not be. A server that has lost the fragment drops its data."""
         for server in {self._before[p], self._room.taken[p]} - {self._turns.servers[p]}:
             await self._wires.ask(server, "drop", p)
         self._under_way.moved(p)
@@ -105,17 +114,17 @@ class RanksCarrier:
             self._adopted.notify_all()
 
     async def _handed(self, p: int, server: int) -> bool:
-        """Whether that server can go on with the fragment."""
+        """Return whether `server` has all it needs to go on with the fragment."""
         now = self._turns.servers[p]
         return server == now or p not in self._pulled or bool(await self._wires.ask(now, "hand", p, server))
 
     def adopted(self, p: int, number: int) -> None:
-        """All ranks have, at this step."""
+        """Record that all ranks adopted this global at the present step."""
         if self._pulled[p] == number:
             self._wires.go_on(self._free(p))
 
     async def upload(self, publication: Publication, values: Taken, of_use: Callable[[], bool]) -> bool:
-        """As `Carrier`."""
+        """Let the fragment's server upload a delta; implements `Carrier.upload`."""
         p, (tag, server) = publication.base.fragment, values
         said = {name: getattr(publication, name) for name in SAID}
         try:
@@ -133,7 +142,7 @@ class RanksCarrier:
             self._uploaded.set()
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
-        """As `Carrier`."""
+        """Let the fragment's server upload version 0; implements `Carrier.upload_initial`."""
         server = self._turns.servers[fragment]
         tag = 0 if fragment in self._pulled else await self._snapshot(fragment, server)
         return int(await self._wires.ask(server, "initial", fragment, tag, nonce))
@@ -146,15 +155,15 @@ class RanksCarrier:
     # --- feedback -----------------------------------------------------------------------------------------
 
     def merged(self, fragment: int, parts: Iterable[Contribution | MergedBase]) -> None:
-        """As `ErrorFeedback`."""
+        """Forward the learner's merged deltas to the fragment's server; implements `ErrorFeedback.merged`."""
         own = [(one.base_version, one.tokens) for one in parts if (one.learner, one.incarnation) == self._me]
         if own:
             self._wires.tell(self._turns.servers[fragment], "merged", fragment, own)
 
     def passed(self, fragment: int, version: int) -> None:
-        """As `ErrorFeedback`."""
+        """Forward this to the fragment's server; implements `ErrorFeedback.passed`."""
         self._wires.tell(self._turns.servers[fragment], "passed", fragment, version)
 
     def reset(self, fragment: int) -> None:
-        """As `ErrorFeedback`."""
+        """Forward this to the fragment's server; implements `ErrorFeedback.reset`."""
         self._wires.tell(self._turns.servers[fragment], "reset", fragment)

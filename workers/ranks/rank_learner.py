@@ -1,4 +1,4 @@
-"""A rank in its learner's run: what its training thread does at each step, and as it leaves (`step_agreement`)."""
+"""A rank of a learner in its run: what its training thread does at each step, and when it leaves (`step_agreement`)."""
 
 import asyncio
 import threading
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from typing_extensions import override
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.payload import codec
@@ -30,12 +31,12 @@ from diloco.workers.rounds import Base, Publication
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training
 
+# Seconds beyond the time allowed for leaving (`within_s`) until the ranks give up on one that has not come to leave.
 BYE_S = 30.0
-"""Beyond what leaving may take, until ranks that have not all come to leave give up."""
+# Seconds. When a rank dies, a collective may fail before its connections report it, so wait this long for the cause.
 CAUSE_S = 2.0
-"""A collective that fails since a rank is gone may be told of it sooner than the connections are."""
+# Seconds between two polls of a sum in flight: the first interval, and the longest to which it grows.
 LOOKS_S = 0.001, 0.02
-"""Whether a sum is there is looked at so often: at first, and in the end."""
 
 
 class Rank:
@@ -52,26 +53,38 @@ class Rank:
         carrier: RanksCarrier | None = None,
         under_way: UnderWay | None = None,
     ) -> None:
-        """exchange, carrier, under_way: rank 0's. joined: is told of this rank, and the moments to begin with."""
+        """Register the requests that this rank answers.
+
+        Args:
+            wires: connections to the other ranks; must not be open yet, since this registers handlers.
+            part: this rank's share of the transfers.
+            training: the training side.
+            shared: what the two threads share.
+            joined: receives this rank and the moments that training begins with.
+            exchange: the learner's exchange; only at rank 0, as the next two.
+            carrier: rank 0's way to the transfers of all ranks.
+            under_way: work in flight.
+        """
         self.part, self.shared, self.exchange, self.under_way = part, shared, exchange, under_way
         self.carrier = carrier
         self._wires, self._training, self._joined = wires, training, joined
         self._found = Found("start")
         self.begin: Mapping[int, int] = {}
-        """Fragment -> number of the global that training begins with."""
+        """Maps a fragment to the number of the global that training begins with."""
         self.bases: dict[int, Base] = {}
-        """Rank 0's: the same as bases."""
+        """The bases behind `begin`; filled only at rank 0."""
         self.late = False
-        """The run was over as all joined."""
+        """True if the run was already over when all had joined."""
         self.wishes, self.parting, self.shards_told = Wishes(wires), Parting(wires), ShardsTold(wires)
         self.replicas = Replicas(wires)
         self._left_in_order: bool | None = None
-        """The learner's, once it has left."""
+        """Whether the learner left in order; None until it has left."""
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
     def begin_with(self) -> list[tuple[int, int]]:
-        """Rank 0's: (fragment, number) of all."""
+        """Take the adoptions that training begins with; return (fragment, number of its global) for all. Only at rank
+        0."""
         adoptions = self.shared.adoptions
         self.bases = {p: adoptions.pop(p) for p in sorted(adoptions)}
         return [(p, base.values) for p, base in self.bases.items()]
@@ -95,7 +108,7 @@ class Rank:
         self._joined.set_result((self, self._found))
 
     def once_there(self, told: Sum, do: Callable[[], object]) -> None:
-        """Do something as soon as a sum is there."""
+        """Call `do` as soon as a sum is complete."""
         self._wires.go_on(self._once_there(told, do))
 
     @staticmethod
@@ -107,14 +120,19 @@ class Rank:
         do()
 
     async def break_off(self, error: BaseException, why: str) -> None:
-        """Have all other ranks end, since this one's loop has failed; perhaps since another one is gone."""
+        """Make all other ranks end because this rank's loop has failed, perhaps because another rank is gone."""
         if isinstance(error, (RuntimeError, RankGone)) and await self._wires.cause(CAUSE_S):
-            await asyncio.sleep(CAUSE_S + TOLD_S)  # at most: this thread ends by that, and says so
+            # The cause is another rank, and this thread ends and reports it: usually before this sleep is over.
+            await asyncio.sleep(CAUSE_S + TOLD_S)
         else:
             await self._wires.end(why)
 
     async def say_bye(self, in_order: bool) -> None:
-        """Rank 0's: the learner has left. All know before the first one goes, who would be missed."""
+        """Tell all ranks that the learner has left. Only at rank 0.
+
+        There are two rounds: every rank must know before the first one goes, since the rest would take it for a dead
+        rank.
+        """
         ranks = range(self._wires.ranks)
         await asyncio.gather(*(self._wires.ask(rank, "bye", in_order) for rank in ranks))
         gone = await asyncio.gather(*(self._wires.ask(rank, "go") for rank in ranks), return_exceptions=True)
@@ -129,17 +147,17 @@ class Rank:
         self._gone.set_result(None)
 
     async def hear_bye(self, within_s: float) -> bool:
-        """Wait for rank 0's; whether the learner left in order.
+        """Wait for rank 0's goodbye; return whether the learner left in order.
 
         Raises:
-            RankGone: it did not come, or a rank has not left its loop.
+            RankGone: the goodbye did not come in time, or a rank has not left its loop.
         """
         await self.parting.all_leave()
         lost = asyncio.create_task(self._wires.until_gone(0))
         try:
             async with asyncio.timeout(within_s):
                 await asyncio.wait({self._gone, lost}, return_when=asyncio.FIRST_COMPLETED)
-                if self._left_in_order is None:  # rank 0 was lost before: the wires end all
+                if self._left_in_order is None:  # rank 0 was lost before its goodbye: the wires end this thread
                     await self._gone
         except TimeoutError:
             raise RankGone("rank 0 of this learner has not left in time") from None
@@ -150,28 +168,28 @@ class Rank:
 
 @dataclass(slots=True)
 class _Step:
-    """One that this rank has trained, and others may still train."""
+    """A step that this rank has trained and other ranks may still be training."""
 
     number: int
     told: Sum
     taken: Mapping[int, "_Taken"]
     adopted: list[Base]
-    """Rank 0's: at its end."""
+    """The bases adopted at the end of the step; only at rank 0."""
     agreed: Agreed | None = None
-    """Once it is counted."""
+    """The decoded sum, once the step is counted."""
 
 
 class _Taken(NamedTuple):
-    """A snapshot of a fragment, for a wish."""
+    """A snapshot of a fragment that grants a wish."""
 
     wish: int
     server: int
     snapshot: Snapshot | None
-    """None: others send it."""
+    """None if this rank has nothing to send of the fragment."""
 
 
 class JoinedRank(JoinedLearner):
-    """A rank of a learner in its run. The training thread's."""
+    """A rank of a learner in its run. For the training thread."""
 
     def __init__(
         self,
@@ -183,33 +201,43 @@ class JoinedRank(JoinedLearner):
         stopping: Stopping,
         samples: Samples | None = None,
     ) -> None:
-        """samples: of what all ranks hold alike."""
+        """Take up the run after all ranks have joined.
+
+        Args:
+            training: the training side.
+            rank: this rank's side in the exchange thread.
+            thread: the exchange thread.
+            meeting: sums numbers over the ranks.
+            shares: what each rank holds.
+            stopping: the signals that came.
+            samples: copies rows that all ranks hold alike, for comparison; None if there are none.
+        """
         self.training, self.thread, self.shared = training, thread, rank.shared
         self._rank, self._meeting, self._shares, self._stopping = rank, meeting, shares, stopping
         self._number, self.place = meeting.rank, (meeting.rank, shares.ranks)
-        """Number of this rank, and how many there are."""
+        """(number of this rank, number of ranks)."""
         self._samples, self.shards_told = samples, rank.shards_told
         self.late = self._over = rank.late
         self._progress = 0.0
         self._steps = 0
         self._step: _Step | None = None
-        """The last one, until its sum is settled."""
+        """The last step, until its sum is settled."""
         self._servers: dict[int, int] = {}
-        """Fragment -> rank that has the base of what was adopted."""
+        """Maps a fragment to the rank that has the base of what was adopted."""
         self._adopted: list[Base] = []
-        """Rank 0's, at this step, as all of the following."""
+        """The bases adopted at this step. This and the next one are used only at rank 0."""
         self._bases: dict[int, Base] = {}
-        """Fragment -> what is decided to be adopted."""
+        """Maps a fragment to the base that is decided on but not adopted yet."""
         self._lock = threading.Lock()
-        """Of what is counted: the exchange thread counts a step whose sum it has waited for."""
+        """Guards what is counted: the exchange thread counts a step too, if it has waited for the step's sum."""
         self._counted = 0
-        """Steps."""
+        """Number of steps counted."""
         if self._rank.exchange is not None:
             self.shared.window_seen = self._want_due
 
     @property
     def exchange(self) -> Exchange:
-        """Rank 0's, which speaks for all.
+        """The learner's exchange, which rank 0 has.
 
         Raises:
             UsageError: this is another rank.
@@ -220,20 +248,23 @@ class JoinedRank(JoinedLearner):
 
     @property
     def over(self) -> bool:
-        """As all ranks know it at this step."""
+        """Whether the run was over in the last settled sum; the same on all ranks at the same step."""
         return self._over
 
     @property
     def progress(self) -> float:
-        """As all ranks know it at this step."""
+        """The run's progress in the last settled sum; the same on all ranks at the same step."""
         return self._progress
 
     def ended(self, stopping: Stopping) -> bool:
-        """As `JoinedLearner`, on all ranks at the same step."""
+        """Return whether the loop is to be left; all ranks return the same at the same step."""
         return stopping.asked or self._over
 
     def newest(self, read: Read) -> list[Float32]:
-        """As `JoinedLearner`: this rank's shards. All have the same versions: they read them in turns."""
+        """Return this rank's shards of each fragment's newest global.
+
+        The ranks take turns in reading the fragments and broadcast what they read, so that all have the same versions.
+        """
         own = []
         for fragment in self._shares.layout.fragments:
             reader = fragment.id % self._shares.ranks
@@ -249,7 +280,7 @@ class JoinedRank(JoinedLearner):
     # --- a step -------------------------------------------------------------------------------------------
 
     def adopt(self) -> bool:
-        """What training begins with."""
+        """Adopt what training begins with."""
         for p, number in sorted(self._rank.begin.items()):
             self._adopt(p, number)
         for base in self._rank.bases.values():
@@ -258,14 +289,17 @@ class JoinedRank(JoinedLearner):
         return True
 
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
-        """Tell others of what was adopted as training begins."""
+        """Tell the exchange what was adopted when training begins."""
         if self._rank.exchange is not None:
             self.thread.call(self._told, [], adopted)
 
     def stepped(self, tokens: int) -> int:
-        """As `JoinedLearner`, of this rank's tokens; those that are returned are all ranks', of the step before."""
+        """Count a step of this rank; return the tokens that all ranks trained in the step before.
+
+        The result lags by one step, because a step's sum runs beside the next step. tokens: trained by this rank.
+        """
         wishes = self._rank.wishes
-        heard = wishes.heard  # first: what is wished from now on is for the next step
+        heard = wishes.heard  # read first: a wish that arrives from now on is for the next step
         self._rank.parting.steps = self._steps = self._steps + 1
         self._compare()
         before, decided = self._settle(), self._decide()
@@ -279,7 +313,7 @@ class JoinedRank(JoinedLearner):
         return before
 
     def _compare(self) -> None:
-        """Have replicas compared, now and then; before anything is adopted."""
+        """Compare the replicas from time to time. Call this before anything is adopted at the step."""
         if self._samples is not None and (both := self._samples.stepped(self._steps)) is not None:
             self.thread.call(self._rank.replicas.compare, self._steps, *both)
 
@@ -295,7 +329,10 @@ class JoinedRank(JoinedLearner):
         return Decided(over, progress, {p: base.values for p, base in bases.items()})
 
     def _want_due(self) -> None:
-        """Want snapshots of what is to be published. Of both threads: the exchange has seen an open window."""
+        """Request snapshots of the fragments that are to be published.
+
+        Both threads call this: the exchange thread does when it has seen a window open.
+        """
         rounds, shared, under_way = self.training.rounds, self.shared, self._rank.under_way
         assert under_way is not None  # noqa: S101  # it is rank 0
         with self._lock:
@@ -305,11 +342,12 @@ class JoinedRank(JoinedLearner):
             self.thread.call(self._rank.wishes.make, wanted)
 
     def _settle(self, within_s: float | None = None) -> int:
-        """Read the last step's sum, and do what it says; the tokens of that step."""
+        """Read the last step's sum and carry out what it says; return the tokens of that step, 0 if there is none."""
         if (step := self._step) is None:
             return 0
         self._step = None
-        step.told.wait(within_s)  # beside the lock: the exchange waits for nothing. Both read it, one counts it
+        # Wait outside the lock: otherwise the exchange thread, which counts only complete sums, would block on it.
+        step.told.wait(within_s)
         agreed = self._count(step)
         for p, number in sorted(agreed.decided.adoptions.items()):
             self._adopt(p, number)
@@ -334,7 +372,10 @@ class JoinedRank(JoinedLearner):
         return self.training.parameters.snapshot(p).numpy if sent else None
 
     def _count(self, step: _Step) -> Agreed:
-        """Count a step of which the sum is there, and send what was snapshot at its end. Of both threads: once."""
+        """Count a step whose sum is complete, and send the snapshots taken at its end.
+
+        Both threads call this; the lock lets only the first caller count the step.
+        """
         with self._lock:
             if step.agreed is None:
                 step.agreed = read(step.told.wait(), self._shares.ranks)
@@ -352,12 +393,12 @@ class JoinedRank(JoinedLearner):
             items.append((p, step.number, taken.server, taken.snapshot))
         if items:
             self.thread.call(self._rank.part.send, items)
-        if self._rank.exchange is not None:  # the others count nothing of it
+        if self._rank.exchange is not None:  # only rank 0 publishes
             self._publish(step, agreed)
-        step.taken = {}  # they are sent, or were too early
+        step.taken = {}  # each snapshot was sent or was taken too early: release the memory
 
     def _publish(self, step: _Step, agreed: Agreed) -> None:
-        """Count what was adopted and snapshot at a step's end, and have the exchange publish."""
+        """Count the adoptions and snapshots at a step's end, and let the exchange publish. Only at rank 0."""
         rounds, shared, rank = self.training.rounds, self.shared, self._rank
         assert rank.under_way is not None  # noqa: S101  # it is rank 0
         for base in step.adopted:
@@ -376,17 +417,17 @@ class JoinedRank(JoinedLearner):
     # --- leaving ------------------------------------------------------------------------------------------
 
     def breaks_off(self, error: BaseException) -> bool:
-        """As `JoinedLearner`: the others end too, and hear why."""
+        """Make the other ranks end too and tell them why. Return True."""
         why = f"rank {self._number} of this learner has left its loop at step {self._steps + 1} by {error!r:.300}"
         with suppress(CancelledError):
             self.thread.result_of(self.thread.ask(self._rank.break_off(error, why)))
         return True
 
     def leave(self, within_s: float, save_state: bool) -> bool:
-        """As `JoinedLearner`; all ranks come here after the same step.
+        """Leave the run; all ranks call this after the same step.
 
         Raises:
-            RankGone: they do not.
+            RankGone: the ranks do not leave together.
         """
         training, rank = self.training, self._rank
         self._settle(within_s + BYE_S)
@@ -397,6 +438,7 @@ class JoinedRank(JoinedLearner):
                 rank.under_way.counted(base.fragment for base in self._adopted)
                 rank.under_way.leave()
             last = list(training.rounds.last(self.shared.windows, due=self.over)) if rank.exchange is not None else []
+        # From here on this thread trains no more, so that the exchange thread may take snapshots itself.
         self.thread.call(rank.part.still.set)
         if rank.exchange is None:
             leaving = self.thread.ask(rank.hear_bye(2 * within_s + BYE_S))
@@ -408,8 +450,8 @@ class JoinedRank(JoinedLearner):
         training.keeper.close(self.shared, save_state, within_s)
         return self._left(leaving)
 
+    @override
     def forget(self) -> None:
-        """As `JoinedLearner`."""
         self._rank.part.forget()
 
     async def _leave_all(self, exchange: Exchange, within_s: float) -> bool:

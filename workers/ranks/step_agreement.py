@@ -1,88 +1,90 @@
-"""What the ranks of a learner tell each other at each step, so that all do the same at the same step. Pure.
+"""The numbers that a learner's ranks sum at each step, so that all do the same thing at the same step. Pure.
 
-Each step every rank puts a few whole numbers into a sum over all ranks, which goes on beside the training. At the end
-of the next step all have read it, alike. Adoptions are decided: rank 0 puts them in, all adopt when they have read it.
-Snapshots are not: rank 0's exchange tells all ranks beside the training what is wanted, and whoever has heard it takes
-one at its next step, and says so in that step's sum. Once all ranks have taken one at the same step, it counts; the
-others are thrown away, and taken again a step later. So a snapshot is of the step that was under way as it was wanted.
+At each step every rank contributes a few integers to an all-reduce (a sum), which runs beside the training. At the end
+of the next step all ranks have read the same result. Adoptions are decided by rank 0: it puts them into the sum, and
+every rank adopts when it has read it. Snapshots are not decided this way: rank 0's exchange tells all ranks beside the
+training which snapshots it wants. A rank that has heard the request takes a snapshot at its next step and says so in
+that step's sum. Once all ranks have taken one at the same step, it counts; snapshots that a rank took too early are
+discarded and taken again a step later. A snapshot therefore shows the step that was in progress when it was requested.
 
-A sum with snapshots is read as soon as it is there, in the exchange thread: it has the tokens of that very step.
+A sum that reports snapshots is read in the exchange thread as soon as it is complete: it also holds the number of
+tokens of that very step.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+# The run's progress in 0..1 travels in an integer sum, so it is scaled by this factor.
 PARTS = 2**40
-"""Of the run's progress, as a whole number."""
 _HEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What all ranks are to do at one step."""
+    """What all ranks do at one step."""
 
     over: bool = False
-    """The run is over."""
+    """True once the run is over."""
     progress: float = 0.0
-    """Of the run, 0..1."""
+    """Progress of the run, 0..1."""
     adoptions: Mapping[int, int] = field(default_factory=dict)
-    """Fragment -> number of the pulled global, from 1."""
+    """Maps a fragment to the number of the pulled global that is adopted; numbers start at 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """A sum as it is read."""
+    """The decoded sum of one step."""
 
     tokens: int
-    """Trained in its step by all ranks."""
+    """Tokens that all ranks together trained in the step."""
     stop: bool
-    """A rank was asked to end."""
+    """True if at least one rank was asked to end."""
     snapshots: frozenset[int]
-    """Fragments of which all ranks have taken one at its end."""
+    """Fragments of which every rank took a snapshot at the end of the step."""
     decided: Decided
 
 
 class Sum(Protocol):
-    """Of what all ranks put in at one step; under way. Of any thread."""
+    """An all-reduce in flight over the numbers that the ranks contribute at one step. Any thread may use it."""
 
     @property
     def there(self) -> bool:
-        """Whether nobody would wait for it."""
+        """Return whether the sum is complete, so that `wait` would not block."""
 
     def wait(self, within_s: float | None = None) -> list[int]:
-        """It.
+        """Wait for the sum and return it.
 
         Raises:
-            RankGone: it will never be there, or is not in this time.
+            RankGone: the sum will never be complete, or is not within `within_s` seconds.
         """
 
 
 class Meets(Protocol):
-    """By what the ranks of a learner add up numbers."""
+    """The interface through which a learner's ranks sum numbers."""
 
     @property
     def rank(self) -> int:
-        """This one's number."""
+        """This rank's number."""
 
     def start_sum(self, numbers: Sequence[int]) -> Sum:
-        """Begin one with this rank's numbers; all ranks begin theirs in the same order."""
+        """Start a sum with this rank's numbers. All ranks start their sums in the same order."""
 
     def hand_round(self, source: int, elements: int, make: Callable[[], Any]) -> Any:
-        """What rank `source` makes (elements,), on all ranks, which call this together."""
+        """Return on all ranks the vector (elements,) that rank `source` makes. All ranks call this together."""
 
 
 def numbers(
     tokens: int, stop: bool, fragments: int, taken: Collection[int] = (), decided: Decided = Decided()
 ) -> list[int]:
-    """What a rank puts in.
+    """Return the integers that this rank contributes to the sum.
 
     Args:
-        tokens: that it has trained in this step.
-        stop: it was asked to end.
-        fragments: of the layout.
-        taken: those that it has snapshot at its end.
-        decided: rank 0's; the others decide nothing.
+        tokens: tokens that this rank trained in this step.
+        stop: this rank was asked to end.
+        fragments: number of fragments in the layout.
+        taken: fragments of which this rank took a snapshot at the end of this step.
+        decided: rank 0's decisions; the other ranks leave the default, which adds nothing to the sum.
     """
     told = [tokens, int(stop), int(decided.over), int(PARTS * decided.progress)]
     told += [int(p in taken) for p in range(fragments)]
@@ -90,9 +92,10 @@ def numbers(
 
 
 def read(sums: Sequence[int], ranks: int) -> Agreed:
-    """The sum of what all ranks have put in."""
+    """Decode the sum of the numbers of all ranks."""
     tokens, stop, over, parts = sums[:_HEAD]
     fragments = (len(sums) - _HEAD) // 2
     snapshots = frozenset(p for p in range(fragments) if sums[_HEAD + p] == ranks)
+    # Only rank 0 contributes adoptions: the sum is its number.
     adoptions = {p: number for p in range(fragments) if (number := sums[_HEAD + fragments + p])}
     return Agreed(tokens, stop > 0, snapshots, Decided(over > 0, parts / PARTS, adoptions))

@@ -1,13 +1,13 @@
-"""Which ranks are one learner, and how they meet. The training thread's; the one file here that knows DTensors.
+"""Finds the ranks that form one learner and lets them meet. For the training thread. Only this module knows DTensors.
 
-| model | its ranks |
+| model | ranks of the learner |
 |---|---|
-| plain, one process | none: it is a learner by itself |
-| in DistributedDataParallel | those of its process group |
-| sharded by `fully_shard` (FSDP2, HSDP) | those of its mesh |
-| plain, and a mesh or a process group is passed | those of it: the loop averages gradients itself |
+| plain, in one process | none: the process is a learner by itself |
+| in DistributedDataParallel | the ranks of its process group |
+| sharded by `fully_shard` (FSDP2, HSDP) | the ranks of its mesh |
+| plain, with a mesh or a process group passed | the ranks of that; the loop averages gradients itself |
 
-Anything else that spans several processes is refused, with the reason.
+Every other setup that spans several processes is refused, and the error gives the reason.
 """
 
 import atexit
@@ -44,15 +44,16 @@ from diloco.workers.ranks.row_ranges import Range
 
 Float32 = npt.NDArray[np.float32]
 
+# Timeout of the gloo group. It only bounds the wait for a rank that hangs; the death of a rank is noticed at once.
 WAIT = timedelta(hours=1)
-"""For a rank that does not come; one that dies is noticed at once."""
+# Timeout for collectives that the ranks enter together after training. It is long because one rank may first read from
+# a bus that is temporarily unavailable.
 TOGETHER = timedelta(minutes=5)
-"""For ranks that are to call the same after training; reading from a bus that is away takes some of it."""
+# A value of `mesh`: all ranks of torch.distributed, if there are several.
 WORLD = "world"
-"""As `mesh`: all ranks of torch.distributed, if it has several."""
 LOOPBACK = "127.0.0.1"
+# The gloo groups of this process's learners, by their ranks. They are kept: `_group_of` says why.
 GROUPS = dict[tuple[int, ...], Any]()
-"""gloo groups of this process's learners, by their ranks."""
 NO_RANKS = (
     "torch.distributed has {} ranks, and the model is neither in DistributedDataParallel nor sharded. Where they train "
     "one model, wrap it in DistributedDataParallel, or shard it by fully_shard, before you make the Learner; a loop "
@@ -60,7 +61,7 @@ NO_RANKS = (
     "learner as a process of its own, without a process group"
 )
 STALE_STORE = (
-    "torchrun with --max-restarts would hang at a restart: gloo finds addresses of the life before in its store. Set "
+    "torchrun with --max-restarts would hang at a restart: gloo finds stale addresses in torchrun's store. Set "
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and add --rdzv-backend c10d --rdzv-endpoint localhost:29601 (a free port), "
     "or leave --max-restarts out"
 )
@@ -68,17 +69,17 @@ SHARDS_ONLY = "a learner's ranks hold shards by rows, or replicas: FSDP2 (fully_
 
 
 def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
-    """The global ranks that are one learner with this process; empty: it is a learner by itself.
+    """Return the global ranks that form one learner with this process; empty if it is a learner by itself.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         mesh: a DeviceMesh, a process group, `WORLD`, or None.
 
     Raises:
-        UsageError: its ranks cannot be one learner, with the reason.
+        UsageError: the ranks cannot form one learner; the message gives the reason.
     """
     found = _given(mesh)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it no module is of it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody has imported it, no module can be FSDP1
     for name, module in model.named_modules():
         if fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel):
             raise UsageError(
@@ -105,7 +106,7 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
 
 
 def _check_restarts() -> None:
-    """Raises UsageError where torchrun would start ranks again that then wait for ever, with a learner or without."""
+    """Raise UsageError if ranks that torchrun restarts would wait for ever, as they would even without a learner."""
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         raise UsageError(STALE_STORE)
@@ -154,7 +155,7 @@ def _check_sharded(name: str, tensor: Any, model: nn.Module) -> None:
 
 
 def held(tensors: Mapping[str, torch.Tensor]) -> dict[str, Range]:
-    """The elements of each tensor that this rank holds."""
+    """Return the elements of each tensor that this rank holds."""
     return {name: _range(tensor) for name, tensor in tensors.items()}
 
 
@@ -178,7 +179,7 @@ def _wait(work: Any, within: timedelta | None) -> None:
 
 
 class GlooSum:
-    """An `step_agreement.Sum`, begun by its making."""
+    """An all-reduce over the gloo group, started on construction. Implements `step_agreement.Sum`."""
 
     def __init__(self, group: Any, numbers: Sequence[int]) -> None:
         self._vector = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -186,11 +187,11 @@ class GlooSum:
 
     @property
     def there(self) -> bool:
-        """As `step_agreement.Sum`."""
+        """Return whether the sum is complete."""
         return bool(self._work.is_completed())
 
     def wait(self, within_s: float | None = None) -> list[int]:
-        """As `step_agreement.Sum`."""
+        """Wait for the sum and return it; raises RankGone as `step_agreement.Sum.wait` does."""
         _wait(self._work, None if within_s is None else timedelta(seconds=within_s))
         found: list[int] = self._vector.tolist()
         return found
@@ -198,58 +199,59 @@ class GlooSum:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """The ranks of one learner that have met. The training thread's."""
+    """The ranks of one learner after they have met. For the training thread."""
 
     group: Any
-    """A gloo group of their own, also after training."""
+    """A gloo group for the learner's own use; it outlives the training."""
     rank: int
-    """In it; rank 0 speaks for the learner."""
+    """This process's rank in `group`. Rank 0 speaks for the learner."""
     learner: tuple[str, str]
-    """Id and incarnation: rank 0's."""
+    """The learner's id and incarnation, as rank 0 has them."""
     spec: Spec
-    """As rank 0 would have it."""
+    """The spec that rank 0 proposes."""
     held: tuple[dict[str, Range], ...]
-    """What each rank holds."""
+    """The elements that each rank holds, by rank."""
     addresses: tuple[tuple[str, int], ...]
-    """Where the exchange thread of each can be called."""
+    """The address of each rank's exchange thread, by rank."""
     listener: socket.socket
     token: bytes
 
     def start_sum(self, numbers: Sequence[int]) -> GlooSum:
-        """As `step_agreement.Meets`."""
+        """Start a sum over all ranks; implements `step_agreement.Meets.start_sum`."""
         return GlooSum(self.group, numbers)
 
     def part(self) -> None:
-        """Let this process end though a process group has something under way with a rank that is gone.
+        """Let this process end even though a process group has a collective in flight with a rank that is gone.
 
-        gloo aborts nothing, and as a group is destroyed it waits for what is under way: ranks that end would wait for
-        each other. So what is held once more is never destroyed, neither by the loop nor as Python ends. That one
-        would collect garbage before, among all of torch: a second of a core, many on a busy machine.
+        gloo cannot abort a collective, and destroying a group waits for what is in flight: ranks that end would wait
+        for each other.
         """
         self.listener.close()
+        # With one more reference a group is never destroyed, neither by the loop nor by the interpreter's shutdown.
         for group in list(distributed.distributed_c10d._world.pg_map):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        # The shutdown would first collect garbage among all of torch's objects: one CPU second, many on a busy machine.
         gc.freeze()
 
     @staticmethod
     def abort() -> None:
-        """Break off what is under way, so that a training thread that waits for it goes on; NCCL can."""
+        """Abort the collectives in flight, so that a training thread that waits for one goes on. NCCL supports this."""
         for group in list(distributed.distributed_c10d._world.pg_map):
             with suppress(RuntimeError):  # a backend that cannot be aborted
                 group.abort()
 
     def hand_round(self, source: int, elements: int, make: Callable[[], Float32]) -> Float32:
-        """What one rank makes (elements,), on all ranks, which call this together.
+        """Return on all ranks the vector (elements,) that rank `source` makes. All ranks call this together.
 
         Raises:
-            RankGone: another rank has not called it, or could not make it.
-            Exception: what making it has raised.
+            RankGone: another rank did not call this, or `source` could not make the vector.
+            Exception: on rank `source`, whatever `make` raised.
         """
         whole, failure = np.empty(0, np.float32), None
         if self.rank == source:
             try:
                 whole = make()
-            except Exception as error:  # the others are told first
+            except Exception as error:  # raised below, after the other ranks have been told: they wait in the broadcast
                 failure = error
         made = torch.tensor([failure is None], device="cpu")
         first = distributed.get_global_rank(self.group, source)
@@ -257,7 +259,7 @@ class Meeting:
         if failure is not None:
             raise failure
         if not made:
-            raise RankGone(f"rank {source} of this learner could not read what all are to have: its error says why")
+            raise RankGone(f"rank {source} of this learner could not read a value that all ranks need: see its error")
         whole = whole if self.rank == source else np.empty(elements, np.float32)
         _wait(distributed.broadcast(torch.from_numpy(whole), first, self.group, async_op=True), TOGETHER)
         return whole
@@ -270,18 +272,18 @@ def meet(
     learner: tuple[str, str],
     asked: Mapping[str, str],
 ) -> Meeting:
-    """Wait for all ranks of a learner, and learn what each holds.
+    """Wait for all ranks of a learner, and learn which elements each holds.
 
     Args:
-        ranks: global ones.
-        model: this rank's.
-        propose: what it would have by itself; what that raises on one rank is told to all.
-        learner: as it would be by itself.
-        asked: arguments of the `Learner` that all must have in common, as text.
+        ranks: the learner's global ranks.
+        model: this rank's model.
+        propose: returns the spec that this rank would propose; an error that it raises on one rank reaches all ranks.
+        learner: id and incarnation that this process would have as a learner by itself.
+        asked: arguments of the `Learner` that must be equal on all ranks, as text.
 
     Raises:
-        UsageError: they have different models or arguments, or one cannot propose anything; on all ranks.
-        RankGone: one is gone.
+        UsageError: on all ranks, if their models or arguments differ or one of them cannot propose a spec.
+        RankGone: a rank is gone.
     """
     try:
         with _said_if_long(ranks):
@@ -309,7 +311,10 @@ def meet(
 
 @contextmanager
 def _said_if_long(ranks: Sequence[int]) -> Iterator[None]:
-    """Until all have met none is missed, not even one that has died: torch waits for it."""
+    """Warn if the ranks take long to meet.
+
+    Before they have met, nothing detects a missing rank, not even one that has died: torch waits for it.
+    """
     detail = (
         f"{len(ranks)} ranks are to make their Learner: the log of one that lags says what it waits for; if one has "
         "ended, end the others (torchrun does)"
@@ -324,7 +329,10 @@ def _said_if_long(ranks: Sequence[int]) -> Iterator[None]:
 
 
 def _proposed(group: Any, propose: Callable[[], Spec]) -> Spec:
-    """This rank's proposal, once all have one. Else whoever has none would be waited for."""
+    """Return this rank's proposal once every rank has one.
+
+    A rank without a proposal reports its refusal to all; otherwise the others would wait for it in the next exchange.
+    """
     refusal: DilocoError | None = None
     try:
         spec = propose()
@@ -340,7 +348,10 @@ def _proposed(group: Any, propose: Callable[[], Spec]) -> Spec:
 
 
 def _same_arguments(said: Sequence[Asked]) -> None:
-    """What one rank refuses, all refuse: here before they propose, for which frozen shards are gathered by all."""
+    """Refuse on all ranks if the arguments of one rank differ from rank 0's.
+
+    This check precedes the proposals, because proposing is collective: all ranks gather the frozen shards for it.
+    """
     first = dict(said[0].arguments)
     for rank, one in enumerate(said):
         pairs = ((name, its, first.get(name)) for name, its in one.arguments)
@@ -360,7 +371,10 @@ def _refuse(rank: int, what: str, differ: str) -> None:
 
 
 def _group_of(ranks: tuple[int, ...]) -> Any:
-    """Made once and kept: a second one of the same ranks would find the addresses of the first one in torch's store."""
+    """Return the gloo group of these ranks, which is created once and kept.
+
+    A second group of the same ranks would find the stale addresses of the first one in torch's store.
+    """
     if not GROUPS:
         atexit.register(rest)
     if GROUPS.get(ranks) not in distributed.distributed_c10d._world.pg_map:
@@ -379,12 +393,15 @@ def _synchronised(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _own_address(beside_rank_0: bool) -> str:
-    """An address of this machine that the other ranks' machines reach: that by which torch's own store is reached."""
+    """Return an address of this machine that the others can reach: the one from which torch's own store is reached."""
     master = os.environ.get("MASTER_ADDR", socket.gethostname())
     if beside_rank_0:
         return master
     for family, *_, address in sorted(socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)):  # IPv4 first
-        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # no way there: the next one
-            probe.connect(address)  # nothing is sent
+        with (
+            suppress(OSError),
+            socket.socket(family, socket.SOCK_DGRAM) as probe,
+        ):  # no route: try the next
+            probe.connect(address)  # UDP: this picks a local address and sends nothing
             return str(probe.getsockname()[0])
     return socket.gethostname()
