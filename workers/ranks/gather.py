@@ -1,8 +1,8 @@
-"""What one rank of a learner carries: its pieces of all fragments, and whole those that it serves. asyncio.
+"""One rank's share of the transfers: its pieces of all fragments, and the whole fragments that it serves. asyncio.
 
-A server gathers the pieces of a snapshot, encodes and uploads the delta; it pulls a global and hands each rank its
-piece. Rank 0 says when (`rank_carrier`). All of it is the exchange thread's, but for `pulled`, which the training
-thread reads.
+The server of a fragment gathers the pieces of a snapshot, then encodes and uploads the delta. It also pulls a global
+and hands each rank its pieces. Rank 0 says when (`rank_carrier`). All of this belongs to the exchange thread, except
+`pulled`, which the training thread reads.
 """
 
 import asyncio
@@ -28,45 +28,47 @@ from diloco.workers.ranks.wires import Wires
 from diloco.workers.rounds import Base, Publication
 
 Float32 = npt.NDArray[np.float32]
+# Returns a rank's own vector of a fragment as it was at the snapshot; may wait for a device.
 Snapshot = Callable[[], Float32]
-"""A rank's own vector of a fragment as it was; may wait for a device."""
 
 
 @dataclass(slots=True)
 class _Gathering:
-    """A snapshot of a fragment on its way to its server.
+    """A snapshot of a fragment while its pieces arrive at the server.
 
-    Where a codec encodes each element alone, what comes is encoded at once: a payload is all that is kept of it.
+    Where the codec encodes each element independently, pieces are encoded as they arrive, so only the payload is kept.
     """
 
     missing: int
-    """Elements; at first all of them."""
+    """Number of elements that have not arrived; at first all of them."""
     codec: Codec
     base: Base | None = None
-    """What the server had adopted at the snapshot."""
+    """The base that the server had adopted at the time of the snapshot."""
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """The base is known."""
+    """Set once the base is known."""
     encoded: bool = False
-    """What comes is encoded at once."""
+    """True if pieces are encoded as they arrive."""
     _against: Float32 | None = None
-    """If so, the base's values, until all is here: the next base may be adopted before the upload ends."""
+    """The base's values if pieces are encoded as they arrive, until all have arrived. They are held here because the
+    next base may be adopted before the upload ends."""
     out: npt.NDArray[Any] | None = None
-    """(elements,) the payload; values, where they are encoded later."""
+    """The payload (elements,), or the values if they are encoded later."""
     whole: asyncio.Event = field(default_factory=asyncio.Event)
 
     def begin(self, base: Base | None) -> None:
-        """base: None: nothing was adopted."""
+        """Set the base; None if nothing was adopted."""
         self.base, self.encoded = base, base is not None and self.codec in DTYPES
         if base is not None and self.encoded:
             self.base, self._against = replace(base, values=None), base.values
         self.begun.set()
 
     async def take(self, own: Float32, pieces: Sequence[Piece], offload: Offload) -> None:
-        """These of a rank's own vector, which is overwritten."""
+        """Store these pieces of a rank's own vector, which is overwritten."""
         await self.begun.wait()
         if self.out is None:
             dtype = DTYPES[self.codec] if self.encoded else np.dtype(np.float32)
-            alone = elements(pieces) == self.missing  # then nobody sends more, and it may lie where the values do
+            # If this vector has all elements, nobody sends more: the payload may overwrite the values in place.
+            alone = elements(pieces) == self.missing
             self.out = own.view(dtype)[: self.missing] if alone else pooled(self.missing, dtype)
         await offload(self._put, own, pieces, self.out)
         self.missing -= elements(pieces)
@@ -86,13 +88,13 @@ class _Gathering:
             out[:] = values
 
     def values(self) -> npt.NDArray[Any]:
-        """`out`, once it is whole."""
+        """Return `out`, once it is whole."""
         assert self.out is not None  # noqa: S101  # it is whole
         return self.out
 
 
 class Part:
-    """One rank's."""
+    """One rank's share of the transfers."""
 
     def __init__(
         self,
@@ -102,23 +104,32 @@ class Part:
         snapshot: Callable[[int], Snapshot],
         overwrite: Callable[[int, Float32], None],
     ) -> None:
-        """snapshot, overwrite: take and adopt this rank's vector of a fragment, while the training thread waits."""
+        """Register the requests that this rank answers.
+
+        Args:
+            wires: connections to the other ranks.
+            member: what the learner's exchange works with.
+            shares: what each rank holds.
+            snapshot: takes a snapshot of this rank's vector of a fragment, while the training thread waits.
+            overwrite: overwrites this rank's vector of a fragment, while the training thread waits.
+        """
         self._wires, self._member, self._shares, self._snapshot = wires, member, shares, snapshot
         self._rank, self._overwrite = wires.rank, overwrite
         self._carrier = OwnCarrier(member, initial=self._no_initial)
         self.pulled: dict[tuple[int, int], tuple[int, Float32 | None]] = {}
-        """(fragment, number of its global) -> its server, and this rank's own vector (elements,) unless it is adopted;
-        the training thread takes it."""
+        """Maps (fragment, number of its global) to its server and this rank's own vector (elements,), or None if it is
+        adopted. The training thread takes entries out."""
         self._not_finite = set[int]()
-        """Fragments whose last snapshot here was not."""
+        """Fragments whose last snapshot on this rank had values that are not finite."""
         self._arriving: dict[tuple[int, int], Float32] = {}
         self._inheriting: dict[tuple[int, str], Float32] = {}
         self._bases: dict[tuple[int, int], Base] = {}
         self._adopted: dict[int, int] = {}
-        """Fragment that is served -> number of the adopted global."""
+        """Maps a fragment that this rank serves to the number of the adopted global."""
         self._gathering: dict[tuple[int, int], _Gathering] = {}
         self.still = asyncio.Event()
-        """The training thread waits: it joins, or leaves. Until then snapshots are its own."""
+        """Set while the training thread waits, because it joins or leaves. While it is clear, only the training thread
+        takes snapshots."""
         self.still.set()
         wires.handle(
             take=self._take,
@@ -145,13 +156,15 @@ class Part:
     def send(self, items: Sequence[tuple[int, int, int, Snapshot | None]]) -> None:
         """Send snapshots to their servers.
 
-        items: fragment, tag of the snapshot, server, and what this rank has of it; None: others send it.
+        Args:
+            items: for each, the fragment, the tag of the snapshot, the server, and this rank's vector; None if this
+                rank has nothing to send.
         """
         for item in items:
             self._wires.go_on(self._begin(*item))
 
     def _begin(self, p: int, tag: int, server: int, snapshot: Snapshot | None) -> Coroutine[Any, Any, None]:
-        """The sending; its base is that of now, before another one is adopted."""
+        """Return the coroutine that sends a snapshot. The base is fixed here, before another one can be adopted."""
         if server == self._rank:
             self._gathered(p, tag).begin(self._bases.get((p, self._adopted.get(p, 0))))
         return self._send(p, tag, server, snapshot)
@@ -168,7 +181,10 @@ class Part:
             await self._wires.ask(server, "take", p, tag, number, vector=_cut(own, group))
 
     def _say_if_not(self, finite: bool, p: int) -> None:
-        """Which rank it is that the syncer will refuse a delta for: once an episode."""
+        """Warn, once per episode, if this rank's values are not finite.
+
+        The syncer, which will refuse the delta, cannot tell which rank caused it.
+        """
         if finite:
             self._not_finite.discard(p)
             return
@@ -183,7 +199,7 @@ class Part:
         await self._begin(p, tag, server, self._snapshot(p) if self._shares.sent(self._rank, p, server) else None)
 
     def _gathered(self, p: int, tag: int) -> _Gathering:
-        """That of a snapshot, begun with what is first heard of it."""
+        """Return the gathering of a snapshot. It is created by whichever message about the snapshot arrives first."""
         if (p, tag) not in self._gathering:
             fragment = self._member.layout.fragments[p]
             self._gathering[p, tag] = _Gathering(fragment.elements, fragment.sync(self._member.spec.sync).codec)
@@ -202,13 +218,13 @@ class Part:
         await self._whole(p, tag)
 
     async def _whole(self, p: int, tag: int) -> _Gathering:
-        """A snapshot, once all of it is here; given away."""
+        """Wait until a snapshot is complete, remove it from the gatherings, and return it."""
         gathering = self._gathered(p, tag)
         await gathering.whole.wait()
         return self._gathering.pop((p, tag))
 
     async def _upload(self, _: int, p: int, tag: int, said: dict[str, Any]) -> bool:
-        """said: the publication, without its base."""
+        """Upload a gathered delta. `said` holds the fields of the publication except its base."""
         gathering = await self._whole(p, tag)
         if gathering.base is None:
             raise UsageError(f"fragment {p} was snapshot before it was adopted")
@@ -222,7 +238,7 @@ class Part:
         return await self._carrier.upload(publication, gathering.values, of_use)
 
     async def _upload_initial(self, _: int, p: int, tag: int, nonce: str) -> int:
-        """tag: of a snapshot; 0: of what was adopted."""
+        """Upload version 0 of a fragment from the snapshot `tag`; tag 0 stands for the values that were adopted."""
         if not tag:
             return await self._carrier.upload_initial(p, nonce)
         gathering = await self._whole(p, tag)
@@ -231,7 +247,10 @@ class Part:
     # --- globals ------------------------------------------------------------------------------------------
 
     async def _pull(self, _: int, p: int, number: int, at_once: bool, encoded: bytes) -> bool:
-        """Whether all ranks have it. at_once: and have adopted it, since they only join."""
+        """Pull a global and give each rank its pieces; return whether all ranks have it.
+
+        `at_once`: the ranks adopt it on arrival, since they only join.
+        """
         member, head = self._member, codec.decode(Head, encoded)
         flat = await self._carrier.pull(lambda: head)
         if flat is None:
@@ -263,7 +282,7 @@ class Part:
         self.pulled[p, number] = server, None if at_once else own
 
     def adopted(self, p: int, number: int) -> None:
-        """The training thread has adopted it: older ones are no longer needed."""
+        """Record that the training thread has adopted this global, and drop the older ones."""
         self._adopted[p] = number
         for kept in (self.pulled, self._bases):
             for q, other in list(kept):
@@ -273,7 +292,7 @@ class Part:
     # --- a fragment goes to another server --------------------------------------------------------------
 
     async def _hand(self, _: int, p: int, server: int) -> bool:
-        """Give a server what it needs to go on from here; False: the fate of a delta is not known yet."""
+        """Send another server what it needs to take over a fragment. Return False while a delta's fate is unknown."""
         held = self._carrier.held(p)
         if held is None:
             return False
@@ -298,7 +317,7 @@ class Part:
         self._carrier.drop(p)
 
     def forget(self) -> None:
-        """Let go of all that it has of fragments: the thread has ended."""
+        """Release everything held of the fragments; the thread has ended."""
         for kept in (self.pulled, self._arriving, self._inheriting, self._bases, self._gathering):
             kept.clear()
         for fragment in self._member.layout.fragments:
@@ -307,7 +326,7 @@ class Part:
     # --- what became of deltas ----------------------------------------------------------------------------
 
     async def _merged(self, _: int, p: int, own: list[tuple[int, int]]) -> None:
-        """own: base version and tokens of each of the learner's deltas that were merged."""
+        """Record that deltas were merged. own: (base version, tokens) of each delta of this learner that was merged."""
         who = {"learner": self._member.learner, "incarnation": self._member.incarnation}
         self._carrier.feedback.merged(p, [MergedBase(**who, base_version=base, tokens=tokens) for base, tokens in own])
 
@@ -319,7 +338,7 @@ class Part:
 
 
 def own_of(flat: Float32, pieces: Sequence[Piece]) -> Float32:
-    """A rank's own vector of a fragment; without a copy where that is the fragment's."""
+    """Return a rank's own vector of a fragment. It is not copied if it equals the whole fragment."""
     if elements(pieces) == len(flat):
         return flat
     own: Float32 = pooled(elements(pieces), np.float32)
@@ -334,12 +353,12 @@ def _check_size(rank: int, p: int, vector: Float32, expected: int) -> None:
 
 
 def _cut(own: Float32, pieces: Iterable[Piece]) -> Float32:
-    """These of a rank's own vector, one after the other."""
+    """Return these pieces of a rank's own vector, concatenated."""
     return _joined([own[piece.at : piece.at + piece.elements] for piece in pieces])
 
 
 def _joined(vectors: Sequence[Float32]) -> Float32:
-    """One after the other; without a copy where it is one."""
+    """Concatenate vectors; a single one is not copied."""
     if len(vectors) == 1:
         return vectors[0]
     out: Float32 = pooled(sum(map(len, vectors)), np.float32)
@@ -347,6 +366,10 @@ def _joined(vectors: Sequence[Float32]) -> Float32:
 
 
 def _is_finite(own: Float32) -> bool:
-    """In one pass, without a copy: what is not finite makes the sum so, and a sum of finite ones hardly ever is not."""
+    """Return whether all values are finite, usually in one pass without a copy.
+
+    A value that is not finite makes the sum so. A sum of finite values almost never overflows; if it does, all are
+    checked.
+    """
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(own.sum())) or bool(np.isfinite(own).all())

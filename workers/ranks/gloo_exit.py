@@ -1,8 +1,8 @@
-"""Python's end waits for threads of gloo: one that needs Python's lock while Python ends aborts the process.
+"""Makes Python's exit wait for gloo's threads: one that needs the GIL while Python shuts down aborts the process.
 
-Such a thread tells that a sum is there, and lets go of its tensor afterwards, for which it needs that lock. On a busy
-machine Python may end in between. Destroying process groups does not end the threads of one that something still
-refers to, as a sharded model does (pytorch/pytorch#190489, pytorch/pytorch#38228).
+Such a thread reports that an all-reduce is complete and releases its tensor afterwards, for which it needs the GIL. On
+a busy machine Python may shut down in between. Destroying the process groups does not end the threads of a group that
+something still refers to, as a sharded model does (pytorch/pytorch#190489, pytorch/pytorch#38228).
 """
 
 import sys
@@ -10,20 +10,22 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+# The threads of this process; exists only on Linux.
 THREADS = Path("/proc/self/task")
-"""Of this process, where the system is Linux."""
+# The name that torch gives to a thread that does a gloo group's work.
 NAME = "pt_gloo_runloop"
-"""Of a thread that does what a group of gloo has to do; by torch."""
 MOST_S = 10.0
+# Two looks are this many switch intervals apart. A thread that waits for the GIL wakes up once per interval, so between
+# two looks it must have been awake.
 LOCK_WAITS = 2
-"""Looks are so many times apart as a thread that waits for Python's lock sleeps at most."""
 
 
 def rest() -> None:
-    """Wait until no thread of gloo has anything left to do. Called as Python ends, when all is done.
+    """Wait until no gloo thread has anything left to do. Called when Python exits, after everything else is done.
 
-    One that was asleep at two looks, and not once awake in between, has nothing to do: Python's lock was free, and who
-    waits for that wakes up again and again. One that waits for a rank is asleep too, and is not waited for.
+    A thread that sleeps at two successive looks and did not wake up in between has nothing to do: the GIL was free, and
+    a thread that waits for the GIL wakes up again and again. A thread that waits for another rank sleeps as well, and
+    is not waited for.
     """
     until_s, before = time.monotonic() + MOST_S, None
     while (now := _looked()) and not (now == before and all(_SLEEPS in one for one in now.values())):
@@ -38,7 +40,7 @@ _TOLD = "State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:"
 
 
 def _looked() -> dict[str, list[str]]:
-    """Of each of gloo's threads: whether it sleeps, and how often it was awake."""
+    """Return for each gloo thread whether it sleeps, and how often it was switched out."""
     found = {}
     for thread in THREADS.iterdir() if THREADS.exists() else ():
         with suppress(OSError):  # it ends now

@@ -30,7 +30,7 @@ class Room:
         """Maps a fragment that found no room to the server it waits for, in the order in which they asked."""
 
     def has(self, p: int, server: int) -> bool:
-        """Return whether the server has room for the fragment and no other fragment has waited for that server longer."""
+        """Return whether the server has room for the fragment and no other fragment has waited for it longer."""
         others = [self._elements[q] for q, one in self.taken.items() if one == server]
         before = takewhile(lambda q: q != p, self._waiting)
         fits = not others or sum(others) + self._elements[p] <= SMALL
@@ -125,7 +125,7 @@ class UnderWay:
             self._room.in_turn([])
 
     def last(self, p: int, server: int) -> bool:
-        """Return whether the last snapshot of a fragment may be taken now; if not, ask again after another upload ends."""
+        """Return whether the last snapshot of a fragment may be taken now; if not, ask again after another upload."""
         with self._lock:
             return self._room.take(p, server)
 
@@ -143,6 +143,6 @@ class UnderWay:
             return free
 
     def moved(self, p: int) -> None:
-        """Record that the move ended: all ranks adopted the fragment from its new server, or it stays with the old one."""
+        """Record that the move ended: all ranks adopted the fragment from its new server, or it did not move."""
         with self._lock:
             self._moving.discard(p)

@@ -1,7 +1,8 @@
-"""Connections of a rank to all others of its learner, over TCP. asyncio.
+"""TCP connections from a rank to all other ranks of its learner. asyncio.
 
-A rank calls those below it, and is called by those above it. Who calls shows the token that the ranks agreed on as
-they met, and is answered: the system takes calls also for a rank that is about to die.
+A rank connects to those with lower numbers and accepts connections from those with higher ones. The connecting rank
+sends the token that the ranks agreed on when they met, and waits for a reply: a TCP connection by itself proves
+nothing, since the kernel accepts connections also for a process that is about to die.
 """
 
 import asyncio
@@ -22,8 +23,9 @@ _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")
 _TAKEN = b"\1"
 
 
+# (file descriptor, inode) of sockets to other ranks; some may be closed by now. The inode tells whether the descriptor
+# still belongs to the same socket.
 _ours: set[tuple[int, int]] = set()
-"""(file descriptor, inode) of sockets to other ranks, some closed by now."""
 
 
 def _is_open(one: tuple[int, int]) -> bool:
@@ -40,11 +42,14 @@ def _note(fd: int) -> None:
 
 
 def _let_go() -> None:
-    """In a child that was forked, such as one that loads data: while it had them open, a dead rank would look alive."""
+    """Close the sockets in a forked child, such as a data-loading worker.
+
+    While the child had them open, the kernel would not close a dead rank's connections, and the rank would look alive.
+    """
     nothing = os.open(os.devnull, os.O_RDWR)
     for one in _ours:
         if _is_open(one):
-            os.dup2(nothing, one[0], inheritable=False)  # the number stays taken: the copy of its owner may close it
+            os.dup2(nothing, one[0], inheritable=False)  # keep the number in use: its Python owner may close it
     os.close(nothing)
 
 
@@ -53,46 +58,50 @@ if hasattr(os, "register_at_fork"):
 
 
 class Writer(Protocol):
-    """What `Wires` needs of an `asyncio.StreamWriter`."""
+    """The part of `asyncio.StreamWriter` that `Wires` uses."""
 
     def write(self, data: bytes | memoryview, /) -> None:
-        """Send, in order."""
+        """Send bytes, in order."""
 
     async def drain(self) -> None:
-        """Until there is room for more; raises OSError where nobody reads any more."""
+        """Wait until there is room for more; raise OSError if nobody reads any more."""
 
     def close(self) -> None:
-        """Send no more."""
+        """Stop sending."""
 
     async def wait_closed(self) -> None:
-        """Until that is so."""
+        """Wait until the writer is closed."""
 
 
 Line = tuple[asyncio.StreamReader, Writer]
 
 
 class Lines(Protocol):
-    """How one rank is connected to the others."""
+    """The way in which one rank is connected to the others."""
 
     rank: int
     ranks: int
 
     async def connect(self) -> dict[int, Line]:
-        """To each other rank, by its number. What comes is read later.
+        """Connect to all other ranks; return the connections by rank. Nothing is read from them yet.
 
         Raises:
-            RankGone: one does not answer in time.
+            RankGone: a rank does not answer in time.
         """
 
     def close(self) -> None:
-        """Whoever calls from now on is no rank."""
+        """Refuse all connections from now on: they cannot come from a rank."""
 
 
 def listen(host: str = "") -> socket.socket:
-    """A socket on which other ranks will call. host: "": any address of this machine, of IPv6 too where it has that."""
+    """Return a socket on which other ranks can connect.
+
+    Args:
+        host: the address to bind; "" binds all addresses of this machine, including IPv6 where there is any.
+    """
     try:
         listener = socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True)
-    except (OSError, ValueError):  # it has none, or the host is one of IPv4
+    except (OSError, ValueError):  # there is no IPv6 here, or the host is an IPv4 address
         listener = socket.create_server((host, 0))
     _note(listener.fileno())
     return listener
@@ -102,7 +111,14 @@ class TcpLines:
     """`Lines` over TCP."""
 
     def __init__(self, rank: int, addresses: Sequence[tuple[str, int]], listener: socket.socket, token: bytes) -> None:
-        """addresses: of all ranks. token: shows that who calls is one of them."""
+        """Take the listener; nothing is connected yet.
+
+        Args:
+            rank: this rank's number.
+            addresses: the address of every rank, by rank.
+            listener: this rank's listening socket.
+            token: proves that a connecting process is one of the ranks.
+        """
         self.rank, self.ranks = rank, len(addresses)
         self._addresses, self._listener, self._token = addresses, listener, token
         self._lines: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
@@ -110,7 +126,7 @@ class TcpLines:
         self._server: asyncio.Server | None = None
 
     async def connect(self) -> dict[int, Line]:
-        """As `Lines`."""
+        """Connect to all other ranks; implements `Lines.connect`."""
         self._server = await asyncio.start_server(self._called, sock=self._listener)
         above = range(self.rank + 1, self.ranks)
         try:
@@ -137,27 +153,27 @@ class TcpLines:
         return dict(self._lines)
 
     async def _watch(self, other: int) -> None:
-        """Notice that a rank dies before it calls: its listener goes with it. Until cancelled.
+        """Notice that a higher rank dies before it connects: its listener closes with it. Runs until cancelled.
 
         Raises:
-            ConnectionError: it has.
+            ConnectionError: the rank has died.
         """
         try:
             reader, writer = await asyncio.open_connection(*self._addresses[other])
             try:
-                await reader.read(1)  # it says nothing here
+                await reader.read(1)  # a living rank sends nothing on this connection
             finally:
                 writer.close()
             raise ConnectionError(f"rank {other} has ended")
         except ConnectionError:
             if other not in self._lines:
                 raise
-        except OSError:  # it cannot be called from here: it may call
+        except OSError:  # it is not reachable from here, but may still connect to this rank
             pass
         await asyncio.Event().wait()
 
     def close(self) -> None:
-        """As `Lines`."""
+        """Refuse all connections from now on; implements `Lines.close`."""
         if self._server is not None:
             self._server.close()
 

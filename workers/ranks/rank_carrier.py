@@ -67,7 +67,7 @@ class RanksCarrier:
         return number
 
     async def _pull(self, p: int, choose: Callable[[], Head], number: int, at_once: bool) -> int | None:
-        """Return the server from which all ranks now have the global; None if it could not be pulled."""
+        """Return the server from which all ranks now have the global; None if a newer global replaced it meanwhile."""
 
         async def pull() -> bool:
             return bool(await self._wires.ask(server, "pull", p, number, at_once, codec.encode(choose())))
@@ -105,7 +105,7 @@ class RanksCarrier:
         return now if server != now and self._room.has(p, server) and not self._under_way.move(p) else server
 
     async def _free(self, p: int) -> None:
-        """Free the fragment's room: it is adopted, or will not be. A server that has lost the fragment drops its data."""
+        """Free the fragment's room: it is adopted, or will not be. A server that lost the fragment drops its data."""
         for server in {self._before[p], self._room.taken[p]} - {self._turns.servers[p]}:
             await self._wires.ask(server, "drop", p)
         self._under_way.moved(p)

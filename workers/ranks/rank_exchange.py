@@ -1,13 +1,13 @@
-"""What one rank does beside its training: connected to the others it carries its part; rank 0's is the learner's
-exchange. asyncio.
+"""What a rank does beside its training: it connects to the other ranks and does its share; rank 0 also exchanges.
+asyncio.
 
-Coroutines over the bus and the connections: `rank_thread` gives them a thread of their own, simulations run them in
-virtual time. Joining, once all are connected:
+These are coroutines over the bus and the connections: `rank_thread` runs them in a thread of their own, simulations run
+them in virtual time. After all ranks are connected, they join like this:
 
 | rank 0 | every rank |
 |---|---|
-| joins the run; servers upload version 0 and pull | carries its part |
-| asks all for their moments | looks for them in its own state folder |
+| joins the run; servers upload version 0 and pull | does its share of the transfers |
+| asks all ranks for their moments | looks for moments in its own state folder |
 | says what all have in common, and what to begin with | enters |
 """
 
@@ -46,13 +46,17 @@ from diloco.workers.training import Training
 
 
 def common(found: Iterable[Found]) -> Source:
-    """What all ranks begin with, from what each has found: moments of which a part is missing are of no use."""
+    """Return the source of moments that all ranks begin with.
+
+    Moments are useful only if all parts of them are there, so ranks that found different sources begin with fresh
+    moments.
+    """
     sources = {one.source for one in found}
     return sources.pop() if len(sources) == 1 else "fresh"
 
 
 class Working:
-    """One rank's."""
+    """One rank's work in its exchange thread."""
 
     def __init__(
         self,
@@ -65,41 +69,53 @@ class Working:
         abandoned: Callable[[], bool],
         offload: Offload = offload,
     ) -> None:
-        """joined: is told of this rank, and the moments to begin with. abandoned: nothing comes of having joined."""
+        """Take what the work needs.
+
+        Args:
+            bus: the run's bus.
+            clock: the time.
+            wires: connections to the other ranks; not open yet.
+            training: the training side.
+            shares: what each rank holds.
+            joined: receives this rank and the moments that training begins with.
+            abandoned: returns True if the caller has given up joining.
+            offload: runs a blocking function in another thread.
+        """
         self._bus, self._clock, self._wires, self._training, self._shares = bus, clock, wires, training, shares
         self._joined, self._abandoned, self._offload = joined, abandoned, offload
         self._log = structlog.get_logger().bind(learner=training.learner, rank=wires.rank)
 
     async def work(self) -> None:
-        """Until cancelled.
+        """Work until cancelled.
 
         Raises:
             RankGone: a rank is gone, and the learner with it.
-            DilocoError: it cannot join.
+            DilocoError: the rank cannot join.
         """
         leads = not self._wires.rank
-        if not leads:  # it can be asked as soon as it is connected
+        if not leads:  # register the handlers first: requests may come as soon as it is connected
             self._follow()
         try:
             await self._work(leads)
         except IdTaken:
-            raise  # who has the name now is not broken
+            raise  # another process has the name now, and that learner is not broken
         except Exception as error:
             if self._wires.speaks and (isinstance(error, RankGone) or self._joined.done()):
                 await self.say_broken(self._wires.why)
             raise
 
     async def say_broken(self, why: str) -> None:
-        """On the bus, for whoever watches the run."""
+        """Report on the bus that the learner is broken, for everybody who watches the run."""
         unix_s, who = self._clock.unix(), self._training.learner
         with suppress(TimeoutError, BusError):
             async with asyncio.timeout(SAID_S):
                 await self._bus.add_event(Event(name="learner_broken", who=who, detail=why[:500], unix_s=unix_s))
 
     async def last_words(self, why: str, within_s: float) -> str:
-        """Tell the other ranks and the bus that this one ends; why, with what is known of the others."""
+        """Tell the other ranks and the bus that this rank ends; return the reason, extended by what is known of the
+        others."""
         why = f"rank {self._wires.rank} of this learner was asked to end: {why}"
-        if self._joined.done():  # all have: they can be asked
+        if self._joined.done():  # all ranks have joined, so all can be asked
             why = f"{why}. The ranks: {await steps_of_all(self._wires, within_s / 2)}"
         await asyncio.wait(
             {asyncio.create_task(one) for one in (self._wires.tell_all(why, said=True), self.say_broken(why))},
@@ -118,7 +134,7 @@ class Working:
         return Part(self._wires, member, self._shares, snapshot, self._training.parameters.overwrite)
 
     def _follow(self) -> None:
-        """As one of the ranks that rank 0 speaks for: it only answers."""
+        """Answer requests as one of the ranks that rank 0 speaks for."""
         training, log = self._training, self._log
         self._bus.use_spec(training.spec)
         member = Member(
@@ -137,7 +153,7 @@ class Working:
         Rank(self._wires, self._part(member), training, member.shared, self._joined)
 
     async def _lead(self) -> None:
-        """As the one that speaks for all, until cancelled."""
+        """Work as rank 0, which speaks for all ranks, until cancelled."""
         training, wires, bus = self._training, self._wires, self._bus
         parts, carriers = list[Part](), list[RanksCarrier]()
         under_way = UnderWay([fragment.elements for fragment in self._shares.layout.fragments])
@@ -165,7 +181,10 @@ class Working:
                 await joining.abandon()
 
     async def _until_left(self, exchange: Exchange) -> None:
-        """The exchange's work. As the ranks part, it may still pull what others of them take no more."""
+        """Run the exchange's work.
+
+        While the ranks leave, the exchange may still pull for ranks that are gone already: that error is no failure.
+        """
         try:
             await exchange.work()
         except ExceptionGroup as errors:
@@ -174,7 +193,10 @@ class Working:
                 raise others.exceptions[0] from None
 
     async def _tell_which_run(self, shared: Shared) -> None:
-        """Until cancelled. At a run's start it may not be known as all enter; no rank saves its moments until it is."""
+        """Send the run's state to the other ranks whenever the run starts anew. Runs until cancelled.
+
+        At a run's start the state may not be known when the ranks enter; no rank saves its moments until it is.
+        """
         told: float | None = None
         while True:
             state = shared.state

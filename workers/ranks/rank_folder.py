@@ -1,16 +1,16 @@
-"""A learner's state folder: each of its ranks saves what it holds, and any number of ranks read it again, also one.
+"""A learner's state folder: each rank saves what it holds, and any number of ranks, also one, can read it again.
 
-    <folder>/rank-<r>-of-<n>/   a `StateFolder` of rank r's shards; of replicas the first one saves, the others only a
-                                `CHANCE_FILE`, with their random states
-    <folder>/                   that of a learner which is one process
+    <folder>/rank-<r>-of-<n>/   a `StateFolder` of rank r's shards; among replicas only the first one saves, and the
+                                others save only a `CHANCE_FILE` with their random states
+    <folder>/                   the state of a learner that is one process
 
-What is read is the set that has gone furthest, of those that are whole. Where it is of other ranks, each rank takes
-from all of its files what it holds now.
+What is read is the complete set of files that has gone furthest. If other ranks saved it, each rank assembles what it
+holds now from all files of the set.
 
-Ranks save by their own clocks, and one that is killed may have saved once less. So the files of a set may be of
-different steps, as the fragments in one file are, which are copied one a step. That is harmless: moments are of single
-elements or tensors, and some steps older is what they are for. But the steps that count, as for ramps of learning
-rates, are the fewest of the set on all ranks.
+Ranks save by their own clocks, and a rank that is killed may have saved once less. So the files of a set may come from
+different steps, as the fragments within one file do, which are copied one per step. This is harmless: moments belong to
+single elements or tensors, and moments that are a few steps old still serve. Only the number of steps must agree, for
+instance for learning-rate ramps: all ranks take the lowest number in the set.
 """
 
 import random
@@ -25,6 +25,7 @@ import msgpack
 import numpy as np
 import structlog
 import torch
+from typing_extensions import override
 
 from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.fragments import Layout, Slot
@@ -42,17 +43,25 @@ from diloco.workers.moments.state_folder import (
 )
 from diloco.workers.ranks.row_ranges import Range, Ranges, local_layout
 
+# Holds a `SavedState` of which only the random states are used.
 CHANCE_FILE = "chance.json"
-"""A `SavedState` of which only the random states count."""
+# The states of one saved set, by folder.
 Parts = dict[Path, SavedState]
-"""Of one saved set: by where they are."""
 
 
 class RankFolder(StateFolder):
-    """One rank's."""
+    """One rank's state folder."""
 
     def __init__(self, path: Path, kept: Layout, whole: Layout, held: Sequence[Ranges], rank: int) -> None:
-        """path: of the learner. kept: what this rank saves. whole: of the model's trained tensors. held: by rank."""
+        """Determine the folder; it is created when it is first used.
+
+        Args:
+            path: the learner's folder.
+            kept: layout of what this rank saves.
+            whole: layout of the model's trained tensors.
+            held: the ranges that each rank holds.
+            rank: this rank's number.
+        """
         self._all, self._whole, self._held, self._rank = path, whole, held, rank
         first = held.index(held[rank])
         self._saves = first == rank
@@ -66,17 +75,17 @@ class RankFolder(StateFolder):
 
     @classmethod
     def of_one(cls, path: Path, kept: Layout, whole: Layout) -> "RankFolder":
-        """That of a learner which is one process."""
+        """Return the folder of a learner that is one process."""
         held = {slot.tensor.name: (0, slot.tensor.whole.elements) for _, slot in slots(whole)}
         return cls(path, kept, whole, [held], 0)
 
+    @override
     def look(self) -> None:
-        """As `StateFolder`, and the first of replicas alone: they share its folder."""
-        if self._saves:
+        if self._saves:  # replicas share the first one's folder
             super().look()
 
     def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
-        """As `StateFolder`; replicas but the first have only random states of their own to save."""
+        """Save in the background; replicas other than the first save only their random states."""
         if self._saves:
             super().save(make)
         else:
@@ -86,13 +95,13 @@ class RankFolder(StateFolder):
         self._own.mkdir(parents=True, exist_ok=True)
         replace(self._own / CHANCE_FILE, [make()[0].model_dump_json().encode()])
 
+    @override
     def append_losses(self, lines: Callable[[], Sequence[str]]) -> None:
-        """As `save`: replicas share the first one's folder."""
-        if self._saves:
+        if self._saves:  # replicas share the first one's folder
             super().append_losses(lines)
 
     def load(self, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments] | None:
-        """As `StateFolder`, of what this rank holds."""
+        """Load what this rank holds now, whichever ranks saved it; None if nothing of this run is saved."""
         parts = self._newest(identity)
         same = self.path in parts and parts[self.path].partition == self._ranks.get("partition", "")
         if not parts or same:
@@ -111,7 +120,7 @@ class RankFolder(StateFolder):
             raise StateRefused(f"{self.path} was saved by ranks that held other rows, and some of theirs are missing")
 
     def _newest(self, identity: RunIdentity | None) -> Parts:
-        """The whole set of this run that has gone furthest, its first rank first; empty: there is none."""
+        """Return this run's complete set that has gone furthest, in order of rank; empty if there is none."""
         sets: dict[str, Parts] = defaultdict(dict)
         for path in [self._all, *sorted(self._all.glob("rank-*-of-*"))]:
             with suppress(StateRefused):  # there is none, or a damaged one
@@ -122,7 +131,7 @@ class RankFolder(StateFolder):
         return max(whole, key=lambda parts: min(state.steps for state in parts.values()), default={})
 
     def _covers(self, states: Collection[SavedState]) -> bool:
-        """All elements are there."""
+        """Return whether these states together hold all elements."""
         for _, slot in slots(self._whole):
             ranges = {_range(state, slot.tensor) for state in states}
             if sum(stop - start for start, stop in ranges) != slot.tensor.whole.elements:
@@ -138,7 +147,7 @@ class RankFolder(StateFolder):
             ranges = {slot.tensor.name: _range(saved, slot.tensor) for _, slot in slots(self._whole)}
             layout = local_layout(self._whole, ranges)
             if not (layout.elements and self._layout.elements):
-                continue  # one that holds nothing keeps no moments
+                continue  # a rank that holds nothing saved no moments
             loaded = StateFolder(path, layout).load(identity, kind)
             if loaded is None or loaded[1].others:
                 raise StateRefused(f"{path} was saved by other ranks, and holds what cannot be shared out anew")
@@ -159,15 +168,15 @@ class RankFolder(StateFolder):
                             own[p][name][to] = loaded[1].flats[q][name][of]
                         missing -= high - low
         if missing:
-            raise StateRefused(f"{self._all} does not hold once what this rank holds: {missing} elements are left over")
+            raise StateRefused(f"{self._all} does not hold each of this rank's elements once: {missing} are left over")
         state = self._with_own_chance(_fewest(next(iter(parts.values())), parts.values()))
         structlog.get_logger().info("state_resharded", folder=str(self._all), parts=len(parts), ranks=len(self._held))
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
 
     def _with_own_chance(self, state: SavedState) -> SavedState:
-        """With the random states that this rank of as many has saved last, else those that this process has.
+        """Replace the random states by those that the same rank of as many ranks saved last, else by this process's.
 
-        Another rank's would have it draw that one's data.
+        With another rank's random states this rank would draw that rank's data.
         """
         here: dict[str, Any] = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
         saved = list[SavedState]()
@@ -182,7 +191,7 @@ class RankFolder(StateFolder):
 
 
 def _fewest(state: SavedState, parts: Collection[SavedState]) -> SavedState:
-    """With the steps that all parts of its set have come to: all ranks read the same."""
+    """Replace the steps by the lowest number in the set, so that all ranks begin with the same."""
     if len({part.steps for part in parts}) > 1:
         steps = sorted(part.steps for part in parts)
         structlog.get_logger().info("state_of_several_steps", steps=steps, detail="its ranks did not save at once")

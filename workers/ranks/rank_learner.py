@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from typing_extensions import override
+
 from diloco.pipeline.errors import RankGone, UsageError
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.payload import codec
@@ -83,8 +84,7 @@ class Rank:
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
     def begin_with(self) -> list[tuple[int, int]]:
-        """Take the adoptions that training begins with; return (fragment, number of its global) for all. Only at rank
-        0."""
+        """Take the adoptions that training begins with; return (fragment, number) of each. Only at rank 0."""
         adoptions = self.shared.adoptions
         self.bases = {p: adoptions.pop(p) for p in sorted(adoptions)}
         return [(p, base.values) for p, base in self.bases.items()]

@@ -1,4 +1,4 @@
-"""The exchange thread of one rank, and how it ends, above all with a rank that is gone."""
+"""The exchange thread of one rank, and how it ends, in particular after another rank is gone."""
 
 import os
 import threading
@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 import structlog
+from typing_extensions import override
 
 from diloco.pipeline.errors import RankGone
 from diloco.pipeline.process.signals import AGAIN_STATUS
@@ -23,12 +24,12 @@ from diloco.workers.ranks.watchdog import RankStopping, waits_s
 from diloco.workers.ranks.wires import Wires
 from diloco.workers.training import Training
 
+# Seconds that aborting the collectives in flight may take.
 ABORT_S = 2.0
-"""To break off what is under way."""
 
 
 class RankThread(ExchangeThread):
-    """One rank's."""
+    """The exchange thread of one rank."""
 
     def __init__(
         self, url: str, run: str, training: Training, meeting: Meeting, shares: Shares, stopping: RankStopping
@@ -46,12 +47,12 @@ class RankThread(ExchangeThread):
         samples = None if layout is None else Samples(training.parameters, layout)
         return JoinedRank(training, exchange, self, self._meeting, self._shares, self._stopping, samples)
 
+    @override
     def notice(self) -> None:
-        """As `ExchangeThread`."""
         self._noticed.set()
 
     def _last_words(self, why: str, within_s: float) -> str:
-        """As `RankStopping.say`; moments that are being saved are saved, too."""
+        """Implement `RankStopping.say`; also wait, within the same time, for a save of the moments in progress."""
         until_s = time.monotonic() + within_s
         try:
             if self._working is not None and self.works:
@@ -62,12 +63,12 @@ class RankThread(ExchangeThread):
                 time.sleep(0.05)
 
     def join(self) -> None:
-        """As `ExchangeThread`; the ranks part."""
+        """Wait a while until the thread has ended; the ranks part from each other."""
         self.notice()
         if not self.left:
             self._meeting.part()
         super().join()
-        if self._aborting.ident is not None:  # as Python ends, a thread that is inside torch would crash it
+        if self._aborting.ident is not None:  # a thread inside torch would crash Python's shutdown
             self._aborting.join(ABORT_S)
         self._meeting.listener.close()
 
@@ -77,11 +78,14 @@ class RankThread(ExchangeThread):
             return
         if isinstance(self.failure, RankGone):
             self._log.error("rank_gone", detail=str(self.failure))
-        self._meeting.part()  # the other ranks end too, and training may wait for them
-        self._aborting.start()  # it may itself wait
-        within_s = waits_s(self._training.times.step_s)  # it may wait for another rank for ever
+        # The other ranks end too. The training thread may be waiting for one of them in a collective, for ever:
+        # first abort the collectives (in a thread, since an abort may block), then end the process if training does not
+        # notice.
+        self._meeting.part()
+        self._aborting.start()
+        within_s = waits_s(self._training.times.step_s)
         if not self._noticed.wait(within_s):
-            detail = f"{self.failure}; no step has come in {within_s:.3g} s: training may wait for ever: it is ended"
+            detail = f"{self.failure}; no step in {within_s:.3g} s: training may wait for ever, so the process ends"
             self._log.error("rank_ended", detail=detail)
             os._exit(AGAIN_STATUS)
 

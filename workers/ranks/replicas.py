@@ -1,9 +1,9 @@
-"""Whether ranks that hold the same parameters train them alike: a loop that averages gradients itself may forget to.
+"""Checks that ranks which hold the same parameters train them alike: a loop may forget to average its gradients.
 
-Nobody would notice otherwise: each fragment is published by one of the replicas, so what travels is a mixture of
-models. After some steps each rank copies a few rows of what all ranks hold whole; rank 0 compares them, beside the
-training. Averaged gradients leave replicas alike to the last bit, or nearly; others leave them as far apart as a step
-goes. Shards are not compared: `fully_shard` averages by itself.
+Nothing else would reveal it: each fragment is published by one of the replicas, so what is published would be a mixture
+of several models. After certain steps each rank copies a few rows of the tensors that all ranks hold whole, and rank 0
+compares them beside the training. With averaged gradients replicas agree to the last bit, or nearly; without, they
+differ by about the length of a step. Shards are not compared, since `fully_shard` averages by itself.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,13 @@ from diloco.workers.ranks.wires import Wires
 
 Float32 = npt.NDArray[np.float32]
 
+# Limits of what is compared: the number of tensors that rows are taken from, and the number of elements in total.
 TENSORS, ELEMENTS = 8, 4096
-"""At most, of which rows are compared; all together."""
+# Steps between two comparisons. Before that many steps, comparisons come at the powers of two.
 EVERY = 1024
-"""Steps between two looks, once there were as many: at first they double."""
+# Replicas count as different if they are apart by more than these shares of a step's length and of the values' norm:
+# rounding does not cause so much.
 APART, ROUNDING = 0.1, 1e-6
-"""More than so much of a step's length, and of the values', is not what rounding does."""
 REMEDY = (
     "replicas of one model are not trained alike, so what is published is a mixture of several: wrap the model in "
     "DistributedDataParallel, or average every gradient over the ranks (all_reduce) before each optimizer step, and "
@@ -36,14 +37,15 @@ REMEDY = (
 
 
 def sampled(shares: Shares) -> Layout | None:
-    """Some rows of what all ranks hold whole, as a layout of one fragment; None: they hold nothing alike."""
+    """Return a one-fragment layout of some rows of the tensors that all ranks hold whole; None without such tensors."""
     alike = {
         slot.tensor.name: slot.tensor
         for fragment in shares.layout.fragments
         for slot in fragment.slots
         if slot.tensor.rule not in AVERAGED and shares.is_whole(slot.tensor.name)
     }
-    room = min(ELEMENTS, max(fragment.elements for fragment in shares.layout.fragments) // 2)  # two travel as one
+    # Halved, because two vectors travel in one message, which may be as large as the largest fragment.
+    room = min(ELEMENTS, max(fragment.elements for fragment in shares.layout.fragments) // 2)
     slots, at = list[Slot](), 0
     for tensor in list(alike.values())[:: -(-len(alike) // TENSORS) or 1]:
         rows = tensor.shape[0] if tensor.shape else 1
@@ -58,21 +60,30 @@ def sampled(shares: Shares) -> Layout | None:
 
 
 class Samples:
-    """One rank's. The training thread's."""
+    """One rank's copies of the compared rows. For the training thread."""
 
     def __init__(self, parameters: FragmentParameters, layout: Layout) -> None:
-        """layout: what is compared, as `sampled`."""
+        """Prepare the copies.
+
+        Args:
+            parameters: this rank's parameters.
+            layout: the rows to compare, made by `sampled`.
+        """
         self._some = parameters.some(layout)
         self._before: Snapshot | None = None
         self._failed = False
 
     def stepped(self, steps: int) -> tuple[Snapshot, Snapshot] | None:
-        """So many are over; what is to be compared now, of the step before and of this one. Never raises."""
+        """Return the copies from before and after the last step if a comparison is due, else None. Never raises.
+
+        Args:
+            steps: number of steps done.
+        """
         before, self._before = self._before, None
         if (_due(steps) or _due(steps + 1)) and not self._failed:
             try:
                 self._before = self._some.snapshot(0)
-            except Exception as error:  # what is looked at for the log alone must not end the training
+            except Exception as error:  # a mere check must not end the training
                 self._failed = True
                 structlog.get_logger().warning("replicas_not_compared", error=str(error)[:200])
         return (before, self._before) if _due(steps) and before is not None and self._before is not None else None
@@ -88,12 +99,12 @@ class Replicas:
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
         self._said: dict[int, dict[int, Float32]] = {}
-        """Step -> rank -> (2, elements) before it and after it; rank 0's."""
+        """Maps a step and a rank to the values (2, elements) before and after the step; used at rank 0."""
         self._apart = False
         wires.handle(sampled=self._take)
 
     def compare(self, steps: int, before: Snapshot, now: Snapshot) -> None:
-        """Send them to rank 0."""
+        """Send the copies of a step to rank 0, which compares them."""
         self._wires.go_on(self._send(steps, before, now))
 
     async def _send(self, steps: int, before: Snapshot, now: Snapshot) -> None:
@@ -111,7 +122,11 @@ class Replicas:
 
 
 def apart(said: Mapping[int, Float32]) -> Sequence[int]:
-    """The ranks whose values are not rank 0's. said: by rank, (2, elements) before a step and after it."""
+    """Return the ranks whose values differ from rank 0's.
+
+    Args:
+        said: by rank, the values (2, elements) before and after a step.
+    """
     before, now = said[0].astype(np.float64)
     least = max(APART * np.linalg.norm(now - before), ROUNDING * np.linalg.norm(now))
     return [rank for rank in sorted(said) if np.linalg.norm(said[rank][1] - now) > least]

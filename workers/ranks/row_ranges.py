@@ -1,10 +1,11 @@
-"""Which elements of a model each rank of a learner holds, and who sends what when a fragment is gathered. Pure.
+"""Computes which elements of a model each rank holds, and which rank sends what when a fragment is gathered. Pure.
 
-A rank holds whole rows of a tensor, one range of them: its shard (`fully_shard`), or all of it (a replica). Ranges are
-told in elements of the flattened tensor. A shard may be empty, and ranks' shards may differ in size.
+A rank holds one contiguous range of whole rows of a tensor: a shard (`fully_shard`), or all rows (a replica). Ranges
+are given in elements of the flattened tensor. A shard may be empty, and the shards of different ranks may differ in
+size.
 
-A rank's own flat vector of a fragment has what it holds of each of the fragment's tensors, in the layout's order. A
-piece is what lies in one row both there and in the fragment's flat vector.
+A rank's own flat vector of a fragment consists of the elements that it holds of each of the fragment's tensors, in the
+layout's order. A piece is a run of elements that is contiguous both there and in the fragment's flat vector.
 """
 
 import math
@@ -16,36 +17,37 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
 from diloco.pipeline.messages.wire import AVERAGED
 
+# Elements [start, stop) of a flattened tensor.
 Range = tuple[int, int]
-"""Elements [start, stop) of a flattened tensor."""
+# Elements in one message between ranks. It bounds the memory of what is in transit.
 SLICE = 2**18
-"""Elements in a message between ranks, so that what is on its way needs no memory to speak of."""
+# The ranges of all tensors of a layout, by tensor name.
 Ranges = Mapping[str, Range]
-"""Of all tensors of a layout, by name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements that lie in a row in a fragment's flat vector, and in a rank's own."""
+    """A run of elements that is contiguous both in a fragment's flat vector and in a rank's own vector."""
 
     start: int
-    """In the fragment's."""
+    """Offset in the fragment's vector."""
     at: int
-    """In the rank's own."""
+    """Offset in the rank's own vector."""
     elements: int
 
 
 def sources(ranges: Sequence[Range], elements: int, name: str, first: int) -> frozenset[int]:
-    """The ranks that send what they hold of a tensor, so that each element is sent once.
+    """Return the ranks that send their range of a tensor, chosen so that each element is sent once.
 
     Args:
-        ranges: what each rank holds.
-        elements: of the tensor.
-        name: for the error.
-        first: the rank that sends where several hold the same; else the one of them that comes next after it.
+        ranges: the range that each rank holds.
+        elements: number of elements of the tensor.
+        name: the tensor's name, for the error message.
+        first: the preferred sender; where several ranks hold the same range, the next of them from this rank on sends
+            it.
 
     Raises:
-        UsageError: they do not hold the tensor once, or several times, in the same ranges.
+        UsageError: the ranks do not hold the tensor once, or the same number of times in equal ranges.
     """
     holders: dict[Range, list[int]] = {}
     for rank, one in enumerate(ranges):
@@ -63,7 +65,7 @@ def sources(ranges: Sequence[Range], elements: int, name: str, first: int) -> fr
 
 
 def local_layout(layout: Layout, ranges: Ranges) -> Layout:
-    """As `Shares.local`, of what holds these ranges."""
+    """Return the layout of the flat vectors of a rank that holds these ranges (`Shares.local`)."""
     fragments = []
     for fragment in layout.fragments:
         slots: list[Slot] = []
@@ -83,7 +85,7 @@ def local_layout(layout: Layout, ranges: Ranges) -> Layout:
 
 
 def _both(held: Range, slot: Slot) -> Range:
-    """What a rank holds of what lies in a slot, in elements of the whole tensor; may be empty."""
+    """Return the intersection of a rank's range with a slot, in elements of the whole tensor; may be empty."""
     return max(held[0], slot.within.start), min(held[1], slot.within.stop)
 
 
@@ -91,10 +93,14 @@ class Shares:
     """What the ranks of one learner hold of its layout."""
 
     def __init__(self, layout: Layout, held: Sequence[Ranges]) -> None:
-        """held: by rank.
+        """Check that the ranks hold the whole model.
+
+        Args:
+            layout: the model's layout.
+            held: the ranges that each rank holds.
 
         Raises:
-            UsageError: it is not the whole model, once or several times.
+            UsageError: they do not hold the whole model once, or several times.
         """
         self.layout, self.ranks = layout, len(held)
         self._held = held
@@ -105,29 +111,30 @@ class Shares:
                 self._sources(slot, 0)
 
     def local(self, rank: int) -> Layout:
-        """The layout of a rank's own flat vectors, with the digest of the whole one; a fragment may be empty there."""
+        """Return the layout of a rank's own flat vectors, with the whole layout's digest. A fragment may be empty
+        there."""
         return local_layout(self.layout, self._held[rank])
 
     def is_whole(self, name: str) -> bool:
-        """Every rank holds all of a tensor."""
+        """Return whether every rank holds all of a tensor."""
         return len({held[name] for held in self._held}) == 1 and len(self._held) > 1
 
     def _all_pieces(self, rank: int, fragment: int) -> tuple[Piece, ...]:
-        """All that a rank holds of a fragment: its own flat vector."""
+        """Return all pieces of a fragment that a rank holds; together they are its own flat vector."""
         return tuple(piece for _, piece in self._pieces(rank, fragment))
 
     def _sent_pieces(self, rank: int, fragment: int, server: int) -> tuple[Piece, ...]:
-        """What it sends when the fragment is gathered by its server."""
+        """Return the pieces that a rank sends when the fragment's server gathers the fragment."""
         return tuple(piece for slot, piece in self._pieces(rank, fragment) if rank in self._sources(slot, server))
 
     def _sent_slices(self, rank: int, fragment: int, server: int) -> list[list[Piece]]:
-        """The same by messages."""
+        """Return the pieces that a rank sends, grouped by message."""
         return in_slices(self._sent_pieces(rank, fragment, server))
 
     def _sources(self, slot: Slot, server: int) -> frozenset[int]:
         tensor = slot.tensor
         ranges = [ranges[tensor.name] for ranges in self._held]
-        # A buffer is each rank's own: rank 0's is the learner's, as in DDP.
+        # Each rank has its own values of a buffer. Rank 0's count as the learner's, as in DDP.
         return sources(ranges, tensor.whole.elements, tensor.name, 0 if tensor.rule in AVERAGED else server)
 
     def _pieces(self, rank: int, fragment: int) -> Iterable[tuple[Slot, Piece]]:
@@ -140,7 +147,7 @@ class Shares:
 
 
 def in_slices(pieces: Iterable[Piece], most: int = SLICE) -> list[list[Piece]]:
-    """The same elements in groups, each for one message; one group at least."""
+    """Split pieces into groups of at most `most` elements, one group per message; returns at least one group."""
     groups, room = list[list[Piece]]([[]]), most
     for piece in pieces:
         done = 0
@@ -155,5 +162,5 @@ def in_slices(pieces: Iterable[Piece], most: int = SLICE) -> list[list[Piece]]:
 
 
 def elements(pieces: Iterable[Piece]) -> int:
-    """Of all of them."""
+    """Return the total number of elements of these pieces."""
     return sum(piece.elements for piece in pieces)

@@ -1,8 +1,8 @@
-"""Shards of the run's work queue, as all ranks of a learner read them: rank 0 claims them, and tells which is next.
+"""Passes the shards of the run's work queue to all ranks of a learner: rank 0 claims them and tells the others.
 
-All ranks read the same shards in the same order, and each takes its own indices of each batch (`batches`). A step is
-one of all ranks, so what rank 0 has trained all have: it alone acknowledges. What it reads again, where none could be
-claimed in time, it tells too.
+All ranks read the same shards in the same order, and each takes its own indices of each batch (`batches`). A step is a
+step of all ranks, so what rank 0 has trained on, all have: rank 0 alone acknowledges shards. When it could not claim a
+shard in time and reads an earlier one again, it tells the others that too.
 """
 
 import queue
@@ -18,26 +18,33 @@ from diloco.workers.batches import Turns
 from diloco.workers.ranks.wires import Wires
 
 LOOK_S = 0.2
+# Seconds that a rank waits for rank 0 to draw as many shards before it logs a warning.
 PATIENCE_S = 60.0
-"""For rank 0 to draw as far as another rank has; then it is said."""
+# Seconds of the same wait in training after which it is an error. This is below torch's own timeout for gloo, half an
+# hour, and long enough for what rank 0 does alone between two batches, such as an evaluation.
 GIVES_UP_S = 600.0
-"""The same in training; then it is an error. Below torch's own time for gloo, half an hour, and long enough for what
-rank 0 does alone between two batches, such as an evaluation."""
+# Length, seed, batch size, and batches per step, as a rank's loop passed them.
 Asked = tuple[int, int | None, int, int]
-"""Length, seed, batch size and batches in a step, as a rank says them."""
 
 
 class ShardsTold:
-    """One rank's side. Rank 0 tells in its exchange thread, all hear in theirs; the training thread reads."""
+    """One rank's side. Rank 0's exchange thread sends, every other one's receives; the training thread reads."""
 
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
         self.heard: queue.SimpleQueue[tuple[Asked, str, int, bytes]] = queue.SimpleQueue()
-        """What rank 0 was asked for; then of a shard: entry id ("": it is read again), position, and itself."""
+        """What rank 0's loop asked for, then the shard: its entry id ("" if it is read again), its position, and its
+        bytes."""
         wires.handle(shard=self._hear)
 
     def tell(self, asked: Asked, claimed: ClaimedShard | None, shard: Shard) -> None:
-        """Rank 0's: it has taken up this one. claimed: None: it is read again."""
+        """Tell all other ranks that rank 0 reads this shard next. Only at rank 0.
+
+        Args:
+            asked: what rank 0's loop asked for.
+            claimed: the claim; None if the shard is read again.
+            shard: the shard.
+        """
         entry, position = ("", 0) if claimed is None else (claimed.entry_id, claimed.position)
         for rank in range(1, self._wires.ranks):
             self._wires.tell(rank, "shard", list(asked), entry, position, codec.encode(shard))
@@ -48,43 +55,59 @@ class ShardsTold:
 
 
 def asked_for(order: DataOrder, batch_size: int, accumulate: int) -> Asked:
-    """As it is told."""
+    """Return what this rank's loop asks for, in the form in which it is sent."""
     return order.length, order.seed, batch_size, accumulate
 
 
 class Telling:
-    """Rank 0's shards, in turn."""
+    """Rank 0's shards in turn (`batches.Turns`); it tells the other ranks of each."""
 
     def __init__(self, shards: Turns, first: ClaimedShard, tell: Callable[[ClaimedShard | None, Shard], None]) -> None:
-        """shards: after the first one. tell: the other ranks."""
+        """Tell the other ranks of the first shard.
+
+        Args:
+            shards: the shards after the first one.
+            first: the first one.
+            tell: tells the other ranks.
+        """
         self._shards, self._tell = shards, tell
         tell(first, first.shard)
 
     def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
-        """As `ShardsInTurn`."""
+        """Return the next shard, and tell the other ranks; implements `batches.Turns.after`."""
         found = self._shards.after(claimed, wait_s)
         self._tell(*found)
         return found
 
 
 class Hearing:
-    """Another rank's, in rank 0's order."""
+    """Another rank's shards in rank 0's order (`batches.Turns`)."""
 
     def __init__(self, told: ShardsTold, asked: Asked, check: Callable[[], object]) -> None:
-        """asked: of this rank. check: raises if the learner is not in its run."""
+        """Take what was agreed on.
+
+        Args:
+            told: receives what rank 0 tells.
+            asked: what this rank's loop asks for; rank 0's must be the same.
+            check: raises if the learner is not in its run.
+        """
         self._told, self._asked, self._check = told, asked, check
 
     def first(self, check: Callable[[], object]) -> ClaimedShard:
-        """The one to begin with; as `after`. check: may raise too, as where this process is to end before it trains."""
-        claimed, _ = self._next(check, None)  # rank 0 may itself wait, for the run's first one
-        assert claimed is not None  # noqa: S101  # there is nothing yet to be read again
+        """Return the first shard; waits and raises like `after`, but without a time limit.
+
+        Args:
+            check: called while waiting; may raise, for instance if this process is to end before it trains.
+        """
+        claimed, _ = self._next(check, None)  # no limit: rank 0 may be waiting for the run's first shard
+        assert claimed is not None  # noqa: S101  # there is nothing yet to read again
         return claimed
 
     def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
-        """As `ShardsInTurn`; waits until rank 0 has taken it up.
+        """Wait until rank 0 has taken up the next shard, and return it; implements `batches.Turns.after`.
 
         Raises:
-            UsageError: rank 0 reads something else, or nothing in `GIVES_UP_S`.
+            UsageError: rank 0's loop asks for something else, or draws nothing for `GIVES_UP_S`.
             DilocoError: the learner has ended.
         """
         return self._next(self._check, GIVES_UP_S)

@@ -398,10 +398,7 @@ def _own_address(beside_rank_0: bool) -> str:
     if beside_rank_0:
         return master
     for family, *_, address in sorted(socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)):  # IPv4 first
-        with (
-            suppress(OSError),
-            socket.socket(family, socket.SOCK_DGRAM) as probe,
-        ):  # no route: try the next
+        with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:  # no route: try the next one
             probe.connect(address)  # UDP: this picks a local address and sends nothing
             return str(probe.getsockname()[0])
     return socket.gethostname()

@@ -1,18 +1,19 @@
-"""A rank that is asked to end while its main thread is inside torch, where no handler of Python's runs.
+"""Ends a rank that is asked to end while its main thread is inside torch, where Python's signal handlers do not run.
 
-In a collective that another rank never joins a thread waits up to an hour, and Python runs handlers only between two
-of its own instructions. So a thread beside it reads which signals come (`signal.set_wakeup_fd`), and looks whether the
-main thread still comes back: by SIGURG, which nobody else uses, and whose handler says so.
+In a collective that another rank never joins, a thread waits for up to an hour, and Python runs handlers only between
+two bytecode instructions. So a second thread reads which signals arrive (`signal.set_wakeup_fd`) and checks whether the
+main thread still returns to Python. For this it sends the main thread SIGURG, which nothing else uses; the handler of
+SIGURG records the time.
 
 | signal                                      | the main thread            | what happens                           |
 |---------------------------------------------|----------------------------|----------------------------------------|
 | SIGTERM, SIGHUP, noted by the learner       | comes back                 | the loop ends between two steps        |
 | SIGINT                                      | comes back                 | KeyboardInterrupt                      |
-| any of these                                | not in `waits_s`           | the process ends, and says where it is |
-| a second one of them (SIGHUP is never it)   | not in `AGAIN_S`           | the same                               |
-| one with a handler of the program's own     | whatever                   | what that handler does                 |
+| any of these                                | not within `waits_s`       | the process ends, and says where it is |
+| a second one of them (SIGHUP never counts)  | not within `AGAIN_S`       | the same                               |
+| one with a handler of the program's own     | in any state               | what that handler does                 |
 
-Of a program whose main thread has a wakeup descriptor of its own (asyncio's `add_signal_handler`) nothing is watched.
+Nothing is watched in a program whose main thread already has a wakeup descriptor (asyncio's `add_signal_handler`).
 """
 
 import os
@@ -34,40 +35,41 @@ from diloco.pipeline.waiting import TICK_S
 from diloco.workers.background import OwnThread
 from diloco.workers.stopping import HANGUP, STOPS, Stopping
 
+# Seconds that the main thread has to come back after a signal, or to call the learner after the exchange has failed. If
+# steps take longer, it has the time of `STEPS` steps.
 BACK_S = 10.0
-"""For the main thread to come back after a signal, or to call the learner after the exchange has failed. Where steps
-take longer, `STEPS` of them."""
 STEPS = 2
+# Upper limit of that time. One step that contains an evaluation or a compilation raises the average step time for many
+# steps, and the learner is down for as long as the wait takes. Ending sooner loses at most a step that no rank can
+# publish any more.
 MOST_S = 120.0
-"""But no longer. One step with an evaluation or a compilation in it weighs in the average for many more, and the
-learner is down for as long as this takes; all that is lost sooner is a step that no rank can publish any more."""
+# Seconds that the main thread has to come back after a second signal.
 AGAIN_S = 2.0
-"""The same after a second signal."""
 LOOK_S = 0.5
+# Seconds for the other ranks and the bus to hear why this rank ends, after one signal and after a second one.
 SAID_S, SAID_AT_ONCE_S = 10.0, 2.0
-"""For the other ranks and the bus to hear why; after a second signal."""
 PROBE: signal.Signals | None = getattr(signal, "SIGURG", None)  # Windows has none
+# Number of the main thread's innermost calls that are named in the log.
 SHOWN = 3
-"""Calls of the main thread that are named."""
 
 
 class RankStopping(Stopping):
-    """What a rank was asked by a signal, also while its main thread is in torch."""
+    """The requests to end that a rank received by signals, also while its main thread is inside torch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.together = True
         self.step_s: Callable[[], float] = lambda: 0.0
-        """Of this rank's training."""
+        """Returns the duration of this rank's steps, in seconds."""
         self.say: Callable[[str, float], str] = lambda why, within_s: why
-        """Tell the other ranks and the bus why this one ends, in some time; what is to be logged."""
+        """Tells the other ranks and the bus why this rank ends, within a time in seconds; returns what to log."""
         self._back_s = 0.0
-        """When the main thread was seen last."""
+        """Time at which the main thread was last known to be in Python."""
         self._reader: socket.socket | None = None
         self._writer: socket.socket | None = None
 
     def install(self) -> None:
-        """As `Stopping`; the watch begins."""
+        """Note the signals, as `Stopping.install` does, and begin to watch."""
         super().install()
         if threading.current_thread() is not threading.main_thread() or PROBE is None:
             return
@@ -76,7 +78,7 @@ class RankStopping(Stopping):
         reader, writer = socket.socketpair()
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        if before != -1:  # asyncio's: its loop is woken by it
+        if before != -1:  # it belongs to asyncio, whose loop is woken through it: give it back and do not watch
             signal.set_wakeup_fd(before)
             reader.close()
             writer.close()
@@ -87,7 +89,7 @@ class RankStopping(Stopping):
         OwnThread("signals", self._watch).start()
 
     def restore(self) -> None:
-        """As `Stopping`. In another thread the watch stays, and does nothing."""
+        """Undo `install`. If called in another thread than the main one, the watch stays but does nothing."""
         super().restore()
         if threading.current_thread() is not threading.main_thread() or self._writer is None:
             return
@@ -108,10 +110,8 @@ class RankStopping(Stopping):
 
     def _watch(self) -> None:
         assert self._reader is not None  # noqa: S101  # made before the thread
-        asked = count = 0
-        """The signal that the main thread is to come back for; how many there were."""
-        again = False
-        """It is given `AGAIN_S`: a second one came."""
+        asked = count = 0  # the signal that the main thread must come back for; the number of signals that came
+        again = False  # a second signal came, so that the main thread has only AGAIN_S
         seen_s = until_s = 0.0
         with self._reader as reader:
             while (came := self._read(reader, LOOK_S if asked else None)) is not None:
@@ -121,9 +121,10 @@ class RankStopping(Stopping):
                 count += sum(number != HANGUP for number in came)
                 if came and count > 1:
                     until_s, again = min(until_s, now + AGAIN_S), True
+                # The main thread came back to Python, but it may enter torch again before its loop ends: watch on.
                 if self._back_s != seen_s:
                     seen_s, until_s, again = self._back_s, now + self._given_s(), False
-                    asked = asked if self.heard else 0  # Ctrl-C was raised there: what comes of it is the loop's
+                    asked = asked if self.heard else 0  # 0: KeyboardInterrupt was raised; the loop sees it
                     count = count if asked else 0
                 elif asked and now > until_s and not self._over:
                     self._end(asked, again)
@@ -131,7 +132,7 @@ class RankStopping(Stopping):
                     self._probe()
 
     def _read(self, reader: socket.socket, within_s: float | None) -> list[int] | None:
-        """The watched signals that came, within some time at most; None: the watch is over."""
+        """Return the watched signals that came, after at most `within_s` seconds; None once the watch is over."""
         until_s = None if within_s is None else time.monotonic() + within_s
         while until_s is None or time.monotonic() < until_s:
             reader.settimeout(None if until_s is None else max(until_s - time.monotonic(), TICK_S))
@@ -165,19 +166,19 @@ class RankStopping(Stopping):
         name = signal.Signals(number).name
         since = f"came again, and {AGAIN_S:g} s later" if again else f"came, and {self._given_s():.3g} s later"
         why = f"{name} {since} its main thread still waits in {waits_in()}"
-        with suppress(Exception):  # it ends in any case
+        with suppress(Exception):  # the process ends in any case
             why = self.say(why, SAID_AT_ONCE_S if again else SAID_S)
         structlog.get_logger().error("rank_ended", detail=why)
         os._exit(128 + number if number == signal.SIGINT else AGAIN_STATUS)
 
 
 def waits_s(step_s: float) -> float:
-    """How long a main thread that may wait for ever is given, by the time of its steps. Seconds."""
+    """Return how many seconds a main thread that may wait for ever is given, by the duration of its steps in seconds."""
     return max(BACK_S, min(MOST_S, STEPS * step_s))
 
 
 def waits_in() -> str:
-    """The calls in which this process's main thread is, the innermost first, and the innermost that is not torch's."""
+    """Return the main thread's innermost calls as text, innermost first, and the innermost call outside torch."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame)[::-1]
     own = next((one for one in stack if f"{os.sep}torch{os.sep}" not in one.filename), None)
@@ -185,14 +186,14 @@ def waits_in() -> str:
     return ", in ".join(f"{one.name} ({Path(one.filename).name}:{one.lineno})" for one in shown)
 
 
+# The installed watches of this process.
 _watches = list[RankStopping]()
-"""Of this process."""
 
 
 def _let_go() -> None:
-    """In a child that was forked, such as one that loads data: what it is asked is not this rank's."""
+    """Remove the watches in a forked child, such as a data-loading worker: its signals are not this rank's."""
     for one in _watches:
-        with suppress(ValueError):  # not forked by a thread that can have signals
+        with suppress(ValueError):  # only the main thread may set the descriptor
             signal.set_wakeup_fd(-1)
         if one._writer is not None:
             one._writer.close()

@@ -1,12 +1,13 @@
-"""Connections between the exchange threads of a learner's ranks: each has one to each other. asyncio.
+"""Messages between the exchange threads of a learner's ranks: each rank has a connection to each other. asyncio.
 
-A message has a head (msgpack: what is asked, of which question) and may have a vector's bytes. Whoever asks gets one
-answer. What one rank asks another is begun there in the order in which it was asked.
+A message has a head (msgpack: the kind of request and its number) and may carry a vector's bytes. Each request gets one
+answer. A rank begins to work on another rank's requests in the order in which they were sent.
 
-A rank whose process is killed is noticed at once, since the system closes its connections; one whose machine is gone,
-after `lines.SILENT_S`. Then this rank's learner is broken: `watch` raises. Whoever finds out tells all others why
-before its own connections close: else they would take it for the cause. With that it says who tells the run: the first
-rank that is left. That one tells all others too, so that they know it lives; who cannot reach it tells the run itself.
+A rank whose process is killed is noticed at once, because the kernel closes its connections; a rank whose machine is
+unreachable is noticed after `lines.SILENT_S`. Either breaks this rank's learner: `watch` raises. The rank that finds
+out tells all others why before its own connections close; otherwise they would take it for the cause. It also names the
+rank that reports to the run (on the bus), which is the lowest rank that is left. That speaker tells all other ranks
+too, so that they know it is alive; a rank that cannot reach the speaker reports to the run itself.
 """
 
 import asyncio
@@ -28,24 +29,31 @@ from diloco.workers.ranks.lines import Lines, Writer
 
 Float32 = npt.NDArray[np.float32]
 T = TypeVar("T")
+# Called with the rank that asks, then the request's arguments, a vector last. It must return what msgpack can encode.
 Handler = Callable[..., Awaitable[Any]]
-"""Called with the rank that asks, then what it says; a vector comes last. What it returns must be msgpack's."""
 
+# Bytes written or read at a time.
 SLICE_BYTES = 2**20
-"""Written and read at a time."""
 MAX_HEAD_BYTES = 16 * 2**20
+# Seconds that the other ranks get to hear why this rank ends (`TOLD_S`), and that a report to the bus may take
+# (`SAID_S`).
 TOLD_S, SAID_S = 5.0, 2.0
-"""For the others to hear why this rank ends; for the bus."""
+# The kinds of error that travel to the asking rank; every other one travels as UsageError. The sender retries after
+# those of the bus.
 KINDS = {kind.__name__: kind for kind in (UsageError, BusError, BusUnavailable, BusFull)}
-"""Of errors as they are told; all others are told as the first. After those of the bus it is tried again."""
 _SIZES = struct.Struct("<IQ")
 
 
 class Wires:
-    """One rank's. Use in `async with`: until then nothing is connected."""
+    """One rank's connections. Use it in `async with`: nothing is connected before."""
 
     def __init__(self, lines: Lines, most: int) -> None:
-        """most: elements that a vector has."""
+        """Take the lines; nothing is connected yet.
+
+        Args:
+            lines: makes the connections.
+            most: largest number of elements that a vector may have.
+        """
         self.rank, self.ranks = lines.rank, lines.ranks
         self._lines, self._most = lines, most
         self._handlers: dict[str, Handler] = {"torn": self._take_torn}
@@ -53,30 +61,31 @@ class Wires:
         self._locks = [asyncio.Lock() for _ in range(lines.ranks)]
         self._questions = itertools.count()
         self._asked: dict[int, tuple[int, asyncio.Future[Any]]] = {}
-        """Question -> the rank that was asked, and its answer."""
+        """Maps the number of a request to the rank that was asked and to its answer."""
         self._tasks = set[asyncio.Task[Any]]()
         self._hearing: dict[int, asyncio.Task[None]] = {}
-        """Rank -> what hears it, until its connection ends."""
+        """Maps a rank to the task that reads from it until the connection ends."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.leaving = False
-        """From now on the others may go."""
+        """True once the ranks leave: connections that end are then no error."""
         self.why = ""
-        """What all ranks end by, once one has told: their connections end then too."""
+        """The reason by which all ranks end, once a rank has given one; connections that end then have the same reason.
+        """
         self._gone_ones = set[int]()
         self._heard_by = {self.rank}
-        """Ranks that know why."""
+        """Ranks that know the reason."""
         self._speaker = -1
-        """Rank that tells the run."""
+        """The rank that reports to the run; -1 until it is known."""
 
     def handle(self, **handlers: Handler) -> None:
-        """What is done when it is asked here."""
+        """Register handlers for requests, by kind."""
         self._handlers |= handlers
 
     async def __aenter__(self) -> Self:
-        """Connect to all. What they ask is done from now on: their questions must be known (`handle`) before.
+        """Connect to all other ranks. Requests are answered from now on: call `handle` before.
 
         Raises:
-            RankGone: one does not answer in time.
+            RankGone: a rank does not answer in time.
         """
         for other, (reader, writer) in (await self._lines.connect()).items():
             self._writers[other] = writer
@@ -102,10 +111,10 @@ class Wires:
 
     @property
     def _found(self) -> BaseException | None:
-        """What this rank is broken by."""
-        if not self._broken.done() or self._broken.cancelled():  # as its watcher was, by an error from elsewhere
+        """The error that broke this rank; None if there is none."""
+        if not self._broken.done() or self._broken.cancelled():  # cancelled with its watcher, by an error elsewhere
             return None
-        return self._broken.exception()  # it was told, or nobody was there to be told
+        return self._broken.exception()  # reading it marks it as retrieved: asyncio logs nothing
 
     def _worded(self, error: BaseException) -> str:
         if isinstance(error, RankGone):
@@ -115,16 +124,21 @@ class Wires:
 
     @property
     def speaks(self) -> bool:
-        """Once all is over: it is this rank that tells the run `why`."""
+        """Whether this rank reports `why` to the run. Valid once all is over."""
         return self._speaker == self.rank
 
     async def end(self, why: str) -> None:
-        """Have all ranks end by this, this one's exchange too, and with it whoever waits here."""
+        """Make all ranks end for this reason, this rank's exchange and every waiter here included."""
         self._break(RankGone(why))
         await asyncio.sleep(TOLD_S + SAID_S)
 
     async def tell_all(self, why: str, said: bool = False) -> None:
-        """Have all other ranks end by this; this one is about to. said: it has told the run, or does."""
+        """Make all other ranks end for this reason; this rank is about to end.
+
+        Args:
+            why: the reason.
+            said: this rank reports the reason to the run itself.
+        """
         self.why = why
         speaker = self.rank if said or self.speaks else min({*range(self.ranks)} - self._gone_ones)
         others = [rank for rank in range(self.ranks) if rank != self.rank]
@@ -139,7 +153,7 @@ class Wires:
         self._heard_by.add(rank)
 
     async def cause(self, within_s: float) -> str:
-        """What all ranks end by, or will, if that turns out within some time; else nothing."""
+        """Return the reason by which all ranks end if it becomes known within `within_s` seconds, else ""."""
         with suppress(TimeoutError, DilocoError):
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._broken)
@@ -147,44 +161,45 @@ class Wires:
         return self.why or ("" if found is None else self._worded(found))
 
     async def watch(self) -> None:
-        """Until a rank is gone.
+        """Wait until a rank is gone; never returns normally.
 
         Raises:
-            RankGone: naming it.
-            DilocoError: what a handler that nobody waits for has failed by.
+            RankGone: names the rank.
+            DilocoError: a handler or task whose result nobody awaits has failed.
         """
         await self._broken
 
     async def until_gone(self, rank: int) -> None:
-        """Wait for the end of the connection to another rank; if it came too early, `watch` raises too."""
+        """Wait for the connection to another rank to end. If it ends too early, `watch` raises as well."""
         await asyncio.wait({self._hearing[rank]})
 
     async def ask(self, rank: int, what: str, *said: Any, vector: Float32 | None = None) -> Any:
-        """Have a rank do something; its answer.
+        """Send a request to a rank and return its answer.
 
         Raises:
-            UsageError, BusError: as it did there.
-            RankGone: it is gone.
+            UsageError, BusError: the handler there raised it.
+            RankGone: the rank is gone.
         """
         if rank == self.rank:
             return await self._handlers[what](rank, *said, *([] if vector is None else [vector]))
         number, answer = next(self._questions), asyncio.get_running_loop().create_future()
         self._asked[number] = rank, answer
         try:
-            # Cancelled or not, what was begun is written to its end: else the next message is read as its rest.
+            # Shielded: a message must be written to its end even if the caller is cancelled, since the receiver would
+            # read the next message as the rest of this one.
             await asyncio.shield(self.go_on(self._write(rank, [number, what, *said], vector)))
             return await answer
         finally:
             self._asked.pop(number, None)
 
     def tell(self, rank: int, what: str, *said: Any) -> None:
-        """Have a rank do something, and wait for nothing."""
+        """Send a request to a rank without waiting for an answer."""
         self.go_on(self.ask(rank, what, *said))
 
     # --- inside -------------------------------------------------------------------------------------------
 
     def go_on(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Begin a task; if it fails, all is broken."""
+        """Start a task; if it fails, this rank's learner is broken (`watch` raises)."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -211,7 +226,7 @@ class Wires:
         try:
             async with self._locks[rank]:
                 if (writer := self._writers.get(rank)) is None:
-                    raise ConnectionError("it is connected no more")
+                    raise ConnectionError("it is no longer connected")
                 writer.write(_SIZES.pack(len(packed), len(data)) + packed)
                 for start in range(0, len(data), SLICE_BYTES):
                     writer.write(data[start : start + SLICE_BYTES])
@@ -242,7 +257,7 @@ class Wires:
         except (OSError, asyncio.IncompleteReadError, ValueError, TypeError) as error:
             gone = self._gone(rank, error)
             self._break(gone)
-            self._writers.pop(rank).close()  # whoever asks it from now on is told at once
+            self._writers.pop(rank).close()  # later requests to this rank fail at once
             for of, answer in self._asked.values():
                 if of == rank and not answer.done():
                     answer.set_exception(gone)
@@ -267,7 +282,7 @@ class Wires:
         except RankGone:
             raise
         except DilocoError as error:
-            if not isinstance(error, BusError):  # an outage is told where it is tried again
+            if not isinstance(error, BusError):  # an outage is logged by the rank that retries
                 structlog.get_logger().error("rank_failed", rank=self.rank, doing=what, error=str(error))
             kind = next((one.__name__ for one in type(error).__mro__ if one.__name__ in KINDS), UsageError.__name__)
             found = str(error)
