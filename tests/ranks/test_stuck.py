@@ -41,7 +41,7 @@ def test_a_rank_that_is_asked_to_end_inside_torch_ends_in_bounded_time(tmp_path:
         (ended,) = party.said("duo-0", "rank_ended")
         assert "SIGTERM came, and 10 s later its main thread still waits in " in ended
         assert "rank.py:" in ended
-        assert "rank 1 does not answer (paused, or its machine is away)" in ended
+        assert "rank 1 does not answer (it is paused, or its machine is unreachable)" in ended
         ((who, why),) = [(one.who, one.detail) for one in party.events() if one.name == "learner_broken"]
         assert who == "duo"
         assert "rank 0 of this learner was asked to end: SIGTERM came" in why

@@ -173,7 +173,7 @@ class RankStopping(Stopping):
 
 
 def waits_s(step_s: float) -> float:
-    """Return how many seconds a main thread that may wait for ever is given, by the duration of its steps in seconds."""
+    """Return the seconds that a main thread which may wait for ever is given, by its step time in seconds."""
     return max(BACK_S, min(MOST_S, STEPS * step_s))
 
 

@@ -1,1 +1,1 @@
-"""The learner program: text in, steps, schedule, evaluation; models, data; the data-parallel baseline."""
+"""The built-in trainer: text, models, training steps, schedule and evaluation; also the data-parallel baseline."""

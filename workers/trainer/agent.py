@@ -1,9 +1,10 @@
-"""A learner on a set of devices, `--device cuda:0+cuda:1`: its process starts a rank for each, by torch's own launcher.
+"""Starts a learner on several devices, `--device cuda:0+cuda:1`: one rank per device, through torch's own launcher.
 
     diloco learner (this process) ──torch's elastic agent──▶ diloco learner, as rank 0..N-1
 
-It is what `torchrun --nproc-per-node N -m diloco learner` does, called as a library. Only, a rank that was refused is
-not started again, since it would be refused again; and the ranks end with this process, however that ends.
+This does what `torchrun --nproc-per-node N -m diloco learner` does, called as a library, with two differences: a rank
+that was refused is not restarted, because it would be refused again; and the ranks end with this process, however it
+ends.
 """
 
 import os
@@ -23,23 +24,24 @@ from diloco.pipeline.process.signals import AGAIN_STATUS, LAUNCHER_PID, end_sign
 from diloco.workers.trainer.together import AT_WORK
 
 MOST_RESTARTS = 100
+# The exit status of a command that was given something it cannot use (`cli.main`).
 REFUSED_STATUS = 2
-"""Of a command that was given what it cannot use (`cli.main`)."""
+# After so many attempts in a row that each ended within so many seconds, another attempt will do no better.
 MOST_QUICK, QUICK_S = 5, 60.0
-"""So many lives in a row that were so short: it will not do better."""
+# Seconds, on top of the time to flush, before ranks that were asked to end are killed. It must exceed the time that
+# ranks wait for each other when they leave (`rank_learner.BYE_S`).
 LEAVE_MARGIN_S = 40
-"""On top of the time to flush, before ranks that were asked to end are killed (`rank_learner.BYE_S`)."""
 
 log = structlog.get_logger()
 
 
 def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
-    """Start the ranks of this command, and all of them again when one has died; the exit status.
+    """Start the ranks of this command, restart all of them when one has died, and return the exit status.
 
     Args:
-        count: ranks.
-        learner: its id, for the log.
-        leave_s: as the learner's.
+        count: number of ranks.
+        learner: the learner's id, for the log.
+        leave_s: seconds that the learner may take to leave its run.
     """
     os.environ[LAUNCHER_PID] = str(os.getpid())
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(round(leave_s) + LEAVE_MARGIN_S)
@@ -69,16 +71,21 @@ def run_ranks(count: int, learner: str | None, leave_s: float) -> int:
 
 
 def may_start_again(statuses: Mapping[int, int]) -> bool:
-    """Whether ranks that ended so may do better: one was killed by a signal or has crashed, and none was refused.
+    """Return whether ranks that ended with these statuses may do better when restarted.
 
-    SIGTERM says nothing: the agent itself sends it to those that are left.
+    They may if one was killed by a signal or crashed, and none was refused. SIGTERM does not count: the agent itself
+    sends it to the ranks that are left when one has died.
     """
     told = {*statuses.values()} - {-signal.SIGTERM}
     return REFUSED_STATUS not in told and any(status < 0 or status == AGAIN_STATUS for status in told)
 
 
 def _config(count: int) -> LaunchConfig:
-    """Of ranks of this machine. A rendezvous of its own for each: what another has left, addresses say, misleads."""
+    """Return the launch configuration for ranks on this machine.
+
+    Each attempt has its own rendezvous: what an earlier one left in the store, such as addresses, would mislead the
+    next.
+    """
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -89,7 +96,7 @@ def _config(count: int) -> LaunchConfig:
         run_id=f"learner-{os.getpid()}",
         max_restarts=0,
     )
-    config.signals_to_handle = ",".join(number.name for number in end_signals())  # torch 2.6 does not look
+    config.signals_to_handle = ",".join(number.name for number in end_signals())  # torch 2.6 ignores it
     return config
 
 

@@ -1,8 +1,8 @@
 """The baseline: data-parallel training of the same model, text, optimizer and schedule.
 
-Gradients are averaged over all ranks at every step, so one step's batch is N times a learner's, and every rank
-waits for the slowest: what the decoupled method is there to avoid. One all-reduce carries the gradients and the
-few numbers on which the ranks must agree (loss, stop, report, evaluate).
+Gradients are averaged over all ranks at every step. So one step's batch is N times a learner's, and every rank waits
+for the slowest, which is what the decoupled method avoids. One all-reduce carries the gradients and the few numbers on
+which the ranks must agree (loss, stop, report, evaluate).
 """
 
 import os
@@ -49,8 +49,9 @@ from diloco.workers.trainer.recipe import (
 from diloco.workers.trainer.schedule import learning_rate
 
 REPORT_EVERY_S = 1.0
+# This is also the longest that an all-reduce may take: when one rank dies, the others end after it. The baseline has no
+# recovery; that is the method's weakness.
 CONNECT_TIMEOUT = timedelta(seconds=60)
-"""Also the longest an all-reduce may take: a rank that died ends the others, which is the method's weakness."""
 
 SMOOTHING = 0.9
 
@@ -74,7 +75,7 @@ class GradientMean:
         self.blocked_s = 0.0
 
     def reduce(self, extra: list[float]) -> list[float]:
-        """Replace `.grad` by its mean over the ranks; returns the sums of the extra numbers."""
+        """Replace `.grad` by its mean over the ranks; return the sums of the extra numbers."""
         for view, tensor in zip(self._views, self._tensors, strict=True):
             view.copy_(tensor.grad if tensor.grad is not None else torch.zeros_like(tensor))
         self._extra.copy_(torch.tensor(extra, device="cpu"))
@@ -90,7 +91,7 @@ class GradientMean:
 
 
 def block_order(count: int, rank: int, learners: int) -> Iterator[tuple[int, int]]:
-    """Every `learners`-th block of the endless sequence of epochs, from `rank` on."""
+    """Yield every `learners`-th block of the endless sequence of epochs, starting with block `rank`."""
     position = rank
     while True:
         yield divmod(position, count)
@@ -98,7 +99,7 @@ def block_order(count: int, rank: int, learners: int) -> Iterator[tuple[int, int
 
 
 def gather(row: list[float]) -> list[list[float]]:
-    """Every rank's row of numbers, on every rank, in rank order."""
+    """Return every rank's row of numbers on every rank, in rank order."""
     mine = torch.tensor(row, dtype=torch.float64, device="cpu")
     rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(rows, mine)
@@ -107,10 +108,10 @@ def gather(row: list[float]) -> list[list[float]]:
 
 @contextmanager
 def process_group(learners: int, rank: int) -> Iterator[None]:
-    """Join the other ranks (MASTER_ADDR, MASTER_PORT from the environment).
+    """Open the process group of all ranks (MASTER_ADDR and MASTER_PORT from the environment).
 
     Raises:
-        UsageError: the variables are missing.
+        UsageError: a variable is missing.
     """
     if missing := {"MASTER_ADDR", "MASTER_PORT"} - set(os.environ):
         raise UsageError(f"{min(missing)} is not set: `diloco run --method data-parallel` sets it for its ranks")
@@ -122,7 +123,7 @@ def process_group(learners: int, rank: int) -> Iterator[None]:
 
 
 def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
-    """A checkpoint folder as `diloco sample` and `diloco export` read it."""
+    """Write a checkpoint folder that `diloco sample` and `diloco export` can read."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: p.detach().float().cpu().contiguous() for name, p in model.named_parameters()}
     safetensors.torch.save_file(tensors, folder / "globals.safetensors")
@@ -131,7 +132,7 @@ def save(model: nn.Module, spec: dict[str, Any], folder: Path) -> None:
 
 
 def shared_held_out_loss(model: nn.Module, validation: npt.NDArray[np.uint8], device: torch.device) -> float:
-    """Held-out loss of validation blocks (N, T + 1), each rank measuring its share of them."""
+    """Return the held-out loss of validation blocks (N, T + 1), of which each rank measures a share."""
     mine = validation[dist.get_rank() :: dist.get_world_size()]
     share = held_out_loss(model, mine, device) * len(mine) if len(mine) else 0.0
     return sum(row[0] for row in gather([share])) / len(validation)
@@ -140,7 +141,10 @@ def shared_held_out_loss(model: nn.Module, validation: npt.NDArray[np.uint8], de
 def append_progress(
     out: Path, tokens: int, elapsed_s: float, loss: float, val_loss: float | None, rows: list[list[float]]
 ) -> None:
-    """One line of progress, from rank 0; rows hold step, tokens, tokens per second, loss and step time."""
+    """Append one line of progress, at rank 0 only.
+
+    Each of `rows` holds a rank's step, tokens, tokens per second, loss and step time.
+    """
     if dist.get_rank() != 0:
         return
     names = ("step", "tokens", "tokens_per_s", "loss", "step_s")
@@ -151,7 +155,7 @@ def append_progress(
 
 
 def learner_row(rank: int, names: Sequence[str], row: Sequence[float]) -> dict[str, str | int | float]:
-    """A rank's numbers by name; the first two are counts."""
+    """Return a rank's numbers by name; the first two are integers."""
     counted = [int(value) if number < 2 else value for number, value in enumerate(row)]
     return {"id": f"learner-{rank}", **dict(zip(names, counted, strict=True))}
 
@@ -161,21 +165,21 @@ class Parts(NamedTuple):
 
     device: torch.device
     agreed: TrainerSpec
-    """As a learner's spec has it."""
+    """The trainer's part of a spec, made like a learner's."""
     blocks: Blocks
     model: nn.Module
     forward: nn.Module
-    """Called in training, in the model's place."""
+    """The module to call in training, in the model's place."""
     optimizers: list[torch.optim.Optimizer]
     validation: Tokens
     """Held-out blocks (N, T + 1)."""
 
 
 def parts_of(settings: RankProcess) -> Parts:
-    """Made as the trainer makes them.
+    """Make a rank's parts in the same way as the trainer does.
 
     Raises:
-        UsageError: no such model, text or device.
+        UsageError: there is no such model, text or device.
     """
     device = choose_device(settings.device)
     use_threads(settings.threads or 1)
@@ -194,18 +198,18 @@ def parts_of(settings: RankProcess) -> Parts:
 
 
 def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
-    """Train as one rank of the baseline; returns the exit status.
+    """Train as one rank of the baseline; return the exit status.
 
     Rank 0 appends to `out`/progress.jsonl and, at the end, writes `out`/checkpoint and `out`/result.json.
 
     Args:
-        settings: as for a learner and the evaluator; `tokens` is the budget of all ranks together.
+        settings: the settings of a learner and the evaluator; `tokens` is the budget of all ranks together.
         out: an existing folder.
         learners: number of ranks.
         rank: 0..learners-1.
 
     Raises:
-        UsageError: no such model, text or device, or no address of the other ranks.
+        UsageError: there is no such model, text or device, or the other ranks' address is not given.
     """
     stop = StopFlag()
 

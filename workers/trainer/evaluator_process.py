@@ -1,4 +1,4 @@
-"""The evaluator process: the held-out loss of the built-in trainer's model, in any run of it."""
+"""The evaluator process: it measures the held-out loss of the built-in trainer's model in any run of it."""
 
 import asyncio
 
@@ -15,11 +15,13 @@ from diloco.workers.trainer.recipe import check_text, choose_device, held_out_lo
 
 
 def built_in(spec: Spec, settings: EvaluatorProcess) -> Measured:
-    """The run's model, and its loss on the validation slice of the run's text: where the settings say, or the spec.
+    """Return the run's model and a function that measures its loss on the validation slice of the run's text.
+
+    The text is at the place that the settings name, else at the one in the spec.
 
     Raises:
-        UsageError: the run's model is not built in, or its text or its tokenizer is not here.
-        SpecMismatch: the text differs from the run's, or the model from its tensors.
+        UsageError: the run's model is not built in, or its text or tokenizer is not on this machine.
+        SpecMismatch: the text differs from the run's, or the model from the run's tensors.
     """
     place, seq_len = settings.data or spec.trainer.get("data"), spec.trainer.get("seq_len")
     check_model(spec)
@@ -35,10 +37,12 @@ def built_in(spec: Spec, settings: EvaluatorProcess) -> Measured:
 
 
 async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> bool:
-    """Evaluate until the run is finished and measured (True), or `stop` is set; outlives an unavailable bus.
+    """Evaluate until the run is finished and measured (return True), or `stop` is set.
+
+    An unavailable bus does not end it.
 
     Raises:
-        UsageError, SpecMismatch: as `built_in`.
+        UsageError, SpecMismatch: raised by `built_in`.
     """
     url = settings.bus_url()
     if url is None:
@@ -51,10 +55,10 @@ async def follow_run(settings: EvaluatorProcess, stop: asyncio.Event) -> bool:
 
 
 def evaluate_run(settings: EvaluatorProcess) -> int:
-    """`diloco evaluator`; returns the exit status, 0 once the run is finished and measured.
+    """Run `diloco evaluator`; return the exit status, which is 0 once the run is finished and measured.
 
     Raises:
-        UsageError, SpecMismatch: as `follow_run`.
+        UsageError, SpecMismatch: raised by `follow_run`.
     """
     use_threads(settings.threads)
 

@@ -1,4 +1,4 @@
-"""Packages that only some data and models need. Each comes with an extra, which is named where it is missing."""
+"""Imports packages that only some data and models need. If one is missing, the error names the extra that installs it."""
 
 import importlib
 from typing import Any
@@ -7,15 +7,15 @@ from diloco.pipeline.errors import UsageError, missing
 
 
 def library(name: str, extra: str, what: str) -> Any:
-    """Import an optional package, or a module of it.
+    """Import an optional package or one of its modules.
 
     Args:
         name: the module.
-        extra: which brings the package.
-        what: needs it.
+        extra: the extra that installs the package.
+        what: what needs the package, for the message.
 
     Raises:
-        UsageError: it is missing.
+        UsageError: the package is missing.
     """
     try:
         return importlib.import_module(name)
@@ -24,7 +24,11 @@ def library(name: str, extra: str, what: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Of what an error says, with the next one if it ends in a colon, behind its kind if it names a key alone."""
+    """Return the first line of an error's message.
+
+    The next line is added if the first ends in a colon. The message of a KeyError is only a key, so its type comes
+    before it.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     said = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
     return f"{type(error).__name__} {said}" if isinstance(error, KeyError) else said

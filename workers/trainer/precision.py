@@ -1,8 +1,8 @@
-"""How a model is called in training: in its own precision or in bf16, keeping activations or computing them again.
+"""How a model is called in training: in fp32 or bf16, with activations kept or recomputed.
 
-In bf16 the model that everybody knows stays in float32: it holds the masters. The optimizer steps them, a learner
-publishes and adopts them, checkpoints are of them. Beside them lies a bf16 copy, which alone computes. Its parameters
-are rounded from the masters at each call, and its gradients are added to theirs in float32.
+In bf16 the model itself stays in float32 and holds the masters: the optimizer steps them, the learner publishes and
+adopts them, and checkpoints contain them. Beside it there is a bf16 copy, which does all the computation. The copy's
+parameters are rounded from the masters at each call, and its gradients are added to the masters' in float32.
 """
 
 import copy
@@ -18,10 +18,10 @@ from diloco.workers.trainer.recipe import forward_of
 
 
 def training_forward(model: nn.Module, device: torch.device, settings: LearnerSettings) -> nn.Module:
-    """What is called with a batch in place of the model; gradients arrive in the model's parameters.
+    """Return the module to call with a batch in place of the model; gradients arrive in the model's parameters.
 
     Raises:
-        UsageError: as `forward_of` and `checkpoint_activations`.
+        UsageError: raised by `forward_of` or `checkpoint_activations`.
     """
     if settings.checkpoint_activations:
         checkpoint_activations(model)
@@ -31,10 +31,12 @@ def training_forward(model: nn.Module, device: torch.device, settings: LearnerSe
 
 
 def checkpoint_activations(model: nn.Module) -> None:
-    """Keep no activations within a block from forward to backward: compute them again there. Gradients are the same.
+    """Make the backward pass recompute the activations within each block instead of keeping them.
+
+    Gradients do not change.
 
     Raises:
-        UsageError: a model of transformers that cannot do so.
+        UsageError: a transformers model does not support this.
     """
     if isinstance(model, GPT):
         model.checkpoint_activations = True
@@ -43,14 +45,14 @@ def checkpoint_activations(model: nn.Module) -> None:
     newer = getattr(named, "activation_checkpointing_enable", None)  # not in all 5.x
     try:
         (newer or named.gradient_checkpointing_enable)({"use_reentrant": False})
-    except ValueError as error:  # transformers' word for it
+    except ValueError as error:  # what transformers raises for such a model
         raise UsageError(f"DILOCO_CHECKPOINT_ACTIVATIONS: {error}") from error
 
 
 class InBf16(nn.Module):
-    """A bf16 copy of a float32 model, which computes in its place.
+    """A bf16 copy of a float32 model that computes in its place.
 
-    It takes 2 bytes a parameter beside the masters' 4. Buffers are the model's own.
+    The copy takes 2 bytes per parameter besides the masters' 4. It shares the model's buffers.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, compiled: bool) -> None:
@@ -67,14 +69,14 @@ class InBf16(nn.Module):
                 rounded.register_post_accumulate_grad_hook(_to(master))  # type: ignore[no-untyped-call]
 
     def forward(self, tokens: torch.Tensor) -> Any:
-        """As the model's, of parameters rounded now."""
+        """Compute the model's output with parameters freshly rounded from the masters."""
         with torch.no_grad():
             torch._foreach_copy_(self._rounded, self._masters)
         return self._computes(tokens)
 
 
 def _to(master: torch.Tensor) -> Any:
-    """A hook that adds a gradient to its master's, and leaves none behind."""
+    """Return a hook that adds a gradient in float32 to the master's gradient and clears the original."""
 
     def add(rounded: torch.Tensor) -> None:
         gradient = rounded.grad

@@ -1,4 +1,4 @@
-"""What the trainer, the data-parallel baseline and the evaluator share: device, text, batches, one inner step."""
+"""Device, text, batches and the inner step, shared by the trainer, the data-parallel baseline and the evaluator."""
 
 import math
 import signal
@@ -20,24 +20,24 @@ from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokens import BYTES, TextData, Tokens
 from diloco.workers.trainer.models.hf_config import HfModel
 
+# Tokens in one forward pass of an evaluation. It bounds the memory that an evaluation takes.
 EVAL_BATCH_TOKENS = 4096
-"""Tokens in one forward pass of an evaluation: bounds its memory."""
 
 TrainerSpec = dict[str, str | int | float | bool | None]
 
 
 def choose_device(name: str) -> torch.device:
-    """ "auto" takes CUDA where there is one, else the CPU.
+    """Return the device of this name; "auto" takes CUDA if there is any, else the CPU.
 
     Raises:
-        UsageError: the device asked for is not here, or is none that the trainer knows.
+        UsageError: the device is not on this machine, or is of a kind that the trainer does not know.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     try:
         device = torch.device(name)
-    except RuntimeError:  # no name of a device
+    except RuntimeError:  # not the name of a device
         device = None
     if device is None or not here.get(device.type) or (device.index or 0) >= max(1, torch.cuda.device_count()):
         raise UsageError(f"device={name!r} is not available on this machine; 'auto' takes what is there")
@@ -50,10 +50,11 @@ def use_threads(threads: int | None) -> None:
 
 
 def forward_of(model: nn.Module, device: torch.device, compiled: bool, backend: str = "inductor") -> nn.Module:
-    """The model as it is called in training: itself, or with torch.compile around the same parameters.
+    """Return the module to call in training: the model itself, or torch.compile's wrapper around the same parameters.
 
     Raises:
-        UsageError: it cannot be compiled on this machine; tried on a small one, so before anything else is begun.
+        UsageError: models cannot be compiled on this machine. A tiny one is compiled first, so that the error comes
+            early.
     """
     if not compiled:
         return model
@@ -69,8 +70,10 @@ def forward_of(model: nn.Module, device: torch.device, compiled: bool, backend: 
 
 
 def trainer_spec(settings: TrainerSettings, text: TextData, named: HfModel | None = None) -> TrainerSpec:
-    """What learners must agree on: the trainer's settings, the text itself and, of a model of transformers (`named`),
-    its config in the place of where it lies."""
+    """Return what learners must agree on: the trainer's settings and the text's fingerprint.
+
+    For a transformers model (`named`) its config takes the place of the path to it.
+    """
     more: TrainerSpec = {} if text.vocab == BYTES else {"vocab": text.vocab}
     more |= {} if text.tokenizer is None else {"tokenizer": text.tokenizer}
     more |= {} if named is None else {"model": named.agreed}
@@ -78,10 +81,10 @@ def trainer_spec(settings: TrainerSettings, text: TextData, named: HfModel | Non
 
 
 def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
-    """Refuse to train or measure on another text than the run's.
+    """Refuse to train or measure on a text other than the run's.
 
     Raises:
-        SpecMismatch: showing both fingerprints, or both vocabularies; or the run has no text.
+        SpecMismatch: the fingerprints or the vocabularies differ, and the message shows both; or the run has no text.
     """
     if "data_fingerprint" not in spec:
         raise SpecMismatch("this run was not started by the built-in trainer: start its own program as another learner")
@@ -101,10 +104,14 @@ def check_text(text: TextData, data: str, spec: TrainerSpec) -> None:
 def make_optimizers(
     model: nn.Module, lr: float, weight_decay: float, of_hidden: Literal["muon"] | None = None
 ) -> list[torch.optim.Optimizer]:
-    """AdamW with decay on what has rows and columns only, as one fused kernel.
+    """Make a fused AdamW that decays only parameters with two or more dimensions.
 
-    of_hidden: another for hidden matrices. Muon's steps are as long as AdamW's (Liu et al., Muon is scalable for LLM
-    training, 2025), so both take one rate.
+    Args:
+        model: the model to train.
+        lr: learning rate.
+        weight_decay: decay of parameters with two or more dimensions.
+        of_hidden: another optimizer for the hidden matrices. Muon's steps are scaled to the length of AdamW's (Liu et
+            al., Muon is scalable for LLM training, 2025), so both take one learning rate.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
@@ -122,13 +129,13 @@ def make_optimizers(
 
 
 def read_batch(blocks: Blocks, order: Iterator[tuple[int, int]], size: int, device: torch.device) -> torch.Tensor:
-    """The next `size` blocks of an order of (epoch, index), (size, T + 1) int64 on the device."""
+    """Read the next `size` blocks of an order of (epoch, index); return (size, T + 1) int64 on the device."""
     rows = [blocks.block(epoch, index) for epoch, index in islice(order, size)]
     return to_device(np.stack(rows), device)
 
 
 def to_device(tokens: Tokens, device: torch.device) -> torch.Tensor:
-    """Blocks (B, T + 1) of any unsigned type to int64 on the device, without waiting for it."""
+    """Copy blocks (B, T + 1) of any unsigned type to int64 on the device; the copy to a GPU is asynchronous."""
     batch = torch.from_numpy(tokens if tokens.dtype == np.uint8 else tokens.astype(np.int64))
     if device.type == "cuda":
         batch = batch.pin_memory().to(device, non_blocking=True)
@@ -136,13 +143,13 @@ def to_device(tokens: Tokens, device: torch.device) -> torch.Tensor:
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Mean loss in nats per token of blocks (B, T + 1); in bf16 on CUDA, in float32 elsewhere."""
+    """Return the mean loss in nats per token of blocks (B, T + 1); bf16 autocast on CUDA, float32 elsewhere."""
     logits = logits_of(model, batch[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
 
 
 def logits_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Tokens (B, T) to logits (B, T, V), which transformers' models return with other things."""
+    """Return the logits (B, T, V) of tokens (B, T); transformers' models return them inside an output object."""
     with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         found = model(tokens)
     logits: torch.Tensor = getattr(found, "logits", found)
@@ -155,9 +162,16 @@ def add_gradients(
     count: int,
     begin: Callable[[bool], None] = lambda last: None,
 ) -> torch.Tensor:
-    """Gradient of the mean over `count` micro-batches into `.grad`; returns their mean loss, still on the device.
+    """Add the gradient of the mean loss over `count` micro-batches to `.grad`.
 
-    begin: called before each of them: whether it is the last.
+    Args:
+        model: called with each micro-batch.
+        batches: the micro-batches.
+        count: how many there are.
+        begin: called before each micro-batch with True if it is the last one.
+
+    Returns:
+        The mean loss, still on the device.
     """
     total = torch.zeros((), device="cpu")
     for number, batch in enumerate(batches):
@@ -169,7 +183,7 @@ def add_gradients(
 
 
 def update(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], lr: float, clip: float) -> None:
-    """Clip the gradients (infinity: not), take one step of the inner optimizers, and clear the gradients."""
+    """Clip the gradients (not if `clip` is infinity), step the inner optimizers, and clear the gradients."""
     if clip < math.inf:
         nn.utils.clip_grad_norm_(model.parameters(), clip)
     for optimizer in optimizers:
@@ -181,7 +195,7 @@ def update(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], lr: fl
 
 @torch.inference_mode()
 def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) -> float:
-    """Mean loss in nats per token of validation blocks (N, T + 1), without dropout."""
+    """Return the mean loss in nats per token of validation blocks (N, T + 1), without dropout."""
     training = model.training
     model.eval()
     rows = max(1, EVAL_BATCH_TOKENS // (validation.shape[1] - 1))
@@ -194,9 +208,11 @@ def held_out_loss(model: nn.Module, validation: Tokens, device: torch.device) ->
 
 
 class StopFlag:
-    """Set by the first signal to end, read between inner steps; a second one ends the process at once.
+    """A flag that the first signal to end sets and the loop reads between inner steps; a second one ends the process at
+    once.
 
-    Until `training` is set, the first one ends it too: who still joins has nothing to save, and only says goodbye.
+    Until `training` is set, the first signal ends the process too: a learner that still joins has nothing to save and
+    only says goodbye.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Text from a checkpoint's global parameters."""
+"""Generates text with a checkpoint's global parameters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ from diloco.workers.trainer.recipe import TrainerSpec, choose_device, logits_of
 
 
 class Loaded(NamedTuple):
-    """A model as a checkpoint holds it, and the trainer's part of its run's spec."""
+    """The model of a checkpoint, and the trainer's part of its run's spec."""
 
     model: nn.Module
     spec: TrainerSpec
@@ -30,15 +30,15 @@ _TRAINER: TypeAdapter[TrainerSpec] = TypeAdapter(TrainerSpec)
 
 
 def load_model(where: str, trainer: object, tensors: Mapping[str, Tensor]) -> Loaded:
-    """The model of a checkpoint.
+    """Build the model of a checkpoint.
 
     Args:
-        where: it lies, for messages.
+        where: the checkpoint's location, for messages.
         trainer: the trainer's part of its run's spec.
-        tensors: its global parameters, float32.
+        tensors: the checkpoint's global parameters, float32.
 
     Raises:
-        UsageError: not a checkpoint, damaged, or of a model that is not built in.
+        UsageError: this is not a checkpoint, or it is damaged, or its model is not a built-in one.
     """
     try:
         spec = _TRAINER.validate_python(trainer)
@@ -50,7 +50,7 @@ def load_model(where: str, trainer: object, tensors: Mapping[str, Tensor]) -> Lo
     model = model_of(spec).eval()
     misfit = f"{where} does not fit model {spec['model']!r}"
     try:
-        strange = model.load_state_dict(values, strict=False).unexpected_keys  # it has one name of what is tied
+        strange = model.load_state_dict(values, strict=False).unexpected_keys  # it has one name of tied ones
     except RuntimeError as error:
         raise UsageError(f"{misfit}: {error}") from error
     if wrong := strange or [name for name, _ in model.named_parameters() if name not in values]:
@@ -64,10 +64,10 @@ def _values(tensor: Tensor) -> torch.Tensor:
 
 
 class _Bytes:
-    """A token is a byte."""
+    """A tokenizer whose tokens are bytes."""
 
     end, count = BOUNDARY, BYTES
-    """Token between documents, and how many tokens there are."""
+    """The token between documents, and the number of tokens."""
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -77,7 +77,7 @@ class _Bytes:
 
 
 class _Pairs:
-    """A token is an entry of the vocabulary that lies beside token shards."""
+    """The tokenizer whose file lies beside token shards."""
 
     def __init__(self, folder: Path, fingerprint: object) -> None:
         index = read_index(folder)
@@ -95,10 +95,14 @@ class _Pairs:
 
 
 def words_of(spec: TrainerSpec, data: Path | None) -> _Bytes | _Pairs:
-    """What reads and writes a model's tokens; of token shards the tokenizer at `data`, or where the spec says.
+    """Return the tokenizer of a run's model.
+
+    Args:
+        spec: the trainer's part of the run's spec.
+        data: a folder with the run's token shards; None takes the one that the spec names.
 
     Raises:
-        UsageError: it is not there, is not the run's, or the extra `data` is missing.
+        UsageError: the tokenizer is not there or is not the run's, or the extra `data` is missing.
     """
     if spec.get("vocab") is None:
         return _Bytes()
@@ -121,13 +125,19 @@ def words_of(spec: TrainerSpec, data: Path | None) -> _Bytes | _Pairs:
 def sample(
     loaded: Loaded, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, data: Path | None = None
 ) -> str:
-    """The prompt and up to `tokens` more tokens as text; ends early where the model ends the document.
+    """Return the prompt and up to `tokens` more tokens as text; it ends early if the model ends the document.
 
-    temperature: 0 takes the likeliest token. top_k: draw from this many likeliest tokens; 0 from all. data: as of
-    `words_of`.
+    Args:
+        loaded: the model.
+        prompt: text to continue.
+        tokens: most tokens to generate.
+        temperature: 0 takes the likeliest token.
+        top_k: draw from this many likeliest tokens; 0 draws from all.
+        seed: seed of the draws.
+        data: a folder with the run's token shards (`words_of`).
 
     Raises:
-        UsageError: the model's tokens are no bytes, and nothing here can read them.
+        UsageError: the model's tokens are not bytes, and there is no tokenizer here that can read them.
     """
     words, context = words_of(loaded.spec, data), loaded.spec.get("seq_len")
     device = _on_the_fastest(loaded.model)
@@ -139,7 +149,7 @@ def sample(
 
 
 def _on_the_fastest(model: nn.Module) -> torch.device:
-    """Move a model to a GPU if there is one with room for it: on a CPU a large one takes minutes for its text."""
+    """Move a model to a GPU if there is one with room for it: on a CPU a large model would take minutes."""
     device = choose_device("auto")
     try:
         model.to(device)
@@ -160,14 +170,15 @@ def generate(
     seed: int,
     vocab: int = BYTES,
 ) -> torch.Tensor:
-    """`tokens` more after a prompt (T,), each sampled from at most `context` before it, of the first `vocab` ones.
+    """Generate `tokens` more tokens after a prompt (T,); return both.
 
-    temperature 0 takes the likeliest token; top_k 0 samples from all.
+    Each is sampled from the first `vocab` entries of the logits, given at most `context` tokens before it. temperature
+    0 takes the likeliest token; top_k 0 samples from all.
     """
     generator = torch.Generator(device="cpu").manual_seed(seed)
     out = prompt
     for _ in range(tokens):
-        logits = logits_of(model, out[None, -context:])[0, -1, :vocab].float().cpu()  # the model may have more
+        logits = logits_of(model, out[None, -context:])[0, -1, :vocab].float().cpu()  # there may be more
         if temperature == 0:
             chosen = logits.argmax()[None]
         else:

@@ -2,11 +2,11 @@
 
 import math
 
+# Ramp of an incarnation with empty Adam moments: its first updates are mere signs of the gradient, at full step size.
 FRESH_MOMENTS_STEPS = 20
-"""Ramp of an incarnation whose Adam moments are empty: its first updates are all sign and no scale."""
 
+# Lowest share of the peak during warm-up, so that the first steps of a run move at all.
 _FLOOR = 0.02
-"""Least share of the peak during warm-up, so that the first steps of a run move at all."""
 
 
 def learning_rate(
@@ -18,16 +18,17 @@ def learning_rate(
     warmup: float,
     ramp_steps: int = FRESH_MOMENTS_STEPS,
 ) -> float:
-    """Learning rate of the next inner step.
+    """Return the learning rate of the next inner step.
 
-    Linear warm-up until `progress` = `warmup`, then a cosine to `min_ratio * peak` at progress 1. Progress, not
-    steps, since learners differ in steps. One that begins with fresh moments also ramps up over its own first steps.
+    The rate warms up linearly until `progress` = `warmup`, then follows a cosine to `min_ratio * peak` at progress 1.
+    It depends on progress rather than steps, because learners differ in their steps. A learner that begins with fresh
+    moments also ramps up over its own first steps.
 
     Args:
         progress: trained tokens of the run / budget, 0..1.
-        own_steps: inner steps this learner's moments are known to have gathered.
+        own_steps: inner steps over which this learner's moments are known to have accumulated.
         peak: highest learning rate.
-        min_ratio: learning rate at the end, as share of the peak.
+        min_ratio: learning rate at the end, as a share of the peak.
         warmup: share of the run's progress that is warm-up.
         ramp_steps: own steps until the full rate; 0 with a peer's moments.
     """

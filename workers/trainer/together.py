@@ -1,7 +1,7 @@
-"""The built-in trainer's ranks: processes that train one model together, as torch's launcher has started them.
+"""The built-in trainer's ranks: processes that torch's launcher has started and that train one model together.
 
-The batch is the learner's: each rank trains its share of every micro-batch, so a learner of any number of ranks makes
-the same steps. Rank 0 reads the run's work queue and tells the others which blocks come next.
+The batch is the learner's: each rank trains its share of every micro-batch, so a learner makes the same steps with any
+number of ranks. Rank 0 reads the run's work queue and tells the others which blocks come next.
 """
 
 import os
@@ -27,27 +27,28 @@ from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.precision import checkpoint_activations, training_forward
 from diloco.workers.trainer.recipe import choose_device, forward_of, read_batch
 
+# Name of an environment variable: it holds a folder, made by the process that started the ranks, in which every rank
+# that trains has a file (`mark`).
 AT_WORK = "DILOCO_RANKS_AT_WORK"
-"""Variable: a folder of the process that has started the ranks, with a file for each that trains (`mark`)."""
+# (epoch, index) of blocks.
 Order = Iterator[tuple[int, int]]
-"""(epoch, index) of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Those of this process's learner."""
+    """The ranks of this process's learner."""
 
     number: int = 0
-    """This process's."""
+    """This process's rank."""
     count: int = 1
     local: int = 0
-    """This process's among those of this machine."""
+    """This process's number among the ranks of this machine."""
     here: int = 1
-    """Those of this machine."""
+    """Number of ranks on this machine."""
 
 
 def ranks_here() -> Ranks:
-    """As torch's launcher says in the environment; without it, one."""
+    """Return the ranks that torch's launcher describes in the environment; a single one without the launcher."""
     names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     if any(name not in os.environ for name in names) or os.environ["WORLD_SIZE"] == "1":
         return Ranks()
@@ -55,10 +56,14 @@ def ranks_here() -> Ranks:
 
 
 def rank_device(ranks: Ranks, asked: str) -> torch.device:
-    """That of this rank. asked: as the setting `device`: one for each rank of this machine, or where all look for one.
+    """Return this rank's device.
+
+    Args:
+        ranks: the learner's ranks.
+        asked: the setting `device`: one device for each rank of this machine, or a kind of which each rank takes one.
 
     Raises:
-        UsageError: as `choose_device`, or there are not as many as ranks.
+        UsageError: raised by `choose_device`, or the number of devices is not that of the ranks.
     """
     each = asked.split("+")
     if ranks.count == 1:
@@ -76,26 +81,29 @@ def rank_device(ranks: Ranks, asked: str) -> torch.device:
 
 @contextmanager
 def process_group(ranks: Ranks, device: torch.device) -> Iterator[None]:
-    """That of all ranks, where there are several: NCCL between GPUs, gloo for what is in host memory."""
+    """Open the process group of all ranks, if there are several: NCCL between GPUs, gloo for host memory."""
     if ranks.count == 1:
         yield
         return
-    # A learner notes SIGTERM, and ends with its other ranks at the same step.
+    # Turn Ctrl-C into SIGTERM, which the learner notes: it then ends at the same step as its other ranks.
     signal.signal(signal.SIGINT, lambda number, frame: signal.raise_signal(signal.SIGTERM))
     distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     yield
-    distributed.destroy_process_group()  # not after an error: it would wait for a rank that is gone
+    distributed.destroy_process_group()  # not after an error: it would wait for a dead rank
 
 
 def mark(ranks: Ranks, at_work: bool) -> None:
-    """Tell the process that has started this rank: what trains has something to lose, until it has left in order."""
+    """Record for the process that started the ranks whether this rank is training.
+
+    A rank that trains has something to lose until it has left in order.
+    """
     if ranks.count > 1 and AT_WORK in os.environ:
         path = Path(os.environ[AT_WORK], f"rank {ranks.number}")
         path.touch() if at_work else path.unlink(missing_ok=True)
 
 
 def agree_on_spec(ranks: Ranks, read: Callable[[], Spec | None]) -> Spec | None:
-    """What rank 0 has read, on all."""
+    """Return on all ranks the spec that rank 0 has read."""
     if ranks.count == 1:
         return read()
     encoded = b""
@@ -111,25 +119,25 @@ def agree_on_spec(ranks: Ranks, read: Callable[[], Spec | None]) -> Spec | None:
 
 
 class Prepared(NamedTuple):
-    """A model, ready to be trained."""
+    """A model that is ready for training."""
 
     model: nn.Module
-    """What a learner is made of, and its optimizer."""
+    """The model for the learner and the optimizers."""
     forward: nn.Module
-    """Called with a batch; gradients arrive in the model's parameters."""
+    """The module to call with a batch; gradients arrive in the model's parameters."""
     begin: Callable[[bool], None] = lambda last: None
-    """Called before each micro-batch of a step: whether it is the last."""
+    """Called before each micro-batch of a step, with True if it is the last one."""
     end: Callable[[], None] = lambda: None
-    """Called once all of a step's gradients are there."""
+    """Called when all of a step's gradients are complete."""
     mesh: str | None = None
-    """As `Learner`'s."""
+    """The `mesh` argument for `Learner`."""
 
 
 def prepare(model: nn.Module, device: torch.device, settings: LearnerSettings, ranks: Ranks) -> Prepared:
-    """One rank's of a model that all ranks have made alike.
+    """Prepare this rank's copy of a model, which all ranks have built alike, for training.
 
     Raises:
-        UsageError: as `training_forward`.
+        UsageError: raised by `training_forward`.
     """
     if ranks.count == 1:
         model = model.to(device)
@@ -137,7 +145,7 @@ def prepare(model: nn.Module, device: torch.device, settings: LearnerSettings, r
     if settings.sharding == "fsdp":
         return _sharded(model, device, settings, ranks)
     model = model.to(device)
-    if settings.precision == "bf16":  # gradients are added to the masters in float32, which DDP does not see
+    if settings.precision == "bf16":  # DDP does not see gradients that hooks add to masters
         return Prepared(model, training_forward(model, device, settings), end=_Mean(model, ranks), mesh=WORLD)
     if settings.checkpoint_activations:
         checkpoint_activations(model)
@@ -150,7 +158,7 @@ def prepare(model: nn.Module, device: torch.device, settings: LearnerSettings, r
 
 
 class _Mean:
-    """Makes each gradient its mean over all ranks; that of a parameter which a rank did not use is zero there."""
+    """Averages each gradient over all ranks. A rank that did not use a parameter contributes a zero gradient for it."""
 
     def __init__(self, model: nn.Module, ranks: Ranks) -> None:
         self._parameters, self._ranks = [p for p in model.parameters() if p.requires_grad], ranks
@@ -166,7 +174,7 @@ class _Mean:
 
 
 def _sharded(model: nn.Module, device: torch.device, settings: LearnerSettings, ranks: Ranks) -> Prepared:
-    """By `fully_shard`, block by block; each block goes to the device as it is cut."""
+    """Shard the model by `fully_shard`, block by block; each block moves to the device when it is sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -182,7 +190,7 @@ def _sharded(model: nn.Module, device: torch.device, settings: LearnerSettings, 
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Its layers: what lies in lists of modules, but for lists within those."""
+    """Return the model's layers: the children of its module lists, without descending into those."""
     found: list[nn.Module] = []
     for child in model.children():
         found += list(child) if isinstance(child, nn.ModuleList) else blocks_of(child)
@@ -190,15 +198,22 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 class Rows:
-    """The blocks of each step: rank 0 reads their order, and each rank the blocks of its share."""
+    """The blocks of each step: rank 0 reads their order, and each rank reads the blocks of its share."""
 
     def __init__(self, blocks: Blocks, order: Order | None, settings: LearnerProcess, ranks: Ranks) -> None:
-        """order: rank 0's."""
+        """Take the order of the blocks.
+
+        Args:
+            blocks: the text.
+            order: (epoch, index) of the blocks to train on; only at rank 0.
+            settings: batch size and number of micro-batches.
+            ranks: the learner's ranks.
+        """
         self._blocks, self._order, self._ranks = blocks, order, ranks
         self._batch, self._accumulate = settings.batch, settings.accumulate
 
     def step(self, device: torch.device) -> Iterator[torch.Tensor]:
-        """This rank's micro-batches of the next step, (batch / ranks, T + 1) int64 each."""
+        """Yield this rank's micro-batches of the next step, (batch / ranks, T + 1) int64 each."""
         if self._ranks.count == 1:
             for _ in range(self._accumulate):
                 yield read_batch(self._blocks, self._own_order, self._batch, device)
@@ -209,11 +224,11 @@ class Rows:
 
     @property
     def _own_order(self) -> Order:
-        assert self._order is not None  # noqa: S101  # rank 0's, or the only process's
+        assert self._order is not None  # noqa: S101  # only rank 0, or the only process, gets here
         return self._order
 
     def _told(self) -> torch.Tensor:
-        """(epoch, index) of all blocks of a step, on all ranks: (accumulate x batch, 2)."""
+        """Return on all ranks the (epoch, index) of all blocks of a step, (accumulate x batch, 2)."""
         size = self._accumulate * self._batch
         if self._ranks.number == 0:
             told = torch.from_numpy(np.array(list(islice(self._own_order, size)), np.int64))

@@ -1,4 +1,4 @@
-"""The built-in trainer: one loop over the `Learner` library, with nothing that a user's own loop could not do."""
+"""The built-in trainer: one loop over the `Learner` library. It does nothing that a user's own loop could not do."""
 
 import time
 from collections.abc import Callable
@@ -49,14 +49,14 @@ log = structlog.get_logger()
 
 
 def follow(settings: LearnerProcess, spec: Spec) -> LearnerProcess:
-    """Settings with the run's values where nothing else was asked for.
+    """Return the settings with the run's values wherever this learner asked for nothing else.
 
-    The text may lie elsewhere on this machine: its path need not agree, since its fingerprint must. So may the folder
-    of a model of transformers, since its config must.
+    The path of the text may differ from the run's, since the text's fingerprint must agree. So may the folder of a
+    transformers model, since the model's config must agree.
 
     Raises:
-        SpecMismatch: something else was asked for; shows each difference.
-        UsageError: no such model.
+        SpecMismatch: this learner asked for something else; the message shows each difference.
+        UsageError: there is no such model.
     """
     settings = agree(settings.with_method(), spec.sync.model_dump(), SyncSettings)
     elsewhere = {"data"}
@@ -67,10 +67,10 @@ def follow(settings: LearnerProcess, spec: Spec) -> LearnerProcess:
 
 
 def train(settings: LearnerProcess) -> int:
-    """Train as one learner until the run is finished (status 0) or a signal comes (75); returns the exit status.
+    """Train as one learner until the run is finished (status 0) or a signal comes (75); return the exit status.
 
     Raises:
-        UsageError: no Redis, no such model, text or device.
+        UsageError: there is no Redis, or no such model, text or device.
         SpecMismatch: this learner's settings or text differ from the run's.
     """
     ranks = ranks_here()
@@ -90,17 +90,18 @@ def train(settings: LearnerProcess) -> int:
     except SpecMismatch:
         if stop.training or (found := read()) == spec:
             raise
-        # Another learner was quicker to propose the spec, or a syncer's checkpoint has replaced what one had proposed:
-        # follow it, or be refused for what was asked for.
+        # The spec has changed since this learner read it: another learner was quicker to propose one, or a syncer's
+        # checkpoint replaced the proposal. Try once more with it; a second mismatch is about what was asked for.
         return train_once(settings, found, redis_url, device, stop, ranks)
 
 
 def train_together(
     settings: LearnerProcess, read: Callable[[], Spec | None], redis_url: str, device: torch.device, ranks: Ranks
 ) -> int:
-    """As a rank among several, which end with each other; the exit status tells who starts them to do it again.
+    """Train as one of several ranks, which all end together; return the exit status.
 
-    So it does after a crash, such as CUDA's or NCCL's: what is refused is an error of our own.
+    The status tells the launcher whether to restart the ranks. It does so after a crash, such as one of CUDA or NCCL,
+    but not after an error of this project's own (`DilocoError`), which means that the rank was refused.
     """
     spec = None
     try:
@@ -114,7 +115,7 @@ def train_together(
         log.warning("rank_ended", rank=ranks.number, detail=detail)
     except RankGone as error:
         log.error("rank_ended", rank=ranks.number, detail=str(error))
-    except DilocoError:  # it was refused, or its learner cannot go on
+    except DilocoError:  # the rank was refused, or its learner cannot go on
         raise
     except Exception as error:
         log.exception("rank_ended", rank=ranks.number, detail=f"{type(error).__name__}: {error}")
@@ -122,9 +123,13 @@ def train_together(
 
 
 def wait_for_weights(begun: Callable[[], bool], learner: str | None) -> None:
-    """Until the run has first parameters, where it begins from weights that are not here: another learner's are those.
+    """Wait until the run has first parameters, if it begins from weights that are not on this machine.
 
-    begun: as `has_version_0`.
+    Another learner, which has the weights, uploads them.
+
+    Args:
+        begun: returns whether the run has them (`has_version_0`).
+        learner: this learner's id.
     """
     if not wait_for_spec(begun, learner):
         detail = "this run begins from weights that are not here: a learner with them (--model hf:FOLDER) is awaited"
@@ -141,15 +146,15 @@ def train_once(
     stop: StopFlag | None,
     ranks: Ranks,
 ) -> int:
-    """Join and train; the exit status.
+    """Join the run and train; return the exit status.
 
     Args:
-        settings: as they were asked for.
-        spec: the run's, or None to propose one.
-        redis_url: where the run is.
-        device: of this process.
-        stop: hears of signals, unless the learner does, with its other ranks.
-        ranks: of the learner.
+        settings: the settings that were asked for.
+        spec: the run's spec, or None to propose one.
+        redis_url: the run's Redis.
+        device: the device of this process.
+        stop: notes signals; None if the learner does so itself, together with its other ranks.
+        ranks: the learner's ranks.
     """
     # --- agree with the run ----------------------------------------------------------------------
     if spec is not None:
@@ -203,14 +208,14 @@ def train_once(
         order = None if ranks.number else learner.blocks(blocks.count, step_blocks * STEPS_PER_SHARD)
         rows = Rows(blocks, order, settings, ranks)
         if stop is not None:
-            stop.training = True  # not before: a signal ends who still waits for its first shard
+            stop.training = True  # only now: while the learner waits for its first shard, a signal ends it at once
         while not (learner.finished or (stop is not None and stop.asked)):
             started = time.monotonic()
             loss = add_gradients(forward, rows.step(device), settings.accumulate, begin)
             end()
             lr = learning_rate(
                 learner.progress,
-                learner.earlier_steps + steps,  # a checkpoint may be of moments that are young still
+                learner.earlier_steps + steps,  # the moments of a checkpoint may still be young
                 peak=settings.lr,
                 min_ratio=settings.min_lr_ratio,
                 warmup=settings.warmup,
@@ -225,6 +230,6 @@ def train_once(
     log.info("training_ended", learner=learner.id, steps=steps, reason="signal" if asked else "run finished")
     if learner.left_in_order:
         mark(ranks, at_work=False)
-    if asked and not learner.over:  # whatever has become of its last steps: its run goes on
+    if asked and not learner.over:  # even if its last steps were lost: the run goes on
         return AGAIN_STATUS
     return 0 if learner.left_in_order else 1
