@@ -1,4 +1,4 @@
-"""Imports packages that only some data and models need. If one is missing, the error names the extra that installs it."""
+"""Imports packages that only some data and models need. If one is missing, the error names the extra that has it."""
 
 import importlib
 from typing import Any

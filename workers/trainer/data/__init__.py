@@ -1,1 +1,1 @@
-"""Text for the built-in trainer, as bytes."""
+"""Text for the built-in trainer, as tokens."""

@@ -10,10 +10,10 @@ _ROUNDS = 4
 
 
 def permuted(index: int, count: int, key: bytes) -> int:
-    """Where `index` goes in the permutation of range(count) that `key` names.
+    """Return the place of `index` in the permutation of range(count) that `key` selects.
 
-    A Feistel network with cycle walking: needs no table, so an epoch may have any number of blocks, and no
-    library's random stream, so learners with other versions of numpy agree.
+    This is a Feistel network with cycle walking. It needs no table, so an epoch may have any number of blocks, and it
+    uses no library's random numbers, so learners with different versions of numpy agree.
     """
     bits = max(1, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << bits) - 1
@@ -23,14 +23,15 @@ def permuted(index: int, count: int, key: bytes) -> int:
             mixed = xxhash.xxh3_64_intdigest(b"%d.%d" % (round_, right) + key)
             left, right = right, left ^ (mixed & mask)
         index = (left << bits) | right
+        # The network permutes the next power of four from `count` on: repeat until the index is in range again.
         if index < count:
             return index
 
 
 class Blocks:
-    """A text (tokens,) cut into blocks of seq_len + 1 tokens: inputs and, shifted by one, targets.
+    """A text (tokens,) cut into blocks of seq_len + 1 tokens: the inputs and, shifted by one, the targets.
 
-    Neighbouring blocks share one token, so that each token but the first is a target exactly once an epoch.
+    Neighbouring blocks share one token, so that each token except the first is a target exactly once per epoch.
     """
 
     def __init__(self, text: TokenText, seq_len: int, seed: int = 0) -> None:
@@ -42,13 +43,13 @@ class Blocks:
             raise UsageError(f"seq_len={seq_len}: the text has {len(text)} tokens, not enough for one block")
 
     def block(self, epoch: int, index: int) -> Tokens:
-        """Block `index` (0..count-1) of an epoch's permutation, (seq_len + 1,)."""
+        """Return block `index` (0..count-1) of an epoch's permutation, (seq_len + 1,)."""
         return self._at(permuted(index, self.count, b"/%d/%d" % (self._seed, epoch)))
 
     def spread(self, tokens: int) -> Tokens:
-        """About `tokens` tokens in blocks spread evenly over the text, (blocks, seq_len + 1).
+        """Return about `tokens` tokens in blocks spread evenly over the text, (blocks, seq_len + 1).
 
-        The validation slice: the same for every seed, so that runs can be compared.
+        This is the validation slice. It is the same for every seed, so that runs can be compared.
         """
         wanted = min(self.count, max(1, tokens // self._seq_len))
         return np.stack([self._at((2 * i + 1) * self.count // (2 * wanted)) for i in range(wanted)])

@@ -1,4 +1,4 @@
-"""A vocabulary of byte pairs, by the library `tokenizers`: trained, loaded, and used in both directions."""
+"""Byte-pair vocabularies, by the library `tokenizers`: training, loading, encoding and decoding."""
 
 import re
 from collections import Counter
@@ -11,31 +11,33 @@ import xxhash
 from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.optional import library
 
+# Separator of a vocabulary trained here. Where it occurs in a text it separates documents too, as in concatenated
+# dumps.
 SEPARATOR = "<|endoftext|>"
-"""Of a vocabulary trained here. Where it stands in a text, it is the separator too, as in dumps of documents."""
 _KNOWN_SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+# Pairs are never joined across these words, which are GPT-4's: a word with the blank before it, up to three digits,
+# line ends.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""What pairs are never joined across, as GPT-4 has it: words with the blank before them, three digits, line ends."""
 _LETTERS = r"(?:[^\w\r\n]|_)?[^\W\d_]"
+# About the same words, and what stands between them, for Python's regular expressions.
 _PARTS = re.compile(rf"{_LETTERS}+|[\W\d_]+?(?={_LETTERS}|\Z)")
-"""About the same words, and what stands between them, as Python finds them."""
+# Number of different words that a vocabulary is trained on: the training takes about 1 KB of memory per word.
 MOST_WORDS = 2**17
-"""Different words that a vocabulary is trained on: the training takes about 1 KB of memory for each."""
+# At least so many different words are used for each entry that is asked for.
 _WORDS_AN_ENTRY = 4
-"""At least so many different words for each entry that is asked for."""
+# All bytes and the separator.
 LEAST_VOCAB = 257
-"""All bytes and the separator."""
 MOST_VOCAB = 2**24
 
 
 def train(texts: Iterable[str], vocab: int) -> Any:
-    """A tokenizer of `vocab` entries at most, fewer where the texts hold no more pairs.
+    """Train a tokenizer of at most `vocab` entries, fewer if the texts hold no more pairs.
 
-    No text is unknown to it, and what it decodes is what it encoded, to the byte. Memory is that of the texts
-    and of many different words, whatever they are: of more words those that come most often are trained on.
+    It can encode every text, and decoding restores it to the byte. The memory needed is that of the texts plus that of
+    a bounded number of different words, whatever the texts are: if they hold more words, the most frequent are used.
     """
     tokenizers = library("tokenizers", "data", "a vocabulary")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -54,11 +56,12 @@ def train(texts: Iterable[str], vocab: int) -> Any:
 
 
 def _of_few_words(texts: Iterable[str], most: int) -> Iterator[str | list[str]]:
-    """Texts as they are, if they have `most` different words at most; else those of their words that come most often.
+    """Yield the texts unchanged if they have at most `most` different words, else only their most frequent words.
 
-    Twice as many are counted. When more come, the half that came more often is kept: late words find room too.
+    Twice as many words are counted. Whenever there are more, the more frequent half is kept, so that late words find
+    room.
     """
-    held: list[bytes] = []  # as large as its file, which a string with rare characters is not
+    held: list[bytes] = []  # bytes: a string with rare characters takes up to four times as much
     kept, dropped = Counter[str](), False
     for text in texts:
         held.append(text.encode())
@@ -72,23 +75,26 @@ def _of_few_words(texts: Iterable[str], most: int) -> Iterator[str | list[str]]:
 
 
 def _most_often(words: Counter[str], most: int) -> Counter[str]:
-    """So many of them. Of those that came equally often a digest decides, so that they are from all over the texts."""
+    """Return the `most` most frequent words.
+
+    A digest decides between equally frequent ones, so that they come from all over the texts.
+    """
     ranked = sorted(words, key=lambda word: (-words[word], xxhash.xxh3_64_intdigest(word.encode())))
     return Counter({word: words[word] for word in ranked[:most]})
 
 
 def file_of(path: Path) -> Path:
-    """That of a tokenizer, in a folder or given by itself."""
+    """Return the tokenizer's file, given the file or its folder."""
     return path / "tokenizer.json" if path.is_dir() else path
 
 
 def load(path: Path, extra: str = "data") -> Any:
-    """A tokenizer's file, or a folder with `tokenizer.json`, made by any program of `tokenizers` or `transformers`.
+    """Load a tokenizer's file, or a folder's `tokenizer.json`, made by any program of `tokenizers` or `transformers`.
 
-    It cuts and fills nothing, whatever the file says. extra: which the user is told to install.
+    Truncation and padding are turned off, whatever the file says. extra: the extra that the user is told to install.
 
     Raises:
-        UsageError: there is none, or `tokenizers` is missing.
+        UsageError: there is no tokenizer, or `tokenizers` is missing.
     """
     tokenizers = library("tokenizers", extra, str(path))
     file = file_of(path)
@@ -96,7 +102,7 @@ def load(path: Path, extra: str = "data") -> Any:
         raise UsageError(f"{file}: no such file; give a tokenizer.json, or a folder that has one")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # it raises nothing more special
+    except Exception as error:  # the library raises no narrower type
         raise UsageError(f"{file} is no tokenizer: {error}") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -104,10 +110,10 @@ def load(path: Path, extra: str = "data") -> Any:
 
 
 def separator_of(tokenizer: Any, told: str | None) -> int:
-    """Token that stands between documents.
+    """Return the token that stands between documents.
 
     Raises:
-        UsageError: it has none that is known, or not the one that was told.
+        UsageError: the tokenizer has no known separator, or not the one in `told`.
     """
     for name in _KNOWN_SEPARATORS if told is None else (told,):
         if (token := tokenizer.token_to_id(name)) is not None:
@@ -121,15 +127,15 @@ def separator_of(tokenizer: Any, told: str | None) -> int:
 
 
 def entries(tokenizer: Any) -> int:
-    """The largest token and one."""
+    """Return the size of the vocabulary: the largest token plus one."""
     return 1 + int(max(tokenizer.get_vocab(with_added_tokens=True).values()))
 
 
 def encode(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Tokens of each text, on all cores; no separator is added."""
+    """Return the tokens of each text, encoded on all cores; no separator is added."""
     return [encoding.ids for encoding in tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
 
 def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Text of tokens."""
+    """Return the text of tokens; special tokens are skipped."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True))

@@ -1,17 +1,17 @@
-"""Which files are text: of a folder, and of Python's own standard library."""
+"""Finds the files that may be text: in a folder, and in Python's own standard library."""
 
 import os
 import sysconfig
 from pathlib import Path
 
+# Bytes at a file's start that are read to detect a binary file.
 PROBE_BYTES = 8192
-"""Looked at to tell a binary file."""
 
 _STDLIB_SKIPPED = {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """All files below a folder in the order of their paths; hidden ones and those in hidden folders are left out."""
+    """Return all files below a folder, sorted by path, except hidden ones and those in hidden folders."""
     return [
         path
         for path in sorted(folder.rglob("*"))
@@ -20,12 +20,12 @@ def visible_files(folder: Path) -> list[Path]:
 
 
 def stdlib_root() -> Path:
-    """Folder of Python's own source text."""
+    """Return the folder of Python's own source text."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def stdlib_files() -> list[Path]:
-    """Python's own source text, without its test suites."""
+    """Return the files of Python's own source text, without its test suites."""
     found: list[Path] = []
     for folder, below, names in os.walk(stdlib_root()):
         below[:] = set(below) - _STDLIB_SKIPPED  # site-packages may hold very many files

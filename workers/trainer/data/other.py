@@ -1,4 +1,4 @@
-"""Text that does not lie here as text: token files, memory-mapped, tables, and data sets by name.
+"""Opens text that is not stored as text files: token files, memory-mapped; tables; and data sets by name.
 
 tokens.npy                                     one array of unsigned integers, made by any tokenizer
 text.parquet[,column=T]                        a table, also text.arrow, its text as bytes
@@ -14,17 +14,17 @@ from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.data.sources import TABLES, documents, open_sources
 from diloco.workers.trainer.data.tokens import MIN_BYTES, TextData, gather, split
 
+# Tokens read at a time in the search for the largest one. It bounds the memory.
 _PIECE = 2**24
-"""Tokens looked at in one go."""
 
 
 def open_tokens(path: Path) -> TextData:
-    """A `.npy` file (tokens,) of uint8, uint16 or uint32, memory-mapped; its last part is held out.
+    """Memory-map a `.npy` file (tokens,) of uint8, uint16 or uint32; its last part is held out.
 
-    It has as many entries as its largest token asks for.
+    The vocabulary has as many entries as the largest token requires.
 
     Raises:
-        UsageError: not such a file, or too short.
+        UsageError: it is not such a file, or too short.
     """
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -40,15 +40,16 @@ def open_tokens(path: Path) -> TextData:
 
 
 def is_table(data: str) -> bool:
-    """Whether `data` names a table's file; a folder may have such a name too."""
+    """Return whether `data` names a table's file, and not a folder with such a name."""
     return data.partition(",column=")[0].endswith(TABLES) and not Path(data).is_dir()
 
 
 def open_documents(data: str) -> TextData:
-    """A table, or a data set by name; documents are held out by a hash of their place in it. All of it goes to memory.
+    """Read a whole table, or a data set by name, into memory; a hash of a document's position decides if it is held
+    out.
 
     Raises:
-        UsageError: the extra `data` is missing, no such file, data set or column, or too little text.
+        UsageError: the extra `data` is missing; there is no such file, data set or column; or there is too little text.
     """
     name, _, column = data.partition(",column=") if is_table(data) else (data, "", "")
     texts = documents(open_sources([name], column or "text", streaming=False))

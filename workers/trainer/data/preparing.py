@@ -1,8 +1,8 @@
-"""`diloco data prepare`: text to token shards, in memory that does not grow with the text.
+"""`diloco data prepare`: turns text into token shards, with memory that does not grow with the text.
 
-All is written to a hidden folder beside the one that was asked for, which gets its name at the end: what has the name
-is finished. Documents are held out by a hash of their place in the text; where that gives too much or too little (few
-documents), the last part of all tokens is.
+Everything is written to a hidden folder beside the requested one and renamed at the end, so a folder with the final
+name is always complete. A hash of a document's position in the text decides if it is held out; where that holds out too
+much or too little (few documents), the last part of all tokens is held out instead.
 """
 
 import fcntl
@@ -29,21 +29,24 @@ from diloco.workers.trainer.data.shards import (
 from diloco.workers.trainer.data.sources import Source, documents
 from diloco.workers.trainer.data.tokens import BYTES, HELD_OUT, MIN_BYTES, balanced, is_held_out
 
+# Bytes of text that a vocabulary is trained on, from all over the source. They determine the memory of the training.
 SAMPLE_BYTES = 32 * 2**20
-"""Text that a vocabulary is trained on, from all over the source: what the training holds in memory follows from it."""
 SHARD_TOKENS = 2**28
+# Bytes of text encoded at a time. Encoding takes about 50 MB of memory meanwhile.
 _BATCH_BYTES = 2**20
-"""Text encoded in one go: some 50 MB of memory while it is."""
 
 
 @contextmanager
 def new_folder(out: Path, overwrite: bool, say: Callable[[str], None]) -> Iterator[Path]:
-    """A folder to write to, which becomes `out` if the block ends well, and is deleted if it does not.
+    """Give a folder to write to, which is renamed to `out` if the block ends well and deleted if it does not.
 
-    overwrite: replace token shards that are there. say: told of what an earlier process has left.
+    Args:
+        out: the final folder.
+        overwrite: replace token shards that are there.
+        say: receives a message if an earlier process left an unfinished folder.
 
     Raises:
-        UsageError: something is there, another process is at it, or it cannot be made.
+        UsageError: something is there, another process is writing it, or it cannot be created.
     """
     out = out.absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -102,20 +105,20 @@ def write_shards(
     """Encode a source into an empty folder.
 
     Args:
-        folder: it gets shards, the tokenizer and, last, the index.
-        source: text, not empty.
-        tokenizer: as of `bpe.train` or `bpe.load`.
+        folder: receives the shards, the tokenizer and, last, the index.
+        source: the text, not empty.
+        tokenizer: a tokenizer from `bpe.train` or `bpe.load`.
         separator: token after each document.
-        made_by: digest of the file that the tokenizer was loaded from, if it was.
-        most_tokens: end with the document that reaches so many.
-        shard_tokens: in a file.
+        made_by: digest of the file that the tokenizer was loaded from; None if it was trained.
+        most_tokens: stop after the document that reaches this number of tokens.
+        shard_tokens: tokens in a file.
         part_done: called after each part of the source.
         encoded: called with the number of tokens so far.
 
     Raises:
-        UsageError: too little text, or a source that cannot be read to its end.
+        UsageError: there is too little text, or the source cannot be read to its end.
     """
-    entries = max(bpe.entries(tokenizer), BYTES + 1)  # 256 would be those of bytes
+    entries = max(bpe.entries(tokenizer), BYTES + 1)  # 256 would mean bytes
     dtype: Literal["uint16", "uint32"] = "uint16" if entries <= 2**16 else "uint32"
     train, held_out = (ShardWriter(folder, name, dtype, shard_tokens) for name in ("train", "validation"))
     count = tokens = text_bytes = skipped = 0
@@ -158,7 +161,7 @@ def write_shards(
 
 
 def _batches(texts: Iterable[str]) -> Iterator[tuple[list[str], int, int]]:
-    """Texts of some megabytes together, their bytes, and how many empty ones were left out."""
+    """Yield texts of about `_BATCH_BYTES` together, their number of bytes, and how many empty texts were left out."""
     batch: list[str] = []
     size = empty = 0
     for text in texts:

@@ -1,12 +1,12 @@
-"""Token shards: a text as files of tokens, with an index. What `diloco data prepare` writes, and how it is read.
+"""Token shards: a text as files of tokens with an index. `diloco data prepare` writes them.
 
     FOLDER/index.json             counts, vocabulary, a digest of each shard, and the fingerprint of all
     FOLDER/train-00000.bin ...    tokens one after the other, uint16 or uint32, little-endian
     FOLDER/validation-00000.bin
-    FOLDER/tokenizer.json         what made the tokens, and makes text of them
+    FOLDER/tokenizer.json         the tokenizer that made the tokens and turns them into text
 
-The fingerprint is over the index alone, so that nothing is read at start; a shard's size must be the index's. Its
-digest was made as it was written. `check_shards` reads all and compares.
+The fingerprint covers the index alone, so that opening reads no shard; only a shard's size is compared with the index.
+A shard's digest is computed when it is written. `check_shards` reads everything and compares the digests.
 """
 
 import re
@@ -32,8 +32,8 @@ FORMAT = "diloco token shards, 1"
 _MARK = re.compile(rb'"format": *"diloco token shards')
 _NAME = re.compile(r"(train|validation)-\d{5}\.bin")
 _PROBE_BYTES = 4096
+# Bytes that a check reads at a time.
 _PIECE_BYTES = 2**20
-"""Read in one go by a check."""
 
 
 class TokenShard(BaseModel):
@@ -48,20 +48,21 @@ class TokenShard(BaseModel):
 
 
 class Index(BaseModel):
-    """What `index.json` says. All shards in their order are one text; its first `train_tokens` are trained on."""
+    """The content of `index.json`. All shards in their order are one text, whose first `train_tokens` are trained on."""
 
     model_config = ConfigDict(frozen=True)
 
     format: Literal["diloco token shards, 1"]
     dtype: Literal["uint16", "uint32"]
     entries: int = Field(ge=2)
-    """Of the tokenizer's vocabulary; tokens are below it."""
+    """Size of the tokenizer's vocabulary; tokens are below it."""
     separator: int = Field(ge=0)
     """Token after each document."""
     tokenizer: str
     """xxh3-128 of `tokenizer.json`, in hex."""
     made_by: str
-    """That of the file it was loaded from, which may say other things beside; its own, if it was trained for this."""
+    """xxh3-128 in hex of the file that the tokenizer was loaded from, which may differ in other respects; equals
+    `tokenizer` if the tokenizer was trained for this text."""
     train_tokens: int = Field(ge=0)
     documents: int = Field(ge=0)
     skipped: int = Field(ge=0)
@@ -71,19 +72,19 @@ class Index(BaseModel):
 
     @property
     def tokens(self) -> int:
-        """Of all shards."""
+        """Number of tokens in all shards."""
         return sum(shard.tokens for shard in self.shards)
 
 
 def fingerprint_of(index: Index) -> str:
-    """xxh3-128 in hex over what decides how a model is trained: not over where the text was from."""
+    """Return xxh3-128 in hex over what affects the training of a model, which excludes where the text came from."""
     decides = index.model_dump(include={"dtype", "entries", "separator", "tokenizer", "train_tokens"})
     shards = [[shard.tokens, shard.digest] for shard in index.shards]
     return xxhash.xxh3_128_hexdigest(dumps([FORMAT, decides, shards], sort_keys=True).encode())
 
 
 def is_shards(path: Path) -> bool:
-    """Whether a folder is one of token shards, sound or not: another's `index.json` makes it none."""
+    """Return whether a folder holds token shards, intact or not; an `index.json` of another kind does not make it one."""
     if not path.is_dir():
         return False
     return _has_index(path) or any((path / f"{part}-00000.bin").is_file() for part in ("train", "validation"))
@@ -98,9 +99,9 @@ def _has_index(folder: Path) -> bool:
 
 
 def strange_in(folder: Path, finished: bool = True) -> str:
-    """What a folder holds that no preparation has written; "": nothing, so that it may be replaced.
+    """Return the name of something in a folder that no preparation wrote; "" if there is none and it may be replaced.
 
-    finished: an index belongs to it.
+    finished: the folder must have an index.
     """
     names = sorted(path.name for path in folder.iterdir())
     ours = [name for name in names if name in (INDEX_FILE, TOKENIZER_FILE) or _NAME.fullmatch(name)]
@@ -113,7 +114,7 @@ def read_index(folder: Path) -> Index:
     """Read and check the index alone; the shards need not be there.
 
     Raises:
-        UsageError: it is missing or damaged.
+        UsageError: the index is missing or damaged.
     """
     path = folder / INDEX_FILE
     again = "copy the folder again, or make it by `diloco data prepare`"
@@ -130,7 +131,7 @@ def read_index(folder: Path) -> Index:
 
 
 class _Files:
-    """Shards, mapped into memory: nothing is read before it is asked for."""
+    """Memory-mapped shards: nothing is read before it is used."""
 
     def __init__(self, folder: Path, index: Index) -> None:
         self._entries = index.entries
@@ -140,7 +141,7 @@ class _Files:
         self._starts = [0, *accumulate(len(tokens) for tokens in self._maps)]
 
     def read(self, start: int, stop: int) -> Tokens:
-        """Tokens of the whole text; not copied where they lie in one shard."""
+        """Return the tokens [start, stop) of the whole text; they are not copied if they lie in one shard."""
         at, found = bisect_right(self._starts, start) - 1, []
         while start < stop:
             end = min(stop, self._starts[at + 1])
@@ -164,7 +165,7 @@ def _mapped(path: Path, tokens: int, dtype: np.dtype[np.unsignedinteger]) -> Tok
 
 
 def _check_size(path: Path, size: int) -> None:
-    """Raises UsageError: the file is not there, or not as large as the index says."""
+    """Raise UsageError if the file is not there or its size is not the one in the index."""
     try:
         found = path.stat().st_size
     except OSError as error:
@@ -176,7 +177,7 @@ def _check_size(path: Path, size: int) -> None:
 
 
 class _Part:
-    """A part of the text in the shards; slices as an array does."""
+    """A part of the text in the shards, which can be sliced like an array."""
 
     def __init__(self, files: _Files, start: int, stop: int) -> None:
         self._files, self._start, self._stop = files, start, stop
@@ -192,10 +193,10 @@ class _Part:
 
 
 def open_shards(folder: Path) -> TextData:
-    """Map all shards into memory.
+    """Memory-map all shards.
 
     Raises:
-        UsageError: too few tokens, or the index or a shard is missing or damaged, named.
+        UsageError: there are too few tokens, or the index or a shard is missing or damaged; the message names it.
     """
     index = read_index(folder)
     if index.tokens < MIN_BYTES:
@@ -213,10 +214,14 @@ def open_shards(folder: Path) -> TextData:
 
 
 def check_shards(folder: Path, told: Callable[[int], None] = lambda size: None) -> Index:
-    """Read all of it and compare with the digests; `told` of the bytes that each piece had.
+    """Read all shards and compare them with their digests.
+
+    Args:
+        folder: the token shards.
+        told: called with the number of bytes of each piece read.
 
     Raises:
-        UsageError: something is missing, truncated or altered, named.
+        UsageError: something is missing, truncated or altered; the message names it.
     """
     index = read_index(folder)
     size = np.dtype(index.dtype).itemsize
@@ -229,7 +234,7 @@ def check_shards(folder: Path, told: Callable[[int], None] = lambda size: None) 
 
 
 def digest_of_file(path: Path, told: Callable[[int], None] = lambda size: None) -> str:
-    """xxh3-128 of a file's bytes, in hex."""
+    """Return xxh3-128 of a file's bytes, in hex."""
     found = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
@@ -239,7 +244,7 @@ def digest_of_file(path: Path, told: Callable[[int], None] = lambda size: None) 
 
 
 def check_digest(path: Path, digest: str, told: Callable[[int], None] = lambda size: None) -> None:
-    """Raises UsageError: the file cannot be read, or its xxh3-128 is another one."""
+    """Raise UsageError if the file cannot be read or its xxh3-128 differs."""
     try:
         found = digest_of_file(path, told)
     except OSError as error:
@@ -249,7 +254,7 @@ def check_digest(path: Path, digest: str, told: Callable[[int], None] = lambda s
 
 
 class ShardWriter:
-    """Tokens to shards of one name, each as full as can be but for the last one."""
+    """Writes tokens to shards with a common name; all but the last one are full."""
 
     def __init__(self, folder: Path, name: str, dtype: str, most_tokens: int) -> None:
         self._folder, self._name, self._most = folder, name, most_tokens
@@ -260,7 +265,7 @@ class ShardWriter:
         self.shards: list[TokenShard] = []
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Append; the caller has checked that they are below the vocabulary."""
+        """Append tokens; the caller has checked that they are below the vocabulary."""
         rest = np.asarray(tokens, self._dtype)
         while len(rest):
             if self._file is None:
@@ -275,7 +280,7 @@ class ShardWriter:
                 self.close()
 
     def close(self) -> None:
-        """End the shard that is begun, if one is."""
+        """Finish the shard in progress, if there is one."""
         if self._file is None:
             return
         self._file.close()

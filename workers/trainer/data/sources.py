@@ -1,7 +1,7 @@
 """Where text to be tokenised comes from: files, folders, globs, tables (parquet, arrow), data sets by name.
 
-A source is a list of parts, each of which can be read by itself. Their order is fixed by names alone, so that the
-same files give the same tokens wherever they lie. Nothing is held in memory but what is being read.
+A source is a list of parts, each of which can be read independently. Their order depends on names alone, so that the
+same files give the same tokens in any place. Only what is being read is held in memory.
 """
 
 import glob
@@ -17,22 +17,22 @@ from diloco.workers.trainer.data.blocks import permuted
 from diloco.workers.trainer.data.files import PROBE_BYTES, stdlib_files, visible_files
 from diloco.workers.trainer.optional import library
 
+# A longer text counts as several documents of about this size.
 PIECE_BYTES = 128 * 1024
-"""A longer text counts as several documents, of about this size."""
+# Bytes in which to look for a good place to cut; less than a piece.
 _LOOK_BYTES = 64 * 1024
-"""How far a place to cut at is looked for; less than a piece."""
+# Number of a text file's pieces in one part.
 _PIECES = 32
-"""Of a text file, in one part."""
+# Rows of a data set by name in one part, and rows of a table in one batch.
 _ROWS = 1000
-"""Of a data set by name in one part, and of a table in one batch."""
 TABLES = (".parquet", ".arrow")
+# Prefix of a data set's name. The prefix of a model is the same: `hf_config.MODEL`.
 DATA_SET = "hf:"
-"""Before a data set's name. A model's has the same before it, which is `hf_config.MODEL`."""
 _KNOWN = ("config", "split", "column")
 
 
+# Reads one part: yields its documents in order.
 Part = Callable[[], Iterator[str]]
-"""What can be read by itself: its documents in order."""
 
 
 class Source(NamedTuple):
@@ -40,19 +40,21 @@ class Source(NamedTuple):
 
     parts: Sequence[Part]
     counted: bool
-    """Whether the parts are so many that their number tells how far one is; a stream is one part of any length."""
+    """True if the number of parts shows how far reading is; a stream is a single part of any length."""
     skipped: int
-    """Files that are empty, binary or not readable."""
+    """Number of files that are empty, binary or not readable."""
 
 
 def open_sources(texts: Iterable[str], column: str, streaming: bool) -> Source:
-    """Text files, folders of them or of tables, tables, globs, "stdlib", data sets as hf:OWNER/NAME.
+    """Open text files, folders of them or of tables, tables, globs, "stdlib", and data sets as hf:OWNER/NAME.
 
-    column: of tables, and of data sets whose name says none. streaming: read data sets as they arrive, without a copy
-    on this disk.
+    Args:
+        texts: the names.
+        column: the column of tables, and of data sets whose name gives none.
+        streaming: read data sets as they arrive, without a copy on this disk.
 
     Raises:
-        UsageError: one is not there, has no such column, or is no text; or a package is missing.
+        UsageError: something is not there, has no such column or is not text; or a package is missing.
     """
     found = [_open(text, column, streaming) for text in texts]
     parts = [part for source in found for part in source.parts]
@@ -60,14 +62,14 @@ def open_sources(texts: Iterable[str], column: str, streaming: bool) -> Source:
 
 
 def documents(source: Source, told: Callable[[], None] = lambda: None) -> Iterator[str]:
-    """All of it, in order; `told` after each part."""
+    """Yield all documents in order; call `told` after each part."""
     for part in source.parts:
         yield from part()
         told()
 
 
 def sample(source: Source, most_bytes: int) -> Iterator[str]:
-    """About `most_bytes` of it at most: the starts of parts all over the source, the same ones each time."""
+    """Yield about `most_bytes` at most: the starts of parts all over the source, the same ones each time."""
     count, left = len(source.parts), most_bytes
     share = max(most_bytes // max(1, count), PIECE_BYTES)
     for number in range(count):
@@ -91,7 +93,7 @@ def _open(text: str, column: str, streaming: bool) -> Source:
     if path.is_dir():
         files = visible_files(path)
         tables = [file for file in files if file.suffix in TABLES]
-        source = _of_files(tables or files, column)  # beside tables lie descriptions of them, which are no text
+        source = _of_files(tables or files, column)  # files beside tables describe them: not text
     elif path.is_file():
         source = _of_files([path], column)
     else:
@@ -129,7 +131,7 @@ def _text_parts(path: Path) -> list[Part]:
 
 
 def _pieces(path: Path, first: int, stop: int) -> Iterator[str]:
-    """Pieces first..stop-1 of a file, each found without those before it."""
+    """Yield pieces first..stop-1 of a file; each is found without reading those before it."""
     with path.open("rb") as file:
         for number in range(first, stop):
             file.seek(number * PIECE_BYTES)
@@ -140,7 +142,7 @@ def _pieces(path: Path, first: int, stop: int) -> Iterator[str]:
 
 
 def _cut(data: bytes, at: int) -> int:
-    """Where to cut at `at` or a little later: after a line end, else before a blank, else between two characters."""
+    """Return where to cut, at `at` or a little later: after a line end, else before a blank, else between characters."""
     stop = at + _LOOK_BYTES
     if (line := data.find(b"\n", at, stop)) >= 0:
         return line + 1
@@ -153,7 +155,7 @@ def _cut(data: bytes, at: int) -> int:
 
 
 def shortened(text: str) -> Iterator[str]:
-    """A text, cut as a file is."""
+    """Yield a text, cut into pieces in the same way as a file."""
     if len(text) * 4 <= PIECE_BYTES or len(data := text.encode()) <= PIECE_BYTES + _LOOK_BYTES:
         yield text
         return
@@ -167,10 +169,10 @@ def shortened(text: str) -> Iterator[str]:
 
 
 def _table_parts(path: Path, column: str) -> list[Part]:
-    """Row groups of a parquet file, or an arrow file (as of `datasets`, on disk) as one part.
+    """Return the parts of a table: a parquet file's row groups, or an arrow file (as `datasets` stores it) as one part.
 
     Raises:
-        UsageError: not such a file, no such column, or no text in it.
+        UsageError: it is not such a file, or has no such column of text.
     """
     if path.suffix == ".parquet":
         parquet = library("pyarrow.parquet", "data", str(path))
@@ -187,12 +189,15 @@ def _table_parts(path: Path, column: str) -> list[Part]:
 def _opened(path: Path, opener: Callable[..., Any], kind: str, **more: Any) -> Any:
     try:
         return opener(path, **more)
-    except (OSError, ValueError) as error:  # pyarrow's own are of these
+    except (OSError, ValueError) as error:  # pyarrow's errors derive from these
         raise UsageError(f"{path} cannot be read as {kind}: {' '.join(str(error).split())}") from error
 
 
 def _opened_arrow(path: Path, column: int | None = None) -> Any:
-    """`datasets` writes streams; others write files, which have an end. column: number of the only one to be read."""
+    """Open an arrow file, in the stream format (as `datasets` writes it) or the file format.
+
+    column: number of the only column to read; None reads all.
+    """
     arrow, ipc = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.ipc")
     options = ipc.IpcReadOptions(included_fields=None if column is None else [column])
     try:
@@ -213,7 +218,7 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
 
 def _parquet_rows(path: Path, column: str, group: int) -> Iterator[str]:
     parquet = importlib.import_module("pyarrow.parquet")
-    more = {"buffer_size": 2**20, "pre_buffer": False}  # else a whole row group comes to memory
+    more = {"buffer_size": 2**20, "pre_buffer": False}  # otherwise a whole row group is read into memory
     with _opened(path, parquet.ParquetFile, "parquet", **more) as file:
         batches = file.iter_batches(_ROWS, row_groups=[group], columns=[column], use_threads=False)
         yield from _rows(path, batches)
@@ -228,7 +233,7 @@ def _arrow_rows(path: Path, column: str) -> Iterator[str]:
 
 
 def _rows(path: Path, batches: Iterator[Any]) -> Iterator[str]:
-    """Texts of batches of one column; what is missing is an empty text."""
+    """Yield the texts of batches with one column; a missing value is an empty text."""
     try:
         for batch in batches:
             for start in range(0, batch.num_rows, _ROWS):
@@ -242,7 +247,7 @@ def _rows(path: Path, batches: Iterator[Any]) -> Iterator[str]:
 
 
 def _open_hub(data: str, usual: str, streaming: bool) -> Source:
-    """A data set hf:OWNER/NAME[,config=C][,split=S][,column=T]. usual: column of its text."""
+    """Open a data set hf:OWNER/NAME[,config=C][,split=S][,column=T]. `usual` is the default column."""
     name, *more = data.removeprefix(DATA_SET).split(",")
     told = dict(part.partition("=")[::2] for part in more)
     if wrong := [key for key in told if key not in _KNOWN]:
@@ -251,7 +256,7 @@ def _open_hub(data: str, usual: str, streaming: bool) -> Source:
     try:
         way = {"streaming": True} if streaming else {}
         table = datasets.load_dataset(name, told.get("config"), split=told.get("split", "train"), **way)
-    except Exception as error:  # of a library with many of its own
+    except Exception as error:  # the library raises many kinds of its own
         raise UsageError(f"data={data!r} cannot be loaded: {error}") from error
     column = told.get("column", usual)
     names = table.column_names or list(next(iter(table), {}))  # a stream may not know them before its first row
@@ -274,7 +279,7 @@ def _hub_rows(data: str, rows: Iterator[Any], column: str) -> Iterator[str]:
     while True:
         try:
             row = next(rows, None)
-        except Exception as error:  # of a network, of a library with many of its own
+        except Exception as error:  # network errors, and many kinds of the library's own
             raise UsageError(f"data={data!r} cannot be read any further: {error}") from error
         if row is None:
             return

@@ -1,7 +1,7 @@
-"""Text sources: a file, a folder, or the source text of Python's own standard library, as bytes.
+"""Opens text: a file, a folder, or the source text of Python's own standard library, as bytes.
 
-Byte 0 stands between documents, so files that contain it (binary ones) are skipped. Token files, tables and data sets
-by name are in `other`, token shards in `shards`.
+Byte 0 stands between documents, so files that contain it (binary ones) are skipped. `other` opens token files, tables
+and data sets by name; `shards` opens token shards.
 """
 
 from collections.abc import Iterable
@@ -20,20 +20,21 @@ TOKENS = ".npy"
 
 
 def has_tokens(data: str) -> bool:
-    """Whether it is tokens already, and no text: a token file, or a folder of token shards."""
+    """Return whether `data` is tokens already rather than text: a token file, or a folder of token shards."""
     return Path(data).suffix == TOKENS or shards.is_shards(Path(data))
 
 
 def open_text(data: str) -> TextData:
-    """Open `data`: "stdlib", a text file, or a folder of text files (recursive, hidden ones left out); or as `other`.
+    """Open `data`: "stdlib", a text file, a folder of text files (recursive, without hidden ones), or what `other`
+    opens.
 
     A folder of token shards is opened as such.
 
-    Held-out files are chosen by a hash of their relative path, so that all learners choose the same ones; where
-    that gives too much or too little (few files), and for a single file, the last part of the text is held out.
+    A hash of a file's relative path decides if it is held out, so that all learners choose the same ones. Where that
+    gives too much or too little (few files), and for a single file, the last part of the text is held out.
 
     Raises:
-        UsageError: nothing there, nothing readable as text, or less than 4 KiB of it.
+        UsageError: there is nothing, or nothing readable as text, or less than 4 KiB of it.
     """
     if data == "stdlib":
         return _open_stdlib()
@@ -65,12 +66,15 @@ def open_text(data: str) -> TextData:
 
 @cache
 def _open_stdlib() -> TextData:
-    """Its files do not change while a process lives; a process forked from one that has read them need not."""
+    """Open the standard library's source text, once per process: its files do not change while a process lives.
+
+    A process forked from one that has read them need not read them again.
+    """
     return _from_files(stdlib_root(), stdlib_files(), "stdlib")
 
 
 def _read(path: Path) -> bytes:
-    """A file's bytes; none at all if it is binary or not readable."""
+    """Return a file's bytes; none if it is binary or not readable."""
     try:
         with path.open("rb") as file:
             head = file.read(PROBE_BYTES)

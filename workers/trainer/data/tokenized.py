@@ -1,4 +1,5 @@
-"""A text in the tokens of a model's own tokenizer. Each party makes them at its start: for texts of some megabytes."""
+"""A text in the tokens of a model's own tokenizer. Each party tokenises at its start, so this is for some megabytes of
+text."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -18,20 +19,24 @@ from diloco.workers.trainer.models.hf_checks import check_fits, config_of
 from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
 
 MOST_BYTES = 256 * 2**20
+# Pieces handed to the tokenizer's threads at once.
 SOME = 64
-"""Pieces handed to the tokenizer's threads at once."""
 
 log = structlog.get_logger()
 
 
 def check_model(model: HfModel, data: str, seq_len: int) -> None:
-    """Say at once what would stop each party of a run, before any is started.
+    """Report at once what would stop every party of a run, before any is started.
 
-    A text is not read for it, nor are token shards. A file of tokens is, for its largest one. data, seq_len: as
-    settings have them.
+    Neither a text nor token shards are read for this. A token file is, to find its largest token.
+
+    Args:
+        model: the run's model.
+        data: the setting.
+        seq_len: the setting.
 
     Raises:
-        UsageError: as `config_of` and `check_fits`, or there are no such tokens.
+        UsageError: raised by `config_of` and `check_fits`, or there are no such tokens.
     """
     config = config_of(model)
     tokens = open_text(data) if has_tokens(data) else None
@@ -40,13 +45,13 @@ def check_model(model: HfModel, data: str, seq_len: int) -> None:
 
 
 def open_for(data: str, model: HfModel | None, seq_len: int) -> TextData:
-    """The text of a run: as its model's tokenizer reads it, if that has one and the text is no tokens yet.
+    """Open the text of a run, tokenised by its model's tokenizer if there is one and the text is not tokens already.
 
-    Of token shards that another tokenizer made it warns. seq_len: tokens in a sequence.
+    It warns if another tokenizer made the token shards. seq_len: tokens in a sequence.
 
     Raises:
-        UsageError: as `open_text`, `config_of` and `check_fits`; it is too large to be tokenised at each start, or
-            `tokenizers` is missing.
+        UsageError: raised by `open_text`, `config_of` and `check_fits`; or the text is too large to be tokenised at
+            each start, or `tokenizers` is missing.
     """
     config = None if model is None else config_of(model)
     text = open_text(data)
@@ -76,12 +81,15 @@ def open_for(data: str, model: HfModel | None, seq_len: int) -> TextData:
 
 
 def _tokenizer(model: HfModel) -> Any:
-    """None: it has none."""
+    """Load a model's tokenizer; None if it has none."""
     return None if model.tokenizer is None else bpe.load(model.tokenizer, EXTRA)
 
 
 def _vocabulary(data: str, tokens: TextData | None, model: HfModel, tokenizer: Any) -> tuple[int, str]:
-    """Entries of what a model is to read, and who has them. tokens: of a text that is tokens, None: it is text."""
+    """Return the size of the vocabulary that a model is to read, and in words what has it.
+
+    tokens: the text if it is tokens already, else None.
+    """
     if tokens is not None:
         return tokens.entries, f"the vocabulary of data={data!r}"
     if tokenizer is None:
@@ -90,7 +98,7 @@ def _vocabulary(data: str, tokens: TextData | None, model: HfModel, tokenizer: A
 
 
 def _between(model: HfModel) -> list[int]:
-    """The token that stands between documents, if the model has one."""
+    """Return the token that stands between documents, as a list that is empty if the model has none."""
     end = model.config.get("eos_token_id")
     ends = end if isinstance(end, list) else [end]
     return [token for token in ends[:1] if isinstance(token, int) and token >= 0]  # -1 says that there is none
@@ -101,11 +109,11 @@ def _entries(tokenizer: Any, between: list[int]) -> int:
 
 
 def check_tokenizer(text: TextData, spec: dict[str, str | int | float | bool | None]) -> None:
-    """Refuse to read a text by another tokenizer than the run's.
+    """Refuse to read a text by a tokenizer other than the run's.
 
     Raises:
-        UsageError: it is not here.
-        SpecMismatch: it is another one.
+        UsageError: the run's tokenizer is not on this machine.
+        SpecMismatch: the tokenizer here is another one.
     """
     run = spec.get("tokenizer")
     if run is not None and text.tokenizer is None:
@@ -130,7 +138,7 @@ def _tokenised(text: TextData, tokenizer: Any, model: HfModel) -> TextData:
 
 
 def _tokens(text: Tokens, tokenizer: Any, between: list[int]) -> Tokens:
-    """All documents (bytes,) as tokens (tokens,), each with what stands between documents behind it."""
+    """Return all documents (bytes,) as tokens (tokens,), each followed by the token between documents."""
     found: list[Tokens] = []
     pieces = _pieces(text.tobytes())
     while some := list(islice(pieces, SOME)):
@@ -140,7 +148,7 @@ def _tokens(text: Tokens, tokenizer: Any, between: list[int]) -> Tokens:
 
 
 def _pieces(text: bytes) -> Iterator[tuple[str, bool]]:
-    """Documents, cut where they are long; whether a piece is its document's last."""
+    """Yield documents, cut if they are long, and whether a piece is the last of its document."""
     for document in text.split(bytes([BOUNDARY])):
         if document:
             *first, last = shortened(document.decode(errors="replace"))

@@ -1,6 +1,6 @@
-"""A text as tokens, split into what is trained on and what is held out.
+"""A text as tokens, split into a part to train on and a part that is held out.
 
-A token is a byte, or an entry of the vocabulary of whoever made the token file. Byte 0 stands between documents.
+A token is a byte, or an entry of the vocabulary by which a token file was made. Byte 0 stands between documents.
 """
 
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ import xxhash
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.payload.codec import as_bytes, digest_of
 
+# Token between documents.
 BOUNDARY = 0
-"""Token between documents."""
 
+# Share of the text kept for validation.
 HELD_OUT = 0.04
-"""Share of the text kept for validation."""
 
+# Size of the vocabulary of a text whose tokens are bytes.
 BYTES = 256
-"""Vocabulary of a text whose tokens are bytes."""
 
 MIN_BYTES = 4096
 
@@ -31,14 +31,14 @@ Tokens = npt.NDArray[np.unsignedinteger[Any]]
 
 
 class TokenText(Protocol):
-    """Tokens one after the other, in memory or in files: an array (tokens,), or what slices as one does."""
+    """A sequence of tokens in memory or in files: an array (tokens,), or something that can be sliced like one."""
 
     def __len__(self) -> int:
-        """Number of tokens."""
+        """Return the number of tokens."""
         ...
 
     def __getitem__(self, part: slice, /) -> Tokens:
-        """Those of a slice."""
+        """Return the tokens of a slice."""
         ...
 
 
@@ -46,9 +46,9 @@ class TokenText(Protocol):
 class TextData:
     """One text, split once and for all.
 
-    train, validation: (tokens,) in 0..entries-1, read-only; uint8 where tokens are bytes. fingerprint: xxh3-128 over
-    both, in hex, of token shards over their index: learners of one run must have the same. files: or documents.
-    skipped: those left out because they were empty, binary or not readable.
+    train, validation: (tokens,) in 0..entries-1, read-only; uint8 if tokens are bytes. fingerprint: xxh3-128 in hex
+    over both, or over the index of token shards; learners of one run must have the same. files: number of files or
+    documents. skipped: number of those left out because they were empty, binary or not readable.
     """
 
     train: TokenText
@@ -58,36 +58,39 @@ class TextData:
     skipped: int
     entries: int = BYTES
     tokenizer: str | None = None
-    """Digest of the tokenizer that read it on opening."""
+    """Digest of the tokenizer that read the text when it was opened."""
     made_by: tuple[str, ...] | None = None
-    """Of tokens that were made before: digests of their tokenizer's file, none where it is not known. None: of text."""
+    """For text that was tokens already: digests of the tokenizer's file, empty if they are not known. None for other
+    text."""
 
     @property
     def vocab(self) -> int:
-        """Of a built-in model: a multiple of 64, that of bytes where tokens take one."""
+        """Size of a built-in model's vocabulary: 256 if tokens are bytes, else `entries` rounded up to a multiple of
+        64."""
         return BYTES if self.train[:0].dtype == np.uint8 else rounded_vocab(self.entries)
 
 
 def rounded_vocab(entries: int) -> int:
-    """A model's vocabulary: a multiple of 64."""
+    """Return the size of a model's vocabulary: `entries` rounded up to a multiple of 64."""
     return -(-entries // _ROUND) * _ROUND
 
 
 def is_held_out(name: str) -> bool:
-    """Whether a document is kept for validation: by its name, so that everybody chooses the same ones."""
+    """Return whether a document is kept for validation. It depends on the name only, so all parties choose the same
+    ones."""
     return xxhash.xxh3_64_intdigest(name.encode()) % 10_000 < HELD_OUT * 10_000
 
 
 def balanced(held_out: int, size: int) -> bool:
-    """Whether about as much was held out as is wanted; of few documents it may be none or most."""
+    """Return whether about as much was held out as is wanted; with few documents it may be nothing or most of them."""
     return HELD_OUT / 4 <= held_out / size <= HELD_OUT * 4
 
 
 def gather(documents: Iterable[tuple[str, bytes]], data: str) -> TextData:
-    """Documents, each with the name whose hash says whether it is held out; empty ones are left out.
+    """Join documents, each with the name whose hash decides if it is held out; empty ones are left out.
 
     Raises:
-        UsageError: too little text.
+        UsageError: there is too little text.
     """
     train, validation, skipped = bytearray(), bytearray(), 0
     files = 0
@@ -109,7 +112,7 @@ def gather(documents: Iterable[tuple[str, bytes]], data: str) -> TextData:
 
 
 def split(text: Tokens, files: int, skipped: int) -> TextData:
-    """The last part of it held out."""
+    """Hold out the last part of a text."""
     cut = len(text) - round(len(text) * HELD_OUT)
     return _text_data(text[:cut], text[cut:], files, skipped)
 

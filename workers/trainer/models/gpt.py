@@ -13,10 +13,10 @@ from diloco.workers.trainer.models.sizes import SIZES, Size, check_size
 
 
 def build(name: str, seed: int, vocab_size: int = 256) -> "GPT":
-    """A model by its size's name; the same seed gives the same parameters.
+    """Build a model by the name of its size; the same seed gives the same parameters.
 
     Raises:
-        UsageError: unknown name.
+        UsageError: there is no such size.
     """
     check_size(name)
     with torch.device("cpu"):
@@ -29,14 +29,14 @@ def rms_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def rotary_table(tokens: int, head_width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of the rotary embedding, each (T, 1, K / 2)."""
+    """Return the cosines and sines of the rotary embedding, each (T, 1, K / 2)."""
     frequency = 10_000.0 ** (-torch.arange(0, head_width, 2, device=device) / head_width)
     angle = torch.outer(torch.arange(tokens, device=device), frequency)[:, None, :]
     return angle.cos(), angle.sin()
 
 
 def rotate(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Rotary embedding of (B, T, N, K): position as an angle between the two halves of K."""
+    """Apply the rotary embedding to (B, T, N, K): position as an angle between the two halves of K."""
     cos, sin = (part.to(x.dtype) for part in table)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
@@ -55,7 +55,7 @@ class Block(nn.Module):
         self.down = nn.Linear(size.hidden, size.width, bias=False)
 
     def forward(self, x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Map the residual stream (B, T, D) to (B, T, D)."""
         b, t, d = x.shape
         q, k, v = self.qkv(rms_norm(x)).view(b, t, 3, self.heads, d // self.heads).unbind(2)  # (B, T, N, K) each
         q, k = rotate(rms_norm(q), table), rotate(rms_norm(k), table)
@@ -64,13 +64,13 @@ class Block(nn.Module):
         return x + self.mlp(rms_norm(x))
 
     def mlp(self, h: torch.Tensor) -> torch.Tensor:
-        """(B, T, D) to (B, T, D)."""
+        """Map normalised activations (B, T, D) to the MLP's output (B, T, D)."""
         out: torch.Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
         return out
 
 
 class GPT(nn.Module):
-    """Decoder-only language model."""
+    """A decoder-only language model."""
 
     def __init__(self, size: Size, vocab_size: int, seed: int) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class GPT(nn.Module):
         self.embedding = nn.Embedding(vocab_size, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.checkpoint_activations = False
-        """What a block computes on its way is computed again in the backward pass, rather than kept."""
+        """True: the backward pass recomputes the activations within each block, so they are not kept."""
         self._init(seed)
 
     @torch.no_grad()
@@ -92,7 +92,7 @@ class GPT(nn.Module):
             tensor.normal_(0.0, std, generator=generator)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Tokens (B, T) to logits (B, T, V)."""
+        """Return the logits (B, T, V) of tokens (B, T)."""
         table = rotary_table(tokens.size(1), self.size.width // self.size.heads, tokens.device)
         x = rms_norm(self.embedding(tokens))
         for block in self.blocks:

@@ -1,4 +1,5 @@
-"""Causal language models of transformers, built as the run's learners agree on them: in float32, by its own classes."""
+"""Builds causal language models of transformers in float32, by transformers' own classes and the config that learners
+share."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,18 +16,18 @@ from diloco.workers.trainer.models.hf_checks import config_of
 from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
 from diloco.workers.trainer.optional import first_line, library
 
+# A parameter may be set in a module so many times while a model is built: tied parameters are set several times.
 _MOST_REGISTERED = 4
-"""Times that a parameter may be set in a module while a model is built: tied ones are several times."""
 
 
 def build_hf(given: HfModel, seed: int, *, weights: bool = True) -> nn.Module:
-    """The model, to be called with tokens (B, T); it returns an output that has `logits` (B, T, V).
+    """Build the model. Called with tokens (B, T), it returns an output that has `logits` (B, T, V).
 
-    Parameters have the names that transformers gives them. They are those of the folder; without weights there, or
-    unless `weights`, random ones: the same seed gives the same ones, by the same version of transformers.
+    Parameters have the names that transformers gives them. Their values come from the folder. Without weights there, or
+    if `weights` is False, they are random: the same seed gives the same values with the same version of transformers.
 
     Raises:
-        UsageError: as `config_of`, or the weights are not all there.
+        UsageError: raised by `config_of`, or the weights are incomplete.
     """
     config = config_of(given)
     transformers = library("transformers", EXTRA, "this run's model")
@@ -46,11 +47,13 @@ def build_hf(given: HfModel, seed: int, *, weights: bool = True) -> nn.Module:
 
 
 def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
-    """Whether a model has a run's tensors and no others, before memory is taken for it: both come from a peer.
+    """Check that a model has exactly a run's tensors, without allocating memory for them.
+
+    Both the config and the tensors come from a peer, so nothing of their size is allocated before they agree.
 
     Raises:
-        UsageError: as `config_of`.
-        SpecMismatch: naming a tensor that differs.
+        UsageError: raised by `config_of`, or the model cannot be built.
+        SpecMismatch: names a tensor that differs.
     """
     config = config_of(given)
     transformers = library("transformers", EXTRA, "this run's model")
@@ -64,6 +67,8 @@ def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
         if count > most:
             raise SpecMismatch(f"this run's model config is of more tensors than the {len(run)} that its spec has")
 
+    # Meta tensors take no memory, but a config with very many layers would still make very many modules: the hook stops
+    # the construction once it has set more parameters than the run's tensors allow.
     hook = register_module_parameter_registration_hook(counted)
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -85,7 +90,7 @@ def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """xxh3-128 over all parameters by name, in hex: whether two learners begin from the same weights."""
+    """Return xxh3-128 in hex over all parameters by name: it tells whether two learners begin from the same weights."""
     digest = xxhash.xxh3_128()
     for name, parameter in model.named_parameters():
         digest.update(name.encode())

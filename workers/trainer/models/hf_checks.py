@@ -1,4 +1,4 @@
-"""What transformers says of a config, asked before anything is built: whether the trainer can train such a model."""
+"""Asks transformers about a config, before anything is built, whether the trainer can train such a model."""
 
 from typing import Any
 
@@ -6,24 +6,26 @@ from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
 from diloco.workers.trainer.optional import first_line, library
 
+# Kinds among transformers' causal language models whose tokens see later ones, whatever the config says.
 _WITHOUT_A_SWITCH = frozenset({"cpmant", "xlnet"})
-"""Kinds among transformers' causal language models that read later tokens whatever their config says."""
+# Kinds that are causal whatever the config's `is_decoder` says.
 _CAUSAL_ANYWAY = frozenset({"gpt_neox", "gpt_neox_japanese", "trocr"})
-"""Kinds that have `is_decoder` and never look at it."""
+# (key of a config, values with which a model's tokens see later ones, value with which they do not).
 _SWITCHES: tuple[tuple[str, tuple[Any, ...], Any], ...] = (
     ("is_decoder", (False,), True),
     ("is_causal", (False,), True),
     ("causal", (False,), True),
     ("use_bidirectional_attention", (True, "all"), False),
 )
-"""Keys of a config, the values by which a model reads later tokens, and the value by which it does not."""
 
 
 def config_of(given: HfModel) -> Any:
-    """Its config as transformers has it, of a causal language model: one whose every token follows from earlier ones.
+    """Return a model's config as transformers has it.
+
+    The model must be a causal language model: one that predicts every token from earlier ones only.
 
     Raises:
-        UsageError: transformers is missing, does not know the model, or it is another kind of model.
+        UsageError: transformers is missing or does not know the model, or it is another kind of model.
     """
     transformers = library("transformers", EXTRA, "this run's model")
     kind = str(given.config["model_type"])
@@ -36,7 +38,7 @@ def config_of(given: HfModel) -> Any:
         config = made.from_dict(given.config)
         trains_half = getattr(config, "is_encoder_decoder", False)
         text = config if trains_half else config.get_text_config()
-    except Exception as error:  # of its own validation
+    except Exception as error:  # raised by the config's own validation
         raise UsageError(f"the config of model_type {kind!r} is not sound: {first_line(error)}") from error
     if kind in _WITHOUT_A_SWITCH:
         raise _another(kind, "each of its tokens sees later ones")
@@ -49,21 +51,21 @@ def config_of(given: HfModel) -> Any:
             raise _another(kind, f"{key} is {value} in its config; with {right} its tokens see no later ones")
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise _another(kind, "its config has no vocab_size")
-    config.use_cache = False  # of keys and values, which only generation needs
+    config.use_cache = False  # the key-value cache, which only generation needs
     return config
 
 
 def check_fits(config: Any, entries: int, reader: str, seq_len: int) -> None:
-    """Whether a model can read a text.
+    """Check that a model can read a text.
 
     Args:
-        config: as of `config_of`.
-        entries: of the text's vocabulary; tokens are below it.
-        reader: what has this vocabulary, in words.
+        config: the model's config, from `config_of`.
+        entries: size of the text's vocabulary; tokens are below it.
+        reader: what has this vocabulary, in words, for the message.
         seq_len: tokens in a sequence.
 
     Raises:
-        UsageError: it has too few tokens or positions.
+        UsageError: the model has too few tokens or positions.
     """
     text = config.get_text_config()
     positions = getattr(text, "max_position_embeddings", None)

@@ -1,6 +1,6 @@
-"""What `--model hf:...` names: a causal language model of transformers. Needs neither it nor torch.
+"""Reads what `--model hf:...` names: a causal language model of transformers. Needs neither transformers nor torch.
 
-hf:FOLDER          config.json with weights (safetensors) and a tokenizer (tokenizer.json), where they are there
+hf:FOLDER          config.json, with weights (safetensors) and a tokenizer (tokenizer.json) if they are there
 hf:FILE.json       a config alone: the run begins from random parameters
 hf:OWNER/NAME      a folder of the Hugging Face hub
 hf:{...}           the config itself, as a run's spec has it
@@ -18,9 +18,12 @@ import xxhash
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.workers.trainer.optional import first_line, library
 
+# Prefix of a model's path or name. The prefix of a data set is the same: `sources.DATA_SET`.
 MODEL = "hf:"
-"""Before a model's place or name. A data set's has the same before it, which is `sources.DATA_SET`."""
 EXTRA = "transformers"
+# Keys of a config that say where it came from, how its numbers were stored, which code to fetch, what the model
+# returns, or what a classifier distinguishes. The agreed config has none of them, nor any `..._implementation`: they
+# may name code on the hub, and a spec comes from other parties.
 _NOT_OF_THE_MODEL = frozenset(
     {
         *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "architectures", "auto_map"),
@@ -28,11 +31,8 @@ _NOT_OF_THE_MODEL = frozenset(
         *("num_labels", "id2label", "label2id", "return_dict", "output_hidden_states", "output_attentions"),
     }
 )
-"""Keys of a config that say where it came from, how its numbers were stored, which code to fetch, what it answers, or
-what a classifier tells apart. What is agreed on has none of them, nor any `..._implementation`: they may name code of
-the hub, and a spec comes from others."""
+# Some kinds of config make a list with one entry per layer before anything is built. This bounds its memory.
 _MOST_LAYERS = 100_000
-"""Some kinds make a list of so many before anything is built."""
 _MOST_NESTED = 32
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ("*.json", "*.safetensors")
@@ -40,40 +40,40 @@ _FILES = ("*.json", "*.safetensors")
 
 @dataclass(frozen=True)
 class HfModel:
-    """One model."""
+    """A model of transformers."""
 
     config: dict[str, Any]
-    """What it is built from."""
+    """The config that the model is built from."""
     folder: Path | None = None
-    """Where its weights and its tokenizer are, if any are here."""
+    """The folder with its weights and its tokenizer; None if there is none on this machine."""
 
     @property
     def agreed(self) -> str:
-        """The model as a spec has it, the same for all parties: its config, whatever the folder is."""
+        """The model as a spec has it, the same for all parties: its config, without the folder."""
         return MODEL + json.dumps(self.config, sort_keys=True, separators=(",", ":"))
 
     @property
     def has_weights(self) -> bool:
-        """The run begins from weights."""
+        """Whether the run begins from weights in the folder."""
         return self.folder is not None and any(self.folder.glob("*.safetensors"))
 
     @property
     def tokenizer(self) -> Path | None:
-        """The file of its tokenizer."""
+        """The tokenizer's file; None if there is none."""
         path = None if self.folder is None else self.folder / "tokenizer.json"
         return path if path is not None and path.is_file() else None
 
     @cached_property
     def tokenizer_digest(self) -> str | None:
-        """By which others know the tokenizer."""
+        """Digest of the tokenizer's file, by which other parties know it; None if there is none."""
         return None if self.tokenizer is None else xxhash.xxh3_128_hexdigest(self.tokenizer.read_bytes())
 
 
 def read_hf(name: str) -> HfModel | None:
-    """The model that a setting names; None: it names a built-in size.
+    """Return the model that a setting names; None if it names a built-in size.
 
     Raises:
-        UsageError: there is no such folder, file or name; or it is no config of one model.
+        UsageError: there is no such folder, file or name, or it is not the config of one model.
     """
     if not name.startswith(MODEL):
         return None
@@ -93,10 +93,10 @@ def read_hf(name: str) -> HfModel | None:
 
 
 def check_same(here: HfModel, run: HfModel) -> None:
-    """Compare what this party was told with the run's.
+    """Compare the config that this party was given with the run's.
 
     Raises:
-        SpecMismatch: showing each key that differs.
+        SpecMismatch: the message shows each key that differs.
     """
     keys = sorted({*here.config, *run.config})
     lines = [
@@ -110,11 +110,11 @@ def check_same(here: HfModel, run: HfModel) -> None:
 
 
 def lies_elsewhere(model: str, run: object) -> bool:
-    """Whether a setting and a run's spec name the same model of transformers, so that its folder may be another one.
+    """Return whether a setting and a run's spec name the same transformers model, so that the folders may differ.
 
     Raises:
-        SpecMismatch: as `check_same`.
-        UsageError: as `read_hf`.
+        SpecMismatch: raised by `check_same`.
+        UsageError: raised by `read_hf`.
     """
     here, there = read_hf(model), read_hf(str(run))
     if here is None or there is None:
@@ -136,12 +136,12 @@ def _config(text: str, where: str) -> dict[str, Any]:
         if "layer" in key and isinstance(n, int) and not 0 <= n <= _MOST_LAYERS:
             raise UsageError(f"{where} is no config: {key} is {n}; it must be at most {_MOST_LAYERS}, and not below 0")
     if found.get("quantization_config"):
-        raise UsageError(f"{where} is of a quantized model: train the one in full precision")
+        raise UsageError(f"{where} describes a quantized model: train the full-precision one")
     return found
 
 
 def _kept(value: Any, depth: int = 0) -> Any:
-    """A part of a config without what is not of the model.
+    """Return a part of a config without the keys that do not describe the model.
 
     Raises:
         RecursionError: it is nested too deep.
@@ -163,6 +163,6 @@ def _from_hub(name: str) -> Path:
     hub = library("huggingface_hub", EXTRA, f"model='{MODEL}{name}'")
     try:
         return Path(hub.snapshot_download(name, allow_patterns=list(_FILES)))
-    except Exception as error:  # of a library with many of its own
+    except Exception as error:  # the library raises many kinds of its own
         said = first_line(error)
         raise UsageError(f"model='{MODEL}{name}': no such file or folder here, and the hub says: {said}") from error

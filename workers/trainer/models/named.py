@@ -1,4 +1,4 @@
-"""The model that a run's settings name: a built-in size, or one of transformers."""
+"""Builds the model that a run's settings name: a built-in size, or a model of transformers."""
 
 from torch import nn
 
@@ -12,12 +12,15 @@ from diloco.workers.trainer.recipe import TrainerSpec
 
 
 def build_model(settings: TrainerSettings, named: HfModel | None, text: TextData) -> nn.Module:
-    """A learner's model for its text.
+    """Build a learner's model for its text.
 
-    named: as `read_hf` says of `settings.model`. text: as of `open_for`, which knows that the model can read it.
+    Args:
+        settings: name of the model, and the seed.
+        named: what `read_hf` returned for `settings.model`.
+        text: the text from `open_for`, which has checked that the model can read it.
 
     Raises:
-        UsageError: no such model.
+        UsageError: there is no such model.
     """
     if named is None:
         return gpt.build(settings.model, settings.seed, text.vocab)
@@ -25,21 +28,22 @@ def build_model(settings: TrainerSettings, named: HfModel | None, text: TextData
 
 
 def check_model(spec: Spec) -> None:
-    """Whether a run's model of transformers has the run's tensors: before memory is taken for what a peer has named.
+    """Check that a run's transformers model has the run's tensors, before memory is allocated for what a peer has
+    named.
 
     Raises:
-        SpecMismatch: it has others.
-        UsageError: as `hf.check_tensors`.
+        SpecMismatch: it has other tensors.
+        UsageError: raised by `hf.check_tensors`.
     """
     if (named := read_hf(str(spec.trainer.get("model")))) is not None:
         hf.check_tensors(named, spec.tensors)
 
 
 def model_of(spec: TrainerSpec) -> nn.Module:
-    """The model of a run of the built-in trainer, with random parameters.
+    """Build the model of a run of the built-in trainer, with random parameters.
 
     Raises:
-        UsageError: the run was trained by another program, whose model is not known here.
+        UsageError: another program trained the run, and its model is not known here.
     """
     name, seed = spec.get("model"), spec.get("seed")
     if not isinstance(name, str) or not isinstance(seed, int):

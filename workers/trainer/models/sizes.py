@@ -1,4 +1,4 @@
-"""Sizes of the built-in GPT. Plain numbers: who starts a run reads them without torch."""
+"""Sizes of the built-in GPT. They are plain numbers, so that starting a run can read them without torch."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from diloco.pipeline.sources import meant
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Shape of a model."""
+    """The shape of a model."""
 
     layers: int
     width: int
@@ -17,15 +17,17 @@ class Size:
     """Width of the gated MLP."""
 
     def parameters(self, vocab_size: int = 256) -> int:
-        """Number of parameters."""
+        """Return the number of parameters."""
         return vocab_size * self.width + self.layers * (4 * self.width**2 + 3 * self.width * self.hidden)
 
     @property
     def tensors(self) -> int:
-        """Number of trained tensors: five in a layer, and the embedding."""
+        """Number of trained tensors: five per layer, and the embedding."""
         return 1 + 5 * self.layers
 
 
+# In the order of their numbers of parameters. A name that is a number gives the number of parameters with a vocabulary
+# of bytes.
 SIZES: dict[str, Size] = {
     "nano": Size(layers=2, width=96, heads=3, hidden=256),
     "deep": Size(layers=5, width=128, heads=4, hidden=288),
@@ -41,11 +43,10 @@ SIZES: dict[str, Size] = {
     "350m": Size(layers=24, width=1088, heads=17, hidden=3008),
     "1b": Size(layers=20, width=2048, heads=16, hidden=5376),
 }
-"""In the order of their numbers of parameters. A name that is a number counts them with a vocabulary of bytes."""
 
 
 def check_size(name: str) -> None:
-    """Whether a setting names one of them.
+    """Check that a setting names a size.
 
     Raises:
         UsageError: it does not.
@@ -56,5 +57,5 @@ def check_size(name: str) -> None:
 
 
 def size_table(vocab_size: int = 256) -> str:
-    """Names and parameter counts, for help and messages."""
+    """Return names and numbers of parameters as text, for help and messages."""
     return ", ".join(f"{name} ({size.parameters(vocab_size) / 1e6:.1f}M)" for name, size in SIZES.items())
