@@ -43,7 +43,7 @@ def _looked() -> dict[str, list[str]]:
     """Return for each gloo thread whether it sleeps, and how often it was switched out."""
     found = {}
     for thread in THREADS.iterdir() if THREADS.exists() else ():
-        with suppress(OSError):  # it ends now
+        with suppress(OSError):  # the thread has just ended
             name, *lines = (thread / "status").read_text().splitlines()
             if name.endswith(NAME):
                 found[thread.name] = [line for line in lines if line.startswith(_TOLD)]

@@ -42,7 +42,7 @@ class Ready(Message):
 
 
 class Agreed(Message):
-    """What a rank would propose. All ranks take rank 0's values."""
+    """A rank's proposal. All ranks take rank 0's values."""
 
     max_bytes: ClassVar[int] = Spec.max_bytes + 2**10
     max_parts: ClassVar[int] = Spec.max_parts + 1

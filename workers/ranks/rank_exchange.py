@@ -1,4 +1,4 @@
-"""What a rank does beside its training: it connects to the other ranks and does its share; rank 0 also exchanges.
+"""The work of a rank beside its training: connecting to the other ranks and transferring; rank 0 also exchanges.
 asyncio.
 
 These are coroutines over the bus and the connections: `rank_thread` runs them in a thread of their own, simulations run
@@ -93,7 +93,7 @@ class Working:
             DilocoError: the rank cannot join.
         """
         leads = not self._wires.rank
-        if not leads:  # register the handlers first: requests may come as soon as it is connected
+        if not leads:  # registers the handlers before connecting: requests may come at once
             self._follow()
         try:
             await self._work(leads)
@@ -112,8 +112,7 @@ class Working:
                 await self._bus.add_event(Event(name="learner_broken", who=who, detail=why[:500], unix_s=unix_s))
 
     async def last_words(self, why: str, within_s: float) -> str:
-        """Tell the other ranks and the bus that this rank ends; return the reason, extended by what is known of the
-        others."""
+        """Tell the other ranks and the bus why this rank ends; return the reason, with what is known of the others."""
         why = f"rank {self._wires.rank} of this learner was asked to end: {why}"
         if self._joined.done():  # all ranks have joined, so all can be asked
             why = f"{why}. The ranks: {await steps_of_all(self._wires, within_s / 2)}"
@@ -193,7 +192,7 @@ class Working:
                 raise others.exceptions[0] from None
 
     async def _tell_which_run(self, shared: Shared) -> None:
-        """Send the run's state to the other ranks whenever the run starts anew. Runs until cancelled.
+        """Send the run's state to the other ranks whenever its start time changes. Runs until cancelled.
 
         At a run's start the state may not be known when the ranks enter; no rank saves its moments until it is.
         """

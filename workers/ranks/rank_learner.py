@@ -79,7 +79,7 @@ class Rank:
         self.wishes, self.parting, self.shards_told = Wishes(wires), Parting(wires), ShardsTold(wires)
         self.replicas = Replicas(wires)
         self._left_in_order: bool | None = None
-        """Whether the learner left in order; None until it has left."""
+        """True if the learner left in order, False if not, None until it has left."""
         self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         wires.handle(recover=self._recover, know=self._know, enter=self._enter, bye=self._take_bye, go=self._go)
 
@@ -248,7 +248,7 @@ class JoinedRank(JoinedLearner):
 
     @property
     def over(self) -> bool:
-        """Whether the run was over in the last settled sum; the same on all ranks at the same step."""
+        """True if the run was over in the last settled sum; the same on all ranks at the same step."""
         return self._over
 
     @property
@@ -321,7 +321,7 @@ class JoinedRank(JoinedLearner):
         under_way, shared = self._rank.under_way, self.shared
         if under_way is None:
             return Decided()
-        adoptions = under_way.adopt(list(shared.adoptions))
+        adoptions = under_way.adopt(list(shared.adoptions))  # a copy: the exchange thread adds to it meanwhile
         bases = {p: shared.adoptions.pop(p) for p in adoptions}
         self._bases |= bases
         self._want_due()

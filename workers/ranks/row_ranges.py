@@ -90,7 +90,7 @@ def _both(held: Range, slot: Slot) -> Range:
 
 
 class Shares:
-    """What the ranks of one learner hold of its layout."""
+    """The parts of a model's layout that the ranks of one learner hold."""
 
     def __init__(self, layout: Layout, held: Sequence[Ranges]) -> None:
         """Check that the ranks hold the whole model.
@@ -162,5 +162,5 @@ def in_slices(pieces: Iterable[Piece], most: int = SLICE) -> list[list[Piece]]:
 
 
 def elements(pieces: Iterable[Piece]) -> int:
-    """Return the total number of elements of these pieces."""
+    """Return the total number of elements in the pieces."""
     return sum(piece.elements for piece in pieces)

@@ -33,7 +33,7 @@ class ShardsTold:
     def __init__(self, wires: Wires) -> None:
         self._wires = wires
         self.heard: queue.SimpleQueue[tuple[Asked, str, int, bytes]] = queue.SimpleQueue()
-        """What rank 0's loop asked for, then the shard: its entry id ("" if it is read again), its position, and its
+        """Each shard as rank 0 told it: what its loop asked for, entry id ("" if it is read again), position, and
         bytes."""
         wires.handle(shard=self._hear)
 

@@ -24,7 +24,7 @@ class Wishes:
         wires.handle(want=self._want)
 
     def make(self, fragments: Iterable[int]) -> None:
-        """Ask all ranks to take a snapshot of these fragments at their next step. Only rank 0 calls this."""
+        """Ask all ranks to take snapshots of the given fragments at their next step. Only rank 0 calls this."""
         self._made += 1
         for rank in range(self._wires.ranks):
             self._wires.tell(rank, "want", sorted(fragments), self._made)

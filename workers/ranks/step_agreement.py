@@ -22,7 +22,7 @@ _HEAD = 4
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What all ranks do at one step."""
+    """Rank 0's decisions for one step."""
 
     over: bool = False
     """True once the run is over."""

@@ -9,8 +9,8 @@ SIGURG records the time.
 |---------------------------------------------|----------------------------|----------------------------------------|
 | SIGTERM, SIGHUP, noted by the learner       | comes back                 | the loop ends between two steps        |
 | SIGINT                                      | comes back                 | KeyboardInterrupt                      |
-| any of these                                | not within `waits_s`       | the process ends, and says where it is |
-| a second one of them (SIGHUP never counts)  | not within `AGAIN_S`       | the same                               |
+| any of the above                            | not within `waits_s`       | the process ends, and says where it is |
+| a second one (SIGHUP never counts as one)   | not within `AGAIN_S`       | the same                               |
 | one with a handler of the program's own     | in any state               | what that handler does                 |
 
 Nothing is watched in a program whose main thread already has a wakeup descriptor (asyncio's `add_signal_handler`).

@@ -124,7 +124,7 @@ class Wires:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank reports `why` to the run. Valid once all is over."""
+        """True if this rank is the one that reports `why` to the run. Valid once all is over."""
         return self._speaker == self.rank
 
     async def end(self, why: str) -> None:
@@ -264,6 +264,7 @@ class Wires:
                     answer.exception()
 
     def _take(self, rank: int, number: int, what: str | None, said: list[Any]) -> None:
+        # Tasks start in the order of their creation, so a rank's requests are begun in the order in which it sent them.
         if what is not None:
             self.go_on(self._answer(rank, number, what, said))
         elif number in self._asked and not (answer := self._asked[number][1]).done():

@@ -161,7 +161,7 @@ def learner_row(rank: int, names: Sequence[str], row: Sequence[float]) -> dict[s
 
 
 class Parts(NamedTuple):
-    """What a rank trains with."""
+    """The objects that a rank trains with."""
 
     device: torch.device
     agreed: TrainerSpec
@@ -281,7 +281,7 @@ def run_rank(settings: RankProcess, out: Path, learners: int, rank: int) -> int:
             "tokens": tokens,
             "started_unix_s": started_unix_s,
             "wall_s": wall_s,
-            "device": str(device),  # of every rank: all are on this machine, with the same setting
+            "device": str(device),  # the same for every rank: all are on this machine
             "learners": [learner_row(number, names, row) for number, row in enumerate(rows)],
         }
         (out / "result.json").write_text(dumps(result, indent=1))

@@ -61,11 +61,11 @@ def forward_of(model: nn.Module, device: torch.device, compiled: bool, backend: 
     try:
         trial = nn.Linear(8, 8, device=device)
         torch.autograd.backward(torch.compile(trial, backend=backend)(torch.ones(8, 8, device=device)).sum())
-    except Exception as error:  # each backend has its own
+    except Exception as error:  # each backend raises its own kinds
         needs = "Triton (pip install triton)" if device.type == "cuda" else "a C++ compiler (g++; or set CXX to yours)"
         first = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         raise UsageError(f"--compile needs {needs} on this machine: {first}") from error
-    made: nn.Module = torch.compile(model, backend=backend)  # type: ignore[assignment]  # of a module it makes one
+    made: nn.Module = torch.compile(model, backend=backend)  # type: ignore[assignment]  # given a module it returns one
     return made
 
 

@@ -63,7 +63,7 @@ def rank_device(ranks: Ranks, asked: str) -> torch.device:
         asked: the setting `device`: one device for each rank of this machine, or a kind of which each rank takes one.
 
     Raises:
-        UsageError: raised by `choose_device`, or the number of devices is not that of the ranks.
+        UsageError: raised by `choose_device`, or there are not as many devices as ranks.
     """
     each = asked.split("+")
     if ranks.count == 1:

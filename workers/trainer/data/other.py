@@ -45,8 +45,7 @@ def is_table(data: str) -> bool:
 
 
 def open_documents(data: str) -> TextData:
-    """Read a whole table, or a data set by name, into memory; a hash of a document's position decides if it is held
-    out.
+    """Read a table, or a data set by name, into memory; a hash of a document's position decides if it is held out.
 
     Raises:
         UsageError: the extra `data` is missing; there is no such file, data set or column; or there is too little text.

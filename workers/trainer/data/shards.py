@@ -44,11 +44,11 @@ class TokenShard(BaseModel):
     file: str = Field(pattern=r"^[a-z]+-\d{5}\.bin$")
     tokens: int = Field(ge=1)
     digest: str
-    """xxh3-128 of its bytes, in hex."""
+    """xxh3-128 of the file's bytes, in hex."""
 
 
 class Index(BaseModel):
-    """The content of `index.json`. All shards in their order are one text, whose first `train_tokens` are trained on."""
+    """The content of `index.json`. All shards in order are one text, whose first `train_tokens` are trained on."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -77,7 +77,7 @@ class Index(BaseModel):
 
 
 def fingerprint_of(index: Index) -> str:
-    """Return xxh3-128 in hex over what affects the training of a model, which excludes where the text came from."""
+    """Return xxh3-128 in hex over what affects a model's training, not over where the text came from."""
     decides = index.model_dump(include={"dtype", "entries", "separator", "tokenizer", "train_tokens"})
     shards = [[shard.tokens, shard.digest] for shard in index.shards]
     return xxhash.xxh3_128_hexdigest(dumps([FORMAT, decides, shards], sort_keys=True).encode())

@@ -142,7 +142,7 @@ def _pieces(path: Path, first: int, stop: int) -> Iterator[str]:
 
 
 def _cut(data: bytes, at: int) -> int:
-    """Return where to cut, at `at` or a little later: after a line end, else before a blank, else between characters."""
+    """Return where to cut at `at` or a little later: after a line end, else before a blank, else between characters."""
     stop = at + _LOOK_BYTES
     if (line := data.find(b"\n", at, stop)) >= 0:
         return line + 1
@@ -169,7 +169,7 @@ def shortened(text: str) -> Iterator[str]:
 
 
 def _table_parts(path: Path, column: str) -> list[Part]:
-    """Return the parts of a table: a parquet file's row groups, or an arrow file (as `datasets` stores it) as one part.
+    """Return the parts of a table: a parquet file's row groups, or a whole arrow file (as `datasets` stores it).
 
     Raises:
         UsageError: it is not such a file, or has no such column of text.

@@ -25,13 +25,11 @@ def has_tokens(data: str) -> bool:
 
 
 def open_text(data: str) -> TextData:
-    """Open `data`: "stdlib", a text file, a folder of text files (recursive, without hidden ones), or what `other`
-    opens.
+    """Open `data`: "stdlib", a text file, a folder of text files, a folder of token shards, or what `other` opens.
 
-    A folder of token shards is opened as such.
-
-    A hash of a file's relative path decides if it is held out, so that all learners choose the same ones. Where that
-    gives too much or too little (few files), and for a single file, the last part of the text is held out.
+    A folder of text files is read recursively, without hidden files. A hash of a file's relative path decides if it is
+    held out, so that all learners choose the same ones. Where that gives too much or too little (few files), and for a
+    single file, the last part of the text is held out.
 
     Raises:
         UsageError: there is nothing, or nothing readable as text, or less than 4 KiB of it.

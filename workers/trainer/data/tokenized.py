@@ -18,6 +18,7 @@ from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES, TextData, Tokens
 from diloco.workers.trainer.models.hf_checks import check_fits, config_of
 from diloco.workers.trainer.models.hf_config import EXTRA, HfModel
 
+# A larger text must be made into token shards once: each party would tokenise it anew at each start.
 MOST_BYTES = 256 * 2**20
 # Pieces handed to the tokenizer's threads at once.
 SOME = 64

@@ -60,13 +60,11 @@ class TextData:
     tokenizer: str | None = None
     """Digest of the tokenizer that read the text when it was opened."""
     made_by: tuple[str, ...] | None = None
-    """For text that was tokens already: digests of the tokenizer's file, empty if they are not known. None for other
-    text."""
+    """Digests of the tokenizer's file if the text was tokens already, empty if they are not known; else None."""
 
     @property
     def vocab(self) -> int:
-        """Size of a built-in model's vocabulary: 256 if tokens are bytes, else `entries` rounded up to a multiple of
-        64."""
+        """Size of a built-in model's vocabulary: 256 if a token takes one byte, else `entries` rounded up to 64s."""
         return BYTES if self.train[:0].dtype == np.uint8 else rounded_vocab(self.entries)
 
 
@@ -76,8 +74,7 @@ def rounded_vocab(entries: int) -> int:
 
 
 def is_held_out(name: str) -> bool:
-    """Return whether a document is kept for validation. It depends on the name only, so all parties choose the same
-    ones."""
+    """Return whether a document is kept for validation: by its name, so that all parties choose the same ones."""
     return xxhash.xxh3_64_intdigest(name.encode()) % 10_000 < HELD_OUT * 10_000
 
 

@@ -40,7 +40,7 @@ def build_hf(given: HfModel, seed: int, *, weights: bool = True) -> nn.Module:
                 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except UsageError:
         raise
-    except Exception as error:  # of a library that has many models
+    except Exception as error:  # each kind of model raises its own
         raise UsageError(f"model_type {given.config['model_type']!r} cannot be built: {first_line(error)}") from error
     built: nn.Module = model.train()
     return built
@@ -75,7 +75,7 @@ def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     except SpecMismatch:
         raise
-    except Exception as error:  # of a library that has many models
+    except Exception as error:  # each kind of model raises its own
         raise UsageError(f"model_type {given.config['model_type']!r} cannot be built: {first_line(error)}") from error
     finally:
         hook.remove()

@@ -54,7 +54,7 @@ class HfModel:
 
     @property
     def has_weights(self) -> bool:
-        """Whether the run begins from weights in the folder."""
+        """True if the run begins from weights in the folder."""
         return self.folder is not None and any(self.folder.glob("*.safetensors"))
 
     @property

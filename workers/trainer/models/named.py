@@ -28,8 +28,9 @@ def build_model(settings: TrainerSettings, named: HfModel | None, text: TextData
 
 
 def check_model(spec: Spec) -> None:
-    """Check that a run's transformers model has the run's tensors, before memory is allocated for what a peer has
-    named.
+    """Check that a run's transformers model has the run's tensors, before memory is allocated for them.
+
+    Both come from a peer.
 
     Raises:
         SpecMismatch: it has other tensors.
