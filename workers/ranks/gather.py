@@ -104,15 +104,7 @@ class Part:
         snapshot: Callable[[int], Snapshot],
         overwrite: Callable[[int, Float32], None],
     ) -> None:
-        """Register the requests that this rank answers.
-
-        Args:
-            wires: connections to the other ranks.
-            member: what the learner's exchange works with.
-            shares: what each rank holds.
-            snapshot: takes a snapshot of this rank's vector of a fragment, while the training thread waits.
-            overwrite: overwrites this rank's vector of a fragment, while the training thread waits.
-        """
+        """snapshot, overwrite: copy and replace this rank's vector of a fragment, while the training thread waits."""
         self._wires, self._member, self._shares, self._snapshot = wires, member, shares, snapshot
         self._rank, self._overwrite = wires.rank, overwrite
         self._carrier = OwnCarrier(member, initial=self._no_initial)
@@ -156,9 +148,7 @@ class Part:
     def send(self, items: Sequence[tuple[int, int, int, Snapshot | None]]) -> None:
         """Send snapshots to their servers.
 
-        Args:
-            items: for each, the fragment, the tag of the snapshot, the server, and this rank's vector; None if this
-                rank has nothing to send.
+        items: (fragment, tag of the snapshot, server, this rank's vector, or None if it has nothing to send).
         """
         for item in items:
             self._wires.go_on(self._begin(*item))
@@ -181,10 +171,7 @@ class Part:
             await self._wires.ask(server, "take", p, tag, number, vector=_cut(own, group))
 
     def _say_if_not(self, finite: bool, p: int) -> None:
-        """Warn, once per episode, if this rank's values are not finite.
-
-        The syncer, which will refuse the delta, cannot tell which rank caused it.
-        """
+        """Warn once per episode if this rank's values are not finite: the syncer cannot tell whose they are."""
         if finite:
             self._not_finite.discard(p)
             return
@@ -247,10 +234,7 @@ class Part:
     # --- globals ------------------------------------------------------------------------------------------
 
     async def _pull(self, _: int, p: int, number: int, at_once: bool, encoded: bytes) -> bool:
-        """Pull a global and give each rank its pieces; return whether all ranks have it.
-
-        `at_once`: the ranks adopt it on arrival, since they only join.
-        """
+        """Pull a global, give each rank its pieces; return whether all have it. at_once: they adopt it at once."""
         member, head = self._member, codec.decode(Head, encoded)
         flat = await self._carrier.pull(lambda: head)
         if flat is None:
@@ -366,10 +350,7 @@ def _joined(vectors: Sequence[Float32]) -> Float32:
 
 
 def _is_finite(own: Float32) -> bool:
-    """Return whether all values are finite, usually in one pass without a copy.
-
-    A value that is not finite makes the sum so. A sum of finite values almost never overflows; if it does, all are
-    checked.
-    """
+    """Return whether all values are finite."""
+    # One pass without a copy suffices: a value that is not finite makes the sum so, and finite ones hardly ever do.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(own.sum())) or bool(np.isfinite(own).all())

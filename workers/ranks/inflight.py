@@ -18,11 +18,7 @@ class Room:
     """
 
     def __init__(self, elements: Sequence[int]) -> None:
-        """Start with all servers empty.
-
-        Args:
-            elements: number of elements of each fragment.
-        """
+        """elements: number of elements of each fragment."""
         self._elements = elements
         self.taken: dict[int, int] = {}
         """Maps a fragment in flight to its server."""
@@ -69,11 +65,7 @@ class UnderWay:
     """
 
     def __init__(self, elements: Sequence[int]) -> None:
-        """Start with nothing in flight.
-
-        Args:
-            elements: number of elements of each fragment.
-        """
+        """elements: number of elements of each fragment."""
         self._room, self._lock = Room(elements), threading.Lock()
         """The room is taken from the decision to take a snapshot until the snapshot is uploaded."""
         self._fragments: set[int] = set()

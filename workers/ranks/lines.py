@@ -42,10 +42,8 @@ def _note(fd: int) -> None:
 
 
 def _let_go() -> None:
-    """Close the sockets in a forked child, such as a data-loading worker.
-
-    While the child had them open, the kernel would not close a dead rank's connections, and the rank would look alive.
-    """
+    """Close the sockets in a forked child, such as a data-loading worker: an open copy would make a dead rank look
+    alive."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for one in _ours:
         if _is_open(one):
@@ -94,11 +92,7 @@ class Lines(Protocol):
 
 
 def listen(host: str = "") -> socket.socket:
-    """Return a socket on which other ranks can connect.
-
-    Args:
-        host: the address to bind; "" binds all addresses of this machine, including IPv6 where there is any.
-    """
+    """Return a socket for the other ranks. host: "" binds all addresses, of IPv6 too where there is any."""
     try:
         listener = socket.create_server((host, 0), family=socket.AF_INET6, dualstack_ipv6=True)
     except (OSError, ValueError):  # there is no IPv6 here, or the host is an IPv4 address
@@ -111,14 +105,7 @@ class TcpLines:
     """`Lines` over TCP."""
 
     def __init__(self, rank: int, addresses: Sequence[tuple[str, int]], listener: socket.socket, token: bytes) -> None:
-        """Take the listener; nothing is connected yet.
-
-        Args:
-            rank: this rank's number.
-            addresses: the address of every rank, by rank.
-            listener: this rank's listening socket.
-            token: proves that a connecting process is one of the ranks.
-        """
+        """addresses: of all ranks. token: proves that a connecting process is one of them."""
         self.rank, self.ranks = rank, len(addresses)
         self._addresses, self._listener, self._token = addresses, listener, token
         self._lines: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}

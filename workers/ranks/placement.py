@@ -17,12 +17,7 @@ class Turns:
     """The servers of one learner's fragments. Rank 0 keeps this record."""
 
     def __init__(self, elements: Sequence[int], ranks: int) -> None:
-        """Deal out the fragments.
-
-        Args:
-            elements: number of elements of each fragment.
-            ranks: number of ranks.
-        """
+        """elements: number of elements of each fragment."""
         self._elements, self._carried = elements, [0] * ranks
         self._load = [0] * ranks
         self.servers = [0] * len(elements)

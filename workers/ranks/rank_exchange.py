@@ -46,11 +46,7 @@ from diloco.workers.training import Training
 
 
 def common(found: Iterable[Found]) -> Source:
-    """Return the source of moments that all ranks begin with.
-
-    Moments are useful only if all parts of them are there, so ranks that found different sources begin with fresh
-    moments.
-    """
+    """Return the source of moments for all ranks: moments are useful only if no rank's part is missing."""
     sources = {one.source for one in found}
     return sources.pop() if len(sources) == 1 else "fresh"
 
@@ -69,18 +65,7 @@ class Working:
         abandoned: Callable[[], bool],
         offload: Offload = offload,
     ) -> None:
-        """Take what the work needs.
-
-        Args:
-            bus: the run's bus.
-            clock: the time.
-            wires: connections to the other ranks; not open yet.
-            training: the training side.
-            shares: what each rank holds.
-            joined: receives this rank and the moments that training begins with.
-            abandoned: returns True if the caller has given up joining.
-            offload: runs a blocking function in another thread.
-        """
+        """joined: receives this rank and the moments to begin with. abandoned: True if the caller gave up joining."""
         self._bus, self._clock, self._wires, self._training, self._shares = bus, clock, wires, training, shares
         self._joined, self._abandoned, self._offload = joined, abandoned, offload
         self._log = structlog.get_logger().bind(learner=training.learner, rank=wires.rank)
@@ -180,13 +165,11 @@ class Working:
                 await joining.abandon()
 
     async def _until_left(self, exchange: Exchange) -> None:
-        """Run the exchange's work.
-
-        While the ranks leave, the exchange may still pull for ranks that are gone already: that error is no failure.
-        """
+        """Run the exchange's work."""
         try:
             await exchange.work()
         except ExceptionGroup as errors:
+            # While the ranks leave, the exchange may still pull for ranks that are gone already: that is no failure.
             others = errors.split(RankGone)[1] if self._wires.leaving else errors
             if others is not None:
                 raise others.exceptions[0] from None

@@ -53,15 +53,7 @@ class RankFolder(StateFolder):
     """One rank's state folder."""
 
     def __init__(self, path: Path, kept: Layout, whole: Layout, held: Sequence[Ranges], rank: int) -> None:
-        """Determine the folder; it is created when it is first used.
-
-        Args:
-            path: the learner's folder.
-            kept: layout of what this rank saves.
-            whole: layout of the model's trained tensors.
-            held: the ranges that each rank holds.
-            rank: this rank's number.
-        """
+        """path: the learner's folder. kept: what this rank saves. whole: all trained tensors. held: by rank."""
         self._all, self._whole, self._held, self._rank = path, whole, held, rank
         first = held.index(held[rank])
         self._saves = first == rank
@@ -174,10 +166,8 @@ class RankFolder(StateFolder):
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
 
     def _with_own_chance(self, state: SavedState) -> SavedState:
-        """Replace the random states by those that the same rank of as many ranks saved last, else by this process's.
-
-        With another rank's random states this rank would draw that rank's data.
-        """
+        """Replace the random states by those that this rank, of as many, saved last, else by this process's."""
+        # With another rank's random states this rank would draw that rank's data.
         here: dict[str, Any] = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
         saved = list[SavedState]()
         for name in (STATE_FILE, CHANCE_FILE):

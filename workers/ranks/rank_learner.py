@@ -54,18 +54,7 @@ class Rank:
         carrier: RanksCarrier | None = None,
         under_way: UnderWay | None = None,
     ) -> None:
-        """Register the requests that this rank answers.
-
-        Args:
-            wires: connections to the other ranks; must not be open yet, since this registers handlers.
-            part: this rank's share of the transfers.
-            training: the training side.
-            shared: what the two threads share.
-            joined: receives this rank and the moments that training begins with.
-            exchange: the learner's exchange; only at rank 0, as the next two.
-            carrier: rank 0's way to the transfers of all ranks.
-            under_way: work in flight.
-        """
+        """exchange, carrier, under_way: only at rank 0. joined: receives this rank and the first moments."""
         self.part, self.shared, self.exchange, self.under_way = part, shared, exchange, under_way
         self.carrier = carrier
         self._wires, self._training, self._joined = wires, training, joined
@@ -128,11 +117,8 @@ class Rank:
             await self._wires.end(why)
 
     async def say_bye(self, in_order: bool) -> None:
-        """Tell all ranks that the learner has left. Only at rank 0.
-
-        There are two rounds: every rank must know before the first one goes, since the rest would take it for a dead
-        rank.
-        """
+        """Tell all ranks that the learner has left. Only at rank 0."""
+        # Two rounds: all ranks must know before the first one goes, or the rest would take it for a dead rank.
         ranks = range(self._wires.ranks)
         await asyncio.gather(*(self._wires.ask(rank, "bye", in_order) for rank in ranks))
         gone = await asyncio.gather(*(self._wires.ask(rank, "go") for rank in ranks), return_exceptions=True)
@@ -201,17 +187,7 @@ class JoinedRank(JoinedLearner):
         stopping: Stopping,
         samples: Samples | None = None,
     ) -> None:
-        """Take up the run after all ranks have joined.
-
-        Args:
-            training: the training side.
-            rank: this rank's side in the exchange thread.
-            thread: the exchange thread.
-            meeting: sums numbers over the ranks.
-            shares: what each rank holds.
-            stopping: the signals that came.
-            samples: copies rows that all ranks hold alike, for comparison; None if there are none.
-        """
+        """samples: copies rows that all ranks hold alike, for comparison; None if there are none."""
         self.training, self.thread, self.shared = training, thread, rank.shared
         self._rank, self._meeting, self._shares, self._stopping = rank, meeting, shares, stopping
         self._number, self.place = meeting.rank, (meeting.rank, shares.ranks)
@@ -261,9 +237,9 @@ class JoinedRank(JoinedLearner):
         return stopping.asked or self._over
 
     def newest(self, read: Read) -> list[Float32]:
-        """Return this rank's shards of each fragment's newest global.
+        """Return this rank's shards of the newest globals.
 
-        The ranks take turns in reading the fragments and broadcast what they read, so that all have the same versions.
+        The ranks take turns in reading fragments and broadcast them, so that all have the same versions.
         """
         own = []
         for fragment in self._shares.layout.fragments:
@@ -294,9 +270,9 @@ class JoinedRank(JoinedLearner):
             self.thread.call(self._told, [], adopted)
 
     def stepped(self, tokens: int) -> int:
-        """Count a step of this rank; return the tokens that all ranks trained in the step before.
+        """Count a step of `tokens` on this rank; return the tokens that all ranks trained in the step before.
 
-        The result lags by one step, because a step's sum runs beside the next step. tokens: trained by this rank.
+        The result lags by one step, because a step's sum runs beside the next step.
         """
         wishes = self._rank.wishes
         heard = wishes.heard  # read first: a wish that arrives from now on is for the next step
@@ -329,10 +305,8 @@ class JoinedRank(JoinedLearner):
         return Decided(over, progress, {p: base.values for p, base in bases.items()})
 
     def _want_due(self) -> None:
-        """Request snapshots of the fragments that are to be published.
-
-        Both threads call this: the exchange thread does when it has seen a window open.
-        """
+        """Request snapshots of the fragments to publish. The exchange thread calls this too, when it sees a window
+        open."""
         rounds, shared, under_way = self.training.rounds, self.shared, self._rank.under_way
         assert under_way is not None  # noqa: S101  # it is rank 0
         with self._lock:
@@ -372,10 +346,8 @@ class JoinedRank(JoinedLearner):
         return self.training.parameters.snapshot(p).numpy if sent else None
 
     def _count(self, step: _Step) -> Agreed:
-        """Count a step whose sum is complete, and send the snapshots taken at its end.
-
-        Both threads call this; the lock lets only the first caller count the step.
-        """
+        """Count a step whose sum is complete, and send its snapshots. Both threads call this; only the first call
+        counts."""
         with self._lock:
             if step.agreed is None:
                 step.agreed = read(step.told.wait(), self._shares.ranks)

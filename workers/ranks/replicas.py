@@ -63,22 +63,13 @@ class Samples:
     """One rank's copies of the compared rows. For the training thread."""
 
     def __init__(self, parameters: FragmentParameters, layout: Layout) -> None:
-        """Prepare the copies.
-
-        Args:
-            parameters: this rank's parameters.
-            layout: the rows to compare, made by `sampled`.
-        """
+        """layout: the rows to compare, made by `sampled`."""
         self._some = parameters.some(layout)
         self._before: Snapshot | None = None
         self._failed = False
 
     def stepped(self, steps: int) -> tuple[Snapshot, Snapshot] | None:
-        """Return the copies from before and after the last step if a comparison is due, else None. Never raises.
-
-        Args:
-            steps: number of steps done.
-        """
+        """Return the copies from before and after step `steps` if a comparison is due, else None. Never raises."""
         before, self._before = self._before, None
         if (_due(steps) or _due(steps + 1)) and not self._failed:
             try:
@@ -122,11 +113,7 @@ class Replicas:
 
 
 def apart(said: Mapping[int, Float32]) -> Sequence[int]:
-    """Return the ranks whose values differ from rank 0's.
-
-    Args:
-        said: by rank, the values (2, elements) before and after a step.
-    """
+    """Return the ranks whose values differ from rank 0's. said: by rank, (2, elements) before and after a step."""
     before, now = said[0].astype(np.float64)
     least = max(APART * np.linalg.norm(now - before), ROUNDING * np.linalg.norm(now))
     return [rank for rank in sorted(said) if np.linalg.norm(said[rank][1] - now) > least]

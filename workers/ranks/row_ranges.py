@@ -93,14 +93,10 @@ class Shares:
     """The parts of a model's layout that the ranks of one learner hold."""
 
     def __init__(self, layout: Layout, held: Sequence[Ranges]) -> None:
-        """Check that the ranks hold the whole model.
-
-        Args:
-            layout: the model's layout.
-            held: the ranges that each rank holds.
+        """held: the ranges of each rank.
 
         Raises:
-            UsageError: they do not hold the whole model once, or several times.
+            UsageError: they are not the whole model once, or several times.
         """
         self.layout, self.ranks = layout, len(held)
         self._held = held

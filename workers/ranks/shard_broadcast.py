@@ -38,13 +38,7 @@ class ShardsTold:
         wires.handle(shard=self._hear)
 
     def tell(self, asked: Asked, claimed: ClaimedShard | None, shard: Shard) -> None:
-        """Tell all other ranks that rank 0 reads this shard next. Only at rank 0.
-
-        Args:
-            asked: what rank 0's loop asked for.
-            claimed: the claim; None if the shard is read again.
-            shard: the shard.
-        """
+        """Tell all other ranks that rank 0 reads this shard next. Only at rank 0. claimed: None if it is read again."""
         entry, position = ("", 0) if claimed is None else (claimed.entry_id, claimed.position)
         for rank in range(1, self._wires.ranks):
             self._wires.tell(rank, "shard", list(asked), entry, position, codec.encode(shard))
@@ -63,13 +57,7 @@ class Telling:
     """Rank 0's shards in turn (`batches.Turns`); it tells the other ranks of each."""
 
     def __init__(self, shards: Turns, first: ClaimedShard, tell: Callable[[ClaimedShard | None, Shard], None]) -> None:
-        """Tell the other ranks of the first shard.
-
-        Args:
-            shards: the shards after the first one.
-            first: the first one.
-            tell: tells the other ranks.
-        """
+        """shards: the ones after the first. tell: tells the other ranks."""
         self._shards, self._tell = shards, tell
         tell(first, first.shard)
 
@@ -84,21 +72,12 @@ class Hearing:
     """Another rank's shards in rank 0's order (`batches.Turns`)."""
 
     def __init__(self, told: ShardsTold, asked: Asked, check: Callable[[], object]) -> None:
-        """Take what was agreed on.
-
-        Args:
-            told: receives what rank 0 tells.
-            asked: what this rank's loop asks for; rank 0's must be the same.
-            check: raises if the learner is not in its run.
-        """
+        """asked: by this rank's loop; rank 0's must be the same. check: raises if the learner is not in its run."""
         self._told, self._asked, self._check = told, asked, check
 
     def first(self, check: Callable[[], object]) -> ClaimedShard:
-        """Return the first shard; waits and raises like `after`, but without a time limit.
-
-        Args:
-            check: called while waiting; may raise, for instance if this process is to end before it trains.
-        """
+        """Return the first shard; waits like `after`, without a time limit. check: called meanwhile; may raise to give
+        up."""
         claimed, _ = self._next(check, None)  # no limit: rank 0 may be waiting for the run's first shard
         assert claimed is not None  # noqa: S101  # there is nothing yet to read again
         return claimed

@@ -48,12 +48,7 @@ class Wires:
     """One rank's connections. Use it in `async with`: nothing is connected before."""
 
     def __init__(self, lines: Lines, most: int) -> None:
-        """Take the lines; nothing is connected yet.
-
-        Args:
-            lines: makes the connections.
-            most: largest number of elements that a vector may have.
-        """
+        """most: largest number of elements in a vector."""
         self.rank, self.ranks = lines.rank, lines.ranks
         self._lines, self._most = lines, most
         self._handlers: dict[str, Handler] = {"torn": self._take_torn}
@@ -133,12 +128,7 @@ class Wires:
         await asyncio.sleep(TOLD_S + SAID_S)
 
     async def tell_all(self, why: str, said: bool = False) -> None:
-        """Make all other ranks end for this reason; this rank is about to end.
-
-        Args:
-            why: the reason.
-            said: this rank reports the reason to the run itself.
-        """
+        """Make all other ranks end for this reason; this one is about to. said: it reports to the run itself."""
         self.why = why
         speaker = self.rank if said or self.speaks else min({*range(self.ranks)} - self._gone_ones)
         others = [rank for rank in range(self.ranks) if rank != self.rank]

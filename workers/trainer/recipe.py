@@ -106,12 +106,8 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Make a fused AdamW that decays only parameters with two or more dimensions.
 
-    Args:
-        model: the model to train.
-        lr: learning rate.
-        weight_decay: decay of parameters with two or more dimensions.
-        of_hidden: another optimizer for the hidden matrices. Muon's steps are scaled to the length of AdamW's (Liu et
-            al., Muon is scalable for LLM training, 2025), so both take one learning rate.
+    of_hidden: another optimizer for hidden matrices. Muon's steps are scaled to the length of AdamW's (Liu et al., Muon
+    is scalable for LLM training, 2025), so both take one learning rate.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizers: list[torch.optim.Optimizer] = []
@@ -162,16 +158,9 @@ def add_gradients(
     count: int,
     begin: Callable[[bool], None] = lambda last: None,
 ) -> torch.Tensor:
-    """Add the gradient of the mean loss over `count` micro-batches to `.grad`.
+    """Add the gradient of the mean loss over `count` micro-batches to `.grad`; return that loss, still on the device.
 
-    Args:
-        model: called with each micro-batch.
-        batches: the micro-batches.
-        count: how many there are.
-        begin: called before each micro-batch with True if it is the last one.
-
-    Returns:
-        The mean loss, still on the device.
+    begin: called before each micro-batch with True if it is the last one.
     """
     total = torch.zeros((), device="cpu")
     for number, batch in enumerate(batches):

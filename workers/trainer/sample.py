@@ -127,14 +127,8 @@ def sample(
 ) -> str:
     """Return the prompt and up to `tokens` more tokens as text; it ends early if the model ends the document.
 
-    Args:
-        loaded: the model.
-        prompt: text to continue.
-        tokens: most tokens to generate.
-        temperature: 0 takes the likeliest token.
-        top_k: draw from this many likeliest tokens; 0 draws from all.
-        seed: seed of the draws.
-        data: a folder with the run's token shards (`words_of`).
+    temperature: 0 takes the likeliest token. top_k: draw from this many likeliest tokens; 0 from all. data: a folder
+    with the run's token shards (`words_of`).
 
     Raises:
         UsageError: the model's tokens are not bytes, and there is no tokenizer here that can read them.

@@ -93,10 +93,7 @@ def process_group(ranks: Ranks, device: torch.device) -> Iterator[None]:
 
 
 def mark(ranks: Ranks, at_work: bool) -> None:
-    """Record for the process that started the ranks whether this rank is training.
-
-    A rank that trains has something to lose until it has left in order.
-    """
+    """Record, for the process that started the ranks, that this rank is training and has something to lose, or not."""
     if ranks.count > 1 and AT_WORK in os.environ:
         path = Path(os.environ[AT_WORK], f"rank {ranks.number}")
         path.touch() if at_work else path.unlink(missing_ok=True)
@@ -201,14 +198,7 @@ class Rows:
     """The blocks of each step: rank 0 reads their order, and each rank reads the blocks of its share."""
 
     def __init__(self, blocks: Blocks, order: Order | None, settings: LearnerProcess, ranks: Ranks) -> None:
-        """Take the order of the blocks.
-
-        Args:
-            blocks: the text.
-            order: (epoch, index) of the blocks to train on; only at rank 0.
-            settings: batch size and number of micro-batches.
-            ranks: the learner's ranks.
-        """
+        """order: (epoch, index) of the blocks to train on; given only at rank 0."""
         self._blocks, self._order, self._ranks = blocks, order, ranks
         self._batch, self._accumulate = settings.batch, settings.accumulate
 

@@ -84,7 +84,7 @@ def fingerprint_of(index: Index) -> str:
 
 
 def is_shards(path: Path) -> bool:
-    """Return whether a folder holds token shards, intact or not; an `index.json` of another kind does not make it one."""
+    """Return whether a folder holds token shards, intact or not; another kind of `index.json` does not count."""
     if not path.is_dir():
         return False
     return _has_index(path) or any((path / f"{part}-00000.bin").is_file() for part in ("train", "validation"))
@@ -214,11 +214,7 @@ def open_shards(folder: Path) -> TextData:
 
 
 def check_shards(folder: Path, told: Callable[[int], None] = lambda size: None) -> Index:
-    """Read all shards and compare them with their digests.
-
-    Args:
-        folder: the token shards.
-        told: called with the number of bytes of each piece read.
+    """Read all shards and compare them with their digests. told: called with the number of bytes of each piece.
 
     Raises:
         UsageError: something is missing, truncated or altered; the message names it.

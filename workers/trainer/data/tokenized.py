@@ -29,12 +29,7 @@ log = structlog.get_logger()
 def check_model(model: HfModel, data: str, seq_len: int) -> None:
     """Report at once what would stop every party of a run, before any is started.
 
-    Neither a text nor token shards are read for this. A token file is, to find its largest token.
-
-    Args:
-        model: the run's model.
-        data: the setting.
-        seq_len: the setting.
+    Neither a text nor token shards are read for this; a token file is, to find its largest token.
 
     Raises:
         UsageError: raised by `config_of` and `check_fits`, or there are no such tokens.

@@ -14,10 +14,8 @@ from diloco.workers.trainer.recipe import TrainerSpec
 def build_model(settings: TrainerSettings, named: HfModel | None, text: TextData) -> nn.Module:
     """Build a learner's model for its text.
 
-    Args:
-        settings: name of the model, and the seed.
-        named: what `read_hf` returned for `settings.model`.
-        text: the text from `open_for`, which has checked that the model can read it.
+    named: the result of `read_hf` for `settings.model`. text: from `open_for`, which checked that the model can read
+    it.
 
     Raises:
         UsageError: there is no such model.
