@@ -16,7 +16,7 @@ from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow]
 FIRST, SECOND = Place(host="first", port=1), Place(host="second", port=2)
-UNREADABLE = "rank 1 of this learner says what this one cannot read: Place"
+UNREADABLE = "rank 1 of this learner has sent a message that cannot be read: Place"
 CASES = [
     (codec.encode(SECOND), None, "[('first', 1), ('second', 2)]"),
     *[(b"", size, f"rank 1 of this learner says {size} bytes") for size in (-1, 0, 2**60)],

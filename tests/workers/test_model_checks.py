@@ -68,13 +68,13 @@ def test_ranks_are_found_by_the_model_or_the_mesh(tmp_path: Path) -> None:
         assert learner(nn.Linear(2, 2), mesh="world")._ranks == ()
         parallel = nn.Linear(2, 2)
         parallel.weight = nn.Parameter(distribute_tensor(parallel.weight.detach(), mesh, [Replicate()]))
-        with pytest.raises(UsageError, match=r"parameter weight is a DTensor.*tensor parallelism is not taken"):
+        with pytest.raises(UsageError, match=r"parameter weight is a DTensor.*tensor parallelism is not supported"):
             learner(parallel)
         columns = fully_shard(nn.Linear(2, 2), mesh=mesh, shard_placement_fn=lambda one: Shard(one.dim() - 1))
         with pytest.raises(UsageError, match=r"parameter weight is placed as .*Shard\(dim=1\).*shards by rows"):
             learner(columns)
         mixed = nn.Sequential(fully_shard(nn.Linear(2, 2), mesh=mesh), nn.Linear(2, 2))
-        with pytest.raises(UsageError, match=r"parameter 1.weight is trained beside sharded ones"):
+        with pytest.raises(UsageError, match=r"parameter 1.weight is trained but not sharded"):
             learner(mixed)
     with pytest.raises(UsageError, match="mesh= without a process group"):
         learner(nn.Linear(2, 2), mesh=mesh)

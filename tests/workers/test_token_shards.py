@@ -149,10 +149,10 @@ def emptied(path: Path) -> None:
 
 DAMAGE = [
     ("train-00001.bin", cut_short, "train-00001.bin is damaged: it has 9997 bytes, the index says 10000"),
-    ("train-00000.bin", Path.unlink, "train-00000.bin cannot be read, which the index names: No such file"),
+    ("train-00000.bin", Path.unlink, "train-00000.bin, which the index names, cannot be read: No such file"),
     ("index.json", cut_short, "index.json is damaged"),
     ("index.json", emptied, "index.json is damaged: not an object; copy"),
-    ("index.json", other_number, "index.json is damaged: its fingerprint is not that of what it says"),
+    ("index.json", other_number, "index.json is damaged: its fingerprint does not match its content"),
     ("index.json", Path.unlink, "index.json is missing"),
 ]
 

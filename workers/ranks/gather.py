@@ -214,7 +214,7 @@ class Part:
         """Upload a gathered delta. `said` holds the fields of the publication except its base."""
         gathering = await self._whole(p, tag)
         if gathering.base is None:
-            raise UsageError(f"fragment {p} was snapshot before it was adopted")
+            raise UsageError(f"a snapshot of fragment {p} was taken before it was adopted")
         publication, version = Publication(gathering.base, **said), gathering.base.version
 
         def of_use() -> bool:

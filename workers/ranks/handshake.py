@@ -108,4 +108,4 @@ def said_by(group: Any, rank: int, own: M) -> M:
     try:
         return codec.decode(kind, np.asarray(data).tobytes())
     except BadMessage as error:
-        raise UsageError(f"rank {rank} of this learner says what this one cannot read: {error}") from error
+        raise UsageError(f"rank {rank} of this learner has sent a message that cannot be read: {error}") from error

@@ -219,7 +219,7 @@ class JoinedRank(JoinedLearner):
             UsageError: this is another rank.
         """
         if self._rank.exchange is None:
-            raise UsageError("rank 0 has the learner's exchange, and reads its work queue: this is another rank")
+            raise UsageError("only rank 0 has the learner's exchange and reads its work queue; this is another rank")
         return self._rank.exchange
 
     @property

@@ -95,11 +95,11 @@ def ranks_of(model: nn.Module, mesh: Any = None) -> tuple[int, ...]:
         found = _same(found, tuple(tensor.device_mesh.mesh.flatten().tolist()), f"parameter {name}")
     if sharded and len(sharded) < len(trained):
         plain = next(name for name in trained if name not in sharded)
-        raise UsageError(f"parameter {plain} is trained beside sharded ones and is none: shard it, or freeze it")
+        raise UsageError(f"parameter {plain} is trained but not sharded, unlike others: shard it, or freeze it")
     if not found and (size := _world_size()) > 1:
         raise UsageError(NO_RANKS.format(size))
     if found and distributed.get_rank() not in found:
-        raise UsageError(f"this process is rank {distributed.get_rank()}, which is none of the learner's: {found}")
+        raise UsageError(f"this process is rank {distributed.get_rank()}, which is not one of the learner's: {found}")
     if len(found) > 1:
         _check_restarts()
     return () if len(found) == 1 and not sharded else found
@@ -135,7 +135,7 @@ def _given(mesh: Any) -> tuple[int, ...]:
 
 def _same(found: tuple[int, ...], ranks: tuple[int, ...], whose: str) -> tuple[int, ...]:
     if found and sorted(found) != sorted(ranks):
-        raise UsageError(f"{whose} is of ranks {sorted(ranks)}, and not of the learner's {sorted(found)}")
+        raise UsageError(f"{whose} has ranks {sorted(ranks)}, but the learner has {sorted(found)}")
     return found or ranks
 
 
@@ -145,8 +145,8 @@ def _check_sharded(name: str, tensor: Any, model: nn.Module) -> None:
 
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UsageError(
-            f"parameter {name} is a DTensor, but no module was given to fully_shard: tensor parallelism is not taken. "
-            f"{SHARDS_ONLY}"
+            f"parameter {name} is a DTensor, but no module was given to fully_shard: tensor parallelism is "
+            f"not supported. {SHARDS_ONLY}"
         )
     placements = tensor.placements
     shards = [one for one in placements if not isinstance(one, Replicate)]

@@ -229,7 +229,7 @@ class Wires:
         self._gone_ones.add(rank)
         if self.why:
             return RankGone(self.why)
-        how = "is gone" if isinstance(error, (OSError, EOFError)) else f"says what cannot be read ({error}): it is gone"
+        how = "is gone" if isinstance(error, (OSError, EOFError)) else f"is unreadable ({error}): it is gone"
         return RankGone(f"rank {rank} of this learner {how}, and the learner with it: start all of its ranks again")
 
     async def _hear(self, rank: int, reader: asyncio.StreamReader) -> None:
@@ -237,10 +237,10 @@ class Wires:
             while True:
                 size, nbytes = _SIZES.unpack(await reader.readexactly(_SIZES.size))
                 if size > MAX_HEAD_BYTES or nbytes > 4 * self._most or nbytes % 4:
-                    raise ValueError(f"a head of {size} and a vector of {nbytes} bytes are none of a rank's")
+                    raise ValueError(f"a head of {size} and a vector of {nbytes} bytes cannot come from a rank")
                 has_vector, number, what, *said = msgpack.unpackb(await reader.readexactly(size))
                 if what is not None and what not in self._handlers:
-                    raise ValueError(f"{what!r:.40} is nothing that is asked")
+                    raise ValueError(f"{what!r:.40} is not a known request")
                 if has_vector:
                     said.append(await _read_vector(reader, nbytes))
                 self._take(rank, number, what, said)
@@ -264,7 +264,7 @@ class Wires:
             elif kind in KINDS:
                 answer.set_exception(KINDS[kind](found))
             else:
-                raise ValueError(f"{kind!r:.40} is no kind of error")
+                raise ValueError(f"{kind!r:.40} is not a known kind of error")
 
     async def _answer(self, rank: int, number: int, what: str, said: list[Any]) -> None:
         kind = found = None

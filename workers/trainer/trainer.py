@@ -132,7 +132,7 @@ def wait_for_weights(begun: Callable[[], bool], learner: str | None) -> None:
         learner: this learner's id.
     """
     if not wait_for_spec(begun, learner):
-        detail = "this run begins from weights that are not here: a learner with them (--model hf:FOLDER) is awaited"
+        detail = "this run begins from weights that are not here: waiting for a learner with them (--model hf:FOLDER)"
         log.warning("joining_delayed", detail=detail)
         while not wait_for_spec(begun, learner):
             time.sleep(LOOK_S)

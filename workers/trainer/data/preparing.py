@@ -51,7 +51,7 @@ def new_folder(out: Path, overwrite: bool, say: Callable[[str], None]) -> Iterat
     out = out.absolute()
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         if strange := strange_in(out):
-            raise UsageError(f"{out} holds something else than token shards ({strange}): choose another --out")
+            raise UsageError(f"{out} holds something other than token shards ({strange}): choose another --out")
         if not overwrite:
             raise UsageError(f"{out} holds token shards: choose another --out, or give --overwrite to replace them")
     unfinished = out.with_name(f".{out.name}.unfinished")
@@ -66,7 +66,7 @@ def new_folder(out: Path, overwrite: bool, say: Callable[[str], None]) -> Iterat
         except BlockingIOError as error:
             raise UsageError(f"another `diloco data prepare` is at work on {out}") from error
         if strange := strange_in(unfinished, finished=False):
-            raise UsageError(f"{unfinished} is in the way, and holds what no preparation has left ({strange})")
+            raise UsageError(f"{unfinished} is in the way, and holds something that no preparation wrote ({strange})")
         if any(unfinished.iterdir()):
             say(f"{out}: an earlier preparation did not end; this one begins anew")
             for left in unfinished.iterdir():

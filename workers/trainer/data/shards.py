@@ -126,7 +126,7 @@ def read_index(folder: Path) -> Index:
         wrong = complaint(error) if isinstance(error, ValidationError) else error
         raise UsageError(f"{path} is damaged: {wrong}; {again}") from error
     if index.fingerprint != fingerprint_of(index) or index.train_tokens > index.tokens:
-        raise UsageError(f"{path} is damaged: its fingerprint is not that of what it says; {again}")
+        raise UsageError(f"{path} is damaged: its fingerprint does not match its content; {again}")
     return index
 
 
@@ -169,7 +169,7 @@ def _check_size(path: Path, size: int) -> None:
     try:
         found = path.stat().st_size
     except OSError as error:
-        raise UsageError(f"{path} cannot be read, which the index names: {error.strerror}; copy it again") from error
+        raise UsageError(f"{path}, which the index names, cannot be read: {error.strerror}; copy it again") from error
     if found != size:
         raise UsageError(
             f"{path} is damaged: it has {found} bytes, the index says {size}. Copy it again, or prepare the text again"
@@ -246,7 +246,7 @@ def check_digest(path: Path, digest: str, told: Callable[[int], None] = lambda s
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}; copy it again") from error
     if found != digest:
-        raise UsageError(f"{path} is altered: it does not have the digest that {INDEX_FILE} says; copy it again")
+        raise UsageError(f"{path} is altered: its digest is not the one in {INDEX_FILE}; copy it again")
 
 
 class ShardWriter:

@@ -58,7 +58,7 @@ def open_for(data: str, model: HfModel | None, seq_len: int) -> TextData:
         if model.tokenizer is not None and text.made_by and model.tokenizer_digest not in text.made_by:
             detail = (
                 f"the token shards in {data} were made by a tokenizer whose file has the digest {text.made_by[0]}, and "
-                f"{model.tokenizer} has {model.tokenizer_digest}: the model may take tokens for others. Make its own: "
+                f"{model.tokenizer} has {model.tokenizer_digest}: the model may misread them. Make its own shards: "
                 f"diloco data prepare TEXT --tokenizer {model.folder}"
             )
             log.warning("tokenizer_differs", detail=detail)

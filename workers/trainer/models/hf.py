@@ -65,7 +65,7 @@ def check_tensors(given: HfModel, tensors: Sequence[TensorSpec]) -> None:
         nonlocal count
         count += 1
         if count > most:
-            raise SpecMismatch(f"this run's model config is of more tensors than the {len(run)} that its spec has")
+            raise SpecMismatch(f"this run's model config makes more tensors than the {len(run)} in its spec")
 
     # Meta tensors take no memory, but a config with very many layers would still make very many modules: the hook stops
     # the construction once it has set more parameters than the run's tensors allow.
