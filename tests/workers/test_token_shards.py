@@ -246,7 +246,7 @@ def test_only_token_shards_are_replaced_and_only_when_asked(tmp_path) -> None:
         written(folder / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["new"]
-    with pytest.raises(UsageError, match="something else"), new_folder(tmp_path / "out", True, print):
+    with pytest.raises(UsageError, match="something other"), new_folder(tmp_path / "out", True, print):
         pass
 
 
