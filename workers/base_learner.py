@@ -1,7 +1,7 @@
-"""What a learner does whatever its model is made of: it joins, counts steps, reads its data, and leaves.
+"""The parts of a learner that do not depend on its framework: it joins, counts steps, reads data, and leaves.
 
-A learner of one framework says what its model looks like to a run (`spec_proposal.Proposed`), and copies fragments out
-of it and into it, as `FragmentParameters` does for torch. All else is here and below, and the same.
+A framework's own learner describes its model to the run (`spec_proposal.Proposed`) and copies fragments out of it and
+into it, as `FragmentParameters` does for torch. Everything else is here and below, and is the same for all.
 """
 
 import secrets
@@ -34,19 +34,18 @@ from diloco.workers.training import Training
 
 
 class BaseLearner:
-    """One learner of a run, of any model."""
+    """One learner of a run, for any kind of model."""
 
     def __init__(self, given: Arguments, stopping: Stopping) -> None:
-        """Nothing is connected before `with`, or `open`.
+        """Connect to nothing yet: `with` or `open` does.
 
         Raises:
-            UsageError: no Redis URL.
+            UsageError: there is no Redis URL.
         """
         self._given, self._url = given, connecting.url_of(given.redis_url)
         self.incarnation = secrets.token_hex(8)
         self.id = given.learner_id or own_name(self.incarnation)
-        self.left_in_order = False
-        """After leaving: everything unpublished got away in time."""
+        self.left_in_order = False  # set on leaving: everything unpublished was flushed in time
         self.times = StepTimes()
         self._stopping = stopping
         self._life = Life(stopping)
@@ -55,10 +54,11 @@ class BaseLearner:
     # --- what a training loop sees ------------------------------------------------------------------
 
     def _step(self, tokens: int, loss: Loss | None = None) -> None:
-        """An inner step is done."""
+        """Count an inner step that was just done, and do what follows from it."""
         entered = time.perf_counter()
         joined = self.joined
-        tokens = 0 if joined.late else tokens  # a trainer may look only after a step: the finished run's sums stay
+        # A trainer may look at `finished` only after its first step: that step must not add to a finished run's sums.
+        tokens = 0 if joined.late else tokens
         training = joined.training
         training.watch.look(entered)
         self.times.entered(entered)
@@ -73,26 +73,26 @@ class BaseLearner:
 
     @property
     def finished(self) -> bool:
-        """The run has reached its budget or is asked to end, or this process is (SIGTERM, SIGHUP): leave the loop."""
+        """True when the loop is to be left: the run is over or asked to end, or SIGTERM or SIGHUP has come."""
         return self._life.entered.ended(self._stopping) if self._life.entered else self._stopping.asked
 
     @property
     def over(self) -> bool:
-        """The run has reached its budget or is asked to end."""
+        """True if the run has reached its budget or was asked to end."""
         return self._life.entered is not None and self._life.entered.over
 
     @property
     def exit_status(self) -> int:
-        """For `sys.exit` at the program's end: 75 if it was asked to end and the run goes on without it, else 0."""
+        """Status for `sys.exit` at the program's end: 75 if it was asked to end and the run goes on without it, else 0."""
         return AGAIN_STATUS if self._stopping.came and not self.over else 0
 
     @property
     def progress(self) -> float:
-        """Trained tokens of the whole run / its budget, in 0..1: what learning-rate schedules go by."""
+        """Trained tokens of the whole run / its budget, in 0..1; learning-rate schedules follow it."""
         return self._life.entered.progress if self._life.entered else 0.0
 
     def _place(self) -> tuple[float, int, int]:
-        """Where a schedule of learning rates is: progress, own steps, steps of a ramp."""
+        """Return the position of a learning-rate schedule: progress, own steps, steps of the ramp after a restart."""
         entered = self._life.entered
         young = entered is not None and self.recovered in ("checkpoint", "fresh")
         steps = entered.training.rounds.steps if entered else 0
@@ -100,82 +100,88 @@ class BaseLearner:
 
     @property
     def recovered(self) -> Source:
-        """Where the optimizer's moments came from: "start" (of the run), "checkpoint", "optimizer", "peer" or "fresh".
+        """Source of the optimizer's moments: "start" (of the run), "checkpoint", "optimizer", "peer" or "fresh".
 
-        "optimizer": it had them as the learner joined, as a trainer loads them with a checkpoint of its own.
+        "optimizer" means that it had them when the learner joined, for example because the trainer loaded its own
+        checkpoint.
         """
         return self._life.entered.training.keeper.source if self._life.entered else "start"
 
     @property
     def earlier_steps(self) -> int:
-        """Inner steps of this learner's earlier incarnations, as its checkpoint knows them; else 0."""
+        """Inner steps of this learner's earlier incarnations, as its checkpoint knows them; 0 without one."""
         return self._life.entered.training.keeper.earlier_steps if self._life.entered else 0
 
     @property
     def spec(self) -> Spec:
-        """What the run has agreed on."""
+        """The spec that the run has agreed on."""
         return self._life.once_joined.training.spec
 
     @property
     def joined(self) -> JoinedLearner:
-        """Its parts, while it is in its run: for this class, and for whoever measures or tests it.
+        """The parts of the learner while it is in its run, for this class and for measurements and tests.
 
         Raises:
-            UsageError: it is not in a run, or not of this process.
-            DilocoError: what its other thread has ended by.
+            UsageError: the learner is not in a run, or was made in another process.
+            DilocoError: its exchange thread has failed with this error.
         """
         return self._life.joined
 
     def _read(self, fragments: Iterable[int]) -> list[Float32]:
-        """Their newest globals (elements,)."""
+        """Return the newest globals (elements,) of these fragments."""
         joined, left = self._life.once_joined, not self._life.in_run
         given = self._url, self._given.run, joined.training.spec, joined.training.layout
         return in_own_loop(read_newest(*given, fragments, joined.shared.state, left=left))
 
     def blocks(self, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
-        """Endless (epoch, index) of data blocks from the run's work queue; a shard is acknowledged when read.
+        """Return an endless iterator of (epoch, index) of data blocks from the run's work queue.
 
-        Waits for the first shard before it returns: this is still part of joining. Of several ranks rank 0 alone may
-        call it, and tells the others what to read.
+        A shard is acknowledged when its last block was read. The call waits for the first shard before it returns: this
+        is still part of joining. If the learner has several ranks, only rank 0 may call it, and tells the others what
+        to read.
 
         Args:
-            total: blocks in an epoch; every learner must say the same.
+            total: blocks in an epoch; every learner must give the same number.
             per_shard: blocks handed out at a time.
         """
         return begin_blocks(lambda: self.joined, self._stopping, total, per_shard)
 
     def batches(self, length: int, batch_size: int, *, seed: int = 0, accumulate: int = 1) -> Batches:
-        """Indices of a dataset from the run's work queue: `DataLoader(dataset, batch_sampler=learner.batches(...))`.
+        """Return batches of dataset indices: `DataLoader(dataset, batch_sampler=learner.batches(...))`.
 
-        A shard is acknowledged when it is trained on, as `step` or `attach` tell. Waits for the first one, as `blocks`.
+        They come from the run's work queue. A shard is acknowledged when it was trained on, as counted by `step` or
+        `attach`. The call waits for the first shard, as `blocks` does.
 
         Args:
-            length, seed: of the dataset, and of each epoch's permutation; every learner must say the same.
-            batch_size: indices in a batch; of several ranks, which all call this alike: in a batch of this one.
-            accumulate: batches that an inner step trains.
+            length: of the dataset; every learner must give the same one.
+            seed: of each epoch's permutation; every learner must give the same one.
+            batch_size: indices in a batch. If the learner has several ranks, all call this alike, and it is the size of
+                each rank's own batch.
+            accumulate: batches that one inner step trains.
 
         Raises:
             SpecMismatch: the run has another length or seed.
-            UsageError: an argument is no such number, or the learner reads already, or is not in its run.
+            UsageError: an argument is not such a number, or the learner reads data already, or is not in its run.
         """
         self._batches = begin_batches(lambda: self.joined, self._stopping, length, batch_size, seed, accumulate)
         return self._batches
 
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:
-        """The spec of a run that is already there, else None. For a trainer that joins knowing nothing."""
+        """Return the spec of a run if it is there, else None, for a trainer that joins without knowing anything of it."""
         return connecting.read_spec(redis_url, run)
 
     # --- joining and leaving --------------------------------------------------------------------------
 
     def open(self) -> Self:
-        """Join: connect, agree with the run, fetch the model. Whatever it raises, nothing of it is left behind.
+        """Join: connect, agree with the run, fetch the model. If this raises, nothing of the learner is left behind.
 
-        `with` does the same, and closes at its end. Without `with`, `close` belongs in a `finally`: a program that ends
-        without it ends as if it had been killed.
+        `with` does the same, and closes the learner at its end. Without `with`, put `close` into a `finally`: to its
+        run, a program that ends without `close` has been killed.
 
         Raises:
-            UsageError: it was opened before, was closed meanwhile by another thread, or is not of this process.
+            UsageError: the learner was opened before, was closed meanwhile by another thread, or was made in another
+                process.
             IdTaken: another process has this learner's id.
             SpecMismatch: the run was set up otherwise.
             SystemExit: SIGTERM or SIGHUP came.
@@ -187,19 +193,21 @@ class BaseLearner:
         return self
 
     def __enter__(self) -> Self:
-        """As `open`."""
+        """Join the run, as `open` does."""
         return self.open()
 
     def _prepare(self) -> tuple[Training, ExchangeThread]:
-        """What joins, and the thread for it, not begun."""
+        """Return the training side that joins, and the exchange thread for it, not started."""
         raise NotImplementedError
 
     def _proposed(self) -> Proposed:
-        """The model, as a run is proposed with it."""
+        """Return the model as it is described in the proposal of a run."""
         raise NotImplementedError
 
     def _proposal(self) -> Spec:
-        """By what stands already: the run's spec; or, where it has none, the budget that a syncer waits for it with."""
+        """Return this learner's spec, built on the run's spec or, without one, on the settings that a syncer waits
+        with.
+        """
         beginning, url, run, go_on = connecting.Beginning(), self._url, self._given.run, self._life.go_on_joining
         held = connecting.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
         if held is None:
@@ -216,30 +224,33 @@ class BaseLearner:
         else:
             try:
                 self._leave(save_state=isinstance(error, KeyboardInterrupt), error=error)
-            except Exception as failure:  # what has ended the loop is what its program has to be told
+            except Exception as failure:  # only logged: the program must see the error that has ended its loop
                 structlog.get_logger().error("leaving_failed", learner=self.id, error=repr(failure))
 
     def close(self, save_state: bool = True) -> None:
-        """Publish what is unpublished, flush it within `leave_s`, leave the run; sets `left_in_order`.
+        """Publish and flush what is unpublished within `leave_s`, and leave the run; sets `left_in_order`.
 
-        Again, or never opened: nothing happens. One that is joining in another thread gives it up.
+        Nothing happens if the learner is closed already or was never opened. If another thread is joining, it gives up.
 
         Args:
             save_state: save the optimizer's state for a later incarnation.
 
         Raises:
             LearnerReplaced: another process took this learner's place meanwhile.
-            DilocoError: what its other thread has ended by, if no call has told so before.
+            DilocoError: the exchange thread has failed with this error, and no call has raised it yet.
             SystemExit: SIGTERM or SIGHUP came, and nobody has asked whether the learner is `finished`.
         """
         failure = self._life.untold_failure
         if self._leave(save_state):
-            if failure is not None:  # since the last step, which could not tell
+            if failure is not None:  # it failed after the last step, so no step could raise it
                 raise failure
             self._stopping.leave_if_unseen()
 
     def _leave(self, save_state: bool, error: BaseException | None = None) -> bool:
-        """As `close`; whether it was in its run until now. error: that has ended the loop, on this rank alone."""
+        """Leave the run, as `close` does; return whether the learner was in it until now.
+
+        error: the error that has ended the loop, on this rank alone.
+        """
 
         def flush(joined: JoinedLearner) -> None:
             if error is not None and joined.breaks_off(error):

@@ -1,4 +1,4 @@
-"""The learner as a library: wrap your own model and loop; nothing here ever makes a step wait for the network.
+"""Wrap your own model and training loop as a learner of a run; no step ever waits for the network.
 
     with Learner(model, optimizer, run="my-run", redis_url=...) as learner:
         for batch in loader:
@@ -7,10 +7,10 @@
             if learner.finished:
                 break
 
-The training thread calls `step`, or its optimizer does (`attach`). A thread of its own (`exchange_thread`) does all
-I/O. What the first one owns is `training`; what both see is `shared`: queues and dictionaries that neither side waits
-on. Only parameters that require a gradient are synchronised; the inner optimizer's moments are kept across adoptions
-(paper, learner).
+The training thread calls `step`; after `attach`, its optimizer does so. A second thread (`exchange_thread`) does all
+I/O. `training` holds the state that the training thread owns; `shared` holds what both threads see: queues and
+dictionaries on which neither side ever waits. Only parameters that require a gradient are synchronised. The inner
+optimizer keeps its moments when a fragment is adopted (paper, learner).
 """
 
 import math
@@ -51,27 +51,27 @@ from diloco.workers.training import Training, make_training
 
 
 class TorchModel:
-    """A module as a run is proposed with it."""
+    """A torch module, described for the proposal of a run (`Proposed`)."""
 
     def __init__(self, model: nn.Module) -> None:
-        """model: judged (`model_checks`)."""
+        """model: already checked by `model_checks`."""
         self._model = model
 
     @property
     def trained(self) -> int:
-        """As `Proposed`."""
+        """The number of trained tensors (`Proposed.trained`)."""
         return len(trained_tensors(self._model))
 
     def fitting_fragments(self, wanted: int) -> int:
-        """As `Proposed`."""
+        """Return how many of the `wanted` fragments the model can fill (`Proposed.fitting_fragments`)."""
         return fitting_fragments(self._model, wanted)
 
     def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
-        """As `Proposed`."""
+        """Return the table of tensors for the spec (`Proposed.tensor_table`); `held` makes no difference here."""
         return tensor_table(self._model, sync)
 
     def frozen(self) -> tuple[tuple[str, bytes], ...]:
-        """As `Proposed`."""
+        """Return a digest of every frozen parameter (`Proposed.frozen`)."""
         return frozen_digests(self._model)
 
 
@@ -99,39 +99,49 @@ class Learner(BaseLearner):
         mesh: Any = None,
         adopted: Adopted | None = None,
     ) -> None:
-        """Nothing is connected before `with`, or `open`.
+        """Make a learner. It connects to nothing before `with` or `open`.
 
         Args:
-            model: all its parameters that require a gradient are synchronised; they must be on their device. Which they
-                are is settled on joining: `step` refuses to go on with a model that was changed since.
-            optimizer: the inner one, a wrapper of it, or a list of several. Moments stay as a fragment is adopted.
-            run: name of the run; default: the environment's DILOCO_RUN, else "run".
-            redis_url: default: the environment's DILOCO_REDIS_URL.
-            learner_id: unique among live learners; default: DILOCO_LEARNER_ID, else host, process id and a random part.
-            sync: the protocol's constants, if this learner is the first; default: the run's, else those of a waiting
-                syncer, else defaults. A number of fragments that is not given is no more than the model has trained
-                tensors.
-            tokens: the run's budget, also as "2.5M": trained tokens of all learners together. The first party that has
-                one sets it, this or `diloco syncer --tokens`; who comes with another one is refused.
-            trainer: what else all learners must have in common (kept in the spec).
-            leave_s: time to flush unpublished training when leaving.
-            state_dir: a folder of this learner's own on its own disk, for the optimizer's moments, step counters and
-                random states; a restart goes on from it. None: the optimizer keeps those that it has, or takes those of
-                a live peer, or begins fresh.
-            recover: "auto"; "peer": never from `state_dir`; "fresh": from nothing, whatever the optimizer has.
-            state_every_s, log_losses: time between two savings; append each step's loss to `state_dir`/losses.jsonl.
-            encode_on: where deltas are encoded, and their bases and residuals lie: "cpu": in host memory; "device":
-                where the model is, at 4 bytes a parameter, 8 to 16 if the codec quantizes; "auto": that, if it is CUDA.
-            same_frozen: learners have the same frozen parameters, tensor by tensor, or are refused. The first one
-                settles it for the run. False: they may differ (quantized in different ways, say), unlooked at.
-            mesh: a DeviceMesh or a process group whose ranks are this learner together, or "world": all there are.
-                Default: those of the model's DistributedDataParallel or `fully_shard`. Each makes a `Learner`, alike.
+            model: all parameters that require a gradient are synchronised; they must be on their device already. The
+                set of trained parameters is fixed on joining: `step` refuses a model that was changed since.
+            optimizer: the inner optimizer, a wrapper of it, or a list of several. It keeps its moments when a fragment
+                is adopted.
+            run: name of the run; default: DILOCO_RUN from the environment, else "run".
+            redis_url: default: DILOCO_REDIS_URL from the environment.
+            learner_id: must be unique among live learners; default: DILOCO_LEARNER_ID, else host name, process id and a
+                random part.
+            sync: the protocol's constants, used if this learner is the first. Default: the run's, else those of a
+                waiting syncer, else the package's defaults. A default number of fragments is reduced to the number of
+                trained tensors.
+            tokens: the run's budget, in trained tokens of all learners together; "2.5M" is accepted too. The first
+                party that has a budget sets it, by this argument or by `diloco syncer --tokens`; a party with another
+                budget is refused.
+            trainer: further values that all learners must have in common (kept in the spec).
+            leave_s: seconds to flush unpublished training when leaving.
+            state_dir: a folder on the local disk that belongs to this learner alone, for the optimizer's moments, step
+                counters and random states; a restart continues from it. None: the optimizer keeps the moments that it
+                has, or takes those of a live peer, or begins fresh.
+            recover: "auto"; "peer": never read `state_dir`; "fresh": begin from nothing, even if the optimizer has
+                moments.
+            state_every_s: seconds between two savings.
+            log_losses: append each step's loss to `state_dir`/losses.jsonl.
+            encode_on: where deltas are encoded and their bases and residuals are kept. "cpu": in host memory; "device":
+                on the model's device, at 4 bytes a parameter, or 8 to 16 if the codec quantizes; "auto": "device" if
+                that is CUDA.
+            same_frozen: require all learners to have the same frozen parameters, tensor by tensor; others are refused.
+                The first learner settles this for the run. False: frozen parameters may differ (quantized in different
+                ways, say) and are not compared.
+            mesh: a DeviceMesh or a process group whose ranks form this one learner, or "world" for all ranks. Default:
+                those of the model's DistributedDataParallel or `fully_shard`. Each rank makes a `Learner` with the same
+                arguments.
             adopted: called with each parameter that the run's values were written into, on joining too, and with its
-                values before, in the training thread and without gradients. For copies of the weights that the loop or
-                its optimizer goes on from, such as fp32 masters: an optimizer that has some is refused without it.
+                previous values, in the training thread and without gradients. It is for copies of the weights from
+                which the loop or its optimizer continues, such as fp32 masters: an optimizer with such copies is
+                refused without it.
 
         Raises:
-            UsageError: no Redis URL; or an argument, a model or an optimizer that cannot be used, by name.
+            UsageError: there is no Redis URL, or an argument, a model or an optimizer cannot be used; the message names
+                it.
         """
         given = check_arguments(
             run=run,
@@ -166,16 +176,16 @@ class Learner(BaseLearner):
         self._attached: Attached | None = None
 
     def step(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None = None) -> None:
-        """Count an inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
+        """Count the inner step just done, adopt what has arrived, publish what is due. Never wait for the network.
 
         Args:
-            tokens: trained in this step: a whole number from 0 (nothing: all of the batch was masked), also as a numpy
-                or torch scalar; one on a CUDA device is read at once, which waits for the device.
-            loss: one number, shown in reports. A tensor is copied at once, so it may be written to again; one on a CUDA
-                device is not waited for, and shown once the device is there.
+            tokens: number trained in this step: a whole number from 0 (0: the whole batch was masked), also as a numpy
+                or torch scalar. A scalar on a CUDA device is read at once, which waits for the device.
+            loss: one number, shown in reports. A tensor is copied at once, so the caller may overwrite it. For one on a
+                CUDA device the copy is asynchronous, and the loss is shown once it is there.
 
         Raises:
-            UsageError: an argument that is none of that, the model is no longer the one that is synchronised, or the
+            UsageError: an argument is none of these, the model is no longer the one that is synchronised, or the
                 learner is attached to its optimizer.
         """
         if self._attached is not None:
@@ -188,27 +198,30 @@ class Learner(BaseLearner):
         optimizers: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         loss: Callable[[], float | torch.Tensor | None] | None = None,
     ) -> None:
-        """Do what `step` does by itself, at the end of each `optimizer.step()`, until the learner is closed.
+        """Do what `step` does at the end of each `optimizer.step()`, until the learner is closed.
 
-        An inner step is over once the last of the optimizers has stepped. Where that one sits a step out (it steps
-        seldom, or a GradScaler skips it), the step is counted right before the next one's first update. A step that
-        the GradScaler skips in all of them is not counted. One on CUDA that is fused tells so a step later: it is
-        counted, and the following ones are counted with as much less.
+        An inner step is over once the last of the optimizers has stepped. If the last one sits a step out (because it
+        steps seldom, or a GradScaler skips it), the inner step is counted right before the first update of the next
+        one. A step that the GradScaler skips in all optimizers is not counted. A fused optimizer on CUDA reveals a skip
+        only a step later: the skipped step is counted at first, and the following ones are counted with that many
+        tokens less.
 
-        What is adopted is there when `optimizer.step()` returns, before schedulers step and an average of weights is
-        updated. Gradients that are kept beyond it are of the values before. LBFGS steps once however often it calls
-        its closure, and does not know that what it has seen of curvature lies before the adoption.
+        Adopted values are in the model when `optimizer.step()` returns, before schedulers step and before an average of
+        the weights is updated. Gradients that are kept beyond that point belong to the values before. LBFGS steps once
+        however often it calls its closure, and does not know that its curvature history predates the adoption.
 
         Args:
-            tokens: trained in an inner step, all of its micro-batches together: a number, or what is called for it
-                when the step's first update is made.
-            optimizers: in the order in which they step; each may be a wrapper. Default: the learner's own, whose
-                moments alone are kept. One that is not named may step as it likes: it travels with the next delta.
-            loss: called with the tokens, for one number to be shown in reports, as that of `step`. None: this step has
-                none to tell.
+            tokens: number trained in an inner step, all of its micro-batches together, or a callable that returns it;
+                it is called when the first update of the step is made.
+            optimizers: in the order in which they step; each may be a wrapper. Default: the learner's own, which are
+                also the only ones whose moments are kept. The steps of an optimizer that is not named are not counted;
+                its updates travel with the next delta.
+            loss: called together with `tokens`, for one number to be shown in reports, as in `step`. It may return None
+                if this step has no loss to report.
 
         Raises:
-            UsageError: the learner is not open, steps are counted already, or an optimizer trains nothing of the model.
+            UsageError: the learner is not open, steps were counted already, or an optimizer trains nothing of the
+                model.
         """
         joined = self.joined
         if self._attached is not None or joined.training.rounds.steps:
@@ -230,52 +243,55 @@ class Learner(BaseLearner):
         decay: float = 0.2,
         final: float = 0.1,
     ) -> LambdaLR:
-        """A schedule of learning rates by the run's progress, which all learners and restarts have in common.
+        """Return a schedule of learning rates that follows the run's progress, which all learners and restarts share.
 
-        Its `step` is called after each `optimizer.step()`. Before joining the progress is 0. A learner that comes back
-        without moments, or with young ones of its own, ramps up besides over its first 20 steps. A copy, such as a
-        pickled one, stays at the progress of its making.
+        Call its `step` after each `optimizer.step()`. Before joining, the progress is 0. A learner that comes back
+        without moments, or with young ones of its own, also ramps up over its first 20 steps. A copy of the schedule,
+        such as a pickled one, stays at the progress at which it was made.
 
         Args:
-            optimizer: of which the rates are, or a wrapper of it; its present rates are the peak. Default: the
-                learner's.
-            shape: after the warm-up a "cosine" or a "linear" fall to `final` of the peak; "constant": the peak, and a
-                linear fall in the last part of the run.
-            warmup: share of the budget in which rates rise linearly.
-            decay: length of that last part, as share of the budget.
+            optimizer: the one whose rates are scheduled, or a wrapper of it; its present rates are the peak. Default:
+                the learner's.
+            shape: after the warm-up, "cosine" or "linear": falls to `final` of the peak; "constant": stays at the peak,
+                and falls linearly in the last part of the run.
+            warmup: share of the budget over which rates rise linearly.
+            decay: length of the last part of "constant", as a share of the budget.
             final: share of the peak at the end.
 
         Raises:
-            UsageError: one of these is out of bounds, or there is no optimizer of this model.
+            UsageError: an argument is out of bounds, or there is no optimizer of this model.
         """
         optimizer = alone(self.model, self.optimizer if optimizer is None else optimizer)
         return LambdaLR(optimizer, ShareByProgress((shape, warmup, decay, final), self._place))
 
     def globals(self) -> dict[str, Any]:
-        """The whole model as a state dict, with the newest global values of what is trained, whatever stands here.
+        """Return a state dict of the whole model with the newest global values of the trained tensors.
 
-        Reads the run's heads, which waits for the network; training goes on. Names are the plain model's, without
-        `_orig_mod.` of torch.compile or `module.` of DistributedDataParallel. Global values are in host memory, in the
-        parameters' types, as precise as learners pull them. What is not trained is this model's own, not a copy.
+        This reads the run's heads, and so waits for the network; the model itself is not changed, and training can go
+        on. Names are the plain model's, without `_orig_mod.` of torch.compile or `module.` of DistributedDataParallel.
+        Global values are in host memory, in the parameters' types, with the precision with which learners pull them.
+        Tensors that are not trained are this model's own, not copies.
 
-        After `close` in a run that ends, its last merges are waited for: then it is the finished run's model.
+        After `close` in a run that is ending, this waits for the last merges: the result is then the finished run's
+        model.
 
         Raises:
             UsageError: the learner has not joined its run yet.
-            SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
+            SpecMismatch, BusError, BadPayload: the run is no longer there, or could not be read for a minute.
         """
         layout = self._life.once_joined.training.layout
         return state_with(self.model, layout.whole(self._read(range(len(layout.fragments)))))
 
     def load_globals(self) -> None:
-        """Put the newest global values into the model, in place, after `close`; the optimizer keeps its moments.
+        """Write the newest global values into the model, in place, after `close`; the optimizer keeps its moments.
 
-        What saves the model afterwards saves the run's, and not this learner's own last steps. Waits as `globals`.
-        All ranks of a learner call it, and have the same values then, also in a run that goes on.
+        A save of the model afterwards saves the run's values, and not this learner's own last steps. The call waits in
+        the same way as `globals`. All ranks of a learner must call it, and then have the same values, even in a run
+        that goes on.
 
         Raises:
-            UsageError: the learner is in its run, or has not joined; or the model was changed since.
-            SpecMismatch, BusError, BadPayload: as `globals`.
+            UsageError: the learner is still in its run, or has never joined, or the model was changed since.
+            SpecMismatch, BusError, BadPayload: see `globals`.
             RankGone: another rank has not called it within minutes, or could not read.
         """
         if self._life.in_run:
@@ -289,7 +305,7 @@ class Learner(BaseLearner):
             training.parameters.overwrite(p, flat)
 
     def _prepare(self) -> tuple[Training, ExchangeThread]:
-        self.device = check_model(self.model)  # it may have changed, or have been moved, since it was judged
+        self.device = check_model(self.model)  # the model may have changed or moved since __init__ checked it
         self._check_ranks()
         if self._ranks:
             return self._prepare_rank()
@@ -299,7 +315,7 @@ class Learner(BaseLearner):
 
     def _prepare_rank(self) -> tuple[Training, ExchangeThread]:
         who = self.id, self.incarnation
-        assert isinstance(self._stopping, RankStopping)  # noqa: S101  # made so, for ranks
+        assert isinstance(self._stopping, RankStopping)  # noqa: S101  # __init__ makes one if there are ranks
         meeting = meet(self._ranks, self.model, self._proposal, who, together(self._given))
         (self.id, self.incarnation), spec = meeting.learner, meeting.spec
         shares = Shares(layout_of(spec.tensors), meeting.held)

@@ -1,14 +1,16 @@
-"""When a learner publishes which fragment, and what its training counts for. Pure: no clock, no torch, no I/O.
+"""Decide when a learner publishes which fragment, and count its training. Pure: no clock, no torch, no I/O.
 
-Per fragment: inner steps and tokens since its base was adopted (paper, learner). A fragment is due when it has
-H steps on its base; in the first round at its offset, so that fragments take turns. It follows an open window
-at the next step. One whose steps had no tokens at all (all of their batches masked) waits for some: they are its
-weight. One delta per (base, attempt). While nothing is merged, a delta that is on the bus is renewed: a later attempt
-takes its place, so that what is lost is no more than the work since. Adopting zeroes the counters; what was trained
-past the last snapshot is overwritten, and counted as such.
+For each fragment, inner steps and tokens are counted since its base was adopted (paper, learner). A fragment is due
+after H steps on its base; in the first round it is due at its own offset, so that fragments take turns. If another
+learner has opened the fragment's window, this learner follows at its next step. A fragment without any tokens on its
+base (all batches were masked) waits for some, because tokens are the delta's weight. There is one delta per (base,
+attempt). While nothing is merged, a delta on the bus is renewed: a later attempt takes its place, so that a crash loses
+only the work since that attempt. Adoption zeroes the counters; training past the last snapshot is overwritten by it,
+and is counted as overwritten.
 
-A snapshot is held until its delta is on the bus. So that they do not pile up while it is away, or slow, there is room
-for some at a time. What finds none stays due: a later snapshot on the same base holds all that an earlier one does.
+A snapshot is held until its delta is on the bus. Snapshots must not pile up while the bus is slow or unavailable, so
+there is room for a few at a time. A fragment that finds no room stays due: a later snapshot on the same base contains
+everything that an earlier one does.
 """
 
 from collections import Counter
@@ -24,16 +26,18 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.ramps import interval_at, interval_in_force
 
 NONE_UPLOADED: Mapping[int, int] = MappingProxyType({})
+# A delta is renewed once a sixth has been added to it, if that is more than half an interval. So renewals become rarer
+# the longer nothing is merged, and even a very slow upload ends before the next one replaces it.
 RENEWED_BY = 6
-"""A delta is renewed when there is a sixth more of it, if half an interval is less: the longer nothing is merged, the
-less often, so that an upload ends in the end, however slow it is."""
+# Inner steps. With short steps, a round trip to the bus may take this many. A delta that does not arrive whole is
+# refused before that.
 LEAST_RENEWED = 12
-"""Steps: a round trip may take so many where steps are short, and what does not come is refused before."""
+# Elements. New snapshots are taken while the held ones are smaller than this, or than a quarter of the model
+# (`party_memory.ROOM_SHARE`).
 LEAST_ROOM = 2**24
-"""Elements. Snapshots are taken while those that are held are less, or less than a quarter of the model
-(`party_memory.ROOM_SHARE`)."""
+# Each group of fragments always has room for this many snapshots, whatever their size: a header must not have to wait
+# for the payload before its own.
 AT_ONCE = party_memory.ROOM_LEAST
-"""Snapshots that each group has room for, however large: a header waits for no payload before its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,46 +50,48 @@ class Base:
     values: Any
     """Flat float32 vector (elements,): an array, or a tensor where deltas are encoded on a device."""
     interval: int = 0
-    """As `Head`."""
+    """Inner steps until the fragment is due again, as in `Head.interval`; 0: use `ramps.interval_at`."""
 
 
 @dataclass(frozen=True, slots=True)
 class OpenWindow:
-    """A fragment's window as its head shows it, if it is open."""
+    """The open window of a fragment, as its head shows it."""
 
     version: int
     attempt: int
     member: bool
-    """This learner's delta is in it."""
+    """True if this learner's delta is in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """A delta that is to be published now."""
+    """A delta to be published now."""
 
     base: Base
     attempt: int
     serial: int
-    """Counts this incarnation's deltas."""
+    """Running number of this incarnation's deltas, from 1."""
     steps: int
     tokens: int
     due: bool
     renews: int = 0
-    """Serial of the one on the bus whose place it takes; the payload goes first, so that there is always a whole one.
-    0: of none."""
+    """Serial of the delta on the bus that this one replaces; 0: none.
+
+    A renewal sends its payload before its header, so that there is a complete delta on the bus at all times.
+    """
 
 
 class Counts(NamedTuple):
-    """What an incarnation has trained, as it was at one moment: trained = overwritten + published + the rest."""
+    """A consistent view of what an incarnation has trained: trained = overwritten + published + not yet published."""
 
     steps: int
     tokens: int
     overwritten: int
-    """Token-elements trained past a snapshot and replaced."""
+    """Token-elements that were trained past a snapshot and then replaced by a global."""
     published: int
-    """Token-elements in deltas; of several on one base, the most."""
+    """Token-elements in deltas; of several deltas on one base, only the largest counts."""
     part_unix_s: float | None
-    """As `LearnerReport`."""
+    """Start of the part of the run that these counts belong to (`LearnerReport.part_unix_s`)."""
 
 
 @dataclass(slots=True)
@@ -102,53 +108,52 @@ class _Counters:
     window_attempt: int = 0
     """The window's attempt when this learner last published into it."""
     again: bool = False
-    """The delta on this base may be lost: publish it with the next attempt."""
+    """The delta on this base may be lost: publish it once more, as the next attempt."""
     rounds: int = 0
 
 
 def renewed_after(sync: SyncSpec, interval: int, steps: int) -> float:
-    """Inner steps beyond those of a delta from which on it is renewed.
+    """Return how many inner steps beyond those in a delta must be done before it is renewed.
 
     Args:
-        sync: H.
-        interval: in force, at which the fragment is due.
-        steps: of the delta.
+        sync: for H.
+        interval: steps after which the fragment is due, as in force now.
+        steps: inner steps in the delta.
     """
     return max(max(interval, sync.sync_interval) / 2, LEAST_RENEWED, steps / RENEWED_BY)
 
 
 class Rounds:
-    """Counters of all fragments of one learner's incarnation."""
+    """The counters of all fragments, for one incarnation of a learner."""
 
     def __init__(self, layout: Layout, sync: SyncSpec) -> None:
         self._sync = sync
         count, first = len(layout.fragments), interval_at(sync, 0)
         self._fragments = [_Counters(f.elements, first_due=1 + f.id * first // count) for f in layout.fragments]
         self._room = max(LEAST_ROOM, layout.elements / party_memory.ROOM_SHARE)
+        # Serial -> fragment of each delta whose snapshot is still held, as far as the training thread knows.
         self._held: dict[int, int] = {}
-        """Serial -> fragment of each delta whose snapshot is held, as far as is known."""
-        self.deltas = 0
-        """Published so far."""
+        self.deltas = 0  # published so far
         self.steps = 0
         self.tokens = 0
         self.overwritten = 0
         self.published = 0
         self.part_unix_s: float | None = None
+        # The exchange thread reads this for reports. It is replaced as a whole, so that it never sees half a change.
         self.counts = Counts(0, 0, 0, 0, None)
-        """Replaced whole, so that another thread never sees half a change."""
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Adopted version of each fragment, -1 before the first."""
+        """The adopted version of each fragment, -1 before the first."""
         return tuple(-1 if c.base is None else c.base.version for c in self._fragments)
 
     @property
     def bases(self) -> Iterator[Base]:
-        """Those that were adopted."""
+        """The adopted bases of all fragments that have one."""
         return (counters.base for counters in self._fragments if counters.base is not None)
 
     def adopt(self, base: Base) -> None:
-        """The fragment was overwritten with a global one, newer or (after a rewind) older."""
+        """Restart a fragment's counters on a new base: a newer global, or an older one after a rewind."""
         counters = self._fragments[base.fragment]
         self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
         counters.rounds += counters.base is not None
@@ -160,9 +165,12 @@ class Rounds:
         self._count()
 
     def in_part(self, state: RunState | None) -> None:
-        """Count for the part of the run that is under way. What was trained in an earlier one is in its state already:
-        only what was trained on the bases of now, and may still be merged, goes on to count. Of that the state may know
-        too: so at most an interval of each learner that survives counts twice."""
+        """Switch the counts to the part of the run that `state` is in, if that is a new one.
+
+        The run's state already contains what was trained in an earlier part. Only training on the present bases, which
+        may still be merged, is carried over. The state may know some of that too, so at most one interval of each
+        surviving learner is counted twice.
+        """
         if state is None or state.started_unix_s == self.part_unix_s:
             return
         if self.part_unix_s is not None:
@@ -174,15 +182,15 @@ class Rounds:
         self._count()
 
     def offer_again(self) -> None:
-        """The bus was away and may have lost what it had acknowledged: offer every delta once more.
+        """Mark every published delta for another attempt: after an outage the bus may have lost what it acknowledged.
 
-        One that did arrive is refused as a duplicate, which costs its upload and nothing else.
+        A delta that did arrive is refused as a duplicate, which costs its upload and nothing else.
         """
         for counters in self._fragments:
             counters.again = counters.published_attempt is not None
 
     def trained(self, tokens: int) -> None:
-        """One inner step of the whole model is done; tokens: 0 if there was nothing to train on."""
+        """Count one inner step of the whole model; tokens: 0 if there was nothing to train on."""
         self.steps += 1
         self.tokens += tokens
         for counters in self._fragments:
@@ -196,14 +204,14 @@ class Rounds:
         uploaded: Mapping[int, int] = NONE_UPLOADED,
         released: Mapping[int, int] | None = None,
     ) -> Iterator[Publication]:
-        """What to publish after this step; each is counted as published once it is taken from here.
+        """Yield what to publish after this step; each item counts as published once it is taken from the iterator.
 
         Args:
-            windows: open ones.
+            windows: the open ones, by fragment.
             uploaded: fragment -> serial of the last delta that may be renewed (`exchange.shared.Shared`).
-            released: fragment -> serial of the last delta whose snapshot is held no more. Whoever waits longest is
-                first, as long as there is room; None: there is, for all. Each group has some of its own: the server
-                of another one may be away.
+            released: fragment -> serial of the last delta whose snapshot is no longer held. While there is room, the
+                fragment that has waited longest comes first. None: there is room for all. Each group has room of its
+                own, because only another group's server may be unavailable.
         """
         wanted = self.wanted(windows, uploaded)
         if released is None:
@@ -224,9 +232,9 @@ class Rounds:
     def wanted(
         self, windows: Mapping[int, OpenWindow], uploaded: Mapping[int, int] = NONE_UPLOADED, ahead: int = 0
     ) -> Iterator[int]:
-        """The fragments to publish after this step; as `publications`, and nothing is counted.
+        """Yield the fragments to publish after this step; see `publications` for the arguments. Nothing is counted.
 
-        ahead: so many steps later, if nothing but steps comes in between.
+        ahead: answer for this many steps later, if nothing but steps happens until then.
         """
         for p, counters in enumerate(self._fragments):
             base, window = counters.base, self._window(p, windows)
@@ -244,7 +252,7 @@ class Rounds:
                 yield p
 
     def publication(self, p: int, windows: Mapping[int, OpenWindow]) -> Publication:
-        """What is published now of a fragment that was `wanted` on this base; it is counted as published."""
+        """Return what is published now of a fragment that `wanted` has yielded, and count it as published."""
         counters, window = self._fragments[p], self._window(p, windows)
         base = counters.base
         assert base is not None, "wanted without a base"  # noqa: S101
@@ -254,7 +262,7 @@ class Rounds:
         return self._publication(counters, base, window, due, renews=counters.published_serial * replaces)
 
     def _window(self, p: int, windows: Mapping[int, OpenWindow]) -> OpenWindow | None:
-        """The fragment's, if it is of its base."""
+        """Return the fragment's open window, if it is on the version that this learner has adopted."""
         window, base = windows.get(p), self._fragments[p].base
         return window if window is not None and base is not None and window.version == base.version else None
 
@@ -263,11 +271,12 @@ class Rounds:
         return window is not None and window.attempt > counters.window_attempt and not window.member
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
-        """What to publish on leaving: every fragment not published on its base yet, or to be published once more.
+        """Yield what to publish on leaving: fragments unpublished on their base, or to be published once more.
 
-        due: the run is draining, so that all of these may open windows; else those may that are due. There are such
-        ones where uploads before have kept a snapshot waiting. What was trained past an earlier snapshot on the same
-        base can never be merged: it counts as overwritten.
+        Training past an earlier snapshot on the same base can no longer be merged, so it counts as overwritten.
+
+        due: the run is draining, so all of these may open windows. Otherwise only those may that are due by their
+        steps; there are some where earlier uploads have kept a snapshot waiting for room.
         """
         for p, counters in enumerate(self._fragments):
             base, window = counters.base, self._window(p, windows)
@@ -280,7 +289,7 @@ class Rounds:
         self._count()
 
     def forget(self) -> None:
-        """Nothing is published any more: let go of the bases' values."""
+        """Release the values of all bases, once nothing will be published any more."""
         for counters in self._fragments:
             if counters.base is not None:
                 counters.base = replace(counters.base, values=None)
@@ -295,12 +304,12 @@ class Rounds:
         interval = interval_in_force(self._sync, base.version, base.interval)
         if counters.rounds:
             return interval
-        # First round. At the start of a run fragments take turns from the first step on. A learner that joins
-        # later must not open windows early, so it takes its turns one interval on; usually it follows first.
+        # First round. At the start of a run, fragments take turns from the first step on. A learner that joins later
+        # must not open windows early, so its turns begin one interval later; by then it has usually followed a window.
         return counters.first_due if base.version == 0 else interval + counters.first_due
 
     def _renewable(self, counters: _Counters) -> bool:
-        """Whether so much was trained since the delta that it is worth another upload."""
+        """Return whether enough was trained since the delta to be worth another upload."""
         more = counters.steps - counters.published_steps
         late = more >= renewed_after(self._sync, self._due_after(counters), counters.published_steps)
         return late and counters.tokens > counters.published_tokens

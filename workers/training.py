@@ -1,4 +1,4 @@
-"""What the training thread of a learner has of its run: counters, parameters, moments."""
+"""The training thread's part of a learner: counters, parameters, moments."""
 
 import socket
 import time
@@ -27,32 +27,32 @@ from diloco.workers.step_times import StepTimes
 
 @dataclass(slots=True)
 class Training:
-    """One incarnation's side of the model. The training thread writes all of it but `recovery`.
+    """The model's side of one incarnation. The training thread writes all fields except `recovery`.
 
-    The exchange thread reads counters for reports; while the learner joins, and the training thread waits, it reads the
-    parameters.
+    The exchange thread reads the counters for reports. It reads the parameters only while the learner joins, when the
+    training thread waits.
     """
 
     learner: str
     incarnation: str
     spec: Spec
-    """As this learner would have it; the run's is the same."""
+    """This learner's proposal; a learner joins only if the run's spec agrees with it."""
     layout: Layout
     rounds: Rounds
     parameters: FragmentParameters
     encode_on_device: bool
-    """Deltas are encoded where the model is."""
+    """True if deltas are encoded on the model's device."""
     watch: ModelWatch
     recovery: Recovery
-    """The exchange thread's."""
+    """Belongs to the exchange thread."""
     keeper: Keeper
     times: StepTimes
     losses: Losses = field(default_factory=Losses)
     ranks: int = 1
-    """Processes of this learner."""
+    """Number of processes of this learner."""
 
     def report(self, left: bool) -> LearnerReport:
-        """What others learn of this learner. The exchange thread's, whose loop it does not hold up."""
+        """Return what others learn of this learner. Called by the exchange thread; it does not block."""
         counts, device = self.rounds.counts, self.parameters.device
         return LearnerReport(
             learner=self.learner,
@@ -87,19 +87,20 @@ def make_training(
     check: Callable[[], object] = lambda: None,
     adopted: Adopted | None = None,
 ) -> Training:
-    """That of a learner that is about to join.
+    """Make the training side of a learner that is about to join.
 
     Args:
         who: learner and incarnation.
-        spec: as `Training.spec`.
-        model, optimizers: judged (`model_checks`).
-        given: what the learner was called with.
-        device: of the trained tensors.
+        spec: see `Training.spec`.
+        model: already checked by `model_checks`.
+        optimizers: already checked as well.
+        given: the learner's arguments.
+        device: where the trained tensors are.
         times: the learner's.
-        own: of what this process holds, if it is a rank among several; None: all of it.
-        make_folder: as `own_moments`.
-        check: as `ModelWatch`.
-        adopted: as `FragmentParameters`.
+        own: layout of the part that this process holds, if it is one of several ranks; None: it holds everything.
+        make_folder: see `own_moments`.
+        check: see `ModelWatch`.
+        adopted: see `FragmentParameters`.
     """
     layout = layout_of(spec.tensors)
     own = layout if own is None else own

@@ -1,10 +1,11 @@
-"""A learner's deltas on their way: headers first, then payloads, while they are encoded. asyncio.
+"""Publish a learner's deltas: headers first, then payloads while they are encoded. asyncio.
 
-Of a delta that renews another one the payload goes first: until it is whole, the one before it is there. So a learner
-that dies in between has lost the work since that one, and no window waits for it.
+A delta that renews an earlier one sends its payload first: until that payload is complete, the earlier delta stays
+valid. So a learner that dies in between loses the work since the earlier delta, and no window waits for a payload that
+never comes.
 
-Invariants: a report with a learner's tokens is on the bus before the header that carries them; memory is bounded, since
-whoever queues keeps to a part of the model at a time (`Rounds.publications`).
+Invariants: a report that contains a learner's tokens is on the bus before the header that carries these tokens. Memory
+is bounded, because the training side queues only part of the model at a time (`Rounds.publications`).
 """
 
 import asyncio
@@ -22,16 +23,16 @@ from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.rounds import Publication
 
+# A snapshot of a fragment, in the form that the carrier takes. For `OwnCarrier` it is a callable that returns the vector
+# (elements,), of the encoder's kind; the caller may overwrite the vector, and the call may wait for a device.
 Values = Any
-"""A fragment's values as they were, for the carrier; `OwnCarrier`'s: gives its vector (elements,), of the encoder's
-kind, to be overwritten, and may wait for a device."""
 
+# A payload whose delta was renewed expires after this, so that a syncer in the middle of reading it can finish.
 RENEWED_TTL_S = 10.0
-"""One that was renewed is; who is reading it still can end."""
 
 
 class Publishing:
-    """The deltas of one learner that are not on the bus yet."""
+    """One learner's deltas that are not on the bus yet."""
 
     def __init__(
         self,
@@ -40,25 +41,23 @@ class Publishing:
         latest: Mapping[int, tuple[int, bytes]],
         carrier: Carrier,
     ) -> None:
-        """latest: fragment -> (version, digest) last pulled."""
+        """latest: fragment -> (version, digest) last pulled; `Pulling` keeps it up to date."""
         self._member = member
         self._syncs = [fragment.sync(member.spec.sync) for fragment in member.layout.fragments]
         self._reporting, self._latest, self._carrier = reporting, latest, carrier
-        self.newest: dict[int, tuple[int, int]] = {}
-        """Fragment -> (base version, attempt) of its last delta."""
-        self._offered: dict[int, tuple[int, str]] = {}
-        """Fragment -> (serial, entry) of its last header."""
+        self.newest: dict[int, tuple[int, int]] = {}  # fragment -> (base version, attempt) of its last delta
+        self._offered: dict[int, tuple[int, str]] = {}  # fragment -> (serial, entry id) of its last header
+        # Deltas whose header is not sent yet, by (fragment, base version, base digest). Only the newest one is kept for
+        # each key, since it contains all the training of the older ones.
         self._headers: dict[tuple[int, int, bytes], tuple[Publication, Values]] = {}
-        """Headers not sent yet: of each fragment and base the newest, since that holds all that older ones do."""
         self._header_wakes = [asyncio.Event() for _ in range(carrier.lanes)]
         self._uploads: list[asyncio.Queue[tuple[Publication, Values]]] = [asyncio.Queue() for _ in range(carrier.lanes)]
-        self.unsent = 0
-        """Deltas queued and not uploaded."""
+        self.unsent = 0  # deltas that are queued and not uploaded
         self.all_sent = asyncio.Event()
         self.all_sent.set()
 
     def queue(self, publications: Iterable[tuple[Publication, Values]]) -> None:
-        """Have deltas published; older ones on the same base, of which nothing is sent yet, are not any more."""
+        """Queue deltas for publication; each replaces a queued one on the same base of which nothing was sent yet."""
         for item in publications:
             base = item[0].base
             self.newest[base.fragment] = (base.version, item[0].attempt)
@@ -69,14 +68,14 @@ class Publishing:
             self._header_wakes[base.fragment % self._carrier.lanes].set()
 
     async def offer(self) -> None:
-        """Send headers as they come, on all lanes; then it is the payload's turn."""
+        """Send queued headers on all lanes, and queue each one's payload for `upload`; runs until cancelled."""
         await on_all_lanes(self._offer_on, self._carrier.lanes)
 
     async def _offer_on(self, lane: int) -> None:
         lanes, wake, clock = self._carrier.lanes, self._header_wakes[lane], self._member.clock
         retries = Retries(Outages.BACKOFF)
         while True:
-            wake.clear()
+            wake.clear()  # before looking: a delta queued after the look sets it again, so the wait below ends at once
             mine = [key for key in self._headers if key[0] % lanes == lane]
             key = next((key for key in mine if retries.choose([key[0]], clock.now())[0] is not None), None)
             if key is not None:
@@ -88,17 +87,18 @@ class Publishing:
                     await wake.wait()
 
     async def _offer_one(self, key: tuple[int, int, bytes], item: tuple[Publication, Values]) -> bool:
-        """A call of its own, as `_send_one`; whether it is for its payload now.
+        """Send one header; return whether the delta was passed on to `upload`.
 
-        If not, a key has what no party writes: it is kept for later, unless a newer one is there, and the other
+        This is a function of its own for the same reason as `_send_one`. It returns False if a key on the bus holds
+        something that no party writes. The delta is then kept for later, unless a newer one was queued, and the other
         fragments go on.
         """
         try:
-            if not item[0].renews:
+            if not item[0].renews:  # a renewal's header follows its payload (`_upload_one`)
                 await self._member.outages.retry(self._send_header, item[0])
         except BadMessage as error:
             self._member.outages.told(error, fragment=key[0])
-            self.unsent -= key in self._headers
+            self.unsent -= key in self._headers  # a newer delta took the key during the await, and was counted too
             self._headers.setdefault(key, item)
             return False
         self._uploads[key[0] % self._carrier.lanes].put_nowait(item)
@@ -107,7 +107,7 @@ class Publishing:
     async def _send_header(self, publication: Publication) -> None:
         member, base = self._member, publication.base
         sync, elements = self._syncs[base.fragment], member.layout.fragments[base.fragment].elements
-        report = await self._reporting.write()
+        report = await self._reporting.write()  # first: the syncer must know of the tokens before a header claims them
         header = DeltaHeader(
             learner=member.learner,
             incarnation=member.incarnation,
@@ -126,11 +126,11 @@ class Publishing:
             pull_s=report.pull_s,
         )
         last, entry = self._offered.get(base.fragment, (0, ""))
-        renews = entry if last == publication.renews else ""
+        renews = entry if last == publication.renews else ""  # only if that delta's header is still the last one sent
         self._offered[base.fragment] = publication.serial, await member.bus.offer(header, renews)
 
     async def upload(self) -> None:
-        """Upload the payloads of headers that were sent, on all lanes."""
+        """Upload the payloads of deltas that `offer` has passed on, on all lanes; runs until cancelled."""
         await on_all_lanes(self._upload_on, self._carrier.lanes)
 
     async def _upload_on(self, lane: int) -> None:
@@ -141,12 +141,16 @@ class Publishing:
                 self.all_sent.set()
 
     async def _send_one(self, publication: Publication, values: Values) -> None:
-        """A call of its own, so that nothing of it is held while the next one is waited for."""
+        """Upload one delta, then report its snapshot as released.
+
+        This is a function of its own, so that its local variables keep no snapshot alive while the lane waits for the
+        next one.
+        """
         try:
             await self._upload_one(publication, values)
         finally:
             released, p = self._member.shared.released, publication.base.fragment
-            released[p] = max(publication.serial, released.get(p, 0))
+            released[p] = max(publication.serial, released.get(p, 0))  # also on cancellation: it frees the room
 
     async def _upload_one(self, publication: Publication, values: Values) -> None:
         member, p, renews = self._member, publication.base.fragment, publication.renews
@@ -155,20 +159,23 @@ class Publishing:
         if takes_its_place:
             try:
                 await member.outages.retry(self._send_header, publication)
-            except BadMessage as error:  # the one before it stays, and the next one holds all that this one does
+            except BadMessage as error:  # the renewed delta stays; the next one will contain this one's training too
                 member.outages.told(error, fragment=p)
                 return
-        if whole or self._is_of_use(publication):  # refused before it was whole, perhaps without asking for another
+        # A delta of use that is not whole was refused early, perhaps without a new attempt being asked for. It counts as
+        # uploaded, since otherwise it would never be renewed.
+        if whole or self._is_of_use(publication):
             member.shared.uploaded[p] = publication.serial
         if whole and takes_its_place:
-            with suppress(BusError):  # else it expires later
+            with suppress(BusError):  # without this call the old payload expires by its own, longer TTL
                 await member.bus.expire_soon(delta_key(member, p, renews), RENEWED_TTL_S)
 
     def _is_of_use(self, publication: Publication) -> bool:
-        """Whether the syncer can still merge it: not too stale, and no later attempt was made on its base."""
+        """Return whether the syncer can still merge it: it is at most one version stale, and no later attempt exists."""
         base, (latest, _) = publication.base.version, self._latest[publication.base.fragment]
         return latest - 1 <= base <= latest and not self._is_outdone(publication)
 
     def _is_outdone(self, publication: Publication) -> bool:
+        """Return whether a later attempt on the same base was queued."""
         base, attempt = self.newest[publication.base.fragment]
         return base == publication.base.version and attempt > publication.attempt

@@ -1,6 +1,6 @@
-"""Heads and the globals that they name: followed, looked at, pulled, handed to the training side. asyncio.
+"""Follow the heads, pull the globals that they name, and hand them to the training side. asyncio.
 
-The tape wakes a learner, the heads decide; after any gap, all heads are read again.
+The tape only wakes a learner; the heads are the truth. After any gap in the tape, all heads are read again.
 """
 
 import asyncio
@@ -26,54 +26,53 @@ BACKOFF = Backoff(0.05, 2.0)
 
 
 class PullTimes:
-    """How long one incarnation's pulls take, s: the delivery in the grace's sync time (paper, adaptive grace window).
+    """Smoothed duration of one incarnation's pulls, in seconds: the delivery part of the grace's sync time.
 
-    A pull is counted from the learner's first sight of the head to the global in its hands, all by its own clock. The
-    news of the commit is under way for about as long as the commit's answer is, which the syncer has counted by then.
-    So the two together are the time from the fixed set to the pulled global, and no two machines' clocks are compared.
+    (Paper, adaptive grace window.) A pull is timed from the learner's first sight of the head to the global in its
+    hands, all by the learner's own clock. The news of a commit takes about as long to arrive as the commit's answer,
+    which the syncer has counted by then. So the syncer's part and this one add up to the time from the fixed set of
+    contributions to the pulled global, without comparing the clocks of two machines.
     """
 
     def __init__(self, mean_elements: float) -> None:
-        """mean_elements: of the layout's fragments, above 0."""
+        """mean_elements: mean size of the layout's fragments, above 0."""
         self._mean = mean_elements
         self._elements, self._took_s = Ema(DECAY), Ema(DECAY)
 
     def observe(self, elements: int, seconds: float) -> None:
-        """One more pull, of a fragment of so many elements."""
+        """Add one pull of a fragment of this many elements."""
         self._elements.observe(elements)
         self._took_s.observe(seconds)
 
     @property
     def pull_s(self) -> float:
-        """For a fragment of mean size; 0.0 before the first pull. A large fragment counts by its size."""
+        """Seconds for a fragment of mean size; 0.0 before the first pull. Larger fragments are scaled by their size."""
         elements, took_s = self._elements.value, self._took_s.value
         return 0.0 if elements is None or took_s is None else took_s * self._mean / elements
 
 
 class Pulling:
-    """What one learner knows of the heads, and has pulled."""
+    """What one learner knows of the heads, and what it has pulled."""
 
     def __init__(self, member: Member, carrier: Carrier) -> None:
         self._member, self._carrier = member, carrier
-        self.latest: dict[int, tuple[int, bytes]] = {}
-        """Fragment -> (version, digest) last handed to the training side."""
-        self._wanted: dict[int, Head] = {}
-        self._seen_s: dict[int, float] = {}
-        """Fragment -> when its wanted head was first heard of; not known after an outage."""
+        self.latest: dict[int, tuple[int, bytes]] = {}  # fragment -> (version, digest) last handed to the training side
+        self._wanted: dict[int, Head] = {}  # fragment -> its newest head, while that is not pulled
+        self._seen_s: dict[
+            int, float
+        ] = {}  # fragment -> time of the first sight of its wanted head; none after an outage
         self._times = PullTimes(member.layout.elements / len(member.layout.fragments))
         self._wakes = [asyncio.Event() for _ in range(carrier.lanes)]
         self.looks = 0
-        self.reached = False
-        """The last look found all nodes."""
-        self.part_known = True
-        """The run's state was read since anything was lost of it, or put back."""
-        self._told: set[str] = set()
-        """What was said of heads that cannot be read, since all were last looked at."""
-        self._looked: dict[int, int] = {}
-        """Fragment -> number of the look by which its head was last known."""
+        self.reached = False  # True if the last look reached all nodes
+        self.part_known = True  # False from a loss (or restoration) of run data until the run's state was read again
+        self._told: set[str] = set()  # errors of unreadable heads that were logged since the last look at all heads
+        self._looked: dict[int, int] = {}  # fragment -> number of the look that has last seen its head
 
     async def look(self, fragments: Iterable[int]) -> bool:
-        """See what the heads say, of nodes that can be reached; False if one is not there. One may be unreadable.
+        """Read these heads from the nodes that can be reached; return False if one of them is missing.
+
+        An unreadable head is logged and does not count as missing.
 
         Raises:
             BusError: they cannot be read.
@@ -86,8 +85,9 @@ class Pulling:
         heads = list((await by_group(bus.keys, asked, bus.read_heads, unreadable.append)).values())
         self.reached = len(heads) + len(unreadable) == len(asked)
         if not self.part_known:
-            # What was published in the part before is counted by its bases, so the next one is to be known before they
-            # are replaced. Here and not in `_pull`, where a call that fails would lose a global that has come.
+            # `Rounds.in_part` counts by the bases what was published in the previous part of the run, so the new part
+            # must be known before the bases are replaced. The state is read here and not in `_pull`: a call that fails
+            # there would lose a global that has arrived.
             shared = self._member.shared
             known, state = shared.state, await bus.read_state()
             same = state is not None and known is not None and state.began_unix_s == known.began_unix_s
@@ -101,10 +101,10 @@ class Pulling:
         self._told = told if len(asked) == len(self._member.layout.fragments) else self._told | told
         for head in heads:
             if head is None or self._looked.get(head.fragment, 0) > number:
-                continue  # a look that began later was answered first
+                continue  # a look that began later was answered first: its head is newer
             p, window = head.fragment, head.window
             self._looked[p] = number
-            self._carrier.feedback.merged(p, head.merged)  # the tape told of it already, but for a gap
+            self._carrier.feedback.merged(p, head.merged)  # known from the tape already, unless that had a gap
             if window.state in ("collecting", "grace"):
                 windows[p] = OpenWindow(head.version, window.attempt, self._member.learner in window.members)
             else:
@@ -122,7 +122,7 @@ class Pulling:
         return None not in heads
 
     async def pull_wanted(self) -> None:
-        """Pull each global that is not here yet, on each lane one after the other.
+        """Pull each wanted global, one after the other on each lane; runs until cancelled.
 
         Raises:
             BusError: call it again.
@@ -136,9 +136,9 @@ class Pulling:
     async def _pull_wanted_on(self, lane: int) -> None:
         retries, clock, lanes, wake = Retries(BACKOFF), self._member.clock, self._carrier.lanes, self._wakes[lane]
         for seen in [seen for seen in self._seen_s if seen % lanes == lane]:
-            del self._seen_s[seen]  # an outage is no part of a pull
+            del self._seen_s[seen]  # this begins again after an outage, whose duration must not count as a pull's
         while True:
-            wake.clear()
+            wake.clear()  # before looking at `_wanted`: a head that comes later sets it again
             p, wait_s = retries.choose([p for p in self._wanted if p % lanes == lane], clock.now())
             if p is None:
                 with suppress(TimeoutError):
@@ -149,21 +149,22 @@ class Pulling:
             pulled = await self._pull(chosen)
             head, seen_s = chosen.head, chosen.seen_s
             layout = self._member.layout.fragments[p]
-            if pulled and seen_s is not None and not layout.averaged:  # of which a call takes longer than the bytes
+            # Averaged buffers are left out: they are so small that the call takes longer than their bytes.
+            if pulled and seen_s is not None and not layout.averaged:
                 self._times.observe(layout.elements, clock.now() - seen_s - chosen.waited_s)
                 self._member.shared.pull_s = self._times.pull_s
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
-                del self._wanted[p]  # also if it was looked at again meanwhile: adopting twice would cost training
+                del self._wanted[p]  # a look during the pull may have put it back; adopting twice would cost training
             retries.tried(p, pulled, clock.now())
             if not pulled:
                 await self.look([p])
                 again = self._wanted.get(p)
                 if seen_s is not None and again is not None and again.digest == head.digest:
-                    self._seen_s[p] = seen_s  # tries that failed are part of it
+                    self._seen_s[p] = seen_s  # failed tries count towards the duration of the pull
 
     async def pull(self, head: Head) -> bool:
-        """Fetch a head's global and hand it over; False if it was replaced meanwhile.
+        """Fetch a head's global and hand it to the training side; return False if it was replaced meanwhile.
 
         Raises:
             BusError: it cannot be read.
@@ -175,7 +176,7 @@ class Pulling:
         if values is None:
             return False
         head, p = chosen.head, chosen.head.fragment
-        if p in self.latest and head.version <= self.latest[p][0]:
+        if p in self.latest and head.version <= self.latest[p][0]:  # a rewind: residuals belong to lost versions
             self._carrier.feedback.reset(p)
         self.latest[p] = (head.version, head.digest)
         member.shared.merged_tokens[p] = head.merged_tokens
@@ -185,16 +186,14 @@ class Pulling:
 
 
 class _Chosen:
-    """Calling it gives the head that is to be pulled: of its fragment the newest that is known by then."""
+    """A callable that chooses the head to pull: the newest known head of a fragment at the time of the call."""
 
     def __init__(self, head: Head, wanted: Mapping[int, Head], seen_s: Mapping[int, float], clock: Clock) -> None:
-        """wanted, seen_s: as `Pulling`'s."""
+        """wanted, seen_s: the dictionaries of `Pulling`, which change between calls."""
         self.head, self._wanted, self._all_seen_s, self._clock = head, wanted, seen_s, clock
         self._asked_s = clock.now()
-        self.seen_s: float | None = None
-        """When it was first heard of, if that is known."""
-        self.waited_s = 0.0
-        """From then on, before the pull had its turn, or after an outage began once more."""
+        self.seen_s: float | None = None  # time of the first sight of the head, if that is known
+        self.waited_s = 0.0  # from that time until the pull had its turn, or began again after an outage
 
     def __call__(self) -> Head:
         now, p = self._clock.now(), self.head.fragment
@@ -204,14 +203,14 @@ class _Chosen:
 
 
 TAPE_BLOCK_S = 1.0
-LOOK_AT_ALL_S = 5.0
-"""Time between two looks at all heads, whatever the tape says."""
+LOOK_AT_ALL_S = 5.0  # between two looks at all heads, even if the tape says nothing
+# A live syncer would have restored lost heads within this time. After it, learners restart the run from the globals that
+# they have adopted.
 LOST_HEADS_S = 15.0
-"""Heads that are gone for so long are not put back by a syncer: learners begin again with what they have adopted."""
 
 
 class Following:
-    """How one learner comes to know that heads have moved or gone."""
+    """How one learner notices that heads have moved or were lost."""
 
     def __init__(
         self, member: Member, pulling: Pulling, publishing: Publishing, version_0: Version0, feedback: Feedback
@@ -221,28 +220,27 @@ class Following:
         self._version_0, self._feedback = version_0, feedback
         self._refused = Refused(member, publishing.newest)
         self._look_at_all_s = 0.0
-        self._outages = member.outages.count
-        """Failed calls that were known when all heads were last looked at."""
-        self._lost_since_s: float | None = None
-        """Since when heads are missing that were there."""
+        self._outages = member.outages.count  # failed calls, as of the last look at all heads
+        self._lost_since_s: float | None = None  # time since which known heads are missing; None: none is
 
     async def follow(self) -> None:
-        """Read the tape until a call of the bus has failed: what it said meanwhile is passed over then.
+        """Follow the tape until a call of the bus has failed; what the tape said meanwhile is then skipped.
 
         Raises:
             BusError: call it again.
         """
         outages, bus = self._member.outages, self._member.bus
         gap, outages.gap = outages.gap, False
+        # The tape's end is taken before all heads are read: whatever changes after that is on the tape behind it.
         cursors = await bus.tape_end()
         self._look_at_all_s = 0.0
         if gap:
-            self._shared.offer_again = True  # what the bus acknowledged before may be lost with its last second
+            self._shared.offer_again = True  # a restarted bus may have lost its last second, acknowledged or not
             self._pulling.part_known = False
         while not outages.gap:
             if self._member.clock.now() >= self._look_at_all_s:
                 await self._look_at_all()
-                if len(cursors) < bus.keys.groups:  # a server was away
+                if len(cursors) < bus.keys.groups:  # a server could not be reached
                     cursors = await bus.tape_end() | cursors
             entries = await bus.read_tape(cursors, TAPE_BLOCK_S)
             cursors |= {entry.group: entry.entry_id for entry in entries}
@@ -252,7 +250,7 @@ class Following:
                 elif isinstance(record, Committed):
                     if self._refused.fragments:
                         self._refused.merged(record)
-                    # One that was put back: what was offered on it may be lost with its head.
+                    # Without a base digest, the head was restored: deltas offered on it may be lost with the old head.
                     if record.base_digest is None:
                         self._shared.offer_again, self._pulling.part_known = True, False
                     self._feedback.merged(record.fragment, record.contributions)
@@ -262,22 +260,25 @@ class Following:
                 await self._pulling.look(sorted(told))
 
     def _knows(self, record: TapeRecord) -> bool:
-        """Whether a record is of no news here: a first attempt on a base that this learner has published on.
+        """Return whether a record is no news: the window is a first attempt on a base that this learner has published
+        on.
 
-        It asks for nothing that was not given, and the next record of the fragment is looked at anyway.
+        Such a window asks for nothing that this learner has not given, and the fragment's next record is looked at
+        anyway.
         """
         if not isinstance(record, WindowChanged) or record.attempt > 0:
             return False
         return self._publishing.newest.get(record.fragment, (-1, 0))[0] == record.version
 
     async def _look_at_all(self) -> None:
-        """See what all heads say. Should some be gone for long, the run begins again with what was adopted of them."""
+        """Look at all heads; if some were missing for long, restart the run from the globals that were adopted."""
         member, pulling = self._member, self._pulling
         now, lost = member.clock.now(), self._lost_since_s
         self._look_at_all_s = now + LOOK_AT_ALL_S
         there = await pulling.look(range(len(member.layout.fragments)))
         if pulling.reached and member.outages.count != self._outages:
-            # One of several nodes was away, which ends no work but its own: it may have lost what it had acknowledged.
+            # One of several nodes was unreachable. That sets no `gap`, since the work on the other nodes went on, but the
+            # node may have lost what it had acknowledged.
             self._outages = member.outages.count
             self._shared.offer_again |= member.bus.keys.groups > 1
         if there:
@@ -291,6 +292,8 @@ class Following:
             detail = f"a syncer puts them back, or this learner uploads what it has adopted in {LOST_HEADS_S:g} s"
             member.log.warning("heads_lost", detail=detail)
         elif now - lost >= LOST_HEADS_S:
-            nonce = f"{pulling.looks:04x}{member.incarnation}"[:32]  # a fresh one: other values than at first
+            nonce = f"{pulling.looks:04x}{member.incarnation}"[
+                :32
+            ]  # a new nonce, since the values are not the first ones
             await self._version_0.ensure(nonce, trained=True)
             self._look_at_all_s = now
