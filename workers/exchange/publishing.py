@@ -23,8 +23,8 @@ from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.reporting import Reporting
 from diloco.workers.rounds import Publication
 
-# A snapshot of a fragment, in the form that the carrier takes. For `OwnCarrier` it is a callable that returns the vector
-# (elements,), of the encoder's kind; the caller may overwrite the vector, and the call may wait for a device.
+# A snapshot of a fragment, in the form that the carrier takes. For `OwnCarrier` it is a callable that returns the
+# vector (elements,), of the encoder's kind; the caller may overwrite the vector, and the call may wait for a device.
 Values = Any
 
 # A payload whose delta was renewed expires after this, so that a syncer in the middle of reading it can finish.
@@ -162,8 +162,8 @@ class Publishing:
             except BadMessage as error:  # the renewed delta stays; the next one will contain this one's training too
                 member.outages.told(error, fragment=p)
                 return
-        # A delta of use that is not whole was refused early, perhaps without a new attempt being asked for. It counts as
-        # uploaded, since otherwise it would never be renewed.
+        # A delta of use that is not whole was refused early, perhaps without a new attempt being asked for. It counts
+        # as uploaded, since otherwise it would never be renewed.
         if whole or self._is_of_use(publication):
             member.shared.uploaded[p] = publication.serial
         if whole and takes_its_place:

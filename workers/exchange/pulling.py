@@ -204,8 +204,8 @@ class _Chosen:
 
 TAPE_BLOCK_S = 1.0
 LOOK_AT_ALL_S = 5.0  # between two looks at all heads, even if the tape says nothing
-# A live syncer would have restored lost heads within this time. After it, learners restart the run from the globals that
-# they have adopted.
+# A live syncer would have restored lost heads within this time. After it, learners restart the run from the globals
+# that they have adopted.
 LOST_HEADS_S = 15.0
 
 
@@ -277,8 +277,8 @@ class Following:
         self._look_at_all_s = now + LOOK_AT_ALL_S
         there = await pulling.look(range(len(member.layout.fragments)))
         if pulling.reached and member.outages.count != self._outages:
-            # One of several nodes was unreachable. That sets no `gap`, since the work on the other nodes went on, but the
-            # node may have lost what it had acknowledged.
+            # One of several nodes was unreachable. That sets no `gap`, since the work on the other nodes went on, but
+            # the node may have lost what it had acknowledged.
             self._outages = member.outages.count
             self._shared.offer_again |= member.bus.keys.groups > 1
         if there:
