@@ -83,7 +83,7 @@ class BaseLearner:
 
     @property
     def exit_status(self) -> int:
-        """Status for `sys.exit` at the program's end: 75 if it was asked to end and the run goes on without it, else 0."""
+        """Status for `sys.exit` at the program's end: 75 if it was asked to end while the run goes on, else 0."""
         return AGAIN_STATUS if self._stopping.came and not self.over else 0
 
     @property
@@ -168,7 +168,7 @@ class BaseLearner:
 
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:
-        """Return the spec of a run if it is there, else None, for a trainer that joins without knowing anything of it."""
+        """Return the spec of a run if it is there, else None; for a trainer that joins without settings of its own."""
         return connecting.read_spec(redis_url, run)
 
     # --- joining and leaving --------------------------------------------------------------------------
@@ -205,9 +205,7 @@ class BaseLearner:
         raise NotImplementedError
 
     def _proposal(self) -> Spec:
-        """Return this learner's spec, built on the run's spec or, without one, on the settings that a syncer waits
-        with.
-        """
+        """Return the spec to propose: it follows the run's spec or, without one, the settings of a waiting syncer."""
         beginning, url, run, go_on = connecting.Beginning(), self._url, self._given.run, self._life.go_on_joining
         held = connecting.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
         if held is None:

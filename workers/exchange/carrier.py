@@ -1,7 +1,7 @@
-"""What carries a learner's payloads to the bus and from it, and has its bases and residuals. asyncio.
+"""Move a learner's payloads to and from the bus, and keep its bases and residuals. asyncio.
 
-The rest of the exchange decides: it follows heads, sends headers, reports. A learner that is one process carries all
-itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.rank_carrier`).
+The rest of the exchange decides what to move: it follows heads, sends headers, reports. A learner that is one process
+carries everything itself (`OwnCarrier`); the ranks of a larger one carry a part each (`ranks.rank_carrier`).
 """
 
 import asyncio
@@ -28,64 +28,67 @@ from diloco.workers.rounds import Base, Publication
 
 Float32 = npt.NDArray[np.float32]
 
+# A delta that was neither merged nor refused expires after this.
 DELTA_TTL_S = 600.0
-"""A delta that nobody merged or refused is gone after this."""
 INITIAL_TTL_S = 600.0
+# A payload that takes several reads is kept alive for this long from each read on.
 SLOW_PULL_S = 60.0
-"""A payload that takes several reads is kept for so long from each one on."""
+# While a learner joins, one in this many fragments is in flight at a time.
 PART = 32
-"""Of the fragments, one of so many is on its way at a time while a learner joins."""
 
 
 class Feedback(Protocol):
-    """What is told of the fate of deltas (`ErrorFeedback`)."""
+    """The receiver of news about the fate of deltas (`ErrorFeedback`)."""
 
     def merged(self, fragment: int, parts: Iterable[Contribution | MergedBase]) -> None:
-        """These deltas were merged."""
+        """Note that these deltas were merged."""
 
     def passed(self, fragment: int, version: int) -> None:
-        """The fragment is at `version`, and all merges until then were told."""
+        """Note that the fragment is at `version`, and that all merges until then were reported."""
 
     def reset(self, fragment: int) -> None:
-        """The fragment went back."""
+        """Note that the fragment went back to an earlier version."""
 
 
 class Carrier(Protocol):
-    """One learner's. The exchange thread's."""
+    """The payload side of one learner; used by the exchange thread only."""
 
     lanes: int
-    """Payloads under way at a time, each way: those of fragments p and q if p and q differ modulo this number."""
+    """Number of payloads in flight at a time, each way: fragments p and q move independently if they differ modulo
+    this.
+    """
 
     @property
     def feedback(self) -> Feedback:
-        """Of its deltas."""
+        """The receiver of news about this learner's deltas."""
 
     async def pull(self, choose: Callable[[], Head]) -> Any | None:
-        """Fetch a head's global: what the training side is to adopt (`Base.values`); None: it was replaced meanwhile.
+        """Fetch a head's global in the form that the training side adopts (`Base.values`); None: it was replaced.
 
-        choose: gives the newest head of a fragment; called as the pull begins, and as it begins again: the last counts.
+        choose: returns the newest head of a fragment. It is called when the pull begins, and whenever it begins again;
+        the last call counts.
 
         Raises:
-            BusError: it cannot be read, where that is not tried again by who carries it.
+            BusError: it cannot be read, unless the carrier retries by itself.
         """
 
     async def upload(self, publication: Publication, values: Any, of_use: Callable[[], bool]) -> bool:
-        """Encode and upload a delta, for as long as it is of use; whether all of it is on the bus.
+        """Encode and upload a delta, for as long as it is of use; return whether all of it is on the bus.
 
-        values: the fragment at the snapshot, as the training side gave it.
+        values: the fragment's snapshot, as the training side gave it.
         """
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
-        """Upload a fragment as version 0: as last pulled, else as it is in the model. The number of chunks.
+        """Upload a fragment as version 0, as it was last pulled or else as it is in the model; return its chunks.
 
         Raises:
             UsageError: the values are not finite.
-            BusError: it may not be there.
+            BusError: the upload may be incomplete.
         """
 
 
 async def on_all_lanes(work: Callable[[int], Coroutine[Any, Any, None]], lanes: int) -> None:
-    """Do a work on each lane at the same time; the first error ends it on all of them."""
+    """Run `work` on all lanes concurrently; the first error cancels the others and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             for lane in range(lanes):
@@ -95,7 +98,10 @@ async def on_all_lanes(work: Callable[[int], Coroutine[Any, Any, None]], lanes: 
 
 
 async def some_at_once(work: Callable[[int], Coroutine[Any, Any, None]], fragments: Sequence[int]) -> None:
-    """Do a work for each fragment, one of 32 of them at a time: so no number of round trips grows with theirs."""
+    """Run `work` for each fragment, one in `PART` of them at a time.
+
+    So the number of consecutive round trips does not grow with the number of fragments.
+    """
     lanes = max(1, len(fragments) // PART)
 
     async def on(lane: int) -> None:
@@ -106,13 +112,13 @@ async def some_at_once(work: Callable[[int], Coroutine[Any, Any, None]], fragmen
 
 
 def delta_key(member: Member, fragment: int, serial: int) -> str:
-    """Of the payload of one of the learner's deltas."""
+    """Return the bus key of the payload of one of the learner's deltas."""
     return member.bus.keys.delta_payload(fragment, member.learner, member.incarnation, serial)
 
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """Of a fragment."""
+    """A fragment's state that one process hands over to another, with its base's version and digest."""
 
     version: int
     digest: bytes
@@ -120,24 +126,24 @@ class HandedOver:
 
 
 class OwnCarrier:
-    """All of it is this process's own."""
+    """The carrier of a learner that is one process: everything is its own."""
 
     def __init__(self, member: Member, initial: Callable[[int], Float32]) -> None:
         """initial: fragment -> (elements,) of the initial parameters."""
-        self.lanes = member.spec.sync.groups  # so that a node that is away holds up its own fragments alone
+        self.lanes = member.spec.sync.groups  # a lane per group: an unreachable node holds up only its own fragments
         self._member, self._initial = member, initial
         self._syncs = [fragment.sync(member.spec.sync) for fragment in member.layout.fragments]
         self.feedback = ErrorFeedback(member.learner, member.incarnation, member.encoder.grown)
         self._bases: dict[int, Base] = {}
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
-        """As `Carrier`."""
+        """Upload a fragment as version 0; see `Carrier.upload_initial`."""
         member, base = self._member, self._bases.get(fragment)
         flat = self._initial(fragment) if base is None else member.encoder.read(base.values)
         return await push_initial(member, fragment, nonce, flat)
 
     async def pull(self, choose: Callable[[], Head]) -> Any | None:
-        """As `Carrier`."""
+        """Fetch a head's global; see `Carrier.pull`."""
         head = choose()
         member, p = self._member, head.fragment
         elements, sync, held = member.layout.fragments[p].elements, self._syncs[p], None
@@ -153,7 +159,7 @@ class OwnCarrier:
         return values
 
     def held(self, fragment: int) -> "HandedOver | None":
-        """What another process needs to serve a fragment from here; None: the fate of a delta is not known yet."""
+        """Return what another process needs to serve a fragment from now on; None while a delta's fate is unknown."""
         if self.feedback.undecided(fragment):
             return None
         base, residual = self._bases[fragment], self.feedback.residual(fragment)
@@ -163,19 +169,19 @@ class OwnCarrier:
         return HandedOver(base.version, base.digest, vectors)
 
     def inherit(self, fragment: int, name: str, base: Base) -> None:
-        """name: of a vector that another process has handed over, and which `base` has the values of."""
+        """Take over a vector of a fragment from another process. name: of the vector whose values are in `base`."""
         if name == "base":
             self._bases[fragment] = base
         else:
             self.feedback.inherit(fragment, base.values)
 
     def drop(self, fragment: int) -> None:
-        """Another process serves it."""
+        """Release a fragment that another process serves from now on."""
         self._bases.pop(fragment, None)
         self.feedback.reset(fragment)
 
     async def upload(self, publication: Publication, values: Any, of_use: Callable[[], bool]) -> bool:
-        """As `Carrier`."""
+        """Encode and upload a delta; see `Carrier.upload`. The upload begins while the rest is still encoded."""
         if not of_use():
             return False
         member, base, loop = self._member, publication.base, asyncio.get_running_loop()
@@ -184,7 +190,8 @@ class OwnCarrier:
         payload = Payload(codec.as_bytes(wire), sync.chunk_bytes, partial(loop.call_soon_threadsafe, more.set))
 
         def but_the_last(upto: int) -> None:
-            """A delta whose last chunk is on the bus may be merged, and what it has lost has to be known by then."""
+            # The last byte is withheld until `feedback.sent` was called: a complete delta may be merged at once, and
+            # `feedback.merged` would not know its encoding error yet.
             payload.grow_to(min(upto, payload.nbytes - 1))
 
         async def encode() -> None:
@@ -205,7 +212,7 @@ class OwnCarrier:
     async def upload_encoded(
         self, publication: Publication, wire: npt.NDArray[Any], of_use: Callable[[], bool]
     ) -> bool:
-        """As `upload`, of a payload that is made, by a codec that loses nothing that is kept."""
+        """Upload a delta that is encoded already, by a codec without residuals; otherwise like `upload`."""
         payload = Payload(codec.as_bytes(wire), self._syncs[publication.base.fragment].chunk_bytes)
         await self._member.offload(payload.grow_to, payload.nbytes)
         return await self._push(publication, payload, asyncio.Event(), of_use)
@@ -213,7 +220,7 @@ class OwnCarrier:
     async def _push(
         self, publication: Publication, payload: Payload, more: asyncio.Event, of_use: Callable[[], bool]
     ) -> bool:
-        """For as long as it is of use; whether all of it is there."""
+        """Upload a payload for as long as it is of use; return whether all of it is there."""
         member, base, whole = self._member, publication.base, False
 
         async def send() -> None:
@@ -227,15 +234,15 @@ class OwnCarrier:
 
         try:
             await member.outages.retry(send, unless=PayloadIncomplete)
-        except PayloadIncomplete:  # what was there is gone: the syncer refused it meanwhile, or the bus lost it
+        except PayloadIncomplete:  # the part on the bus is gone: the syncer refused it meanwhile, or the bus lost it
             pass
-        except BadMessage as error:  # something else is there: as if it were gone
+        except BadMessage as error:  # something foreign is under its key: treated as if it were gone
             member.outages.told(error, fragment=base.fragment)
         return whole
 
 
 async def push_initial(member: Member, fragment: int, nonce: str, flat: Float32) -> int:
-    """Upload values (elements,) as a fragment's version 0; as `Carrier.upload_initial`."""
+    """Upload values (elements,) as a fragment's version 0; return and raise as `Carrier.upload_initial` does."""
     if not np.isfinite(flat).all():
         raise UsageError("the model's initial parameters are not finite: check its initialisation")
     key = member.bus.keys.initial_payload(fragment, nonce)

@@ -1,9 +1,9 @@
-"""All of a learner's network work once it has joined: following heads, publishing deltas, reporting, claiming shards.
+"""All network work of a joined learner: follow heads, publish deltas, report, claim shards.
 
-Coroutines over the bus, no torch: `learner` gives them a thread of their own, tests and simulations run them in
-virtual time. The training side never waits for anything here. The two sides meet in `Shared`, whose fields each
-have one writer, in `publishing.queue` and in `reporting.soon`. An outage of the bus is outlasted. `joining` makes the
-one `Exchange` of a learner.
+These are coroutines over the bus, without torch: `learner` runs them in a thread of their own, tests and simulations in
+virtual time. The training side never waits for anything here. The two sides meet in `Shared`, whose fields have one
+writer each, in `publishing.queue` and in `reporting.soon`. Outages of the bus are waited out. `joining` makes a
+learner's one `Exchange`.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from diloco.workers.exchange.spec_check import Agreement
 from diloco.workers.exchange.work_queue import ShardClaims
 
 LOOK_FOR_SYNCERS_S = 10.0
+# Time for the last report of a leaving learner. A quarter of the time to leave is used if that is more.
 GOODBYE_S = 2.0
-"""For the last report of a learner that leaves; a quarter of the time to leave, if that is more."""
 
 
 class Exchange:
-    """One learner in its run, from having joined to leaving."""
+    """The work of one learner in its run, from having joined to leaving."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Exchange:
         reporting: Reporting,
         claims: ShardClaims,
     ) -> None:
-        """pulling: has pulled every fragment."""
+        """pulling: has pulled every fragment already."""
         self.member, self.shared = member, member.shared
         self._agreement = agreement
         self.carrier, self.feedback = carrier, carrier.feedback
@@ -47,10 +47,10 @@ class Exchange:
         self.following = Following(member, pulling, self.publishing, version_0, carrier.feedback)
 
     async def work(self) -> None:
-        """All of it, until cancelled; ends early only by a bug, or where the learner has to end.
+        """Do all of this work until cancelled. It ends early only if the learner has to end, or by a bug.
 
         Raises:
-            LearnerReplaced, SpecMismatch: in a group.
+            LearnerReplaced, SpecMismatch: within an exception group.
         """
         works = (
             self.following.follow,
@@ -67,7 +67,7 @@ class Exchange:
                 group.create_task(self.member.outages.forever(work))
 
     async def leave(self, deadline_s: float) -> bool:
-        """Flush what is queued, give back what is unread, say goodbye; True if all of it was in time."""
+        """Flush what is queued, give back unread shards, say goodbye; return True if all of it was in time."""
         member, flushed = self.member, True
         self.claims.leave()
         try:
@@ -76,7 +76,7 @@ class Exchange:
                 await self.claims.returned.wait()
         except TimeoutError:
             flushed = False
-        self.reporting.left = flushed  # what is reported from now on must not take it back
+        self.reporting.left = flushed  # set on the object: a concurrent periodic report must not take `left` back
         with suppress(TimeoutError, BusError):
             async with asyncio.timeout(max(GOODBYE_S, deadline_s / 4)):
                 await self.reporting.write()
@@ -87,9 +87,9 @@ class Exchange:
         return flushed
 
     async def _look_for_syncers(self) -> None:
-        """Say so if nobody merges what is published: it is bounded (a delta a base, which expires), and of no use.
+        """Warn when no syncer merges what is published. Memory stays bounded (one delta a base, which expires).
 
-        While Redis takes no reports of this learner, no syncer can say either that it is here.
+        If Redis takes no writes, syncers cannot report themselves either, so a missing one means nothing then.
         """
         missed = 0
         while True:

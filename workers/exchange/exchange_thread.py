@@ -1,4 +1,4 @@
-"""The thread that does all of a learner's I/O, and what the training thread hands to it and takes from it."""
+"""The thread that does all of a learner's I/O, and the training thread's side of the exchange with it."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Sequence
@@ -27,35 +27,32 @@ from diloco.workers.training import Training
 
 T = TypeVar("T")
 
-Read = Callable[[Iterable[int]], list[Float32]]
-"""The newest globals (elements,) of these fragments."""
+Read = Callable[[Iterable[int]], list[Float32]]  # returns the newest globals (elements,) of these fragments
 
 LOOK_S = 0.2
 JOIN_S = 10.0
 
 
 class ExchangeThread:
-    """An event loop in a thread, with one learner's exchange. All public methods are the training thread's."""
+    """An event loop in a thread, running one learner's exchange. All public methods are for the training thread."""
 
     def __init__(self, url: str, run: str, training: Training) -> None:
         self._url, self._run_name, self._training = url, run, training
         self._loop, self._ended = fast_loop(), asyncio.Event()
         self._thread = OwnThread("exchange", self._work)
         self._joined: Future[tuple[Any, Found]] = Future()
-        self._abandoned = False
-        """Nothing comes of having joined. Written by the training thread."""
-        self.left = False
-        """The learner has left its run. Written by the training thread."""
-        self.failure: BaseException | None = None
-        """What the thread has ended by, if not by `end`. Written by it, once."""
+        # Each of these flags has one writer, so none needs a lock.
+        self._abandoned = False  # joining came to nothing; written by the training thread
+        self.left = False  # the learner has left its run; written by the training thread
+        self.failure: BaseException | None = None  # the error that ended this thread; written by this thread, once
 
     def join_run(self, check: Callable[[], None]) -> tuple["JoinedLearner", Found]:
-        """Begin, and wait until the learner has joined; what it has of its run, and the moments to begin with.
+        """Start the thread and wait until the learner has joined; return the joined learner and the moments found.
 
-        check: called some times a second; may raise.
+        check: called several times a second; may raise.
 
         Raises:
-            DilocoError: it cannot join.
+            DilocoError: the learner cannot join.
         """
         self._thread.start()
         while not wait({self._joined}, LOOK_S).done:
@@ -64,16 +61,16 @@ class ExchangeThread:
         return self._entered(exchange), found
 
     def _entered(self, exchange: Any) -> "JoinedLearner":
-        """exchange: what `_join_and_work` has given."""
+        """exchange: the result of `_join_and_work`."""
         return JoinedLearner(self._training, exchange, self)
 
     def call(self, what: Callable[..., None], *args: Any) -> None:
-        """Have the thread call something. One that has failed meanwhile does no more: `failure` says why."""
+        """Have the thread call a function. A thread that has failed calls nothing any more; see `failure`."""
         with suppress(RuntimeError):  # its loop is closed
             self._loop.call_soon_threadsafe(what, *args)
 
     def ask(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Have the thread do something; the answer is cancelled at once if it has ended."""
+        """Have the thread run a coroutine; return its future, which is cancelled at once if the thread has ended."""
         try:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:
@@ -83,42 +80,43 @@ class ExchangeThread:
             return nothing
 
     def result_of(self, asked: Future[T]) -> T:
-        """Wait for an answer.
+        """Wait for the result of `ask`.
 
         Raises:
-            CancelledError: the thread has ended before.
+            CancelledError: the thread ended before there was a result.
         """
         while not wait({asked}, LOOK_S).done:
-            if not self.works and not asked.done():  # what a loop is asked as it closes is never answered
+            # A future that is given to a loop while it closes is never completed, so the thread's end is looked at too.
+            if not self.works and not asked.done():
                 raise CancelledError
         return asked.result()
 
     @property
     def works(self) -> bool:
-        """It has neither ended nor failed."""
+        """True while the thread has neither ended nor failed."""
         return self._thread.is_alive() and self.failure is None
 
     def notice(self) -> None:
-        """The training thread knows of the failure."""
+        """Called when the training thread has seen the failure. Does nothing here; `RankThread` overrides it."""
 
     def abandon(self) -> None:
-        """Nothing came of joining: the thread says goodbye, closes its bus and ends."""
+        """Give up joining: the thread writes a last report, closes its bus and ends."""
         self._abandoned = True
         self.end()
 
     def end(self) -> None:
-        """Have it end, with whatever it is doing."""
+        """Make the thread end, whatever it is doing."""
         self.call(self._ended.set)
 
     def join(self) -> None:
-        """Wait a while until it has ended."""
+        """Wait for the thread's end, at most `JOIN_S`."""
         if self._thread.ident:
             self._thread.join(JOIN_S)
         else:  # it never began
             self._loop.close()
 
     def forget(self) -> None:
-        """Let go of what has joined, once the thread has ended."""
+        """Release the joined exchange, once the thread has ended."""
         self._joined = Future()
 
     # --- inside: the exchange thread ----------------------------------------------------------------------
@@ -127,7 +125,7 @@ class ExchangeThread:
         try:
             with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
                 runner.run(self._until_ended())
-        except BaseException as error:  # shown to the training thread at its next call
+        except BaseException as error:  # raised in the training thread at its next call (`Life.joined`)
             self.failure = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error
         finally:
             if not self._joined.done():
@@ -143,7 +141,7 @@ class ExchangeThread:
             await work
 
     async def _join_and_work(self) -> None:
-        """Join, and work until cancelled."""
+        """Join the run, then work until cancelled."""
         training = self._training
         bus, scripts = await connecting.reach(self._url, self._run_name, training.learner)
         encoder = OnDevice(training.parameters.device) if training.encode_on_device else OnHost(AT_ONCE)
@@ -160,7 +158,10 @@ class ExchangeThread:
             await bus.close()
 
     async def _recover_and_help(self, bus: Bus, exchange: Exchange) -> None:
-        """The last part of joining, while the exchange follows the heads already; then the same for others."""
+        """Find the optimizer's moments, which completes joining; then answer other learners that look for theirs.
+
+        The exchange follows the heads already meanwhile.
+        """
         training, shared = self._training, exchange.shared
         recovery, rounds = training.recovery, training.rounds
         peers = recovery.peers(bus, bus.clock, training.spec.sync.chunk_bytes, lambda: shared.state)
@@ -174,9 +175,9 @@ class ExchangeThread:
 
 
 async def say_joined(bus: Bus, learner: str, incarnation: str, versions: Sequence[int], state: RunState | None) -> None:
-    """Log that a learner has joined its run, at these versions."""
+    """Log that a learner has joined its run, with its versions and the number of live learners."""
     live = None
-    with suppress(BusError):  # it trains all the same
+    with suppress(BusError):  # the number is only for the log line
         live = len(live_learners(await bus.read_reports(), state))
     least, most = min(versions), max(versions)
     structlog.get_logger().info(
@@ -191,23 +192,22 @@ async def say_joined(bus: Bus, learner: str, incarnation: str, versions: Sequenc
 
 
 class JoinedLearner:
-    """A learner in its run. The training thread's."""
+    """A learner in its run, as the training thread uses it."""
 
     def __init__(self, training: Training, exchange: Exchange, thread: ExchangeThread) -> None:
-        """exchange: works in `thread`, and is only told what to do there; `exchange.shared` is for both threads."""
+        """exchange: runs in `thread`; it is only called through `thread`. Both threads use `exchange.shared`."""
         self.training, self.thread, self.shared = training, thread, exchange.shared
         self._exchange = exchange
-        self.late = self.over
-        """The run was over as it joined: what it trains is nobody's."""
+        self.late = self.over  # the run was over when it joined, so its training counts for nothing
 
     @property
     def exchange(self) -> Exchange:
-        """What works in its thread."""
+        """The exchange, which runs in its own thread."""
         return self._exchange
 
     @property
     def over(self) -> bool:
-        """The run drains, or is finished."""
+        """True if the run drains or is finished."""
         state = self.shared.state
         return state is not None and state.phase is not Phase.RUNNING
 
@@ -218,11 +218,13 @@ class JoinedLearner:
         return 0.0 if state is None else min(1.0, state.counted_tokens / state.budget_tokens)
 
     def stepped(self, tokens: int) -> int:
-        """An inner step is done: count it, adopt what has arrived, publish what is due; the tokens to be reported.
+        """Count an inner step, adopt what has arrived, publish what is due; return the tokens to be reported.
 
-        tokens: trained in it.
+        tokens: trained in this step.
         """
         training, shared = self.training, self.shared
+        # The order matters: the step is counted on the bases that it was trained on, and what is published afterwards
+        # is measured from the bases just adopted. No delta can mix two bases.
         training.rounds.trained(tokens)
         adopted = self.adopt()
         if healed := shared.heal:
@@ -232,12 +234,15 @@ class JoinedLearner:
             shared.offer_again = False
             training.rounds.offer_again()
         due = training.rounds.publications(shared.windows, shared.uploaded, shared.released)
-        self.hand_over(() if healed else due, adopted)  # nothing is trained yet on what it was healed with
+        self.hand_over(() if healed else due, adopted)  # a healed model equals its bases: there is no delta yet
         return tokens
 
     def _heal(self) -> None:
-        """Go on from the bases, and from fresh moments where those can be dropped. What is counted stays: an attempt
-        holds all that was trained on its base, and so will the next one, which can be merged."""
+        """Reset the parameters to their bases, and the moments to fresh ones where they can be dropped safely.
+
+        The counters stay as they are: an attempt contains all that was trained on its base, and so will the next one,
+        which can be merged.
+        """
         for base in self.training.rounds.bases:
             self.training.parameters.overwrite(base.fragment, base.values)
         dropped = self.training.keeper.drop()
@@ -248,14 +253,16 @@ class JoinedLearner:
         structlog.get_logger().warning("learner_healed", learner=self.training.learner, detail=detail)
 
     def ended(self, stopping: Stopping) -> bool:
-        """The loop is to be left: the run is over, or the process was asked to end."""
+        """Return whether the loop is to be left: the run is over, or the process was asked to end."""
         return stopping.asked or self.over
 
     def adopt(self) -> bool:
-        """Overwrite the fragments of which newer globals have arrived; whether there are any."""
+        """Overwrite the fragments for which newer globals have arrived; return whether there were any."""
         adoptions, training = self.shared.adoptions, self.training
+        # `adoptions` is read before `state`: the exchange writes the state of a new part of the run before the globals
+        # of that part (`Pulling.look`), so these globals are never adopted under the old part's counts.
         arrived = sorted(adoptions)
-        training.rounds.in_part(self.shared.state)  # which came before what is adopted of it
+        training.rounds.in_part(self.shared.state)
         for p in arrived:
             base = adoptions.pop(p)
             training.parameters.overwrite(p, base.values)
@@ -263,38 +270,38 @@ class JoinedLearner:
         return bool(arrived)
 
     def newest(self, read: Read) -> list[Float32]:
-        """What this process holds of the newest global of each fragment. read: reads some, whole, now."""
+        """Return this process's part of the newest global of each fragment. read: reads whole fragments now."""
         return read(range(len(self.training.layout.fragments)))
 
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
-        """Snapshot what is to be published and tell the exchange, all of a step at once: waking its thread costs.
+        """Snapshot what is to be published and pass it to the exchange, all of a step at once: waking its thread costs.
 
-        adopted: fragments were, of which others learn soon.
+        adopted: fragments were adopted in this step, which others should learn soon.
         """
         items = [(publication, self._snapshot(publication.base.fragment)) for publication in publications]
         if items or adopted:
             self.thread.call(self._told, items, adopted)
 
     def _told(self, items: list[tuple[Publication, Callable[[], Any]]], adopted: bool) -> None:
-        """On the exchange's thread."""
+        """Take over what `hand_over` passes on; runs in the exchange's thread."""
         if items:
             self.exchange.publishing.queue(items)
         if adopted:
             self.exchange.reporting.soon()
 
     def _snapshot(self, p: int) -> Callable[[], Any]:
-        """What the encoder takes."""
+        """Return a snapshot of a fragment, in the form that the encoder takes."""
         training = self.training
         return training.parameters.on_device(p) if training.encode_on_device else training.parameters.snapshot(p).numpy
 
     def breaks_off(self, error: BaseException) -> bool:
-        """Whether an error of its loop ends it without `leave`, as it does where others would have to go along."""
+        """Return whether this error of the loop ends the learner without `leave`; ranks cannot leave one by one."""
         return False
 
     def leave(self, within_s: float, save_state: bool) -> bool:
-        """Publish what is unpublished, flush it, say goodbye; whether all of it got away in time.
+        """Publish what is unpublished, flush it, say goodbye; return whether everything was flushed in time.
 
-        Where an error has ended the training too: what was trained until then counts.
+        This holds even if an error has ended the training: what was trained until then counts.
 
         Raises:
             LearnerReplaced: another process took this learner's place meanwhile.
@@ -303,7 +310,7 @@ class JoinedLearner:
         for publication in training.rounds.last(self.shared.windows, due=over):
             try:
                 self.hand_over([publication], adopted=False)
-            except Exception as error:  # the model has changed, its device has no memory for a copy, or has failed
+            except Exception as error:  # the model was changed, or its device has failed or has no room for a copy
                 whole = False
                 structlog.get_logger().warning("last_delta_withheld", learner=training.learner, error=str(error))
         leaving = self.thread.ask(self.exchange.leave(within_s))
@@ -311,14 +318,14 @@ class JoinedLearner:
         return self._left(leaving) and whole
 
     def forget(self) -> None:
-        """Let go of the bases and residuals of a learner that has left, once its thread has ended."""
+        """Release the bases and residuals of a learner that has left, once its thread has ended."""
         self.training.rounds.forget()
         self.shared.adoptions.clear()
         self.thread.forget()
         del self._exchange
 
     def _left(self, leaving: "Future[bool]") -> bool:
-        """Wait until it has; as `leave`."""
+        """Wait until the exchange has left; return and raise as `leave` does."""
         try:
             in_order = self.thread.result_of(leaving)
         except CancelledError:  # the thread failed meanwhile

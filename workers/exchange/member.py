@@ -1,4 +1,4 @@
-"""What all parts of a joined learner's exchange work with."""
+"""The things that all parts of a joined learner's exchange work with."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,18 @@ from diloco.workers.exchange.shared import Shared
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One incarnation of a learner that has agreed with its run on the spec. The exchange thread's."""
+    """One incarnation of a learner that has agreed with its run on the spec. Used by the exchange thread only."""
 
     bus: Bus
     clock: Clock
     learner: str
     incarnation: str
     spec: Spec
-    """The run's."""
+    """The run's spec."""
     layout: Layout
     shared: Shared
     encoder: Encoder
     offload: Offload
-    """Runs heavy work."""
+    """Runs heavy work in another thread."""
     outages: Outages
     log: Any

@@ -171,7 +171,7 @@ class Publishing:
                 await member.bus.expire_soon(delta_key(member, p, renews), RENEWED_TTL_S)
 
     def _is_of_use(self, publication: Publication) -> bool:
-        """Return whether the syncer can still merge it: it is at most one version stale, and no later attempt exists."""
+        """Return whether the syncer can still merge it: at most one version stale, and no later attempt on its base."""
         base, (latest, _) = publication.base.version, self._latest[publication.base.fragment]
         return latest - 1 <= base <= latest and not self._is_outdone(publication)
 

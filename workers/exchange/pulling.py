@@ -260,8 +260,7 @@ class Following:
                 await self._pulling.look(sorted(told))
 
     def _knows(self, record: TapeRecord) -> bool:
-        """Return whether a record is no news: the window is a first attempt on a base that this learner has published
-        on.
+        """Return whether a record is no news: a window's first attempt on a base that this learner published on.
 
         Such a window asks for nothing that this learner has not given, and the fragment's next record is looked at
         anyway.

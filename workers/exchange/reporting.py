@@ -1,4 +1,4 @@
-"""A learner's reports: before each header, some times a second, and as its last word. asyncio."""
+"""Write a learner's reports: before each header, a few times a second, and on leaving. asyncio."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,13 +11,13 @@ from diloco.workers.exchange.identity import Identity
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import ShardClaims
 
+# Time between two reports while nothing else calls for one.
 REPORT_S = 0.3
-"""Time between reports while nothing else calls for one."""
 LEAST_REPORT_S = 0.05
 
 
 class Reporting:
-    """Writes what the training side says of itself, and learns the run's state by it."""
+    """Writes the training side's reports; each answer brings the run's state."""
 
     def __init__(
         self,
@@ -28,29 +28,26 @@ class Reporting:
         shared: Shared,
         claims: ShardClaims,
     ) -> None:
-        """make: called with `left` whenever a report is due; must not block."""
+        """make: makes a report when one is due, called with `left`; must not block."""
         self._identity, self._clock, self._make = identity, clock, make
         self._outages, self._shared, self._claims = outages, shared, claims
         self._wake = asyncio.Event()
         self._written_s = 0.0
-        self.written = 0
-        """Reports so far."""
-        self.taken_s = 0.0
-        """When the bus took the last one, by the clock."""
-        self.left = False
-        """What is reported from now on is that it has left."""
+        self.written = 0  # reports so far
+        self.taken_s = 0.0  # when the bus accepted the last one, by the clock
+        self.left = False  # True: reports from now on say that the learner has left
 
     def soon(self) -> None:
-        """Something has changed that others should learn of."""
+        """Ask for a report soon: something has changed that others should learn of."""
         self._wake.set()
 
     async def write(self) -> LearnerReport:
-        """Write one now.
+        """Write a report now.
 
         Raises:
             LearnerReplaced: another process has the learner's id.
-            RunReplaced: another run has begun in the place of the one that it trains in.
-            BusError: it may not be written.
+            RunReplaced: another run has begun under the name of the one that it trains in.
+            BusError: the report may not have been written.
         """
         self._wake.clear()
         self._written_s = self._clock.now()
@@ -58,7 +55,7 @@ class Reporting:
         own = {"number": self.written, "outages": self._outages.count, "pull_s": self._shared.pull_s}
         report = self._make(self.left).model_copy(update=own)
         state, known = await self._identity.write(report), self._shared.state
-        if state is not None:  # else the bus came back empty: what was known holds
+        if state is not None:  # None: the bus came back empty, and the last known state stays
             if (version := max(report.versions, default=-1)) > 0:
                 state.check_same_run(known, self._identity.run, f"Learner {report.learner} has version {version} of")
             self._shared.state = state
@@ -66,13 +63,14 @@ class Reporting:
         return report
 
     async def keep_reporting(self) -> None:
-        """Write one every now and then, and save the position in the shard in hand.
+        """Report at intervals until cancelled, and save the position in the shard being read.
 
         Raises:
-            LearnerReplaced, RunReplaced, BusError: as `write`.
+            LearnerReplaced, RunReplaced, BusError: see `write`.
         """
         saved: tuple[str, int] | None = None
         while True:
+            # The position is taken before the report, so that it never covers data whose training is not reported yet.
             position, began = self._shared.shard_position, self._clock.now()
             await self.write()
             if position is not None and position != saved:
@@ -85,7 +83,7 @@ class Reporting:
                             await self._wake.wait()
                 elif self._clock.now() - self._written_s >= LEAST_REPORT_S:
                     break
-                else:  # a delta's own report may tell of it meanwhile
+                else:  # wait a little: a delta may be published meanwhile, whose report tells the news as well
                     await asyncio.sleep(LEAST_REPORT_S)
             else:
                 await asyncio.sleep(LEAST_REPORT_S)

@@ -1,4 +1,4 @@
-"""Where a learner's training thread and its exchange thread meet: fields with one writer each. Pure."""
+"""The fields in which a learner's training thread and exchange thread meet; each has one writer. Pure."""
 
 import queue
 from collections.abc import Callable
@@ -11,34 +11,38 @@ from diloco.workers.rounds import Base, OpenWindow
 
 @dataclass(slots=True)
 class Shared:
-    """What the training thread and the exchange thread show each other. Each field has one writer."""
+    """The state that the training thread and the exchange thread share. Each field has one writer, so none needs a
+    lock.
+    """
 
     # written by the exchange
     adoptions: dict[int, Base] = field(default_factory=dict)
-    """Newest global of each fragment not adopted yet; the training side pops it."""
+    """Fragment -> its newest global that is not adopted yet; the training side pops it."""
     windows: dict[int, OpenWindow] = field(default_factory=dict)
     uploaded: dict[int, int] = field(default_factory=dict)
-    """Fragment -> serial of the last delta that may be renewed: header and payload are on the bus, or it was refused
-    before they were."""
+    """Fragment -> serial of the last delta that may be renewed: its header and payload are on the bus, or it was
+    refused before they were.
+    """
     released: dict[int, int] = field(default_factory=dict)
-    """Fragment -> serial of the last delta whose snapshot is held no more: it is on the bus, or of no use."""
+    """Fragment -> serial of the last delta whose snapshot is no longer held: it is on the bus, or of no use any more.
+    """
     state: RunState | None = None
-    """The last that the bus had; also while it has none, having come back empty."""
+    """The run's state as last read; it is kept while a bus that came back empty has none."""
     merged_tokens: dict[int, int] = field(default_factory=dict)
-    """Of each fragment, up to the global that was pulled last."""
+    """Fragment -> merged tokens, up to the global that was pulled last."""
     offer_again: bool = False
-    """The bus was away: deltas on the present bases must be offered again. Reset by who counts steps."""
+    """The bus was unavailable, so deltas on the present bases must be offered again. The training side resets it."""
     heal: bool = False
-    """What it trains is not finite: drop moments, and adopt the bases once more. Reset by who counts steps."""
+    """What this learner trains is not finite: drop the moments and return to the bases. The training side resets it."""
     pull_s: float = 0.0
-    """As `LearnerReport.pull_s`."""
+    """See `LearnerReport.pull_s`."""
     shards: "queue.SimpleQueue[ClaimedShard]" = field(default_factory=queue.SimpleQueue)
     # written by the training side
     shard_position: tuple[str, int] | None = None
-    """Entry id of the shard in hand and blocks of it already read."""
+    """Entry id of the shard being read, and the number of its blocks that were read."""
     shard_handed_out: tuple[str, int] | None = None
-    """The same with the block last handed out: what was read when no step is under way."""
+    """The same, including the block last handed out. Between two steps, this is what was really read."""
     window_seen: Callable[[], None] = lambda: None
-    """Called by the exchange when it has looked, and windows are open."""
+    """The exchange calls it after a look that found open windows."""
     shards_wanted: tuple[int, int] | None = None
-    """(blocks in an epoch, blocks in a shard), once the training side asks for shards."""
+    """(blocks in an epoch, blocks in a shard), from when the training side first asks for shards."""
