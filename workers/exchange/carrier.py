@@ -79,7 +79,7 @@ class Carrier(Protocol):
         """
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
-        """Upload a fragment as version 0, as it was last pulled or else as it is in the model; return its chunks.
+        """Upload a fragment as version 0, as last pulled or else as it is in the model; return the number of chunks.
 
         Raises:
             UsageError: the values are not finite.

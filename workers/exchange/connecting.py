@@ -1,4 +1,4 @@
-"""A learner's way to its Redis: one that is not there yet is waited for, and it is said so."""
+"""Connect a learner to its Redis; wait, with log lines, if that is not there yet."""
 
 import asyncio
 import time
@@ -27,7 +27,10 @@ BACKOFF = Backoff(0.1, 5.0)
 
 
 def in_own_loop(work: Coroutine[Any, Any, T]) -> T:
-    """Do something that takes no part in a run; in another thread where this one has a loop, as a notebook's does."""
+    """Run a coroutine that takes no part in a run and return its result.
+
+    If this thread has a running event loop, as in a notebook, the coroutine runs in another thread.
+    """
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -37,13 +40,13 @@ def in_own_loop(work: Coroutine[Any, Any, T]) -> T:
 
 
 def url_of(given: str | None) -> str:
-    """The URL of the Redis that a learner was given, or that its environment names; sets up the log on the way.
+    """Return the Redis URL that a learner was given or that its environment names; set up logging on the way.
 
     Raises:
         UsageError: there is none.
     """
     settings = load(BusSettings, {"redis_url": given or None})
-    if not structlog.is_configured():  # in somebody else's program that leaves it to us
+    if not structlog.is_configured():  # a program that embeds the learner may have its own configuration
         logs.configure(settings.log_level)
     for warning in check_variables(PARTIES, wanted=BusSettings.model_fields):
         structlog.get_logger().warning("variable_unknown", detail=warning)
@@ -54,7 +57,7 @@ def url_of(given: str | None) -> str:
 
 
 def read_spec(url: str, run: str) -> Spec | None:
-    """The spec of a run that is already there, else None.
+    """Return the spec of a run, or None if the run is not there.
 
     Raises:
         BusUnavailable: there is no Redis.
@@ -69,7 +72,7 @@ def read_spec(url: str, run: str) -> Spec | None:
 
 
 async def read_run(bus: Bus) -> Spec | None:
-    """The spec of the bus's run, from which on the bus can be used for its fragments; None: it has none yet."""
+    """Return the spec of the bus's run and make the bus ready for its fragments; None: there is no spec yet."""
     if (encoded := await bus.read_spec()) is None:
         return None
     spec = codec.decode(Spec, encoded)
@@ -78,15 +81,15 @@ async def read_run(bus: Bus) -> Spec | None:
 
 
 class Beginning(NamedTuple):
-    """What a bus says to who proposes the first spec of a run."""
+    """What the bus tells the proposer of a run's first spec."""
 
     wanted: Mapping[str, Any] = MappingProxyType({})
-    """Settings that the run is to have, if a syncer that waits for a spec was given some."""
+    """Settings that a syncer waiting for a spec wants for the run, if it was given some."""
     cluster: bool = False
 
 
 def read_beginning(url: str, run: str) -> Beginning:
-    """Of a run that has no spec.
+    """Return the `Beginning` of a run that has no spec.
 
     Raises:
         BusUnavailable: there is no Redis.
@@ -101,7 +104,7 @@ def read_beginning(url: str, run: str) -> Beginning:
 
 
 def has_version_0(url: str, run: str) -> bool:
-    """Whether a run has parameters, so that nobody who joins uploads first ones.
+    """Return whether a run has parameters, so that a joining learner need not upload its own.
 
     Raises:
         BusUnavailable: there is no Redis.
@@ -116,11 +119,11 @@ def has_version_0(url: str, run: str) -> bool:
 
 
 def wait_for_spec(read: Callable[[], T], learner: str | None, check: Callable[[], None] = lambda: None) -> T:
-    """The spec of a run, or what else is read of it, once its Redis is there.
+    """Return what `read` returns, as soon as its Redis is there.
 
     Args:
-        read: as `read_spec`.
-        learner: its id, if it has one yet.
+        read: such as `read_spec`.
+        learner: its id, for log lines, if it has one yet.
         check: called before each try; may raise.
     """
     waits = BACKOFF.waits()
@@ -135,7 +138,7 @@ def wait_for_spec(read: Callable[[], T], learner: str | None, check: Callable[[]
 
 
 async def reach(url: str, run: str, learner: str) -> tuple[RedisBus, Scripts]:
-    """A bus, once its Redis is there, and has the scripts that the learner calls."""
+    """Return a bus and its scripts, as soon as Redis is there and has the scripts that the learner calls."""
     say = partial(_say, learner=learner)
     bus = await retry(lambda: connect(url, run), BACKOFF.waits(), BusUnavailable, say)
     scripts = Scripts(bus, learner)

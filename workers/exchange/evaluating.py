@@ -1,7 +1,7 @@
-"""A run's global parameters in a model, and a loss that is measured of them as the heads move. asyncio.
+"""Keep a run's global parameters in a model and measure their loss as the heads move. asyncio.
 
-It only reads heads and payloads and appends evaluations; a run goes on without it, and a second one does no
-harm. What is evaluated is the global parameters, never one learner's (Streaming DiLoCo).
+An evaluator only reads heads and payloads and appends evaluations, so a run does not need it, and a second one does no
+harm. It evaluates the global parameters, never those of one learner (Streaming DiLoCo).
 """
 
 import asyncio
@@ -29,31 +29,35 @@ from diloco.workers.exchange.connecting import read_run
 from diloco.workers.names import named_buffers, named_parameters
 from diloco.workers.parameters import FragmentParameters
 
-POLL_S = 0.5
-"""How often the run's state is looked at: one small read."""
+POLL_S = 0.5  # between two reads of the run's state, which are small
 
 BACKOFF = Backoff(0.2, 5.0)
 
+# Takes a model and returns one number, which may be NaN or infinite. It must not change the model. To be comparable
+# with other losses, it must be in nats per token.
 LossFunction = Callable[[nn.Module], float | torch.Tensor]
-"""A model -> one number, which may be NaN or infinite; in nats per token where it stands beside others. It leaves the
-model as it is."""
 
 log = structlog.get_logger()
 
 
 class Measured(NamedTuple):
-    """What is measured, and how."""
+    """The model to measure, and the loss to measure it by."""
 
     model: nn.Module
-    """Of the run's tensors; nobody else's, since the globals are written into it."""
+    """Has the run's tensors. The evaluator alone uses it, since the globals are written into it."""
     loss: LossFunction
 
 
 class Evaluating:
-    """The global parameters as last pulled, and what was last measured of them."""
+    """The global parameters as last pulled, with the last measurement of them."""
 
     def __init__(self, spec: Spec, measured: Measured, every_s: float) -> None:
-        """spec: the run's. every_s: shortest time between two measurements.
+        """Prepare; nothing is read yet.
+
+        Args:
+            spec: the run's.
+            measured: the model and its loss.
+            every_s: shortest time between two measurements.
 
         Raises:
             SpecMismatch: the model lacks a tensor of the run, or has it in another shape.
@@ -66,13 +70,11 @@ class Evaluating:
         self._held: list[tuple[int, bytes] | None] = [None] * len(self._layout.fragments)
         self._measured: list[tuple[int, bytes] | None] = []
         self._next_s = 0.0
-        self.last: float | None = None
-        """What was last measured."""
-        self.known: RunState | None = None
-        """The run's state as something of it was last measured."""
+        self.last: float | None = None  # the last measured loss
+        self.known: RunState | None = None  # the run's state at the last measurement
 
     async def look(self, bus: Bus) -> bool:
-        """Evaluate if it is time and something changed; True once the finished run has its last evaluation.
+        """Evaluate if it is time and something changed; return True once the finished run has its last evaluation.
 
         Raises:
             RunReplaced: another run has begun under this name.
@@ -92,10 +94,10 @@ class Evaluating:
         return finished
 
     async def measure(self, bus: Bus) -> float | None:
-        """The loss of what the heads name now, whenever it was last measured; None: there is nothing yet.
+        """Return the loss of the parameters that the heads name now, whatever the time; None: there are none yet.
 
         Raises:
-            RunReplaced: as `look`.
+            RunReplaced: see `look`.
         """
         state = await self._read_state(bus)
         if state is None or not await self._pull(bus):
@@ -110,7 +112,7 @@ class Evaluating:
         return state
 
     async def _pull(self, bus: Bus) -> bool:
-        """Make the model that of the heads; False if one is not there, or went meanwhile: read them again."""
+        """Update the model to the heads; return False if one is missing or was replaced meanwhile, to try again later."""
         heads = [head for head in await bus.read_heads(range(len(self._held))) if head is not None]
         return len(heads) == len(self._held) and await self._pull_heads(bus, heads)
 
@@ -130,10 +132,10 @@ class Evaluating:
         return True
 
     async def _evaluate(self, bus: Bus, state: RunState, final: bool) -> None:
-        # in a thread: the loop goes on serving its connections
+        # In a thread, so that the loop goes on serving its connections.
         self.last = loss = await asyncio.to_thread(self._number)
         self.known = state
-        await self._read_state(bus)  # the loss is of no run that has begun meanwhile
+        await self._read_state(bus)  # raises if another run began meanwhile: it must not get this loss
         now = bus.clock.unix()
         evaluation = Evaluation(
             loss=loss,
@@ -155,10 +157,10 @@ class Evaluating:
 
 
 def check_tensors(model: nn.Module, spec: Spec) -> None:
-    """Whether a model has all tensors of a run.
+    """Check that a model has all tensors of a run.
 
     Raises:
-        SpecMismatch: naming those that it has not, or in another shape.
+        SpecMismatch: names the tensors that it lacks or has in another shape.
     """
     here = {buffer.name: tuple(buffer.tensor.shape) for buffer in named_buffers(model) if buffer.tensor is not None}
     here |= {name: tuple(parameter.shape) for name, parameter in named_parameters(model)}
@@ -175,17 +177,18 @@ def check_tensors(model: nn.Module, spec: Spec) -> None:
 
 
 async def follow(url: str, run: str, begin: Callable[[Spec], Evaluating], stop: asyncio.Event) -> bool:
-    """Evaluate until the run is finished and measured (True), or `stop` is set; outlives an unavailable bus, and what
-    cannot be read there.
+    """Evaluate until the run is finished and measured (True), or `stop` is set (False).
+
+    It retries, with backoff, while the bus is unavailable or something on it cannot be read.
 
     begin: called with the spec, once there is one; what it raises ends this.
 
     Raises:
-        OtherFormat: the run's parties speak another wire format, which no wait changes.
+        OtherFormat: the run's parties use another wire format, so that waiting is useless.
     """
     bus: Bus | None = None
     evaluating: Evaluating | None = None
-    waits = BACKOFF.waits()  # by hand, not by `retry`: `stop` ends a pause, but not a look that is under way
+    waits = BACKOFF.waits()  # used by hand instead of `retry`: `stop` must end a pause, but not a look in progress
     try:
         while not stop.is_set():
             pause_s = POLL_S

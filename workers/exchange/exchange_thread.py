@@ -259,8 +259,8 @@ class JoinedLearner:
     def adopt(self) -> bool:
         """Overwrite the fragments for which newer globals have arrived; return whether there were any."""
         adoptions, training = self.shared.adoptions, self.training
-        # `adoptions` is read before `state`: the exchange writes the state of a new part of the run before the globals
-        # of that part (`Pulling.look`), so these globals are never adopted under the old part's counts.
+        # `in_part` comes before the adoptions, since it counts by the bases of the previous part of the run. The
+        # exchange for its part writes the state of a new part before that part's globals (`Pulling.look`).
         arrived = sorted(adoptions)
         training.rounds.in_part(self.shared.state)
         for p in arrived:

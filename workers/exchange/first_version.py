@@ -1,6 +1,6 @@
-"""Version 0 of a run, from the learners' side: one of them uploads it, the others wait for heads. asyncio.
+"""Provide version 0 of a run: one learner uploads it, the others wait for heads. asyncio.
 
-Also of a run that has lost its heads for good: it begins again with what a learner has adopted.
+The same code restarts a run that has lost its heads for good, from the globals that a learner has adopted.
 """
 
 import asyncio
@@ -24,23 +24,21 @@ POLL_S = 0.05
 
 
 class Version0:
-    """How one learner sees to it that its run has a version 0."""
+    """One learner's part in providing version 0 of its run."""
 
     def __init__(self, member: Member, agreement: Agreement, carrier: Carrier) -> None:
         self._bus, self._member, self._agreement, self._carrier = member.bus, member, agreement, carrier
         self._fragments = range(len(member.layout.fragments))
-        self._chunks: dict[int, int] = {}
-        """Fragment that this learner has uploaded -> chunks of it."""
-        self._announced: InitialUpload | None = None
-        """What it has, once all of it was there."""
+        self._chunks: dict[int, int] = {}  # fragment that this learner has uploaded -> its number of chunks
+        self._announced: InitialUpload | None = None  # this learner's upload, once it was complete and announced
 
     async def ensure(self, nonce: str, *, trained: bool) -> None:
         """Wait until every fragment has a head; upload version 0 if nobody has.
 
         Args:
-            nonce: for the upload: other values, another nonce.
-            trained: the run had heads, and this is what was adopted. Fresh values go to the bus only where no live
-                learner has such ones.
+            nonce: names the upload; other values need another nonce.
+            trained: the run had heads, and the adopted globals are uploaded. If False, the values are fresh ones, and
+                are uploaded only if no live learner has trained ones.
 
         Raises:
             SpecMismatch: the run has another spec by now.
@@ -48,7 +46,8 @@ class Version0:
         """
         patience_s = PATIENCE_S if trained else 0.0
         bus, retry = self._bus, self._member.outages.retry
-        # An upload that is there while heads are lost did not bring them back; nor does another's that is fresh.
+        # If heads are lost, an upload that is there already has failed to bring them back. Below, another learner's
+        # fresh values are treated likewise: trained values take precedence over them.
         useless = await retry(bus.read_initial) if trained else None
 
         async def prolong() -> None:
@@ -69,23 +68,27 @@ class Version0:
                 await asyncio.sleep(POLL_S)
 
     async def _headless(self, fragments: Sequence[int]) -> list[int]:
-        """Those that have no head. Of very many, to read those of all again and again would take all of the time."""
+        """Return those of the fragments that have no head.
+
+        `ensure` asks for the missing ones first: with very many fragments, reading all heads each time would take all
+        its time.
+        """
         heads = await self._member.outages.retry(self._bus.read_heads, fragments)
         return [p for p, head in zip(fragments, heads, strict=True) if head is None]
 
     async def _is_lost(self, upload: InitialUpload, p: int) -> bool:
-        """Whether the bus has the word of an upload, and not what a fragment without a head needs of it.
+        """Return whether an upload was announced, but its payload for fragment p is gone while p has no head.
 
-        A failover of a cluster can leave it so: the word and the payloads are on different nodes.
+        A failover in a cluster can cause this, because the announcement and the payloads are on different nodes.
         """
         bus, member = self._bus, self._member
         wanted = chunk_count(member.layout.fragments[p].elements, "fp32", member.spec.sync.chunk_bytes)
         if await bus.count_chunks(bus.keys.initial_payload(p, upload.nonce)) >= wanted:
             return False
-        return None in await bus.read_heads([p])  # else it went with the commit that made it a head
+        return None in await bus.read_heads([p])  # with a head, the payload was only removed by the commit that made it
 
     def _word(self, nonce: str, trained: bool) -> InitialUpload:
-        """What is said of an upload: of adopted values, also which run they are of, for its ledger to go on."""
+        """Return the announcement of an upload; for adopted values it names their run, so that its ledger continues."""
         member, state = self._member, self._member.shared.state
         if not trained or state is None:
             return InitialUpload(learner=member.learner, nonce=nonce)
@@ -98,7 +101,7 @@ class Version0:
         )
 
     async def _upload(self, nonce: str, trained: bool) -> None:
-        """All that has no head, under a claim that is kept however long a fragment takes; then announce it."""
+        """Upload every fragment that has no head, holding the claim however long that takes; then announce it."""
         member, self._chunks, self._announced = self._member, {}, None
         member.log.info("initial_upload_started", fragments=len(self._fragments))
 
@@ -108,12 +111,12 @@ class Version0:
         try:
             async with meanwhile(self._keep_claim(nonce)):
                 heads = await self._bus.read_heads(self._fragments)
-                # What has a head is not wanted any more.
+                # Fragments that have a head need no upload any more.
                 await some_at_once(upload_one, [p for p in self._fragments if heads[p] is None])
                 upload = self._word(nonce, trained)
                 if await self._bus.finish_initial(upload, INITIAL_TTL_S):
                     self._announced = upload
-        except BusError:  # whatever went wrong, the claim lapses and somebody begins again
+        except BusError:  # the claim lapses, and this learner or another one begins again
             self._chunks = {}
 
     async def _keep_claim(self, nonce: str) -> None:
@@ -122,12 +125,12 @@ class Version0:
         raise BusUnavailable("the claim to version 0 has lapsed, and another learner has it")
 
     async def _prolong(self, nonce: str) -> None:
-        """What is uploaded lives on while it is wanted: the rest of it, and the syncers' copy, may take long."""
+        """Keep extending the lifetime of what was uploaded: the other fragments and the syncers' copying may take long."""
         bus, size = self._bus, self._member.spec.sync.chunk_bytes
         while True:
             await asyncio.sleep(PROLONG_S)
             for p, count in list(self._chunks.items()):
-                with suppress(BadPayload):  # whoever appends to it harms its readers, who look at it
+                with suppress(BadPayload):  # only the expiry matters here; readers check the payload themselves
                     await bus.read_chunks(bus.keys.initial_payload(p, nonce), count, 1, size, extend_s=INITIAL_TTL_S)
             mine = self._announced
             if mine and await bus.read_initial() in (None, mine) and await bus.claim_initial(nonce, CLAIM_TTL_S):

@@ -1,14 +1,14 @@
-"""One process at a time has a learner's id: whoever comes later finds out, and whoever was replaced is told. asyncio.
+"""Ensure that one process at a time has a learner's id: a latecomer is refused, a replaced one ends. asyncio.
 
-| the last one with this id                    | who comes now                                          |
+| the last process with this id                | the new process                                        |
 |----------------------------------------------|--------------------------------------------------------|
 | none, has left, or silent for LIVE_S         | is the next generation, at once                        |
 | reported lately, silent while it is watched  | is the next generation after SILENT_S (it was killed)  |
 | reports while it is watched                  | is refused: `IdTaken`                                  |
 
-The first report of a generation holds the id on the bus. From then on older ones are refused, so a process that was
-paused and wakes, or was cut off for long, ends (`LearnerReplaced`). Reports carry their generations: a bus that comes
-back a second earlier, or empty, learns the order again from whoever reports.
+The first report of a generation takes the id on the bus. From then on the bus refuses reports of older generations, so
+a process that wakes from a pause, or was cut off for long, ends (`LearnerReplaced`). Reports carry their generation: a
+bus that comes back empty, or with the data of a second before, learns the order again from the processes that report.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from diloco.pipeline.bus.ports import Clock, Reports
 from diloco.pipeline.errors import IdTaken, LearnerReplaced
 from diloco.pipeline.messages.run import LearnerReport, RunState, SeenReport
 
+# A process that has not reported for this long is not even watched.
 LIVE_S = 5.0
-"""Who has not reported for this long is not even watched."""
+# Several times the interval between two reports.
 SILENT_S = 1.0
-"""Several times what lies between two reports."""
 LOOK_S = 0.1
 MOST_GENERATIONS = 10**9
+# So many new reports prove that a process lives: one or two may be late calls of a dead one.
 HEARD = 3
-"""Reports that only a live one sends: one or two may be late calls of a dead one."""
 
+# Incarnations made in this process, for example by the cells of a notebook -> its pid. A forked child inherits the
+# dictionary, and can tell by the pid that they are not its own.
 _HERE: dict[str, int] = {}
-"""Incarnations that were made here, as in the cells of a notebook, with the process that made them: a child has other
-ones."""
 
 Retry = Callable[..., Awaitable[Any]]
 
@@ -40,7 +40,7 @@ class Identity:
     """One incarnation's hold on its learner's id."""
 
     def __init__(self, bus: Reports, clock: Clock, learner: str, incarnation: str, retry: Retry) -> None:
-        """retry: calls something until the bus answers."""
+        """retry: calls a function again until the bus answers."""
         self._bus, self._clock, self._learner, self._incarnation = bus, clock, learner, incarnation
         self.run = bus.keys.run
         self._retry = retry
@@ -48,12 +48,13 @@ class Identity:
         self._generation, self._taken = 0, False
 
     async def acquire(self, write: Callable[[], Awaitable[Any]]) -> None:
-        """Wait until it is clear that nobody uses the id, and take it.
+        """Wait until it is clear that no live process uses the id, and take it.
 
-        write: writes a report, by `self.write`. Of two that begin at once one is refused it, and looks again.
+        write: writes a report, by calling `self.write`. If two processes begin at once, the report of one is refused,
+        and that process looks again.
 
         Raises:
-            IdTaken: somebody uses it.
+            IdTaken: a live process uses it.
         """
         least = 1
         while not self._taken:
@@ -65,11 +66,11 @@ class Identity:
                 least = quicker.generation + 1
 
     async def write(self, report: LearnerReport) -> RunState | None:
-        """Write a report as the holder of the id; returns the run's state.
+        """Write a report as the holder of the id; return the run's state.
 
         Raises:
-            LearnerReplaced: it is another's now.
-            BusError: it may not be written.
+            LearnerReplaced: another process has the id now.
+            BusError: the report may not have been written.
         """
         try:
             return await self._bus.write_report(report.model_copy(update={"generation": self._generation}))
@@ -103,7 +104,7 @@ class Identity:
             await asyncio.sleep(LOOK_S)
 
     async def _newest(self) -> SeenReport | None:
-        """The last to take the id, other than this one."""
+        """Return the newest report of another incarnation with this id, by generation and then by age."""
         others = [seen for seen in await self._bus.read_reports() if seen.report.learner == self._learner]
         others = [seen for seen in others if seen.report.incarnation != self._incarnation]
         others = [seen for seen in others if seen.report.generation < MOST_GENERATIONS]  # more were made up

@@ -1,6 +1,6 @@
-"""How a learner joins its run: it takes its id, agrees on the spec, sees to version 0, pulls every fragment. asyncio.
+"""Join a run: take the learner's id, agree on the spec, ensure version 0, pull every fragment. asyncio.
 
-Learners wait here only. What joining waits for is said where that takes long.
+This is the only place where a learner waits for others. If it takes long, a log line says what it waits for.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ Float32 = npt.NDArray[np.float32]
 
 POLL_S = 0.05
 ABANDON_S = 2.0
+# Time after which a log line says what joining waits for.
 PATIENCE_S = 3.0
-"""After so long it is said what is waited for."""
 
 
 class Joining:
-    """One incarnation of a learner before it is in its run."""
+    """One incarnation of a learner that is not in its run yet."""
 
     def __init__(
         self,
@@ -58,7 +58,13 @@ class Joining:
         offload: Offload = offload,
         encoder: Encoder | None = None,
     ) -> None:
-        """As `Member`. report: called with `left` whenever one is due; must not block. encoder: None: `OnHost`."""
+        """Prepare to join; nothing is sent yet.
+
+        Args:
+            bus, clock, learner, incarnation, offload: see `Member`.
+            report: makes a report when one is due, called with `left`; must not block.
+            encoder: None: `OnHost`.
+        """
         self._bus, self._clock, self._learner, self._incarnation = bus, clock, learner, incarnation
         self._offload, self._encoder = offload, encoder or OnHost()
         self._log = structlog.get_logger().bind(learner=learner)
@@ -68,7 +74,7 @@ class Joining:
         self._reporting = Reporting(self._identity, clock, report, self._outages, self._shared, self._claims)
 
     async def join(self, spec: Spec, layout: Layout, initial: Callable[[int], Float32]) -> Exchange:
-        """As `join_with`, as a learner that is one process.
+        """Join as a learner that is one process; see `join_with`.
 
         initial: fragment -> flat float32 vector (elements,) of the initial parameters.
         """
@@ -80,7 +86,7 @@ class Joining:
         Args:
             spec: this learner's proposal.
             layout: of its model.
-            make_carrier: of the payloads.
+            make_carrier: makes the carrier of its payloads.
 
         Raises:
             SpecMismatch: the run was set up otherwise.
@@ -117,22 +123,27 @@ class Joining:
             while missing := [p for p in fragments if p not in pulling.latest]:
                 heads = dict(zip(missing, await retry(self._bus.read_heads, missing), strict=True))
                 await some_at_once(partial(self._pull, pulling, heads), missing)
-        if self._shared.state is None:  # the heads came right behind it: whose moments these are goes by it
+        # The syncer writes the run's state just before the first heads, so a report may have missed it. Recovery of the
+        # moments needs it, since moments belong to one run.
+        if self._shared.state is None:
             await retry(self._reporting.write)
         unix_s = self._clock.unix()
         joined = Event(name="learner_joined", who=self._learner, detail=self._incarnation, unix_s=unix_s)
         await retry(self._tell, joined)
-        self._outages.count = 0  # those until here lost nothing: nothing was published
+        self._outages.count = 0  # outages while joining lost nothing, since nothing was published
         return Exchange(member, agreement, version_0, carrier, pulling, self._reporting, self._claims)
 
     async def _pull(self, pulling: Pulling, heads: Mapping[int, Head | None], p: int) -> None:
         head, retry = heads[p], self._outages.retry
         if head is not None and not await retry(pulling.pull, head):
-            await retry(self._reporting.write)  # its owner sees that there is somebody who cannot
+            await retry(self._reporting.write)  # shows the head's owner that a learner failed to pull it
             await asyncio.sleep(POLL_S)
 
     async def _tell(self, event: Event) -> None:
-        """Nobody needs to know of it to train: a stream that any learner can spoil keeps nobody out."""
+        """Add an event to the run. Failures that concern only the stream of events are logged, and keep nobody out.
+
+        Training does not need the event, and any learner can spoil the stream.
+        """
         try:
             await self._bus.add_event(event)
         except (BusUnavailable, BusFull, NotPermitted):
@@ -141,7 +152,10 @@ class Joining:
             self._log.warning("event_not_told", name=event.name, detail=str(error))
 
     async def abandon(self) -> None:
-        """Joining came to nothing: nobody must wait for this learner. Instead of `leave`, with nothing running."""
+        """Withdraw after joining has failed, so that nobody waits for this learner.
+
+        It is called instead of `leave`, when nothing else of the exchange runs.
+        """
         if self._reporting.written:
             self._reporting.left = True
             with suppress(TimeoutError, DilocoError):
@@ -150,11 +164,11 @@ class Joining:
 
 
 async def say_why(bus: Bus, fragments: Sequence[int], log: Any) -> None:
-    """Say what joining waits for where it takes long, once for each reason, until cancelled."""
+    """Log what joining waits for if it takes long, once for each reason; runs until cancelled."""
     said = ""
     while True:
         await asyncio.sleep(PATIENCE_S)
-        with suppress(BusError):  # which is told by whoever needs the bus
+        with suppress(BusError):  # the calls that need the bus log its outages
             why = await reason(bus, fragments)
             if why and why != said:
                 log.warning("joining_delayed", detail=why)
@@ -162,7 +176,7 @@ async def say_why(bus: Bus, fragments: Sequence[int], log: Any) -> None:
 
 
 async def reason(bus: Bus, fragments: Sequence[int]) -> str:
-    """What a learner that joins waits for, and what to do; empty where it is for its own pulls.
+    """Return what a joining learner waits for and what to do; empty if it is only busy with its own pulls.
 
     Raises:
         BusError: the bus cannot be read.

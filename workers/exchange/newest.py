@@ -1,4 +1,4 @@
-"""The newest globals of a run, read beside whatever a learner's own thread does, and after it has ended. asyncio."""
+"""Read the newest globals of a run, independently of a learner's own thread, also after that has ended. asyncio."""
 
 import asyncio
 from collections.abc import Iterable
@@ -20,32 +20,36 @@ from diloco.workers.exchange.spec_check import compare
 
 Float32 = npt.NDArray[np.float32]
 
+# Limit for a bus that does not answer, and for the last merges of a run that is ending.
 PATIENCE_S = 60.0
-"""For a bus that does not answer; and for the last merges of a run that ends."""
 LOOK_S = 0.1
 
 
 async def read_newest(
     url: str, run: str, spec: Spec, layout: Layout, fragments: Iterable[int], known: RunState | None, *, left: bool
 ) -> list[Float32]:
-    """The newest globals (elements,) of these fragments, as learners pull them.
+    """Return the newest globals (elements,) of these fragments, with the precision with which learners pull them.
 
     Args:
-        url, run: where.
-        spec, layout: the run's, as the learner has joined it: payloads of other sizes are refused.
-        known: the run's state, as the learner has last seen it.
-        left: the learner has left. So a run that ends does not wait for it, and its last merges are waited for.
+        url: of Redis.
+        run: its name.
+        spec: the run's, as the learner has joined it.
+        layout: the run's; payloads of other sizes are refused.
+        fragments: which ones.
+        known: the run's state as the learner last saw it.
+        left: the learner has left. Only then a run that is ending does not wait for this learner, so the last merges
+            can be waited for here.
 
     Raises:
         SpecMismatch, RunReplaced: another run has the name by now.
-        BusError, BadPayload: a minute has brought no answer.
+        BusError, BadPayload: there was no answer for a minute.
     """
     until, waits = LoopClock().now() + PATIENCE_S, BACKOFF.waits()
     while True:
         try:
             async with open_bus(url, run) as bus:
                 return await _read(bus, spec, layout, fragments, known, left)
-        except (BusError, BadPayload):  # the latter: replaced while it was read
+        except (BusError, BadPayload):  # BadPayload: a global was replaced while it was read
             wait_s = next(waits)
             if LoopClock().now() + wait_s > until:
                 raise

@@ -1,4 +1,4 @@
-"""A learner hears from the tape what the syncer refuses of it, says so in its own log, and is to be mended. asyncio."""
+"""Follow on the tape what the syncer refuses of this learner; log it, and have a diverged learner healed. asyncio."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -7,38 +7,39 @@ from diloco.pipeline.errors import LearnerDiverged
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.workers.exchange.member import Member
 
+# What to do, by reason. The other reasons concern late deltas and the network, and pass by themselves.
 REMEDIES = {
     RefusalReason.NON_FINITE: "the model has NaN or infinite values: lower the learning rate, look at the loss and the "
     "data",
     RefusalReason.ABSURD_NORM: "it has moved far more than others' deltas do: look at the learning rate and the data",
 }
-"""What to do, by reason; other reasons are those of late deltas and of the network, which come again by themselves."""
+# Non-finite deltas of one fragment in a row, after which the learner is healed: the same number after which a syncer no
+# longer counts their tokens. One or two are mended by the next adoption, if the moments are sound.
 HEALED_AFTER = 3
-"""Deltas of one fragment in a row that are not finite: as many as a syncer takes until their tokens count no more. One
-or two are mended by what is adopted, where moments are sound."""
 
 
 class Refused:
-    """One incarnation's. The exchange thread's."""
+    """The refusals of one incarnation's deltas. Used by the exchange thread only."""
 
     def __init__(self, member: Member, newest: Mapping[int, tuple[int, int]]) -> None:
         """newest: fragment -> (base version, attempt) of its last delta."""
         self._me, self._log, self._shared = (member.learner, member.incarnation), member.log, member.shared
         self._newest = newest
-        self.fragments = set[int]()
-        """Of which something was refused, and nothing merged since."""
+        self.fragments = set[int]()  # fragments with a refused delta and no merge since
+        # Fragment -> non-finite deltas since one of that fragment was merged, or since the learner was healed.
         self._not_finite = Counter[int]()
-        """Of each fragment, since one of its own was merged, or since it was healed."""
+        # `newest` at the time of the last healing, which not every learner can do; None: none since the last merge of a
+        # delta of `_worst`. Refusals of deltas up to these prove nothing about the healed model.
         self._healed: dict[int, tuple[int, int]] | None = None
-        """`newest` when it was told to heal, which not all can; None: not since a delta of `_worst` was merged."""
+        # The fragment that caused the healing. Only its merge proves that the learner is sound again: other fragments
+        # may be merged once more with what they trained before all became NaN.
         self._worst = -1
-        """The fragment that had it heal. Others may be merged once more, with what they trained until all is NaN."""
 
     def refused(self, record: Rejected) -> None:
-        """Somebody's delta was: of this learner's, the first is said, and a later one after all were merged again.
+        """Handle a refusal. This learner's first one is logged, and the next one after every fragment was merged again.
 
         Raises:
-            LearnerDiverged: what it trains is not finite, also after it was told to heal.
+            LearnerDiverged: its deltas are still not finite after it was healed.
         """
         remedy = REMEDIES.get(record.reason)
         if remedy is None or (record.learner, record.incarnation) != self._me:
@@ -65,7 +66,7 @@ class Refused:
         self._log.warning("learner_diverged", detail=detail)
 
     def merged(self, record: Committed) -> None:
-        """Deltas were, perhaps this learner's."""
+        """Note that deltas were merged, perhaps this learner's."""
         if any((one.learner, one.incarnation) == self._me for one in record.contributions):
             self.fragments.discard(record.fragment)
             self._not_finite.pop(record.fragment, None)

@@ -1,4 +1,4 @@
-"""Scripts that a learner calls and may not load: that Redis lacks some is told to whoever watches the run. asyncio."""
+"""Watch the Lua scripts that a learner calls but may not load, and tell the run if Redis lacks some. asyncio."""
 
 import asyncio
 from contextlib import suppress
@@ -11,24 +11,23 @@ from diloco.pipeline.errors import BusError, ScriptsMissing
 from diloco.pipeline.messages.run import SCRIPTS_FOUND, SCRIPTS_MISSING, Event
 
 LOOK_S = 10.0
+# The event is repeated after this, because a run's status only looks at the last hour (`view.trouble`).
 TELL_AGAIN_S = 1200.0
-"""A run's status goes by what was told in the last hour (`view.trouble`)."""
 
 
 class Scripts:
-    """The scripts on Redis as one learner last found them."""
+    """The state of the scripts on Redis, as one learner last found it."""
 
     def __init__(self, bus: RedisBus, learner: str) -> None:
         self._bus, self._learner = bus, learner
-        self._told_s: float | None = None
-        """When it was last told that they are missing; None: they are not."""
+        self._told_s: float | None = None  # time of the last event that scripts are missing; None: they are there
         self._log: Any = structlog.get_logger().bind(learner=learner)
 
     async def look(self) -> None:
-        """Check that they are there; if that has changed, add an event to the run.
+        """Check that the scripts are there; if that has changed, add an event to the run.
 
         Raises:
-            ScriptsMissing: they are not.
+            ScriptsMissing: some are missing.
             BusUnavailable: there is no answer.
         """
         try:
@@ -45,7 +44,7 @@ class Scripts:
             self._log.info("scripts_found")
 
     async def watch(self) -> None:
-        """Look again and again, until cancelled. What is missing is logged by whoever needs it."""
+        """Check periodically until cancelled. Calls that need a missing script log it themselves."""
         while True:
             await asyncio.sleep(LOOK_S)
             with suppress(BusError):

@@ -11,9 +11,7 @@ from diloco.workers.rounds import Base, OpenWindow
 
 @dataclass(slots=True)
 class Shared:
-    """The state that the training thread and the exchange thread share. Each field has one writer, so none needs a
-    lock.
-    """
+    """The state that the two threads share. Each field has one writer, so none needs a lock."""
 
     # written by the exchange
     adoptions: dict[int, Base] = field(default_factory=dict)

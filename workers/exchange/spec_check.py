@@ -1,7 +1,8 @@
-"""What a learner and its run must agree on, when it joins and for as long as it trains. asyncio.
+"""Check that a learner and its run agree on the spec, on joining and for as long as it trains. asyncio.
 
-A bus that came back empty has lost the spec. Whoever comes first puts one there: this learner the run's own, or
-somebody new another one. A syncer that served the run then puts the run's back; where none lives, the first stands.
+A bus that came back empty has lost the spec. The first party to come puts one there: this learner the run's own, or a
+newcomer a different one. A syncer that served the run then restores the run's spec; without such a syncer, the first
+one stays.
 """
 
 import asyncio
@@ -13,17 +14,17 @@ from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
 
 LOOK_S = 5.0
+# Longer than the time after which trained learners restore lost heads (`pulling.LOST_HEADS_S`).
 OTHERS_S = 40.0
-"""Learners that have trained put back what they have after `pulling.LOST_HEADS_S`."""
+# A learner that has reported within this time counts as live, and may restore what it has trained.
 LIVE_S = 10.0
-"""A learner that reported within this may put back what it has trained."""
 
 
 def compare(spec: Spec, held: Spec) -> None:
     """Compare this learner's spec with the run's.
 
     Raises:
-        SpecMismatch: showing what differs.
+        SpecMismatch: shows what differs.
     """
     if told := differences(spec, held):
         frozen = spec.model_copy(update={"frozen": held.frozen}) == held
@@ -36,7 +37,7 @@ def compare(spec: Spec, held: Spec) -> None:
 
 
 class Agreement:
-    """One learner's spec beside the bus's."""
+    """One learner's spec, compared with the one on the bus."""
 
     def __init__(self, member: Member) -> None:
         self._bus, self._clock, self._learner = member.bus, member.clock, member.learner
@@ -46,20 +47,20 @@ class Agreement:
         self._asked_since_s: float | None = None
 
     async def keep_agreed(self) -> None:
-        """Look every few seconds, until cancelled.
+        """Check every few seconds, until cancelled.
 
         Raises:
-            SpecMismatch, BusError: as `look`.
+            SpecMismatch, BusError: see `look`.
         """
         while True:
             await asyncio.sleep(LOOK_S)
             await self.look()
 
     async def look(self, patience_s: float = PATIENCE_S) -> None:
-        """See that the bus has this spec; put it there if it has none.
+        """Check that the bus has this spec; put it there if the bus has none.
 
         Raises:
-            SpecMismatch: it has had another one for so long; shows what differs.
+            SpecMismatch: the bus has had another spec for `patience_s`; shows what differs.
             BusError: ask again.
         """
         encoded = await self._bus.read_spec() or await self._bus.propose_spec(self._encoded)
@@ -76,9 +77,10 @@ class Agreement:
             compare(self._spec, held)
 
     async def others_trained(self) -> bool:
-        """Whether a live learner has what version 0 must not be put in the place of.
+        """Return whether a live learner has trained values, in whose place fresh ones must not become version 0.
 
-        Not for ever: whoever has trained puts it back soon, and nobody's word keeps a run from beginning.
+        From the first call on, this is true for `OTHERS_S` at most: a learner that has trained restores its values by
+        then, and a wrong report must not keep a run from beginning.
 
         Raises:
             BusError: ask again.

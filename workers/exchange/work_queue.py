@@ -1,9 +1,9 @@
-"""A learner's side of the data work queue: the order in which it reads blocks, and it never waits for it. No torch.
+"""A learner's side of the data work queue, for which training never waits. No torch.
 
-The exchange thread claims a few shards ahead, saves positions, acknowledges, gives back on leaving (`ShardClaims`).
-The training thread reads what is claimed (`read_blocks`, or `workers/batches.py`). Should the bus be away for longer
-than that lasts, training goes on with shards that this learner has read before, and takes up the queue again when it is
-back: repeated blocks cost a little, a stopped learner costs everything. The two meet in `Shared`.
+The exchange thread claims a few shards ahead, saves positions, acknowledges shards, and gives them back on leaving
+(`ShardClaims`). The training thread reads the claimed ones (`read_blocks`, or `workers/batches.py`). If the bus is
+unavailable for longer than they last, training continues on shards that this learner has read before, until the queue
+is back: repeated blocks cost a little, a stopped learner costs everything. The two threads meet in `Shared`.
 """
 
 import asyncio
@@ -19,20 +19,21 @@ from diloco.pipeline.errors import SpecMismatch
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.workers.exchange.shared import Shared
 
+# Shards that a learner holds, with the one that it reads. Shards that were drawn whole and wait to be trained on are
+# not counted.
 PREFETCHED_SHARDS = 4
-"""Shards held by a learner, the one it reads included; not those that are drawn whole and wait to be trained on."""
+# Inner steps of data in a shard: enough to make claims rare for the bus, few enough to lose.
 STEPS_PER_SHARD = 8
-"""Inner steps of data a learner claims at a time: rare enough for the bus, little enough to lose."""
+# Most shards of an epoch: one call queues them all, and one call reads them all for each checkpoint.
 MAX_SHARDS = 16_384
-"""Shards of an epoch: they are queued in one call, and read in one for each checkpoint."""
+# A learner that has not reported for this long is taken for dead, and others go on with its shards.
 SILENT_S = 10.0
-"""A learner that has not reported for this long is taken for dead: others read its shards on."""
+# Shards that are remembered to be read again.
 RECENT_SHARDS = 64
-"""Shards remembered for reading again."""
 
 
 def cut_epoch(epoch: int, blocks: int, per_shard: int) -> list[Shard]:
-    """The shards of an epoch, each of `per_shard` blocks, or of more where there would be too many shards."""
+    """Return the shards of an epoch: `per_shard` blocks each, or more if there would be too many shards."""
     size = max(per_shard, -(-blocks // MAX_SHARDS))
     return [
         Shard(epoch=epoch, index=i, start=start, stop=min(start + size, blocks))
@@ -47,26 +48,20 @@ class ShardClaims:
         self._bus, self._consumer, self._shared = bus, consumer, shared
         self._log = structlog.get_logger().bind(consumer=consumer)
         self._wake = asyncio.Event()
-        self._held: dict[str, Shard] = {}
-        """Entry id -> shard, of those that this learner has claimed and not acknowledged."""
-        self._drawn: set[str] = set()
-        """Entry ids of those that nothing is left to draw from."""
-        self._order: DataOrder | None = None
-        """As agreed with the run."""
-        self._finished: list[str] = []
-        self._epochs = 0
-        """Those queued so far, as far as known by what was claimed."""
+        self._held: dict[str, Shard] = {}  # entry id -> shard that is claimed and not acknowledged
+        self._drawn: set[str] = set()  # entry ids of held shards whose last block was drawn
+        self._order: DataOrder | None = None  # as agreed with the run
+        self._finished: list[str] = []  # entry ids of shards to acknowledge
+        self._epochs = 0  # epochs queued so far, judging by the shards that were claimed
         self._leaving = False
-        self._refused_one = False
-        """It was said that there are entries that are no shards."""
-        self.returned = asyncio.Event()
-        """On leaving: nothing is held any more."""
+        self._refused_one = False  # the warning about entries that are no shards was logged
+        self.returned = asyncio.Event()  # set on leaving, when nothing is held any more
 
     async def agree(self, order: DataOrder) -> None:
-        """Settle what the run's shards are of, before any is wanted.
+        """Settle which data the run's shards refer to, before any shard is wanted.
 
         Raises:
-            SpecMismatch: the run's are of something else; says of what.
+            SpecMismatch: the run's shards refer to other data; says to which.
             BusError: call it again.
         """
         held = await self._bus.propose_data_order(order)
@@ -78,29 +73,29 @@ class ShardClaims:
         self._order = order
 
     def want(self) -> None:
-        """`Shared.shards_wanted` was set, or a shard was taken."""
+        """Note that `Shared.shards_wanted` was set, or that a shard was taken."""
         self._wake.set()
 
     def drawn(self, entry_id: str) -> None:
-        """Nothing is left to draw from a shard; it is `finish`ed once it is trained on."""
+        """Note that a shard's last block was drawn; `finish` follows when it was trained on."""
         self._drawn.add(entry_id)
         self._wake.set()
 
     def finish(self, entry_id: str) -> None:
-        """A shard was read to its end."""
+        """Note that a shard was read to its end, and is to be acknowledged."""
         self._finished.append(entry_id)
         self._wake.set()
 
     def leave(self) -> None:
-        """The training side has stopped: give back what is unread; then `returned` is set."""
+        """Give back what is unread, now that the training side has stopped; `returned` is set afterwards."""
         self._leaving = True
         self._wake.set()
 
     async def keep_claimed(self) -> None:
-        """Acknowledge what was read, keep a few claimed shards ready; on leaving, give back the rest.
+        """Acknowledge what was read and keep a few claimed shards ready; on leaving, give back the rest.
 
         Raises:
-            SpecMismatch: the bus has lost what was agreed on, and others have put another order there.
+            SpecMismatch: the bus has lost the agreed order, and others have put another one there.
             BusError: call it again.
         """
         while True:
@@ -114,13 +109,14 @@ class ShardClaims:
                 elif not self._is_there(claimed.shard, wanted[0]):
                     self._finished.append(claimed.entry_id)
                     await self._settle()
-                elif claimed.entry_id not in self._held:  # else: taken from us for a while, and still in hand
+                # Else: it was taken from us for a while, and is still being read
+                elif claimed.entry_id not in self._held:
                     shard = self._held[claimed.entry_id] = claimed.shard
                     self._epochs = max(self._epochs, shard.epoch + 1)
                     self._log.debug("shard_claimed", epoch=shard.epoch, shard=shard.index, position=claimed.position)
                     if claimed.position < shard.stop - shard.start:
                         self._shared.shards.put(claimed)
-                    else:  # its reader died between its last block and its acknowledgement
+                    else:  # its previous reader died between the last block and the acknowledgement
                         self._finished.append(claimed.entry_id)
                         await self._settle()
             if self._leaving and not self._finished:
@@ -128,20 +124,20 @@ class ShardClaims:
             await self._wake.wait()
 
     async def save(self, position: tuple[str, int]) -> None:
-        """Save a position: entry id, and blocks of the shard already read.
+        """Save a position: entry id, and number of the shard's blocks that were read.
 
         Raises:
-            BusError: it may not be saved.
+            BusError: it may not have been saved.
         """
         await self._bus.save_position(self._consumer, *position)
 
     @property
     def _unread(self) -> int:
-        """Shards with something left to read."""
+        """Number of held shards with blocks left to read."""
         return len(self._held.keys() - self._drawn - {*self._finished})
 
     def _is_there(self, shard: Shard, blocks: int) -> bool:
-        """Whether this run's data, of so many blocks, has the shard's."""
+        """Return whether the shard's blocks exist in data of so many blocks."""
         there = 0 <= shard.start < shard.stop <= blocks
         if not there:
             say = self._log.debug if self._refused_one else self._log.warning  # anybody may put any number there
@@ -158,18 +154,21 @@ class ShardClaims:
             self._drawn.discard(entry_id)
 
     async def _acknowledge(self, entry_id: str) -> None:
-        """Said in the log before it is done: what left the queue was read, whatever happens in between."""
+        """Log that a shard was read, then take it off the queue.
+
+        The order matters: whatever happens in between, every shard that left the queue is in the log.
+        """
         if (shard := self._held.get(entry_id)) is not None:
             self._log.debug("shard_read", epoch=shard.epoch, shard=shard.index)
         await self._bus.finish_shard(self._consumer, entry_id)
 
     async def _give_back(self) -> None:
-        """What the training side has not read is for others, from where it stopped."""
+        """Release unread shards for others, with the position up to which the training side has read."""
         if self._held:
             if self._shared.shard_handed_out is not None:
                 entry_id, read = self._shared.shard_handed_out
                 shard = self._held.get(entry_id)
-                # To its end, which shows only when the next block is asked for.
+                # It was read to its end, which `read_blocks` notes only when the next block is asked for.
                 if shard is not None and read == shard.stop - shard.start:
                     await self._acknowledge(entry_id)
                 else:
@@ -178,7 +177,7 @@ class ShardClaims:
         self.returned.set()
 
     async def _fill_epoch(self, blocks: int, per_shard: int) -> None:
-        """Queue the next epoch; where the bus has lost its queue, the one under way once more: its rest is lost."""
+        """Queue the next epoch. If the bus has lost its queue, queue the present epoch again: its rest was lost."""
         counted = await self._bus.count_epochs()
         lost = counted < self._epochs
         if lost and self._order is not None:
@@ -198,17 +197,19 @@ def _in_words(order: DataOrder) -> str:
 
 
 class ShardsInTurn:
-    """The shards that a learner reads one after the other: claimed ones, and where there is none, one again."""
+    """The sequence of shards that a learner reads: claimed ones, or an earlier one again if none is claimed."""
 
     def __init__(self, shared: Shared, chance: random.Random) -> None:
-        """chance: chooses what is read again."""
+        """chance: chooses the shard to read again."""
         self._shared, self._chance = shared, chance
         self._recent: deque[Shard] = deque(maxlen=RECENT_SHARDS)
 
     def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
-        """What comes after one that was claimed, or, None, one that was read again; what is claimed of it, and it.
+        """Return the next shard, with its claim or None if it is read again.
 
-        wait_s: how long to wait after a claimed one for the next.
+        Args:
+            claimed: the claim of the shard just read; None: it was one that was read again.
+            wait_s: how long to wait for the next claim after a claimed shard.
         """
         if claimed is not None:
             self._recent.append(claimed.shard)
@@ -224,13 +225,13 @@ class ShardsInTurn:
 def read_blocks(
     shared: Shared, first: ClaimedShard, finished: Callable[[str], None], chance: random.Random
 ) -> Iterator[tuple[int, int]]:
-    """Endless (epoch, index) of blocks.
+    """Yield (epoch, index) of blocks, endlessly.
 
     Args:
-        shared: where the exchange puts claimed shards, and reads the position in the shard in hand.
+        shared: holds the claimed shards, and takes the position in the shard being read.
         first: the shard to begin with.
-        finished: told the entry id of each shard that was read to its end.
-        chance: chooses what is read again.
+        finished: called with the entry id of each shard that was read to its end.
+        chance: chooses the shard to read again.
     """
     shards = ShardsInTurn(shared, chance)
     claimed: ClaimedShard | None = first
@@ -243,7 +244,7 @@ def read_blocks(
                 read = (claimed.entry_id, at + 1 - shard.start)
                 shared.shard_handed_out = read
                 yield shard.epoch, at
-                shared.shard_position = read
+                shared.shard_position = read  # only now: a block counts as read when the next one is asked for
             shared.shard_position = shared.shard_handed_out = None
             finished(claimed.entry_id)
         claimed, shard = shards.after(claimed)
