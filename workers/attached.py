@@ -1,8 +1,8 @@
-"""Inner steps counted by the optimizers themselves, through torch's step hooks, in loops that are not ours to change.
+"""Count inner steps through torch's optimizer step hooks, in loops that are not ours to change.
 
-A step hook runs inside `optimizer.step()`, once its update is made: after accumulation and clipping, before
-schedulers and `zero_grad`. A step that torch's GradScaler skips calls no hook. A fused optimizer is called all the
-same, and leaves its parameters as they are where `found_inf` says so.
+A step hook runs inside `optimizer.step()`, after the update: behind accumulation and clipping, before schedulers and
+`zero_grad`. If torch's GradScaler skips a step, it calls no hook. A fused optimizer is always called, and itself leaves
+its parameters unchanged if `found_inf` says so.
 
 When an inner step is over, with the optimizers in the order in which they step:
 
@@ -11,7 +11,7 @@ When an inner step is over, with the optimizers in the order in which they step:
 | the last one steps                                  | then                                               |
 | the last one sits it out (skipped, or steps seldom) | before one steps that has stepped, or stands before |
 
-So each step is counted once, whoever sits out, and never while an update is half made.
+So each step is counted once, whichever optimizer sits out, and never while an update is half made.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,29 +30,30 @@ from diloco.workers.copies.snapshots import snapshot_of
 
 
 class Flag:
-    """Whether a fused optimizer has skipped its step, as the GradScaler told it on its device."""
+    """The device-side flag by which the GradScaler tells a fused optimizer to skip its step."""
 
     def __init__(self, found_inf: torch.Tensor) -> None:
         """found_inf: one number; not 0: skipped."""
-        self._copy = snapshot_of(found_inf)  # behind the step: to wait for it would be to wait for the step
+        self._copy = snapshot_of(found_inf)  # asynchronous: reading it now would wait for the whole step
 
     def says_skipped(self) -> bool:
-        """It is known, and so: False while it is still on its way to host memory."""
+        """Return True if the step is known to be skipped; False also while the flag is on its way to host memory."""
         return self._copy.ready() and bool(self._copy.tensor().item())
 
 
 class StepTokens:
-    """What a step counts for, where it may turn out a step later that it was skipped. Pure but for the flags."""
+    """Corrects the tokens of steps that turn out, one step later, to have been skipped. Pure but for the flags."""
 
     def __init__(self) -> None:
         self._last: tuple[int, list[Flag | None]] = 0, []
-        self._debt = 0
-        """Counted for steps that were skipped."""
+        self._debt = 0  # tokens counted for skipped steps, to be deducted from later ones
 
     def counted(self, tokens: int, flags: list[Flag | None]) -> int:
-        """What to count for a step now.
+        """Return how many tokens to count for a step now.
 
-        tokens, flags: of the step; a flag for each optimizer that made it, None: it did.
+        Args:
+            tokens: of the step.
+            flags: one for each optimizer that made the step; None: it certainly did.
         """
         before, skipped = self._last
         if skipped and all(flag is not None and flag.says_skipped() for flag in skipped):
@@ -64,7 +65,7 @@ class StepTokens:
 
 
 def asking(tokens: Any) -> Callable[[], int]:
-    """What gives the tokens of each inner step, from a number or from what is called for it.
+    """Return a function that gives the tokens of each inner step, from a number or a callable.
 
     Raises:
         UsageError: it is neither.
@@ -76,7 +77,7 @@ def asking(tokens: Any) -> Callable[[], int]:
 
 
 def asking_loss(loss: Any) -> Callable[[], Loss | None]:
-    """What gives the loss of each inner step, from what is called for it; None: nobody tells.
+    """Return a function that gives the loss of each inner step, from a callable; None: there is no loss.
 
     Raises:
         UsageError: it cannot be called.
@@ -89,7 +90,7 @@ def asking_loss(loss: Any) -> Callable[[], Loss | None]:
 
 
 def unwrapped(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers that train a model, of one or several that may be wrappers.
+    """Return the optimizers that train a model, without their wrappers, from one or several.
 
     Raises:
         UsageError: there is none, one is named twice, or one trains nothing of the model.
@@ -102,10 +103,10 @@ def unwrapped(model: nn.Module, given: Any) -> list[torch.optim.Optimizer]:
 
 
 def alone(model: nn.Module, given: Any) -> torch.optim.Optimizer:
-    """The one optimizer that is meant.
+    """Return the only optimizer given, without its wrappers.
 
     Raises:
-        UsageError: as `unwrapped`, or there are several.
+        UsageError: see `unwrapped`; or there are several.
     """
     hooked = unwrapped(model, given)
     if len(hooked) > 1:
@@ -114,7 +115,7 @@ def alone(model: nn.Module, given: Any) -> torch.optim.Optimizer:
 
 
 def say_unkept(hooked: Iterable[torch.optim.Optimizer], kept: Iterable[torch.optim.Optimizer]) -> None:
-    """Say whose moments a restart will not find, since the learner was made without them."""
+    """Warn of optimizers that the learner was made without, so that a restart will not find their moments."""
     known = {id(one) for one in kept}
     if strange := [type(one).__qualname__ for one in hooked if id(one) not in known]:
         detail = "their moments are not kept for a restart: make it with all of them, Learner(model, [one, another])"
@@ -122,14 +123,14 @@ def say_unkept(hooked: Iterable[torch.optim.Optimizer], kept: Iterable[torch.opt
 
 
 def say_replaced(hooked: Iterable[torch.optim.Optimizer]) -> None:
-    """Say which have a `step` that somebody put in the place of their class's, whose hooks it may never call."""
+    """Warn of optimizers whose `step` was replaced on the instance: the replacement may never call the hooks."""
     if replaced := [type(one).__qualname__ for one in hooked if not getattr(one.step, "hooked", False)]:
         detail = "its steps are counted if what took the place of `step` calls the one before; else call Learner.step"
         structlog.get_logger().warning("step_replaced", optimizers=replaced, detail=detail)
 
 
 class Attached:
-    """The hooks of one learner in its optimizers. The training thread's."""
+    """One learner's hooks in its optimizers. Used by the training thread only."""
 
     def __init__(
         self,
@@ -138,21 +139,19 @@ class Attached:
         loss: Callable[[], Loss | None],
         stepped: Callable[[int, Loss | None], None],
     ) -> None:
-        """Hooks them.
+        """Register the hooks.
 
         Args:
             optimizers: in the order in which they step.
-            tokens, loss: asked once for each inner step, when the first update of it is made.
-            stepped: called with the tokens and the loss of each inner step that is over.
+            tokens, loss: each called once for each inner step, when its first update is made.
+            stepped: called with the tokens and the loss of each finished inner step.
         """
         self._tokens, self._loss, self._stepped, self._last = tokens, loss, stepped, len(optimizers) - 1
-        self._made: dict[int, Flag | None] = {}
-        """Places of the optimizers that have made an update in this step."""
-        self._asked: tuple[int, Loss | None] = 0, None
-        """Tokens and loss of this step."""
+        self._made: dict[int, Flag | None] = {}  # places of the optimizers that have made an update in this step
+        self._asked: tuple[int, Loss | None] = 0, None  # tokens and loss of this step
         self._counts = StepTokens()
         self._stepping = self._off = False
-        # a compiled `step` calls them, instead of compiling them anew with each number in them
+        # A compiled `step` then just calls the hooks, instead of recompiling for each new number in them.
         before, after = map(torch.compiler.disable, (self._before, self._after))
         self._handles = [
             handle
@@ -164,9 +163,9 @@ class Attached:
         ]
 
     def detach(self) -> None:
-        """The optimizers are as they were before. A step whose last optimizer has not stepped is not counted.
+        """Remove the hooks. A step whose last optimizer has not stepped yet is not counted.
 
-        In a step the hooks stay, and do nothing: torch is going through them.
+        Inside a step the hooks stay and do nothing, because torch is iterating over them.
         """
         self._off = True
         if not self._stepping:
@@ -187,14 +186,14 @@ class Attached:
             self._stepping = False
 
     def _made_update(self, place: int, optimizer: torch.optim.Optimizer) -> None:
-        found_inf = getattr(optimizer, "found_inf", None)  # there for the time of a fused step under a GradScaler
+        found_inf = getattr(optimizer, "found_inf", None)  # exists only during a fused step under a GradScaler
         flag = Flag(found_inf) if isinstance(found_inf, torch.Tensor) else None
         if self._off or (flag is not None and flag.says_skipped()):
             return
         if not self._made:
             self._asked = self._tokens(), self._loss()
         self._made[place] = flag
-        if place == self._last and not self._off:  # the tokens' callable may have closed the learner
+        if place == self._last and not self._off:  # `self._tokens` may have closed the learner
             self._over()
 
     def _over(self) -> None:

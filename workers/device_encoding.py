@@ -1,12 +1,13 @@
-"""Deltas encoded where the model is: what leaves the device is their wire, byte for byte what numpy makes of them.
+"""Encode deltas on the model's device; the bytes that leave it are exactly those that numpy would make.
 
-`quantize` says what the codes are; here the same single float32 operations are torch's, on as many blocks at a
-time as a device likes. So none of them may be one that a device does otherwise: a division by a number is a product
-with its reciprocal on CUDA, a division by a tensor is not. (Only a NaN in fp32 or bf16 may be another NaN; such a delta
-is refused.)
+`quantize` defines the codes; here torch does the same single float32 operations, on as many blocks at a time as suits a
+device. So every operation must give the same result on every device: a division by a number is a product with its
+reciprocal on CUDA, while a division by a tensor is a true division. (Only a NaN in fp32 or bf16 may become another NaN;
+such a delta is refused.)
 
-On CUDA all of it is in a stream of its own, from other threads than the training one, which never waits for it: what
-it does is a copy on the device, when a snapshot is taken and when a fragment is adopted (`FragmentTensors`).
+On CUDA everything runs in a stream of its own, from threads other than the training thread, which never waits for it:
+the training thread only queues a copy on the device when a snapshot is taken and when a fragment is adopted
+(`FragmentTensors`).
 """
 
 import math
@@ -23,18 +24,18 @@ from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.quantize import BLOCK, GROUP, LEAST, Kind
 from diloco.workers.encoding import grown
 
+# Elements encoded at a time. With intermediate values this takes about 25 bytes an element, 100 MB.
 PIECE = 64 * GROUP
-"""Elements encoded at a time. With what is in between they take some 25 bytes an element, 100 MB."""
 
 _LARGEST = {"int8": 127.0, "int4": 7.0}
 _MAGNITUDE, _INFINITE, _NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 
 
 def encoded(delta: torch.Tensor, kind: Codec) -> Iterator[torch.Tensor]:
-    """A delta's wire, in parts (bytes,) of uint8, on its device.
+    """Yield a delta's wire bytes, in parts (bytes,) of uint8, on its device.
 
     Args:
-        delta: (elements,) float32, contiguous; where the codec quantizes it is overwritten with what its code loses.
+        delta: (elements,) float32, contiguous. If the codec quantizes, it is overwritten with the encoding error.
         kind: of codec.
     """
     if kind == "fp32":
@@ -52,12 +53,12 @@ def encoded(delta: torch.Tensor, kind: Codec) -> Iterator[torch.Tensor]:
 
 
 def _quantized(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tensor]:
-    """Groups (groups, blocks, BLOCK) as their wires (groups, bytes), and decoded again, of the same shape."""
+    """Return the wires (groups, bytes) of groups (groups, blocks, BLOCK), and their decoded values, shaped as given."""
     largest = (values.view(torch.int32) & _MAGNITUDE).amax(-1, keepdim=True)
     sound = largest < _INFINITE
     values = torch.where(sound, values, 0.0)
     largest = torch.where(sound, largest, 0).view(torch.float32)
-    most = torch.full_like(largest, _LARGEST[kind])  # a tensor, so that it is a division everywhere
+    most = torch.full_like(largest, _LARGEST[kind])  # a tensor, so that `/` is a true division on every device
     exact = (largest / most).view(torch.int32)
     scales = torch.where(largest >= LEAST, (exact + 0xFFFF & -0x10000).view(torch.float32), 0.0)
     factors = torch.where(scales > 0, scales.reciprocal(), 0.0)
@@ -74,9 +75,9 @@ def _quantized(values: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Te
 class OnDevice:
     """An `encoding.Encoder` whose vectors are tensors on one device.
 
-    Memory there: four bytes a parameter for the bases, and with a codec that quantizes as many for the residuals and
-    for each delta that is undecided; snapshots that are not uploaded yet (`Rounds.publications`), globals that are
-    pulled and not adopted; and `PIECE`'s.
+    Its memory there: four bytes a parameter for the bases; with a codec that quantizes, as much again for the residuals
+    and for each undecided delta; snapshots that are not uploaded yet (`Rounds.publications`); globals that are pulled
+    and not adopted; and the intermediate values of one `PIECE`.
     """
 
     at_once = 0
@@ -87,7 +88,7 @@ class OnDevice:
 
     @contextmanager
     def _work(self) -> Iterator[None]:
-        """Whatever is allocated and computed within is in the encoder's stream."""
+        """Allocate and compute in the encoder's stream, without gradients."""
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):
                 yield
@@ -98,12 +99,12 @@ class OnDevice:
             ) from error
 
     def keep(self, values: npt.NDArray[np.float32]) -> torch.Tensor:
-        """Copied to the device; it is there when this returns."""
+        """Copy a global to the device; the copy is complete when this returns."""
         with self._work():
             return torch.from_numpy(values).to(self._device)
 
     def read(self, kept: torch.Tensor) -> npt.NDArray[np.float32]:
-        """Copied to host memory."""
+        """Copy a vector to host memory."""
         with self._work():
             values: npt.NDArray[np.float32] = kept.cpu().numpy()
             return values
@@ -117,7 +118,7 @@ class OnDevice:
         out: npt.NDArray[np.uint8],
         grow_to: Callable[[int], object],
     ) -> torch.Tensor | None:
-        """As `Encoder.encode`; it waits for the device, in this stream only."""
+        """Encode a delta (`Encoder.encode`); this waits for the device, but only for the encoder's stream."""
         host, done = torch.from_numpy(out), 0
         with self._work():
             current = values()
@@ -133,7 +134,7 @@ class OnDevice:
         return None if kind == "bf16" or kind == "fp32" else current
 
     def grown(self, error: torch.Tensor, now: torch.Tensor | None, fed: torch.Tensor | None) -> torch.Tensor:
-        """As `Encoder.grown`."""
+        """Compute `grown` on the device (`Encoder.grown`)."""
         with self._work():
             found: torch.Tensor = grown(error, now, fed)
             return found

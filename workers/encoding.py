@@ -1,8 +1,8 @@
-"""Deltas as they travel, from front to back, so that what is encoded can leave while the rest is. Pure: numpy only.
+"""Encode deltas from front to back, so that the first bytes can leave while the rest is encoded. Pure: numpy only.
 
-The vectors that they are made of lie where they are encoded: in host memory (`OnHost`), or on the model's device
-(`device_encoding`). The exchange only passes them on. What quantizing a delta lost goes with the next ones: error
-feedback, whose vectors lie there too.
+The vectors that deltas are made of live where they are encoded: in host memory (`OnHost`), or on the model's device
+(`device_encoding`). The exchange only passes them on. What quantizing a delta loses is added to later ones: this is
+error feedback, whose vectors live there too.
 """
 
 from collections import defaultdict
@@ -22,10 +22,10 @@ from diloco.pipeline.transfer.payloads import Offload
 
 Float32 = npt.NDArray[np.float32]
 
+# Elements encoded at a time.
 BLOCK = 128 * 1024
-"""Elements encoded at a time."""
+# A delta of this many elements is encoded in about the time that it takes to wake another thread and be woken by it.
 AT_ONCE = 2 * BLOCK
-"""A delta of so many is encoded in about the time that it takes to wake another thread and to be woken by it."""
 
 
 def encode_delta(
@@ -36,20 +36,21 @@ def encode_delta(
     out: npt.NDArray[np.uint8],
     grow_to: Callable[[int], object] = lambda upto: None,
 ) -> Float32 | None:
-    """The pseudogradient, base minus current, as it travels; returns what is lost of it, where that is kept.
+    """Encode the pseudogradient, base minus current; return the encoding error, or None if the codec keeps none.
 
     Args:
-        base: (elements,) what it is measured from.
-        values: gives the current ones (elements,), which are overwritten.
+        base: (elements,) what the delta is measured from.
+        values: returns the current values (elements,), which are overwritten.
         kind: of codec.
-        residual: (elements,) of earlier deltas, to go with it where the codec quantizes; None: zero.
+        residual: (elements,) of earlier deltas, added if the codec quantizes; None: zero.
         out: (`payload_bytes`,) written from front to back.
-        grow_to: called with how much of `out` is final, after each step.
+        grow_to: called after each step with the number of bytes of `out` that are final.
     """
     current = values()
     if kind == "bf16" or kind == "fp32":
         delta = out.view(DTYPES[kind])
-        for start in range(0, len(base), BLOCK):  # so that the difference stays in the cache until it is converted
+        # In blocks, so that the difference is still in the cache when converted
+        for start in range(0, len(base), BLOCK):
             piece = slice(start, start + BLOCK)
             np.subtract(base[piece], current[piece], out=current[piece])
             np.copyto(delta[piece], current[piece], casting="same_kind")
@@ -69,7 +70,7 @@ def encode_delta(
 
 
 def grown(error: Any, now: Any | None, fed: Any | None) -> Any:
-    """error + now - fed, in the memory of `error`; None: zero."""
+    """Return error + now - fed, in the memory of `error`; None stands for zero."""
     if now is not None:
         error += now
     if fed is not None:
@@ -78,19 +79,19 @@ def grown(error: Any, now: Any | None, fed: Any | None) -> Any:
 
 
 class Encoder(Protocol):
-    """Where a learner's bases and residuals are, and what is computed with them there.
+    """The place where a learner's bases and residuals live, and the computations on them there.
 
-    A vector of its own is a flat float32 one (elements,) of whatever type it likes. Any thread may call it.
+    Its own vectors are flat float32 ones (elements,) of whatever type it likes. Any thread may call it.
     """
 
     at_once: int
-    """Vectors of so many elements take less time than another thread takes to be woken for them; 0: none."""
+    """Work on up to this many elements takes less time than waking another thread for it; 0: there is no such size."""
 
     def keep(self, values: Float32) -> Any:
-        """A global as it was pulled, to be a base from now on: a vector of its own."""
+        """Return a pulled global as a vector of its own, to serve as a base."""
 
     def read(self, kept: Any) -> Float32:
-        """The values of a vector that was kept; not to be written to."""
+        """Return the values of a vector from `keep`; the caller must not write to them."""
 
     def encode(
         self,
@@ -101,14 +102,14 @@ class Encoder(Protocol):
         out: npt.NDArray[np.uint8],
         grow_to: Callable[[int], object],
     ) -> Any | None:
-        """As `encode_delta`, of vectors of its own; the bytes are the same."""
+        """Do what `encode_delta` does, with vectors of its own; the bytes are the same."""
 
     def grown(self, error: Any, now: Any | None, fed: Any | None) -> Any:
-        """As `grown`."""
+        """Do what the function `grown` does, with vectors of its own."""
 
 
 class OnHost:
-    """In host memory, by numpy."""
+    """An `Encoder` in host memory, by numpy."""
 
     def __init__(self, at_once: int = 0) -> None:
         self.at_once = at_once
@@ -118,28 +119,28 @@ class OnHost:
 
     @staticmethod
     def keep(values: Float32) -> Float32:
-        """As it is."""
+        """Return the same array: vectors in host memory need no conversion."""
         return values
 
     read = keep
 
 
 async def apart(encoder: Encoder, offload: Offload, elements: int, work: Callable[..., Any], *args: Any) -> Any:
-    """Work on so many elements: in another thread, unless to wake that takes longer than the work itself."""
+    """Run `work` in another thread, unless it has so few elements that waking the thread takes longer."""
     return work(*args) if elements <= encoder.at_once else await offload(work, *args)
 
 
 # --- error feedback ---------------------------------------------------------------------------------------
 
+# The newest undecided deltas that are remembered for a fragment. While one is in flight, the previous one may still be
+# merged: one of an earlier base, or the one that it renews.
 MOST_SENT = 2
-"""Undecided deltas of one fragment that are remembered, the newest: while one is on its way, the one before it may be
-merged. That may be of an earlier base, or the one that it renews."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
     fed: Any | None
-    """r, as it was then; None: zero."""
+    """The residual r that was added; None: zero."""
     error: Any
     """d + r - q."""
 
@@ -147,47 +148,47 @@ class _Sent:
 class ErrorFeedback:
     """The residuals of all fragments, and the deltas whose fate is not known yet.
 
-    A delta d of a fragment is sent as q, the code of d + r, where r is the fragment's residual. What the residual is:
+    A delta d of a fragment is sent as q, the code of d + r, where r is the fragment's residual. The residual is always
 
         residual = sum of (d - q) over this incarnation's deltas of the fragment that were *merged*
 
-    so that the merged q and the residual are together what the merged d are, however many there were: nothing that was
-    trained and merged is lost for good, it only comes later. Whence, for each delta that was sent with r:
+    so the merged q plus the residual equal the merged d, however many there were: nothing that was trained and merged
+    is lost, it only arrives later. It follows for each delta that was sent with r:
 
-    - merged: the residual grows by d - q. If it is still r, it becomes d + r - q: just what the encoding lost.
-    - refused, outdone by a later attempt on its base, too stale, or never there: the residual stays. What such a delta
-      has trained is overwritten, and counted so, and its error with it; r waits for the next delta.
-    - not decided yet when the next is sent (a stale delta may join the next window): both carry r. Each that is merged
-      adds its own d - q, so where both are, r is taken back once.
+    - Merged: the residual grows by d - q. If it is still r, it becomes d + r - q, which is exactly the encoding error.
+    - Refused, replaced by a later attempt on its base, too stale, or never arrived: the residual stays. The training in
+      such a delta is overwritten and counted so, and its error is lost with it; r waits for the next delta.
+    - Undecided when the next delta is sent (a stale delta may join the next window): both carry r. Each one that is
+      merged adds its own d - q, so if both are merged, r is subtracted once.
 
-    It begins at zero with an incarnation, and when heads went back: the merges that it speaks of may be none of the
-    history that survived. What was merged is learnt from the tape, and after a gap from the head's record of merged
-    bases; a merge that neither tells of (two commits within one gap), or one told of after two more deltas were sent,
+    The residual starts at zero with an incarnation, and when heads went back: the merges behind it may not be part of
+    the surviving history. Merges are learnt from the tape, and after a gap from the head's record of merged bases. A
+    merge that neither of them shows (two commits within one gap), or that is seen only after two more deltas were sent,
     loses its error, once.
 
-    Memory: a float32 copy of the model, and one of the fragment for each undecided delta, `MOST_SENT` at most. One
-    thread calls it; an array that it gave is never written to again.
+    Memory: a float32 copy of the model, and one of the fragment for each undecided delta, `MOST_SENT` at most. Only one
+    thread calls it. It never writes again to an array that it returned.
     """
 
     def __init__(self, learner: str, incarnation: str, add: Callable[[Any, Any, Any], Any] = grown) -> None:
-        """add: `grown`, where these vectors are."""
+        """add: the `Encoder.grown` of the place where these vectors live."""
         self._me, self._add = (learner, incarnation), add
         self._residuals: dict[int, Any] = {}
+        # Fragment -> (base version, tokens) -> delta. The key is unique: each later delta on a base has more tokens.
         self._sent: dict[int, dict[tuple[int, int], _Sent]] = defaultdict(dict)
-        """Fragment -> (base version, tokens) -> delta; of several on one base each has more tokens."""
 
     def residual(self, fragment: int) -> Any | None:
-        """(elements,) to be added to the fragment's next delta; None: zero."""
+        """Return (elements,) to be added to the fragment's next delta; None: zero."""
         return self._residuals.get(fragment)
 
     def sent(self, fragment: int, at: tuple[int, int], fed: Any | None, error: Any) -> None:
-        """A delta is on its way.
+        """Note that a delta is being sent.
 
         Args:
-            fragment: of which.
+            fragment: of the delta.
             at: its base version and its tokens.
-            fed: the residual it carries.
-            error: (elements,) what its encoding lost; given away.
+            fed: the residual that it carries.
+            error: (elements,) its encoding error; owned by this object from now on.
         """
         sent = self._sent[fragment]
         sent[at] = _Sent(fed, error)
@@ -195,7 +196,7 @@ class ErrorFeedback:
             del sent[next(iter(sent))]
 
     def merged(self, fragment: int, parts: Iterable[Contribution | MergedBase]) -> None:
-        """These deltas were merged; others' and those already known are passed over."""
+        """Update residuals for deltas that were merged; ignore other learners' and those already known."""
         for part in parts:
             if (part.learner, part.incarnation) != self._me:
                 continue
@@ -203,25 +204,25 @@ class ErrorFeedback:
             if delta is None:
                 continue
             now, error = self._residuals.get(fragment), delta.error
-            if now is not delta.fed:  # another one was merged since it was sent: rare
+            if now is not delta.fed:  # rare: another delta was merged after this one was sent
                 error = self._add(error, now, delta.fed)
             self._residuals[fragment] = error
 
     def passed(self, fragment: int, version: int) -> None:
-        """The fragment is at `version`, and all merges until then were told: older deltas are too stale for another."""
+        """Forget deltas that are too stale to be merged, now that all merges up to `version` were reported."""
         sent = self._sent[fragment]
         for at in [at for at in sent if at[0] < version - 1]:
             del sent[at]
 
     def undecided(self, fragment: int) -> bool:
-        """The fate of a delta is not known yet."""
+        """Return whether the fate of a delta is still unknown."""
         return bool(self._sent.get(fragment))
 
     def inherit(self, fragment: int, residual: Any) -> None:
-        """As another process has had it, which served the fragment until now."""
+        """Take over the residual of a fragment from the process that served it until now."""
         self._residuals[fragment] = residual
 
     def reset(self, fragment: int) -> None:
-        """The fragment went back, or goes to another process."""
+        """Forget a fragment that went back to an earlier version, or that another process serves from now on."""
         self._residuals.pop(fragment, None)
         self._sent.pop(fragment, None)

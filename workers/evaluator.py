@@ -1,11 +1,11 @@
-"""The evaluator as a library: the loss of a run's global model, beside whatever trains.
+"""Measure the loss of a run's global model, independently of the training.
 
     def loss(model):  # one number of held-out data
         return sum(cross_entropy(model(x), y) for x, y in held_out) / len(held_out)
 
     Evaluator(model, loss, run="my-run").follow()  # a process of its own, until the run is finished
 
-In a training program `evaluate()` measures once, when the program likes. What is measured is in the run's status,
+In a training program, `evaluate()` measures once, whenever the program likes. Measurements appear in the run's status,
 report and picture.
 """
 
@@ -32,7 +32,7 @@ EVERY_S = 5.0
 
 
 class Evaluator:
-    """Measures the global parameters of a run. It has a model of its own, and training is as if it were not there."""
+    """Measures the global parameters of a run in a model of its own; training is not affected."""
 
     def __init__(
         self,
@@ -44,19 +44,21 @@ class Evaluator:
         every_s: float = EVERY_S,
         device: str | torch.device | None = None,
     ) -> None:
-        """Copies the model; nothing is connected yet.
+        """Copy the model; nothing is connected yet.
 
         Args:
-            model: as learners train it, with the same values of what is not trained. It may be the one in training.
-            loss_fn: called with the copy, which is in evaluation mode and records no gradients; gives one number. In
-                nats per token it stands beside other runs' losses.
-            run: name of the run; default: the environment's DILOCO_RUN, else "run".
-            redis_url: default: the environment's DILOCO_REDIS_URL. Where parties have users, this is the evaluator's.
-            every_s: `follow` lets so much time go by between two measurements.
-            device: where the copy lies; default: where the model does.
+            model: as learners train it, with the same values of everything that is not trained. It may be the one in
+                training.
+            loss_fn: called with the copy, which is in evaluation mode and records no gradients; returns one number. It
+                must be in nats per token to be comparable with other runs' losses.
+            run: name of the run; default: DILOCO_RUN from the environment, else "run".
+            redis_url: default: DILOCO_REDIS_URL from the environment. If Redis has a user for each kind of party, this
+                is the evaluator's.
+            every_s: shortest time between two measurements of `follow`.
+            device: where the copy is; default: where the model is.
 
         Raises:
-            UsageError: no Redis URL, no such name of a run, or a model that cannot be copied.
+            UsageError: there is no Redis URL, the run's name is invalid, or the model cannot be copied.
         """
         self._run, self._url = load(BusSettings, {"run": run}).run, url_of(redis_url)
         self._every_s = every_s
@@ -66,33 +68,34 @@ class Evaluator:
         self._following: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     def evaluate(self) -> float | None:
-        """The loss of the run's newest model, which the run keeps. Waits for the network and for `loss_fn`.
+        """Return the loss of the run's newest model, and record it in the run.
 
-        Where nothing has changed since the last time, that is the answer. Random numbers go on as if nothing had been
-        drawn: Python's, numpy's, and torch's of the host and of the copy's GPU. None: the run has no parameters yet, or
-        Redis does not answer, which is logged.
+        It waits for the network and for `loss_fn`. If nothing has changed since the last measurement, it returns that
+        one. Random number generators continue as if nothing had been drawn: Python's, numpy's, and torch's of the host
+        and of the copy's GPU. It returns None if the run has no parameters yet, or if Redis does not answer, which is
+        logged.
 
         Raises:
             SpecMismatch: the run has another model.
-            RunReplaced: another run has begun under the name since the last time.
-            UsageError: `loss_fn` gave no number. NaN and infinities are kept, as null in the files.
+            RunReplaced: another run has begun under the name since the last measurement.
+            UsageError: `loss_fn` returned no number. NaN and infinities are allowed, and are null in the files.
         """
         with _randomness_kept(self._measured.model):
             return in_own_loop(self._once())
 
     def follow(self) -> None:
-        """Measure as the run goes on, until it is finished and its last model is measured, or `stop`.
+        """Measure as the run goes on, until it is finished and its last model is measured, or `stop` is called.
 
-        May begin before the run or late. Without Redis it waits, and goes on when it is back. `loss_fn` is called in
-        another thread. Meanwhile `evaluate` is not for use.
+        It may begin before the run or late. If Redis is unavailable it waits, and continues afterwards. `loss_fn` is
+        called in another thread. Do not call `evaluate` meanwhile.
 
         Raises:
-            SpecMismatch, RunReplaced, UsageError: as `evaluate`.
+            SpecMismatch, RunReplaced, UsageError: see `evaluate`.
         """
         in_own_loop(self._follow())
 
     def stop(self) -> None:
-        """End `follow` after what it measures now. From another thread, or a signal's handler."""
+        """End `follow` after its present measurement. Call it from another thread or a signal handler."""
         self._stopped.set()
         if self._following is not None:
             loop, event = self._following
@@ -118,7 +121,7 @@ class Evaluator:
             self._following = None
 
     def _of(self, spec: Spec) -> Evaluating:
-        """That of this run; what is pulled stays from one time to the next."""
+        """Return the `Evaluating` for this run; what it has pulled is kept from one measurement to the next."""
         before = self._evaluating
         if before is not None and before.spec == spec:
             return before
@@ -129,7 +132,7 @@ class Evaluator:
 
 
 def _copy(model: nn.Module, device: str | torch.device | None) -> nn.Module:
-    """Made on the device, tensor by tensor; what is tied stays tied."""
+    """Copy a model to a device, tensor by tensor; tied tensors stay tied."""
     made: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (torch.Tensor, nn.Parameter):
@@ -146,8 +149,8 @@ def _copy(model: nn.Module, device: str | torch.device | None) -> nn.Module:
 
 @contextmanager
 def _randomness_kept(model: nn.Module) -> Iterator[None]:
-    """Python's, numpy's and torch's random numbers go on afterwards where they were, those of the model's GPUs too."""
-    pythons, numpys = random.getstate(), np.random.get_state()  # the state that others draw from
+    """Restore Python's, numpy's and torch's random states afterwards, those of the model's GPUs too."""
+    pythons, numpys = random.getstate(), np.random.get_state()  # the global generators, which the program draws from
     gpus = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if tensor.is_cuda}
     try:
         with torch.random.fork_rng(gpus):

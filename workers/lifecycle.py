@@ -1,11 +1,11 @@
-"""A learner's way into its run and out of it, each gone once, whatever threads, signals and forks do meanwhile.
+"""A learner's way into its run and out of it, each taken once, despite threads, signals and forks.
 
 | state | until |
 |---|---|
-| made | `open`, once |
-| joining | it has joined; `leave` in another thread and a signal give it up |
-| in its run | `leave`, or its other thread has failed |
-| left | for ever: what it had joined is there to be looked at |
+| made | `open` is called, once |
+| joining | it has joined; `leave` in another thread or a signal makes it give up |
+| in its run | `leave` is called, or the exchange thread fails |
+| left | for ever; what had joined can still be looked at |
 """
 
 import os
@@ -20,37 +20,36 @@ from diloco.workers.training import Training
 
 
 class Life:
-    """One learner's, in the process that made it."""
+    """The life cycle of one learner, in the process that made it."""
 
     def __init__(self, stopping: Stopping) -> None:
         self._pid = os.getpid()
-        self.in_run = False
-        """It has joined, and not begun to leave."""
-        self.entered: JoinedLearner | None = None
-        """What has joined; also after leaving."""
+        self.in_run = False  # the learner has joined, and has not begun to leave
+        self.entered: JoinedLearner | None = None  # the joined learner; kept after leaving
         self._stopping = stopping
-        self._lock = threading.RLock()  # of what `open` and `leave` change; a handler may leave what its thread opens
+        # Guards what `open` and `leave` change. It is reentrant, because a signal handler may call `leave` in the very
+        # thread that holds it in `open`.
+        self._lock = threading.RLock()
         self._opened = self._left = False
-        self._told = False
-        """The other thread's failure was raised."""
+        self._told = False  # the exchange thread's failure was raised to the caller
 
     @property
     def is_here(self) -> bool:
-        """Not in a process that was forked from the learner's."""
+        """False in a process that was forked from the learner's."""
         return os.getpid() == self._pid
 
     def check_process(self) -> None:
-        """Raises UsageError in a process that was forked from the learner's."""
+        """Raise UsageError in a process that was forked from the learner's."""
         if not self.is_here:
             raise UsageError("this Learner was made in another process, which this one was forked from: make one here")
 
     @property
     def joined(self) -> JoinedLearner:
-        """What is in its run.
+        """The learner in its run.
 
         Raises:
-            UsageError: nothing is, or not of this process.
-            DilocoError: what its other thread has ended by.
+            UsageError: it is not in a run, or was made in another process.
+            DilocoError: the exchange thread has failed with this error.
         """
         self.check_process()
         if self.entered is not None and self.entered.thread.failure is not None:
@@ -63,10 +62,10 @@ class Life:
 
     @property
     def once_joined(self) -> JoinedLearner:
-        """What has joined, also after leaving.
+        """The learner that has joined, also after it has left.
 
         Raises:
-            UsageError: nothing has yet.
+            UsageError: it has not joined yet.
         """
         if self.entered is None:
             raise UsageError("the learner has not joined yet: use it in a `with` block, or open() it")
@@ -74,16 +73,16 @@ class Life:
 
     @property
     def untold_failure(self) -> BaseException | None:
-        """What the other thread has ended by, if no call has told so."""
+        """The error that has ended the exchange thread, if no call has raised it yet."""
         return self.entered.thread.failure if self.entered is not None and not self._told else None
 
     def open(self, prepare: Callable[[], tuple[Training, ExchangeThread]]) -> None:
-        """Join; whatever this raises, nothing of it is left behind.
+        """Join; if this raises, nothing of the learner is left behind.
 
-        prepare: what joins, and the thread for it, not begun.
+        prepare: returns what joins, and the thread for it, not started.
 
         Raises:
-            UsageError: it was opened before, was left meanwhile by another thread, or is not of this process.
+            UsageError: it was opened before, was left meanwhile by another thread, or was made in another process.
         """
         self.check_process()
         with self._lock:
@@ -97,7 +96,8 @@ class Life:
             except SpecMismatch as error:
                 if error.tensors or self._stopping.together:
                     raise
-                # A syncer may have put its checkpoint's spec in the place of what this one had proposed.
+                # A syncer may have replaced this learner's proposal by its checkpoint's spec: `prepare` once more,
+                # which now follows that spec.
                 self._stopping.install()
                 self._join(*prepare())
         except BaseException:  # KeyboardInterrupt above all
@@ -105,7 +105,7 @@ class Life:
             raise
 
     def go_on_joining(self) -> None:
-        """Raises Stopped where a signal came, and UsageError where another thread has left already."""
+        """Raise Stopped if a signal came, and UsageError if another thread has left already."""
         self._stopping.leave_if_asked()
         if self._left:
             raise UsageError("the learner was closed before it had joined")
@@ -116,7 +116,7 @@ class Life:
             training.keeper.restore(found)
             joined.hand_over((), joined.adopt())
             training.times.training_begins(time.perf_counter())
-            with self._lock:
+            with self._lock:  # checked under the lock: a `leave` before this is seen here, a later one finds `in_run`
                 self.go_on_joining()
                 self.entered, self.in_run = joined, True
         except BaseException:
@@ -127,21 +127,21 @@ class Life:
             raise
 
     def leave(self, flush: Callable[[JoinedLearner], None]) -> bool:
-        """Leave the run; whether it was in it until now.
+        """Leave the run; return whether the learner was in it until now.
 
-        flush: called with what leaves, if its thread still works.
+        flush: called with the joined learner if its thread still works.
         """
         if not self.is_here:
             return False  # forked inside the `with` block: the run is the parent's
         with self._lock:
             joined, in_run = self.entered, self.in_run
             self.in_run, self._left = False, self._opened
-        if joined is None or not in_run:  # it is closed, or being closed, or has yet to join
+        if joined is None or not in_run:  # closed already, being closed by another thread, or not joined yet
             return False
         try:
             if joined.thread.works:
                 flush(joined)
-        finally:  # also at a second Ctrl-C: a thread that goes on would count as a learner
+        finally:  # also on a second Ctrl-C: a thread that kept running would still count as a learner
             joined.thread.end()
             self._stopping.restore()
         joined.thread.join()

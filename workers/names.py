@@ -1,9 +1,9 @@
-"""A model's parameters by the names that they have in the plain model, whatever wraps it.
+"""Name a model's parameters as in the plain model, whatever wraps it.
 
 `torch.compile`, DistributedDataParallel, DataParallel, Fabric and activation checkpointing put the model, or a part of
-it, in a module of their own, and its name before the parameters' names. A LightningModule that has all of its
-parameters in one submodule is such a wrapper too: elsewhere that submodule is the model. All learners of a run, and
-who loads what they have trained, have the names without.
+it, into a module of their own, whose name precedes the parameters' names. A LightningModule with all of its parameters
+in one submodule is such a wrapper too: elsewhere that submodule is the model. All learners of a run, and programs that
+load what they have trained, use the names without wrappers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,15 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.pipeline.errors import UsageError
 
+# Submodule names of wrappers: torch.compile's, activation checkpointing's, Fabric's.
 WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
-"""Submodules by which wrappers are known: torch.compile's, activation checkpointing's, Fabric's."""
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """As `model.named_parameters`, in its order, with the plain model's names.
+    """Yield what `model.named_parameters` does, in its order, under the plain model's names.
 
     Raises:
-        UsageError: two have the same name there.
+        UsageError: two parameters have the same name there.
     """
     wrappers, seen = _wrappers(model), set[str]()
     for wrapped, parameter in model.named_parameters():
@@ -37,25 +37,25 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class Buffer(NamedTuple):
-    """A persistent buffer of a model, by where it is kept: it may be replaced by another tensor at any step."""
+    """A persistent buffer of a model, identified by its place, since any step may replace it by another tensor."""
 
     name: str
-    """With the plain model's names."""
+    """In the plain model."""
     owner: nn.Module
     key: str
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """As it is now; None: it has gone."""
+        """The tensor that is there now; None: there is none any more."""
         found: torch.Tensor | None = getattr(self.owner, self.key, None)
         return found
 
 
 def named_buffers(model: nn.Module) -> Iterator[Buffer]:
-    """The buffers that the model's state dict has, in its order; what modules share is there once.
+    """Yield the buffers of the model's state dict, in its order; buffers that modules share appear once.
 
     Raises:
-        UsageError: two, or one and a parameter, have the same name in the plain model.
+        UsageError: two of them, or one and a parameter, have the same name in the plain model.
     """
     wrappers, seen = _wrappers(model), dict[int, torch.Tensor]()
     names = {name for name, _ in named_parameters(model)}
@@ -74,12 +74,12 @@ def named_buffers(model: nn.Module) -> Iterator[Buffer]:
 
 
 def state_with(model: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, Any]:
-    """The model's state dict with the plain model's names, and other values of some parameters and buffers.
+    """Return the model's state dict under the plain model's names, with other values of some tensors.
 
-    values: by name, flat (elements,); copied to the tensor's type and shape. What is tied has its value under all of
-        its names.
+    values: by name, flat (elements,); copied to the tensor's type and shape. Tied tensors get theirs under all of their
+    names.
     """
-    state = model.state_dict(keep_vars=True)  # first: it has a sharded model hold its shards
+    state = model.state_dict(keep_vars=True)  # must come first: it makes a sharded model hold its shards
     named: dict[str, torch.Tensor | None] = dict(named_parameters(model))
     named |= {buffer.name: buffer.tensor for buffer in named_buffers(model)}
     others = {
@@ -95,7 +95,7 @@ def state_with(model: nn.Module, values: Mapping[str, npt.NDArray[np.float32]]) 
 
 
 def _wrappers(model: nn.Module) -> frozenset[str]:
-    """Names of the submodules that a wrapper around them has put into names."""
+    """Return the paths of the submodules whose names come only from a wrapper around them."""
     found = set[str]()
     for path, module in model.named_modules(remove_duplicate=False):
         outermost = not path or path in found
@@ -104,7 +104,7 @@ def _wrappers(model: nn.Module) -> frozenset[str]:
 
 
 def _wrapped_by(module: nn.Module, outermost: bool) -> Iterable[str]:
-    """outermost: nothing but wrappers are around it."""
+    """Return the names of the children that this module only wraps. outermost: it is itself inside wrappers only."""
     if isinstance(module, DistributedDataParallel | nn.DataParallel):
         return ["module"]
     if wrapped := [child for child in WRAPPED if child in module._modules]:
@@ -116,7 +116,7 @@ def _wrapped_by(module: nn.Module, outermost: bool) -> Iterable[str]:
 
 
 def _is_lightning(module: nn.Module) -> bool:
-    """Told by name: it is nothing that this package needs to have."""
+    """Return whether it is a LightningModule, judging by names: Lightning may not be installed."""
     return any(
         kind.__name__ == "LightningModule" and kind.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
         for kind in type(module).__mro__

@@ -1,7 +1,7 @@
-"""Between a model's tensors and the flat float32 vectors that travel.
+"""Convert between a model's tensors and the flat float32 vectors that travel.
 
-The training thread calls `FragmentTensors.snapshot` (or `on_device`) and `overwrite`; they only queue work on a CUDA
-device, and are one memory copy on a CPU. `Snapshot.numpy` is the exchange thread's: it may wait for the device.
+The training thread calls `FragmentTensors.snapshot` (or `on_device`) and `overwrite`. On a CUDA device they only queue
+work; on a CPU they take one memory copy. `Snapshot.numpy` is for the exchange thread, since it may wait for the device.
 """
 
 import sys
@@ -25,11 +25,10 @@ from diloco.workers.averaged import average_rule, averaged_buffers
 from diloco.workers.copies.snapshots import Snapshot, snapshot_of
 from diloco.workers.names import named_buffers, named_parameters
 
+# Bytes of a float32.
 ITEM = 4
-"""Bytes of a float32."""
 
-Adopted = Callable[[Any, torch.Tensor], object]
-"""Called with a parameter that was overwritten, and its values before."""
+Adopted = Callable[[Any, torch.Tensor], object]  # called with an overwritten parameter and its previous values
 
 _DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "float16", "float64"]] = {
     torch.float32: "float32",
@@ -40,13 +39,13 @@ _DTYPES: dict[torch.dtype, Literal["float32", "bfloat16", "float16", "float64"]]
 
 
 def _embeddings(model: nn.Module) -> dict[str, bool]:
-    """Of every trained tensor by name: whether it is an embedding, by the type of its module."""
+    """Return for every trained tensor's name whether it is the weight of an embedding module."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)}
     return {name: id(tensor) in embeddings for name, tensor in named_parameters(model) if tensor.requires_grad}
 
 
 def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors that are synchronised, by name, in `named_parameters` order; what is tied is there once.
+    """Return the tensors to synchronise by name, in `named_parameters` order; tied ones appear once.
 
     Raises:
         UsageError: there is none, or one is of a kind that cannot travel.
@@ -77,24 +76,24 @@ def trained_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def tensor_table(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
-    """The model's tensors as the spec lists them: trained ones in `named_parameters` order, then averaged buffers.
+    """Return the spec's table of tensors: trained ones in `named_parameters` order, then averaged buffers.
 
-    What has no room in a fragment is there in parts (`fragments.level`), an untied output head among it.
+    A tensor that does not fit into one fragment is listed in parts (`fragments.level`); so is an untied output head.
 
     Raises:
-        UsageError: as `whole_tensors`.
+        UsageError: see `whole_tensors`.
     """
     return level(whole_tensors(model, sync), _heads(model))
 
 
 def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
-    """The same with every tensor in one fragment.
+    """Return the same table with every tensor in one fragment.
 
-    With an orthogonalised outer step it says which tensors that takes for matrices: those of two dimensions, with
-    several rows and columns, that are no embeddings, since a row of an embedding is a vector of its own.
+    With an orthogonalised outer step it marks the tensors that are treated as matrices: those of two dimensions with
+    several rows and columns, except embeddings, in which each row is a vector of its own.
 
     Raises:
-        UsageError: as `trained_tensors`; fewer tensors than fragments, or a step that could never be orthogonalised.
+        UsageError: see `trained_tensors`; or there are fewer tensors than fragments, or nothing to orthogonalise.
     """
     orthogonal = sync.outer == "halley"
     check_outer(sync)
@@ -129,19 +128,22 @@ def whole_tensors(model: nn.Module, sync: SyncSettings | SyncSpec) -> tuple[Tens
 
 
 def hidden_matrices(model: nn.Module) -> list[torch.Tensor]:
-    """The trained matrices that are no embeddings and no output head, whose rows or columns stand for single tokens."""
+    """Return the trained matrices other than embeddings and output heads, whose rows or columns stand for tokens."""
     embeddings, heads = _embeddings(model), _heads(model)
     trained = trained_tensors(model).items()
     return [tensor for name, tensor in trained if _is_matrix(tensor) and not embeddings[name] and name not in heads]
 
 
 def _is_matrix(tensor: torch.Tensor) -> bool:
-    """With several rows and columns: of one alone there is nothing to orthogonalise."""
+    """Return whether it has several rows and several columns; a single one leaves nothing to orthogonalise."""
     return tensor.dim() == 2 and min(tensor.shape) > 1
 
 
 def _heads(model: nn.Module) -> frozenset[str]:
-    """Names of the output heads: of the shape of the largest embedding, of which nothing else in a model is."""
+    """Return the names of the output heads: trained tensors with the shape of the largest embedding.
+
+    Nothing else in a model has that shape.
+    """
     shapes = [module.weight.shape for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
     if not shapes:
         return frozenset()
@@ -150,24 +152,24 @@ def _heads(model: nn.Module) -> frozenset[str]:
 
 
 def fitting_fragments(model: nn.Module, wanted: int) -> int:
-    """The number of fragments of a model for which nobody asked for a number (`fragments_of`).
+    """Return the number of fragments for a model if nobody asked for a number (`fragments_of`).
 
     Raises:
-        UsageError: as `trained_tensors`.
+        UsageError: see `trained_tensors`.
     """
     trained = trained_tensors(model)
     return fragments_of(wanted, len(trained), len(averaged_buffers(model, map(local_of, trained.values()))))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of a tensor: of a DTensor its shard, which may be empty; else all of it."""
-    to_local = getattr(tensor, "to_local", None)  # to ask for the class would be to import it, which takes seconds
+    """Return the part of a tensor that this process holds: a DTensor's shard, which may be empty, else all of it."""
+    to_local = getattr(tensor, "to_local", None)  # an isinstance check would import DTensor, which takes seconds
     here: torch.Tensor = tensor if to_local is None else to_local()
     return here
 
 
 def placed_as(tensor: Any, here: torch.Tensor) -> torch.Tensor:
-    """What this process holds of another tensor that is sharded like `tensor`, as such a one; on its device."""
+    """Return the local part `here` of a tensor as a tensor sharded like `tensor`, on the same device."""
     if not hasattr(tensor, "device_mesh"):
         return here
     given = tensor.device_mesh, tensor.placements
@@ -178,13 +180,13 @@ def placed_as(tensor: Any, here: torch.Tensor) -> torch.Tensor:
 
 
 def resharding(model: nn.Module) -> Callable[[], None]:
-    """What has a model hold its shards, also after a forward pass that no backward follows, such as an evaluation's.
+    """Return a function that makes a model hold its shards again, as after an evaluation's forward pass.
 
-    Of the root of what was given to `fully_shard` that leaves plain whole parameters in their place, from which the
-    next pass goes on, whatever the shards are by then. Nothing is sent here, but in that pass: so all ranks of a
-    learner call it after the same steps.
+    After a forward pass without a backward, the root module given to `fully_shard` keeps whole plain parameters in
+    place of its shards, and the next pass uses these, whatever the shards are by then. The function itself sends
+    nothing, but the next forward pass has to gather again: so all ranks of a learner must call it after the same steps.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody imported it no module is of it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # if nobody has imported it, no module can be an FSDPModule
     sharded = [one for one in model.modules() if fsdp is not None and isinstance(one, fsdp.FSDPModule)]
 
     def reshard() -> None:
@@ -195,7 +197,7 @@ def resharding(model: nn.Module) -> Callable[[], None]:
 
 
 class _Bytes(NamedTuple):
-    """Where a slot's bytes lie."""
+    """The byte ranges of a slot."""
 
     flat: slice
     """In the fragment's vector."""
@@ -209,17 +211,17 @@ class _Bytes(NamedTuple):
 
 
 def _part(slot: Slot, tensor: torch.Tensor) -> torch.Tensor:
-    """What lies in a slot, of the whole tensor: a view."""
+    """Return a view of the part of the whole tensor that lies in a slot."""
     return tensor if slot.tensor.rows is None else tensor[slice(*slot.tensor.rows)]
 
 
 class FragmentTensors:
-    """Copies fragments out of a set of tensors and into it. All of them live on one device.
+    """Copies fragments out of a set of tensors and back into it. All tensors are on one device.
 
-    Of sharded tensors it copies what this process holds, which the layout is of.
+    Of sharded tensors it copies this process's shards, and the layout describes these.
 
-    float32 tensors in host memory are copied as plain bytes: a torch call lets go of the interpreter's lock, and
-    the training thread would then wait in line behind the exchange thread to get it back.
+    float32 tensors in host memory are copied as plain bytes. A torch call would release the interpreter's lock, and the
+    training thread would then wait behind the exchange thread to get it back.
     """
 
     def __init__(self, tensors_by_name: Mapping[str, torch.Tensor], layout: Layout) -> None:
@@ -231,12 +233,15 @@ class FragmentTensors:
         self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def _plain(self, p: int) -> bool:
-        """Asked at each copy: `model.to(...)`, or another `.data`, may have changed it."""
+        """Return whether a fragment can be copied as plain bytes.
+
+        This is asked at each copy: `model.to(...)`, or an assignment to `.data`, may have changed it.
+        """
         here = map(local_of, self._tensors[p])
         return all(t.is_cpu and t.dtype == torch.float32 and t.is_contiguous() for t in here)
 
     def _bytes(self, tensor: torch.Tensor) -> memoryview:
-        """The tensor's memory; looked up anew if the optimizer gave it another storage."""
+        """Return the tensor's memory; it is looked up again if the optimizer gave the tensor another storage."""
         here = local_of(tensor)
         address, view = self._views.get(id(tensor), (0, memoryview(b"")))
         if address != here.data_ptr():
@@ -245,14 +250,14 @@ class FragmentTensors:
         return view
 
     def _check(self, p: int) -> None:
-        """Refuse to copy what is no longer there."""
+        """Raise if a tensor of the fragment is no longer what it was; a subclass may know."""
 
     @torch.no_grad()
     def snapshot(self, p: int) -> Snapshot:
-        """Fragment p as it is now; later steps do not change it.
+        """Copy fragment p; later steps do not change the copy.
 
-        On CUDA the values are first copied on the device, in order with the training stream, so that the next
-        optimizer step may overwrite them; the slow copy to pinned memory runs on a side stream.
+        On CUDA the values are first copied on the device, in order with the training stream, so that the next optimizer
+        step may overwrite them; the slow copy to pinned memory runs on a side stream.
         """
         self._check(p)
         layout = self._layout.fragments[p]
@@ -266,9 +271,9 @@ class FragmentTensors:
 
     @torch.no_grad()
     def on_device(self, p: int) -> Callable[[], torch.Tensor]:
-        """Fragment p as it is now, as a flat vector (elements,) on its device.
+        """Copy fragment p on its device; return a function that gives the flat vector (elements,).
 
-        To be called in the stream in which it is used: there it is as if it had been copied before.
+        Call the function in the stream that uses the vector: it makes that stream wait for the copy.
         """
         self._check(p)
         flat = self._flat(p)
@@ -286,10 +291,10 @@ class FragmentTensors:
 
     def _flat(self, p: int) -> torch.Tensor:
         layout = self._layout.fragments[p]
-        with torch.inference_mode(False):  # the loop may step in that mode; who encodes writes to it outside of it
+        with torch.inference_mode(False):  # the loop may step in inference mode, but the encoder must write to `flat`
             if self.device.type == "cpu":
                 flat = torch.from_numpy(pooled(layout.elements, np.float32))
-            else:  # torch uses memory of other devices again by itself
+            else:  # no pool is needed: torch's allocators reuse memory of other devices
                 flat = torch.empty(layout.elements, dtype=torch.float32, device=self.device)
         for slot, tensor in zip(layout.slots, self._tensors[p], strict=True):
             part = _part(slot, local_of(tensor))
@@ -298,7 +303,7 @@ class FragmentTensors:
 
     @torch.no_grad()
     def overwrite(self, p: int, flat: npt.NDArray[np.float32] | torch.Tensor) -> None:
-        """Put a flat vector (elements,) into fragment p, in place; optimizer moments stay as they are.
+        """Write a flat vector (elements,) into fragment p, in place; optimizer moments are not touched.
 
         flat: an array, or a tensor on this device.
         """
@@ -306,7 +311,8 @@ class FragmentTensors:
         layout = self._layout.fragments[p]
         if isinstance(flat, torch.Tensor):
             if self._side is not None:
-                flat.record_stream(torch.cuda.current_stream(self.device))  # it is of another stream
+                # `flat` was allocated in the encoder's stream: without this its memory could be reused too early.
+                flat.record_stream(torch.cuda.current_stream(self.device))
             values = flat
         elif self._plain(p):
             raw = as_bytes(flat)
@@ -323,13 +329,13 @@ class FragmentTensors:
 
 
 class FragmentParameters(FragmentTensors):
-    """Copies fragments out of a model and into it, for as long as its tensors are what they were.
+    """Copies fragments out of a model and back into it, for as long as its tensors keep their type and shape.
 
-    A buffer may be another tensor after each step, so it is looked up whenever it is copied.
+    A buffer may be another tensor after each step, so buffers are looked up for every copy.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, adopted: Adopted | None = None) -> None:
-        """adopted: called with each parameter that was overwritten, and its values before."""
+        """adopted: called with each parameter that was overwritten, and its previous values."""
         names = {slot.tensor.name for fragment in layout.fragments for slot in fragment.slots}
         held = {buffer.name: buffer for buffer in named_buffers(model) if buffer.name in names}
         tensors: dict[str, torch.Tensor] = dict(named_parameters(model))
@@ -341,13 +347,13 @@ class FragmentParameters(FragmentTensors):
         self._reshard, self._adopted = resharding(model), adopted
 
     def some(self, layout: Layout) -> FragmentTensors:
-        """Other parts of the same parameters, as they are now and later. layout: which; no buffers."""
+        """Return access to other parts of the same parameters, now and later. layout: the parts, without buffers."""
         slots = [slot for fragment in self._layout.fragments for slot in fragment.slots]
         tensors = [tensor for fragment in self._tensors for tensor in fragment]
         return FragmentTensors({slot.tensor.name: one for slot, one in zip(slots, tensors, strict=True)}, layout)
 
     def overwrite(self, p: int, flat: npt.NDArray[np.float32] | torch.Tensor) -> None:
-        """As `FragmentTensors`; the next forward pass takes it. Ranks of a learner adopt at the same step."""
+        """Write a fragment as `FragmentTensors` does, for the next forward pass. All ranks call it after the same step."""
         self._reshard()
         if self._adopted is None:
             super().overwrite(p, flat)

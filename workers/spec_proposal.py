@@ -1,4 +1,4 @@
-"""The spec as a learner would have it, from its model and settings."""
+"""Make the spec that a learner proposes, from its model and settings."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -17,32 +17,32 @@ from diloco.workers.exchange.connecting import Beginning
 
 
 class Proposed(Protocol):
-    """What a run learns of a model, whatever it is made of."""
+    """A model as a run sees it, whatever it is made of."""
 
     @property
     def trained(self) -> int:
-        """Number of its trained tensors.
+        """The number of its trained tensors.
 
         Raises:
             UsageError: one is of a kind that cannot travel.
         """
 
     def fitting_fragments(self, wanted: int) -> int:
-        """The number of fragments where nobody asked for a number (`fragments_of`).
+        """Return the number of fragments if nobody asked for a number (`fragments_of`).
 
         Raises:
-            UsageError: as `trained`.
+            UsageError: see `trained`.
         """
 
     def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
-        """Its tensors as the spec lists them. held: the run's table, where there is one.
+        """Return its tensors as the spec lists them. held: the run's table, if there is one.
 
         Raises:
-            UsageError: as `trained`; fewer tensors than fragments, or a step that could never be orthogonalised.
+            UsageError: see `trained`; or there are fewer tensors than fragments, or nothing to orthogonalise.
         """
 
     def frozen(self) -> tuple[tuple[str, bytes], ...]:
-        """(name, xxh3-128) of every frozen parameter.
+        """Return (name, xxh3-128) of every frozen parameter.
 
         Raises:
             UsageError: one cannot be read.
@@ -50,10 +50,10 @@ class Proposed(Protocol):
 
 
 def fitting(sync: SyncSettings, model: Proposed) -> SyncSettings:
-    """The settings with no more fragments than the model has tensors for, if nobody asked for a number of them.
+    """Return the settings with no more fragments than the model can fill, unless somebody asked for a number.
 
     Raises:
-        UsageError: as `Proposed.trained`.
+        UsageError: see `Proposed.trained`.
     """
     if "fragments" in sync.model_fields_set:
         return sync
@@ -61,20 +61,20 @@ def fitting(sync: SyncSettings, model: Proposed) -> SyncSettings:
 
 
 def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Beginning) -> Spec:
-    """What is proposed to a run that has no spec, and compared with the spec of one that has.
+    """Return the spec to propose to a run without one, or to compare with the spec that a run has.
 
     It follows the run where the learner has no settings of its own.
 
     Args:
-        model: judged.
-        given: the learner's.
-        held: the run's spec; None: it has none. A learner with settings of its own takes no more of it than the
-            budget, if it names none.
-        beginning: of a run without a spec: the settings with which a syncer waits, and whether Redis is a cluster.
+        model: already checked.
+        given: the learner's arguments.
+        held: the run's spec; None: it has none. A learner with settings of its own takes only the budget from it, and
+            that only if it names none.
+        beginning: for a run without a spec: the settings of a waiting syncer, and whether Redis is a cluster.
 
     Raises:
-        SpecMismatch: the learner was given another budget than the run, or other settings than that syncer.
-        UsageError: model and settings cannot be a run's.
+        SpecMismatch: the learner was given another budget than the run, or other settings than the waiting syncer.
+        UsageError: model and settings cannot make a run.
     """
     budget = {} if given.tokens is None else {"tokens": given.tokens}
     trainer = given.trainer or {}
@@ -92,7 +92,8 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
         sync = _own(asked, model, beginning.cluster)
     else:
         _say_what_does_not_count(held.sync)
-        # Another model than the run's may have too few tensors: joining says how they differ.
+        # A model that is not the run's may have too few tensors for its fragments. The number is reduced here, so that
+        # joining can show how the models differ.
         fragments = model.fitting_fragments(held.sync.fragments)
         sync, trainer = held.sync.model_copy(update={"fragments": fragments} | budget), trainer or held.trainer
     frozen = model.frozen() if given.same_frozen else None
@@ -106,7 +107,7 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
 
 
 def _say_what_does_not_count(held: SyncSpec) -> None:
-    """Variables are for whoever is first: one that says otherwise than the run is of no effect."""
+    """Warn of environment variables that differ from the run: only the first party's have an effect."""
     given = load(SyncSettings)
     usual = given.with_method(held.quorum)
     for name in sorted(usual.model_fields_set - {"method"}):
@@ -119,7 +120,7 @@ def _say_what_does_not_count(held: SyncSpec) -> None:
 
 
 def _own(usual: SyncSettings, model: Proposed, cluster: bool) -> SyncSpec:
-    """As this learner would have it; says what nobody has decided."""
+    """Return the spec settings of this learner alone, and log those that nobody has decided."""
     log, fitted = structlog.get_logger(), fitting(usual, model)
     if fitted.fragments < usual.fragments:
         buffers = ", beside the one of its buffers" * (fitted.fragments > model.trained)

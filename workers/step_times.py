@@ -1,6 +1,6 @@
-"""How long a learner's steps take, and how much of that its own calls. Pure: the caller reads the clock.
+"""Measure how long a learner's steps take, and the share of its own calls. Pure: the caller reads the clock.
 
-The training thread writes, the exchange's thread reads.
+The training thread writes, the exchange thread reads.
 """
 
 from collections import deque
@@ -9,58 +9,57 @@ from typing import Any
 
 from diloco.pipeline.ema import Ema
 
+# The median is taken over this many step times.
 STEPS_KEPT = 4096
-"""Step times the median is taken over."""
+# Time between two computations of the median: its sorting takes longer than all the rest of a report.
 MEDIAN_S = 1.0
-"""It is taken anew so often: sorting takes longer than all else of a report."""
+# Of the moving averages of a learner's times.
 DECAY = 0.9
-"""Of the averages of a learner's measured times."""
 
 
 class StepTimes:
-    """Of one incarnation, in seconds; times of a clock that only rises."""
+    """The step times of one incarnation, in seconds of a monotonic clock."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=STEPS_KEPT)
-        self._median = 0.0, -MEDIAN_S
-        """Of step times, and when it was taken."""
+        self._median = 0.0, -MEDIAN_S  # of step times, and when it was taken
         self._step_s = Ema(DECAY)
+        # Weighted sum of the steps' tokens per second, and the sum of the weights; each weighs `DECAY` of the next one.
         self._rates = 0.0, 0.0
-        """Tokens per second of the steps, each weighing `DECAY` of the next, and the sum of these weights."""
         self._steps = 0
-        self.blocked_s = 0.0
-        """Time inside the library's own calls: not what its other thread costs beside it."""
+        self.blocked_s = 0.0  # time inside the library's own calls, without the cost of its other thread
         self._began = self._returned = 0.0
 
     def training_begins(self, now: float) -> None:
-        """What came before was joining."""
+        """Start the clock: all before this was joining."""
         self._began = self._returned = now
 
     def entered(self, now: float) -> None:
-        """A step of the user's is done."""
+        """Note that a step of the user's code is done."""
         took = now - self._returned
         self._step_s.observe(took)
         self._times.append(took)
 
     def returned(self, entered: float, now: float, tokens: int) -> None:
-        """So is what the library does after it."""
+        """Note that the library's work after the step is done."""
         self._steps += 1
-        rates, weights = (0.0, 0.0) if self._steps == 2 else self._rates  # the first one warms caches and compiles
+        # The first step is dropped from the rate: it warms caches and compiles.
+        rates, weights = (0.0, 0.0) if self._steps == 2 else self._rates
         self._rates = DECAY * rates + tokens / max(now - self._returned, 1e-9), DECAY * weights + 1
         self.blocked_s += now - entered
         self._returned = now
 
     @property
     def step_s(self) -> float:
-        """Of a step of the user's, lately; 0.0 before the first."""
+        """Recent time of a step of the user's code; 0.0 before the first."""
         return self._step_s.value or 0.0
 
     def reported(self, now: float, last: bool) -> dict[str, Any]:
-        """What a report says of it; the last one is exact."""
+        """Return the fields of a report; those of the last report are exact."""
         if last or not self._median[0] or now - self._median[1] >= MEDIAN_S:
-            times = self._times.copy()  # one step under the interpreter's lock: the training thread appends meanwhile
+            times = self._times.copy()  # atomic under the interpreter's lock: the training thread appends meanwhile
             self._median = median(times) if times else 0.0, now
-        rates, weights = self._rates  # at one go: the training thread writes meanwhile
+        rates, weights = self._rates  # one read of both, since the training thread replaces the pair meanwhile
         return {
             "tokens_per_s": rates / weights if weights else 0.0,
             "step_s": self.step_s,

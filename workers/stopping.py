@@ -1,12 +1,13 @@
-"""SIGTERM and SIGHUP in somebody else's training loop: it ends between two inner steps, flushed and saved.
+"""End somebody else's training loop on SIGTERM or SIGHUP: between two inner steps, flushed and saved.
 
-Only where nobody else handles them: in the main thread, and in place of the system's default, which would end the
-process with nothing said to anybody. The handler only notes the signal. Then `Learner.finished` is true; a loop that
-does not ask ends in its next `step` but one, by `SystemExit`. A second SIGTERM ends the process at once, as by default.
+A signal is handled only in the main thread, and only if its handler is the system's default, which would end the
+process without a word to anybody. The handler only notes the signal, and `Learner.finished` becomes true. A loop that
+does not look at it is ended by `SystemExit` in its next step but one. A second SIGTERM ends the process at once, as by
+default.
 
-A signal to the whole process group, as systemd and `timeout` send it, also ends the workers of a DataLoader. torch's
-handler of SIGCHLD would raise for it wherever the training thread is, in the middle of leaving too. So it is left out
-from the first signal on.
+If a signal goes to the whole process group, as with systemd and `timeout`, it also ends the workers of a DataLoader.
+Torch's handler of SIGCHLD would then raise wherever the training thread is, even in the middle of leaving. So these
+errors are suppressed from the first signal on.
 """
 
 import os
@@ -22,7 +23,7 @@ STOPS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr
 
 
 def _spare_loaders() -> None:
-    """From now on nothing is raised where a worker of torch's DataLoader dies; the loader still sees it."""
+    """Suppress the error of torch's SIGCHLD handler when a DataLoader's worker dies; the loader still notices."""
     if not hasattr(signal, "SIGCHLD"):  # Windows
         return
     handler = signal.getsignal(signal.SIGCHLD)
@@ -36,25 +37,22 @@ def _spare_loaders() -> None:
 
 
 class Stopped(SystemExit):
-    """The process was asked to end, between two inner steps; its status has it started again."""
+    """The process was asked to end, and does so between two inner steps, with a status that has it restarted."""
 
     def __init__(self, number: int) -> None:
-        """number: of the signal."""
+        """number: the signal's number."""
         super().__init__(AGAIN_STATUS)
         self.number = number
 
 
 class Stopping:
-    """What a process was asked by a signal, from `install` to `restore`."""
+    """What signals have asked of this process between `install` and `restore`."""
 
     def __init__(self) -> None:
-        self._asked = 0
-        self.heard = 0
-        """The signal that came."""
-        self.together = False
-        """This is a rank among several, which end at the same step: by `agree`, and not by what one has heard."""
-        self._told = False
-        """By another signal than SIGHUP."""
+        self._asked = 0  # the signal that this process is to end by
+        self.heard = 0  # the signal that came here
+        self.together = False  # several ranks must end at the same step: by `agree`, not by what one of them has heard
+        self._told = False  # a signal other than SIGHUP came
         self._seen = self._stepped = False
         self._over = False
         self._installed: list[int] = []
@@ -62,17 +60,17 @@ class Stopping:
 
     @property
     def came(self) -> bool:
-        """A signal came, here or, as ranks have agreed, to another rank; for whoever looks behind the loop."""
+        """True if a signal came, here or (as the ranks have agreed) to another rank. Reading it promises nothing."""
         return bool(self.heard or self._asked)
 
     @property
     def asked(self) -> bool:
-        """A signal came. Who reads this is expected to end."""
+        """True if a signal came. Code that reads this is expected to end then."""
         self._seen |= self._asked > 0
         return self._asked > 0
 
     def install(self) -> None:
-        """From now on signals that would end the process are noted; once, before `restore`."""
+        """Note, from now on, signals that would end the process; call it once, before `restore`."""
         if threading.current_thread() is threading.main_thread():
             for number in STOPS:
                 handler = signal.getsignal(number)
@@ -82,16 +80,16 @@ class Stopping:
                     signal.signal(number, self._note)
 
     def restore(self) -> None:
-        """As it was before. In another thread the handler stays, and does what the default does."""
+        """Restore the previous handlers. Outside the main thread they stay, and act like the default."""
         self._over = True
         if threading.current_thread() is threading.main_thread():
             for number in self._installed:
-                if signal.getsignal(number) == self._note:  # else somebody else's by now
+                if signal.getsignal(number) == self._note:  # otherwise another part of the program has replaced it
                     signal.signal(number, signal.SIG_DFL)
             self._installed = []
 
     def leave_if_asked(self) -> None:
-        """While nothing is trained yet.
+        """End if a signal came, while nothing is trained yet.
 
         Raises:
             Stopped: a signal came.
@@ -100,31 +98,32 @@ class Stopping:
             raise Stopped(self.heard)
 
     def agree(self) -> None:
-        """A rank was asked to end: all do, after the present step."""
+        """Note that some rank was asked to end, so that all ranks end after the present step."""
         self._asked = self._asked or signal.SIGTERM
 
     def leave_if_unseen(self) -> None:
-        """When all is over.
+        """End after the training if a signal came that the loop did not look at.
 
         Raises:
-            Stopped: a signal came, and nobody has looked.
+            Stopped: a signal came, and nobody has read `asked`.
         """
         if not self._seen and self._asked:
             raise Stopped(self._asked)
 
     def stepped(self) -> None:
-        """An inner step is over and counted.
+        """Note that an inner step is over and counted.
 
         Raises:
-            Stopped: a signal had come before the last one was over, and the loop went on.
+            Stopped: a signal had come before the previous step was over, and the loop went on.
         """
         if self._stepped:
             raise Stopped(self._asked)
         self._stepped = self._asked > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        hangup = number == HANGUP  # comes twice as a rule (`pipeline.process.signals`): never the second of two
-        elsewhere = os.getpid() != self._pid  # in a child, e.g. one that loads data
+        # Usually comes twice (`pipeline.process.signals`), so it never counts as a second one
+        hangup = number == HANGUP
+        elsewhere = os.getpid() != self._pid  # in a forked child, e.g. a DataLoader's worker
         if self._over or elsewhere or (self._told and not hangup):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
