@@ -6,10 +6,12 @@ its parameters unchanged if `found_inf` says so.
 
 When an inner step is over, with the optimizers in the order in which they step:
 
-| what happens                                        | the step is over                                   |
-|-----------------------------------------------------|----------------------------------------------------|
-| the last one steps                                  | then                                               |
-| the last one sits it out (skipped, or steps seldom) | before one steps that has stepped, or stands before |
+| what happens                                        | the step is over                                |
+|-----------------------------------------------------|-------------------------------------------------|
+| the last one steps                                  | then                                            |
+| the last one sits it out (skipped, or steps seldom) | just before the first update of the next step   |
+
+The next step has begun when an optimizer is about to update that does not come after all that have updated so far.
 
 So each step is counted once, whichever optimizer sits out, and never while an update is half made.
 """

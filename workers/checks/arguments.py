@@ -1,4 +1,4 @@
-"""What a user may say to a `Learner`: each argument is judged at once, by name, with what is allowed."""
+"""Check a `Learner`'s arguments at once; an error names the argument and what is allowed."""
 
 import math
 import reprlib
@@ -44,25 +44,25 @@ class Arguments(BaseModel):
 
 
 class _Named(BusSettings):
-    """As whom a learner takes part where its program does not say so."""
+    """The names from the environment, used if the program gives none."""
 
     learner_id: str | None = None
 
 
+# Arguments that may differ among the ranks of a learner.
 OWN = {"redis_url", "state_dir", "state_every_s", "log_losses"}
-"""What each rank of a learner may have of its own."""
 
 
 def together(given: Arguments) -> dict[str, str]:
-    """What all ranks of a learner must have in common, as text."""
+    """Return the arguments that all ranks of a learner must have in common, as text."""
     return {name: repr(value) for name, value in given if name not in OWN}
 
 
 def check_arguments(**given: Any) -> Arguments:
-    """Judge what a `Learner` was called with.
+    """Check what a `Learner` was called with.
 
     Raises:
-        UsageError: naming the argument, its value and what is allowed.
+        UsageError: names the argument, its value and what is allowed.
     """
     named = load(_Named)
     given |= {name: getattr(named, name) for name in ("run", "learner_id") if given[name] is None}
@@ -76,7 +76,7 @@ def check_arguments(**given: Any) -> Arguments:
         wrong = " or ".join(dict.fromkeys(told(one) for one in problems if one["input"] is first["input"]))
         raise UsageError(f"Learner: {name}={shown}: {wrong}") from None
     if arguments.state_dir is not None:
-        with suppress(OSError):  # a learner that comes back beside a full disk is needed
+        with suppress(OSError):  # a full disk must not keep a returning learner from training
             try_folder(Path(arguments.state_dir), LOCK_FILE, LOSSES_FILE)
     if arguments.log_losses and arguments.state_dir is None:
         raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
@@ -86,10 +86,10 @@ def check_arguments(**given: Any) -> Arguments:
 
 
 def whole_tokens(tokens: Any) -> int:
-    """The tokens of a step, from whichever number they come as; of a CUDA tensor this waits for the device.
+    """Return the tokens of a step as an int, from any kind of number; a CUDA tensor makes this wait for the device.
 
     Raises:
-        UsageError: they are no whole number from 0 on.
+        UsageError: it is not a whole number from 0 on.
     """
     if type(tokens) is int and 0 <= tokens <= MAX_STEP_TOKENS:
         return tokens
@@ -106,14 +106,16 @@ def whole_tokens(tokens: Any) -> int:
 
 
 def one_loss(loss: Any) -> LossCopy | None:
-    """The loss of a step, as it is now; None: nobody told. As `one_number`."""
+    """Return a copy of the loss of a step, taken now; None: there is none. Raises as `one_number` does."""
     return None if loss is None else LossCopy(one_number(loss, "step(loss={}): {}; pass one number, or leave it out"))
 
 
 def one_number(value: Any, told: str) -> float | torch.Tensor:
-    """A loss, to be read later: a tensor stays one, so that nothing waits for its device. It may be NaN or infinite.
+    """Return a loss to be read later: a tensor stays a tensor, so that nothing waits for its device.
 
-    told: the error, with places for the value and for what it is.
+    It may be NaN or infinite.
+
+    told: text of the error, with places for the value and for what it is.
 
     Raises:
         UsageError: it is not one number.
@@ -141,5 +143,5 @@ def one_number(value: Any, told: str) -> float | torch.Tensor:
 def _shown(value: Any) -> str:
     try:
         return reprlib.repr(value)[:80]
-    except ValueError:  # Python writes no number of more than some thousand digits
+    except ValueError:  # Python refuses to print a number of more than some thousand digits
         return "..."

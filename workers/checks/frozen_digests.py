@@ -1,7 +1,7 @@
-"""Digests of the frozen parameters: by them learners see that they train on the same ones.
+"""Digests of the frozen parameters, by which learners verify that they all train on the same ones.
 
-Buffers are not among them: they change in training. A digest is of values, shape and precision, whatever device they
-lie on and however they are laid out there.
+Buffers are left out, because they change in training. A digest covers values, shape and precision, independently of the
+device and the memory layout.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from diloco.pipeline.messages.spec import frozen_head
 from diloco.pipeline.messages.wire import MAX_TENSORS, MAX_TEXT_CHARS
 from diloco.workers.names import named_parameters
 
+# Copied to host memory at a time.
 PIECE_BYTES = 64 * 2**20
-"""Copied to host memory at a time."""
 LONG_WORK_BYTES = 2**30
 NOT_COMPARED = "or say same_frozen=False in all learners, and these are not compared"
 
@@ -28,7 +28,7 @@ def check_frozen(model: nn.Module) -> None:
     """Refuse at once what `frozen_digests` could not hash.
 
     Raises:
-        UsageError: naming the frozen parameter.
+        UsageError: names the frozen parameter.
     """
     frozen = dict(_frozen(model))
     if len(frozen) > MAX_TENSORS:
@@ -49,7 +49,7 @@ def check_frozen(model: nn.Module) -> None:
 
 @torch.no_grad()
 def frozen_digests(model: nn.Module) -> tuple[tuple[str, bytes], ...]:
-    """(name, xxh3-128) of every frozen parameter. Reads all of them, a piece at a time.
+    """Return (name, xxh3-128) of every frozen parameter. Reads all of them, a piece at a time.
 
     Raises:
         UsageError: one cannot be read.
@@ -77,8 +77,8 @@ def _frozen(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _feed(digest: Any, tensor: torch.Tensor) -> None:
-    """Shape, precision and values; of a quantized tensor, those of all tensors that it is made of."""
-    if hasattr(tensor, "full_tensor"):  # sharded: all ranks are here, and gather it
+    """Hash shape, precision and values; for a quantized tensor, those of all tensors that it consists of."""
+    if hasattr(tensor, "full_tensor"):  # sharded: a collective call, which all ranks of the learner make here
         tensor = tensor.full_tensor()
     digest.update(frozen_head(tuple(tensor.shape), str(tensor.dtype)))
     if hasattr(type(tensor), "__tensor_flatten__"):
@@ -95,7 +95,7 @@ def _feed(digest: Any, tensor: torch.Tensor) -> None:
 
 
 def _scales(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What bitsandbytes keeps beside the codes of a parameter: without them other scales would go unseen."""
+    """Return the tensors that bitsandbytes keeps beside a parameter's codes, so that other scales are noticed."""
     state: Any = getattr(tensor, "quant_state", None)
     beside = dict(state.as_dict()) if hasattr(state, "as_dict") else {}
     beside |= {name: getattr(tensor, name, None) for name in ("CB", "SCB")}

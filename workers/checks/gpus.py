@@ -1,13 +1,13 @@
-"""How many GPUs there are. Without a driver torch is not loaded to know it."""
+"""Count the GPUs. Torch is loaded for it only if there is a driver."""
 
 from pathlib import Path
 
+# Device files of NVIDIA's driver, of its WSL driver, and of AMD's.
 DRIVERS = "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"
-"""Devices of NVIDIA's driver, of its one under WSL, and of AMD's."""
 
 
 def count_gpus() -> int:
-    """Devices that torch calls cuda, as this process sees them."""
+    """Return the number of devices that torch calls cuda, as this process sees them."""
     if not any(Path(driver).exists() for driver in DRIVERS):
         return 0
     import torch

@@ -1,8 +1,8 @@
-"""Which models and optimizers a learner takes, judged before anything is connected.
+"""Check which models and optimizers a learner takes, before anything is connected.
 
-A process holds the trained tensors, or its shards of them, as plain dense ones on one device. Which processes are one
-learner is `ranks.topology`'s. Frozen parameters may be anything (quantized, elsewhere): they do not travel. Whatever
-else a model is made of would go wrong later, most of it without a word, so it is refused here with what to do.
+A process holds the trained tensors, or its shards of them, as plain dense tensors on one device. `ranks.topology` finds
+the processes that form one learner. Frozen parameters may be of any kind (quantized, on another device): they do not
+travel. Any other model would fail later, mostly silently, so it is refused here with a remedy.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,20 +18,20 @@ from diloco.workers.moments.trial import share_kept
 from diloco.workers.names import named_parameters
 from diloco.workers.parameters import local_of, resharding, trained_tensors
 
+# Attributes in which wrappers keep the optimizer that they wrap.
 WRAPS_AS = ("optimizer", "optim", "_optimizer")
-"""Attributes in which wrappers of optimizers keep what they wrap."""
 
+# Share of an adopted value that must survive; an optimizer without a copy of the weights keeps all of it.
 LEAST_KEPT = 0.9
-"""Of what is written into a parameter; an optimizer with no copy of the weights keeps all of it."""
+# Parts of the class names of wrappers that keep a copy of the weights and cannot be tried.
 WITH_COPIES = ("lookahead", "schedulefree")
-"""In the names of wrappers that have one, and cannot be tried."""
 
 
 def check_model(model: Any) -> torch.device:
-    """The device of the model's trained tensors, if it is one that a learner can take; a sharded one holds its shards.
+    """Return the device of the model's trained tensors; make a sharded model hold its shards.
 
     Raises:
-        UsageError: naming the tensor or module, and what to do.
+        UsageError: names the tensor or module, and the remedy.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}: pass the torch.nn.Module that is trained")
@@ -57,7 +57,7 @@ def check_model(model: Any) -> torch.device:
 
 
 def _check_tensor(name: str, tensor: torch.Tensor) -> None:
-    """Raises UsageError where a trained tensor is no plain dense one with values."""
+    """Raise UsageError if a trained tensor is not a plain dense one with values."""
     if tensor.is_meta:
         raise UsageError(
             f"parameter {name} is on the meta device, without values: load the model's weights before, or give it a "
@@ -75,12 +75,15 @@ def _check_tensor(name: str, tensor: torch.Tensor) -> None:
 
 
 def _check_memory(trained: Mapping[str, torch.Tensor]) -> None:
-    """Two trained tensors in one memory would be adopted one over the other. One Parameter under two names is none."""
+    """Refuse two trained tensors in the same memory: adopting one would overwrite the other.
+
+    One Parameter under two names is a single tensor, and allowed.
+    """
     spans = sorted(
         (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size(), name)
         for name, tensor in trained.items()
         if tensor.is_contiguous()
-        and tensor.numel()  # of others, which may lie between one another, nothing can be said so simply
+        and tensor.numel()  # others are left out: non-contiguous tensors may be interleaved without overlapping
     )
     for (_, end, first), (start, _, second) in pairwise(spans):
         if start < end:
@@ -91,13 +94,13 @@ def _check_memory(trained: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer | None:
-    """The optimizer that keeps the moments: the given one, or what it wraps.
+    """Return the optimizer that keeps the moments: the given one, or the one that it wraps.
 
-    Wrappers are followed to the optimizer whose state theirs is, as those of Accelerate, Fabric and torchft are made.
-    One with a state of its own is no mere wrapper, and is taken itself.
+    Wrappers such as those of Accelerate, Fabric and torchft share the state of the optimizer that they wrap, and are
+    followed to it. An optimizer with a state of its own is no mere wrapper, and is returned itself.
 
     Raises:
-        UsageError: no optimizer, or none of the model's trained parameters are in it.
+        UsageError: it is no optimizer, or it has none of the model's trained parameters.
     """
     if optimizer is None:
         return None
@@ -117,17 +120,17 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer |
 
 
 def check_adoptions(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse an optimizer that would undo what is adopted into the parameters; of one that cannot be tried, say so.
+    """Refuse an optimizer that would undo what is adopted into the parameters; log it if one cannot be tried.
 
     Raises:
-        UsageError: naming it.
+        UsageError: names it.
     """
     trained, tried = {id(tensor) for tensor in trained_tensors(model).values()}, set[str]()
     for optimizer, group in ((one, group) for one in optimizers for group in one.param_groups):
         like = next((one for one in group["params"] if id(one) in trained), None)
         name, words = type(optimizer).__qualname__, [one for one in group.items() if isinstance(one[1], str | bool)]
         if like is None or (form := repr((id(optimizer), like.dim(), like.dtype, words))) in tried:
-            continue  # groups that differ in numbers alone, as in their rates, are alike
+            continue  # groups that differ only in numbers, such as learning rates, behave alike
         tried.add(form)
         kept = 0.0 if any(known in name.lower() for known in WITH_COPIES) else 1.0
         try:
@@ -144,7 +147,7 @@ def check_adoptions(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
 
 
 def _unwrap(optimizer: Any) -> Any:
-    for _ in range(8):  # wrappers around wrappers, but no circle
+    for _ in range(8):  # wrappers may be nested; the bound ends a cycle
         wrapped = next((w for name in WRAPS_AS if (w := getattr(optimizer, name, None)) is not None), None)
         if wrapped is None or not hasattr(wrapped, "param_groups"):
             break

@@ -1,10 +1,10 @@
-"""Sees that the model which is trained is still the one that is synchronised.
+"""Verify that the model being trained is still the one that is synchronised.
 
-What is synchronised is settled on joining. A layer unfrozen afterwards, or a parameter replaced by another, would be
-trained here and never travel; one frozen or converted would go on being overwritten. All that an optimizer trains may
-be frozen for a while: networks take turns so. A buffer may be another tensor after each step, in the same module. So
-the whole model is looked through again and again in the training thread, at a thousandth of the time at most: a look
-that took 10 ms is followed by the next after 10 s.
+The set of synchronised tensors is fixed on joining. A layer that is unfrozen afterwards, or a parameter that is
+replaced, would be trained here and never travel; a parameter that is frozen or converted would still be overwritten.
+But all parameters of one optimizer may be frozen for a while, as when networks take turns. A buffer may be another
+tensor after each step, in the same module. So the training thread inspects the whole model again and again, at a cost
+of at most a thousandth of its time: an inspection of 10 ms is followed by the next after 10 s.
 """
 
 import time
@@ -18,8 +18,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.workers.names import named_buffers, named_parameters
 from diloco.workers.parameters import resharding
 
+# Largest share of the training thread's time.
 SHARE = 1e-3
-"""Of the training thread's time, at most."""
 REMEDY = (
     "what is synchronised is settled when a learner joins. Change the model before `with`; or leave the block, change "
     "it, and join another run, as all learners must"
@@ -37,7 +37,7 @@ def _form(tensor: torch.Tensor) -> _Form:
 
 
 class ModelWatch:
-    """One model with the tensors that a learner synchronises."""
+    """Watches one model's synchronised tensors."""
 
     def __init__(
         self,
@@ -47,12 +47,14 @@ class ModelWatch:
         check: Callable[[], object] = lambda: None,
         optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> None:
-        """Args:
-        model: as it joins.
-        names: of the parameters and buffers that are synchronised.
-        clock: s.
-        check: called at each look; may raise.
-        optimizers: that train it; others may, too.
+        """Remember the model's present form.
+
+        Args:
+            model: in the form in which it joins.
+            names: of the parameters and buffers that are synchronised.
+            clock: s.
+            check: called at each look; may raise.
+            optimizers: those that train it; there may be others.
         """
         self._model, self._clock, self._check = model, clock, check
         self._trained = {name: (one, _form(one)) for name, one in named_parameters(model) if name in names}
@@ -67,10 +69,12 @@ class ModelWatch:
         self._next_s = clock()
 
     def look(self, now: float) -> None:
-        """Look through the model if it is time to. Its shards are there from now on in any case: ranks look apart.
+        """Inspect the model if it is time to. A sharded model holds its shards afterwards, inspected or not.
+
+        Ranks inspect at different times, but must reshard after the same steps.
 
         Raises:
-            UsageError: naming the tensor that has changed.
+            UsageError: names the tensor that has changed.
         """
         self._reshard()
         if now < self._next_s:

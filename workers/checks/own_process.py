@@ -1,4 +1,4 @@
-"""What must not be used in another process: one that was forked, or to which it was sent."""
+"""Objects that must not be used in another process, whether forked or reached by pickling."""
 
 import os
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ T = TypeVar("T")
 
 
 class OwnProcess:
-    """Base of what belongs to the process that made it."""
+    """Base class of objects that belong to the process that made them."""
 
     def __init__(self, what: str) -> None:
-        """what: its name, for the error."""
+        """what: name of the object, for the error."""
         self._what, self._pid = what, os.getpid()
 
     def check_process(self) -> None:
-        """See that this is that process.
+        """Check that this is the process that made the object.
 
         Raises:
             UsageError: it is another one.
@@ -26,7 +26,7 @@ class OwnProcess:
             raise self._refusal()
 
     def __reduce__(self) -> NoReturn:
-        """Pickled, it would be sent to another process.
+        """Refuse to be pickled, which would send the object to another process.
 
         Raises:
             UsageError: always.
@@ -41,14 +41,14 @@ class OwnProcess:
 
 
 class OwnIterator(OwnProcess, Iterator[T], Generic[T]):
-    """An iterator of the process that made it."""
+    """An iterator that works only in the process that made it."""
 
     def __init__(self, what: str, inner: Iterator[T]) -> None:
         super().__init__(what)
         self._inner = inner
 
     def __next__(self) -> T:
-        """The next of `inner`.
+        """Return the next item of `inner`.
 
         Raises:
             UsageError: this is another process.

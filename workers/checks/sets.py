@@ -1,13 +1,13 @@
-"""Settings that a learner of several ranks cannot train with, asked before its processes are started. Pure."""
+"""Check settings that a learner of several ranks cannot train with, before its processes are started. Pure."""
 
 from diloco.pipeline.errors import UsageError
 
 
 def check_set(ranks: int, batch: int, sharding: str, compiled: bool) -> None:
-    """Whether so many ranks can be one learner of the built-in trainer.
+    """Check that this many ranks can form one learner of the built-in trainer.
 
     Raises:
-        UsageError: naming the setting that is in the way.
+        UsageError: names the setting that prevents it.
     """
     if batch % ranks:
         raise UsageError(

@@ -112,7 +112,7 @@ class Evaluating:
         return state
 
     async def _pull(self, bus: Bus) -> bool:
-        """Update the model to the heads; return False if one is missing or was replaced meanwhile, to try again later."""
+        """Update the model to the heads; return False, to try again later, if one is missing or was replaced."""
         heads = [head for head in await bus.read_heads(range(len(self._held))) if head is not None]
         return len(heads) == len(self._held) and await self._pull_heads(bus, heads)
 

@@ -125,7 +125,7 @@ class Version0:
         raise BusUnavailable("the claim to version 0 has lapsed, and another learner has it")
 
     async def _prolong(self, nonce: str) -> None:
-        """Keep extending the lifetime of what was uploaded: the other fragments and the syncers' copying may take long."""
+        """Keep extending the lifetime of the upload: other fragments and the syncers' copying may take long."""
         bus, size = self._bus, self._member.spec.sync.chunk_bytes
         while True:
             await asyncio.sleep(PROLONG_S)

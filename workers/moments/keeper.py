@@ -1,6 +1,6 @@
-"""What a learner keeps of its moments: puts back what was found, then copies a fragment a step if a copy is wanted.
+"""Keep a learner's moments: restore what was found, then copy a fragment a step while a copy is wanted.
 
-The training thread's. It only copies (`stepped`); other threads write and upload.
+Used by the training thread, which only copies (`stepped`); other threads write and upload.
 """
 
 import random
@@ -22,27 +22,24 @@ from diloco.workers.moments.state_folder import SavedState
 from diloco.workers.rounds import Rounds
 
 LOSSES_EVERY_S = 0.25
+# Most losses that wait to be written; older ones are dropped.
 LOSSES_KEPT = 100_000
-"""Losses that wait to be written, at most."""
 
 
 class Keeper:
-    """One learner's moments, from its first step to its last. The training thread's."""
+    """One learner's moments, from its first step to its last. Used by the training thread only."""
 
     def __init__(self, own: OwnMoments, rounds: Rounds) -> None:
         self._own, self._rounds = own, rounds
         self.source: Source = "start"
-        self.earlier_steps = 0
-        """Of the incarnations before this one."""
-        self._copy: StateCopy | None = None
-        """In the making."""
-        self._failed = False
-        """No copy could be made, which was said."""
+        self.earlier_steps = 0  # inner steps of earlier incarnations
+        self._copy: StateCopy | None = None  # the copy being made, a fragment a step
+        self._failed = False  # a failure to copy was logged
         self._next_save_s = self._next_losses_s = 0.0
         self._losses: deque[tuple[int, float, float, Loss]] = deque(maxlen=LOSSES_KEPT)
 
     def restore(self, found: Found) -> None:
-        """Put what was found into the optimizer and this process, and let go of it; before the first step."""
+        """Put what was found into the optimizer and this process, before the first step; release it then."""
         now = time.monotonic()
         self._next_save_s, self._next_losses_s = now + self._own.options.state_every_s, now
         self.source = found.source
@@ -57,7 +54,7 @@ class Keeper:
             random.setstate(saved.python_rng)
 
     def drop(self) -> bool:
-        """Have the optimizers begin anew; False: their state cannot be emptied safely, and they keep it."""
+        """Empty the optimizers' state; return False if it cannot be emptied safely, and is kept."""
         self._copy = None
         if self._own.state is None:
             return False
@@ -65,11 +62,11 @@ class Keeper:
         return True
 
     def stepped(self, shared: Shared, progress: float, loss: Loss | None) -> None:
-        """A step is done: copy a fragment of the moments if a copy is wanted. Never waits, and never raises."""
+        """Copy a fragment of the moments after a step, if a copy is wanted. Never waits, and never raises."""
         now = time.monotonic()
         try:
             self._stepped(now, shared, progress, loss)
-        except Exception as error:  # whatever it is: what others get, and a restart, must not end the training
+        except Exception as error:  # peers and a restart may lose by it, but it must not end the training
             self._copy, self._next_save_s = None, now + self._own.options.state_every_s
             self._own.copies.answer(None)
             if not self._failed:
@@ -84,7 +81,8 @@ class Keeper:
         if self._own.options.log_losses and self._own.folder is not None:
             if loss is not None:
                 self._losses.append((self._rounds.steps, time.time(), progress, loss))
-            # Last: a copy begins only while nothing is written, and losses of long steps are written at each of them.
+            # This comes after `_copy_on`: a copy begins only while nothing is being written. If steps are long, losses
+            # are written at every step, and would never let a copy begin.
             if now >= self._next_losses_s and not self._own.folder.busy:
                 self._next_losses_s = now + LOSSES_EVERY_S
                 self._own.folder.append_losses(self._loss_lines)
@@ -105,11 +103,14 @@ class Keeper:
 
     @property
     def saves(self) -> bool:
-        """A copy is being written, in another thread. Of any thread."""
+        """True while a copy is being written, in another thread. Any thread may ask."""
         return self._own.folder is not None and self._own.folder.busy
 
     def close(self, shared: Shared, save: bool, within_s: float) -> None:
-        """Training has ended; save once more, since this learner may come back, in a resumed run too; wait a while."""
+        """Save once more after the training, and wait for that a while.
+
+        The learner may come back, even in a resumed run.
+        """
         if self._own.folder is None:
             return
         if self._own.options.log_losses:
@@ -120,7 +121,7 @@ class Keeper:
                 while not copy.advance():
                     pass
                 self._save(self._own.state.kind, copy, shared)
-            except Exception as error:  # its device has no memory for a copy, or has failed: the learner still leaves
+            except Exception as error:  # the device has failed or has no room for a copy: the learner must still leave
                 folder = str(self._own.folder.path)
                 structlog.get_logger().warning("state_not_saved", folder=folder, error=str(error))
         self._own.folder.close(within_s)
@@ -151,7 +152,7 @@ class Keeper:
         self._own.folder.save(make)
 
     def _loss_lines(self) -> list[str]:
-        """In the writer's thread: reading a loss may wait for a device."""
+        """Return the lines to append; runs in the writer's thread, since reading a loss may wait for a device."""
         lines = []
         while self._losses:
             step, unix_s, progress, loss = self._losses.popleft()

@@ -1,4 +1,4 @@
-"""What both threads of a learner have of its moments. Nothing of it is replaced; each part says who may call it."""
+"""A learner's own moments, as both of its threads see them. No part is replaced; each says which thread may use it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,13 +21,14 @@ Recover = Literal["auto", "peer", "fresh"]
 
 @dataclass(frozen=True, slots=True)
 class RecoveryOptions:
-    """What a learner recovers from, and what it leaves behind."""
+    """Where a learner recovers its moments from, and what it saves."""
 
     recover: Recover = "auto"
-    """auto: own checkpoint, then what the optimizer has, then a peer, then fresh; peer: from one first, and from no
-    checkpoint; fresh: none of them."""
+    """auto: the own checkpoint, then what the optimizer has, then a peer, then fresh; peer: a peer first, and no
+    checkpoint; fresh: none of them.
+    """
     state_dir: Path | None = None
-    """A folder of this learner's own; None: nothing is saved."""
+    """A folder of this learner alone; None: nothing is saved."""
     state_every_s: float = STATE_S
     log_losses: bool = False
     """Append every step's loss to `losses.jsonl` in `state_dir`."""
@@ -35,7 +36,9 @@ class RecoveryOptions:
 
 @dataclass(frozen=True, slots=True)
 class OwnMoments:
-    """One incarnation's. `Recovery` is the exchange thread's way to them, `Keeper` the training thread's."""
+    """The moments of one incarnation. The exchange thread uses them through `Recovery`, the training thread through
+    `Keeper`.
+    """
 
     run: str
     learner: str
@@ -43,16 +46,20 @@ class OwnMoments:
     layout: Layout
     options: RecoveryOptions
     state: OptimizerState | None
-    """The optimizers', to copy and to put back; None: there is none that can be. The training thread's, but for its
-    `kind` and for checks of what was found."""
+    """Copies and restores the optimizers' state; None: there is none, or it cannot be copied. It belongs to the
+    training thread, except `kind` and the checks of what was found.
+    """
     held: bool
-    """The optimizer had moments as the learner joined: it has stepped, or somebody has loaded its state."""
+    """True if the optimizer had moments when the learner joined: it has stepped, or its state was loaded."""
     folder: StateFolder | None
-    """Read by the exchange thread while it joins, written for the training thread afterwards."""
+    """The exchange thread reads it while the learner joins; afterwards it is written for the training thread."""
     copies: CopyRequests = field(default_factory=CopyRequests)
 
     def identity(self, state: RunState | None) -> RunIdentity | None:
-        """Which run of that name; None: not known yet. A resumed one is that of its first part, under any name."""
+        """Return which of the runs of that name this is; None: not known yet.
+
+        A resumed run has the identity of its first part, whatever its name.
+        """
         if state is None:
             return None
         return RunIdentity(run=self.run, started_unix_s=state.began_unix_s)
@@ -69,12 +76,14 @@ def own_moments(
     options: RecoveryOptions,
     make_folder: Callable[[Path, Layout], StateFolder] = StateFolder,
 ) -> OwnMoments:
-    """Those of this model's inner optimizers, which forget what they have if they are to begin fresh.
+    """Return the moments of this model's inner optimizers; optimizers that are to begin fresh are emptied.
 
-    layout: of the trained tensors. make_folder: called with where it is, and what is kept there.
+    Args:
+        layout: of the trained tensors.
+        make_folder: called with the folder's path, and the layout of what is kept there.
 
     Raises:
-        UsageError: some have stepped, are to begin fresh, and keep what cannot be emptied.
+        UsageError: optimizers that are to begin fresh have stepped, and their state cannot be emptied safely.
     """
     given = several(optimizers)
     state, held = recoverable_state(model, given, layout), any(map(has_moments, given))
@@ -94,6 +103,9 @@ def own_moments(
 
 
 def has_moments(optimizer: torch.optim.Optimizer) -> bool:
-    """It goes on from earlier steps. Some have a state before the first one, with 0 as its `step`."""
+    """Return whether the optimizer continues from earlier steps.
+
+    Some optimizers have a state before the first step, with 0 as its `step`.
+    """
     kept = [state for state in optimizer.state.values() if isinstance(state, dict) and state]
     return any(float(state.get("step", 1)) > 0 for state in kept)

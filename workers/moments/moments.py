@@ -1,6 +1,6 @@
-"""An inner optimizer's state as it is saved and offered to peers: flat vectors by fragment, and numbers. No torch.
+"""An inner optimizer's state in the form that is saved and offered to peers: flat vectors and numbers. No torch.
 
-Moments are statistics of gradients. They need not belong to the very parameters that they are loaded beside: a
+Moments are statistics of gradients. They need not belong to exactly the parameters that they are loaded beside: a
 learner always begins from the run's heads, and takes moments from its own past or from a peer's present.
 """
 
@@ -17,53 +17,53 @@ from diloco.pipeline.messages.moments import OptimizerKind
 
 Float32 = npt.NDArray[np.float32]
 
+# Moments that are means or sums of squares (torch's names).
 NEVER_NEGATIVE = frozenset({"exp_avg_sq", "max_exp_avg_sq", "square_avg", "acc_delta", "sum"})
-"""Moments that are means or sums of squares (torch's names)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """What one inner optimizer has gathered, at one step or at neighbouring ones."""
+    """The state that one inner optimizer has gathered, at one step or at neighbouring ones."""
 
     kind: OptimizerKind
     flats: tuple[Mapping[str, Float32], ...]
-    """By fragment: name of the moment -> flat float32 vector (elements,) of the tensors that keep it."""
+    """By fragment: name of the moment -> flat float32 vector (elements,) of the tensors that have it."""
     numbers: Mapping[str, tuple[float, ...]]
-    """Name -> one value a tensor, fragment by fragment in the layout's order; 0 for one that does not keep it."""
+    """Name -> one value a tensor, fragment by fragment in the layout's order; 0 for a tensor without it."""
     others: Mapping[tuple[str, str], npt.NDArray[Any]] = field(default_factory=dict)
-    """(name of the state, name of the tensor) -> what is neither: kept in checkpoints, of no use to a peer."""
+    """(name of the state, name of the tensor) -> any other array: kept in checkpoints, of no use to a peer."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeptLayout(Layout):
-    """A layout of whose tensors not all keep the same moments."""
+    """A layout whose tensors do not all have the same moments."""
 
     kept: Mapping[str, Layout]
-    """Moment -> the same fragments with the tensors that keep it; a fragment may have none."""
+    """Moment -> the same fragments, with only the tensors that have it; a fragment may have none."""
 
 
 def of_moment(layout: Layout, name: str) -> Layout:
-    """The layout of the flat vectors of one moment."""
+    """Return the layout of one moment's flat vectors."""
     return layout.kept[name] if isinstance(layout, KeptLayout) else layout
 
 
 def slots(layout: Layout) -> Iterator[tuple[int, Slot]]:
-    """All tensors of a layout in its order, with their fragments' ids."""
+    """Yield all tensors of a layout in its order, with their fragments' ids."""
     for fragment in layout.fragments:
         for slot in fragment.slots:
             yield fragment.id, slot
 
 
 def offered_bytes(layout: Layout, kind: OptimizerKind) -> int:
-    """What a peer's offer of such moments takes, in float32."""
+    """Return the size in bytes of a peer's offer of such moments, in float32."""
     return 4 * sum(of_moment(layout, name).elements for name in kind.moments)
 
 
 def check(moments: Moments, layout: Layout) -> None:
-    """Refuse what an optimizer could not go on from.
+    """Refuse moments that an optimizer could not continue from.
 
     Raises:
-        BadPayload: names or sizes are not those expected, a value is not finite, or a second moment is negative.
+        BadPayload: names or sizes are not the expected ones, a value is not finite, or a second moment is negative.
     """
     tensors = sum(1 for _ in slots(layout))
     if tuple(sorted(moments.numbers)) != moments.kind.numbers:

@@ -1,10 +1,11 @@
-"""Between the state of torch optimizers and `Moments`: told apart by shape, copied at step boundaries, put back.
+"""Convert between the state of torch optimizers and `Moments`: classify by shape, copy between steps, restore.
 
-A state that is a floating tensor shaped like its parameter is a moment; one element is a number (Adam's `step`);
-other tensors go along in checkpoints. What an optimizer keeps is known before its first step from a trial of a twin
-on parameters of its own, for each of its groups: Muon with AdamW, in one optimizer or two, keeps other things for
-matrices than for vectors. Some optimizers keep what is a whole group's in the state of its first parameter, stacked;
-that goes along in checkpoints. What it really keeps is compared at each copy: it may go by a tensor's size.
+A state that is a floating-point tensor with its parameter's shape is a moment. A single element is a number (Adam's
+`step`). Other tensors are kept in checkpoints only. What an optimizer keeps is found out before its first step, by
+stepping a twin with parameters of its own, for each of its groups: Muon with AdamW, in one optimizer or two, keeps
+other things for matrices than for vectors. Some optimizers keep the state of a whole group, stacked, with its first
+parameter; that is kept in checkpoints only. Each copy compares the real state with the twin's, since it may depend on a
+tensor's size.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,8 +31,8 @@ from diloco.workers.moments.trial import trial_shape, trial_states
 from diloco.workers.names import named_parameters
 from diloco.workers.parameters import FragmentTensors, local_of, placed_as
 
+# The inner optimizer, or several that share a model's parameters.
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
-"""The inner optimizer, or several that share a model's parameters."""
 
 
 def _is_number(value: Any) -> bool:
@@ -39,7 +40,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """A tensor whose values are its own: none of a class that holds codes and scales, say."""
+    """Return whether it is a tensor that holds its own values, and no subclass with, say, codes and scales."""
     return isinstance(value, torch.Tensor) and type(local_of(value)) in (torch.Tensor, nn.Parameter)
 
 
@@ -52,9 +53,9 @@ def _name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def recoverable_state(model: nn.Module, optimizers: Optimizers | None, layout: Layout) -> "OptimizerState | None":
-    """The state of the inner optimizers; None where there is none, or it cannot be told what they keep, which is said.
+    """Return the state of the inner optimizers; None if there is none, or if their contents cannot be determined.
 
-    What peers cannot give or take of it is said, too.
+    The latter is logged, and so are parts of the state that peers cannot give or take.
     """
     given = several(optimizers)
     if not given:
@@ -72,26 +73,28 @@ def recoverable_state(model: nn.Module, optimizers: Optimizers | None, layout: L
 
 
 def several(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
-    """All of them, in their order."""
+    """Return all of them, in their order, as a list."""
     if optimizers is None:
         return []
     return [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
 
 
 class _Trial(NamedTuple):
-    """What an optimizer keeps for the tensors of one group that have as many dimensions, and one precision."""
+    """What an optimizer keeps for those tensors of one group that have the same number of dimensions and precision."""
 
     group: tuple[int, int]
-    """Of which optimizer, and which of its groups."""
+    """Number of the optimizer, and of its group."""
     shape: tuple[int, ...]
     kept: Mapping[str, Any]
-    """Of each of them, or of the first one if that has what is all of theirs: a value of each state, for its type."""
+    """A sample value, for its type, of each state of such a tensor; if `stacked`, of the first tensor, which holds the
+    states of all.
+    """
     tensors: tuple[str, ...]
     stacked: bool
 
 
 def _trials(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[int, str]) -> list[_Trial]:
-    """tensors: id of each trained one -> its name.
+    """Try every optimizer's groups. tensors: id of each trained tensor -> its name.
 
     Raises:
         TypeError: what is kept cannot be known.
@@ -121,35 +124,38 @@ def _trials(optimizers: Sequence[torch.optim.Optimizer], tensors: Mapping[int, s
 
 
 class OptimizerState:
-    """The state of a model's optimizers, seen through the layout of what they train."""
+    """The state of a model's optimizers, arranged by the layout of what they train."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, layout: Layout) -> None:
-        """By a trial for each group and number of dimensions in it: some optimizers keep other things for vectors.
+        """Find out what is kept, by a trial for each group and number of dimensions: vectors may be treated
+        differently.
 
         Raises:
-            TypeError: what the optimizers keep cannot be known, or is no tensors and numbers.
+            TypeError: what the optimizers keep cannot be known, or is something other than tensors and numbers.
             Exception: whatever an optimizer's step raises.
         """
         self._optimizers = several(optimizers)
         self._parameters = dict(named_parameters(model))
         names = {slot.tensor.name for _, slot in slots(layout)}
         trials = _trials(self._optimizers, {id(self._parameters[name]): name for name in names})
+        # Name of each tensor in an optimizer -> a sample value, for its type, of each state that is kept for it.
         self._kept: dict[str, Mapping[str, Any]] = {}
-        """Of each tensor that is in an optimizer: a value of each state that is kept for it, for its type."""
         for one in trials:
             self._kept |= {name: one.kept if not one.stacked or not at else {} for at, name in enumerate(one.tensors)}
         moments, numbers = _told_apart(trials)
         named = frozenset(moments + numbers)
+        # Names of the states that are neither moments nor numbers: peers have no use for them.
         self.others = sorted({name for kept in self._kept.values() for name in kept} - named)
-        """Names of the states that are neither, which are of no use to peers."""
         alike = all(named <= kept.keys() for kept in self._kept.values())
+        # A `KeptLayout` says for which tensors each moment is kept.
         self.layout = layout if alike else _kept_layout(layout, moments, self._kept)
-        """Says for which tensors each moment is kept."""
         self.kind = self._kind(trials, moments, numbers, alike=alike)
-        """What the optimizers keep."""
 
     def _kind(self, trials: Sequence[_Trial], moments: list[str], numbers: list[str], *, alike: bool) -> OptimizerKind:
-        """Where not all tensors are alike, it differs as soon as other tensors are in other groups."""
+        """Return what the optimizers keep, as peers and checkpoints compare it.
+
+        If not all tensors are alike, two kinds also differ if their groups hold different tensors.
+        """
         told = " + ".join(dict.fromkeys(map(_name, self._optimizers)))
         if not alike or any(one.stacked for one in trials):
             whose = [(sorted(one.kept), one.tensors if one.stacked else sorted(one.tensors)) for one in trials]
@@ -161,18 +167,18 @@ class OptimizerState:
 
     @property
     def for_peers(self) -> bool:
-        """Peers can give and take all that these optimizers need."""
+        """True if peers can give and take everything that these optimizers need."""
         return bool(self.kind.moments) and not self.others
 
     def _names(self, tensor: str) -> set[str]:
-        """Of the other states of a tensor."""
+        """Return the names of a tensor's states that are neither moments nor numbers."""
         return self._kept.get(tensor, {}).keys() & set(self.others)
 
     def start_copy(self) -> "StateCopy":
-        """A copy with nothing in it yet.
+        """Begin a copy, with nothing in it yet.
 
         Raises:
-            TypeError: what the optimizers keep is not what they kept in their trials.
+            TypeError: the optimizers' state is not of the form that it had in their trials.
         """
         state: dict[str, Mapping[str, Any]] = {name: {} for name in self._parameters}
         owners = {id(one): optimizer for optimizer in self._optimizers for one in _parameters(optimizer)}
@@ -184,7 +190,7 @@ class OptimizerState:
         return StateCopy(self.kind, self.layout, self._parameters, state, self.others)
 
     def _compare(self, tensor: str, kept: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Refuse the state of a tensor that was stepped and is of another form than in the trial."""
+        """Refuse the state of a tensor that was stepped, if its form is not the trial's."""
 
         def alike(name: str, value: Any) -> bool:
             if name in self.kind.moments:
@@ -196,15 +202,15 @@ class OptimizerState:
             raise TypeError(f"for {tensor} the optimizer keeps {here}, and kept {there} in a trial of another size")
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Empty the optimizers' state, so that they begin fresh."""
         for one in self._optimizers:
             one.state.clear()
 
     def check(self, moments: Moments) -> None:
-        """Refuse a checkpoint whose other tensors are not those that the optimizers would go on from.
+        """Refuse a checkpoint whose other tensors are not those that the optimizers would continue from.
 
         Raises:
-            BadPayload: naming the tensor.
+            BadPayload: names the tensor.
         """
         found: dict[str, set[str]] = {}
         for name, tensor in moments.others:
@@ -220,7 +226,7 @@ class OptimizerState:
             raise BadPayload(f"there are other tensors for {sorted(found)[:3]}, which this model does not train")
 
     def _began(self, moments: Moments, tensor: str, at: int) -> bool:
-        """Whether a tensor, in this place of the layout, was ever stepped, as far as can be known."""
+        """Return whether the tensor at this place of the layout was ever stepped, as far as can be known."""
         counts = "step" in self.kind.numbers and "step" in self._kept.get(tensor, {})
         return not counts or moments.numbers["step"][at] > 0
 
@@ -239,7 +245,7 @@ class OptimizerState:
             optimizer.load_state_dict(saved)
 
     def _states(self, moments: Moments) -> dict[str, dict[str, Any]]:
-        """State of each tensor by name; none for one that was never stepped, or of which nothing is kept."""
+        """Return the state of each tensor by name, except tensors that were never stepped or have no state."""
         states: dict[str, dict[str, Any]] = {}
         for at, (_, slot) in enumerate(slots(self.layout)):
             kept = self._kept.get(slot.tensor.name)
@@ -249,14 +255,14 @@ class OptimizerState:
         for name in self.kind.moments:
             for p, slot in slots(of_moment(self.layout, name)):
                 if (state := states.get(slot.tensor.name)) is not None:
-                    # a copy each: tensors of their own, aligned as torch's are
+                    # A copy for each tensor: no views of the flat vector, and aligned as torch's own tensors are.
                     here = state.setdefault(name, torch.empty(slot.tensor.shape, dtype=torch.float32, device="cpu"))
                     flat = torch.from_numpy(moments.flats[p][name][slot.start : slot.stop])
                     here.view(-1)[slot.within] = flat
             for tensor, state in states.items():
                 if name in state:
                     parameter = self._parameters[tensor]
-                    # laid out like the parameter, as a fused optimizer takes for granted
+                    # With the parameter's memory layout, which fused optimizers take for granted.
                     here = torch.empty_like(local_of(parameter), dtype=torch.float32, device="cpu")
                     state[name] = placed_as(parameter, here.copy_(state[name]))
         for (name, tensor), array in moments.others.items():
@@ -274,10 +280,12 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
 
 
 def _told_apart(trials: Sequence[_Trial]) -> tuple[list[str], list[str]]:
-    """Names of the moments and of the numbers: those that are such wherever they are, in all of a group or in none.
+    """Return the names of the moments and of the numbers.
+
+    A name is one of these only if it is one wherever it occurs, and occurs for all tensors of a group or for none.
 
     Raises:
-        TypeError: a state is neither a tensor nor a number, or a number for some of a group's tensors only.
+        TypeError: a state is neither a tensor nor a number, or is a number for only some of a group's tensors.
     """
     moments, numbers = [], []
     for name in sorted({name for one in trials for name in one.kept}):
@@ -309,10 +317,10 @@ def _number(like: Any, value: float) -> Any:
 
 
 class _Numbers:
-    """Those of one name, of a fragment's tensors, as they are now.
+    """The values of one number, for the tensors of a fragment, at one moment.
 
-    A fused optimizer has one a parameter on its device, where each that is read waits for all that is queued: so they
-    travel together.
+    A fused optimizer keeps one for each parameter on its device, where every single read would wait for all queued
+    work. So these are copied together.
     """
 
     def __init__(self, values: Sequence[Any], device: torch.device, side: torch.cuda.Stream | None) -> None:
@@ -322,16 +330,16 @@ class _Numbers:
         self._here = [None if is_there else float(value) for value, is_there in zip(values, there, strict=True)]
 
     def read(self) -> list[float]:
-        """One a tensor; may wait for the device."""
+        """Return one value a tensor; may wait for the device."""
         there = iter([] if self._there is None else self._there.tensor().tolist())
         return [float(next(there)) if value is None else value for value in self._here]
 
 
 class StateCopy:
-    """A copy of an optimizer's state in the making: one fragment at each step boundary.
+    """A copy of an optimizer's state in progress: one fragment between each two steps.
 
-    So no step is held up by more than one fragment's copy, and a device never holds two copies of all moments. The
-    fragments are of neighbouring steps, which statistics can bear.
+    So no step is delayed by more than one fragment's copy, and a device never holds two copies of all moments. The
+    fragments come from neighbouring steps, which is harmless for statistics.
     """
 
     def __init__(
@@ -355,13 +363,12 @@ class StateCopy:
         on_cuda = self._device.type == "cuda"
         self._side = torch.cuda.Stream(self._device) if on_cuda else None  # type: ignore[no-untyped-call]
         self._snapshots: list[dict[str, Snapshot]] = []
-        self._numbers: dict[str, list[_Numbers]] = {name: [] for name in kind.numbers}
-        """Of each fragment."""
+        self._numbers: dict[str, list[_Numbers]] = {name: [] for name in kind.numbers}  # one entry a fragment
         self._others: dict[tuple[str, str], Snapshot] = {}
 
     @torch.no_grad()
     def advance(self) -> bool:
-        """Copy the next fragment (training thread, between two steps); True if it was the last."""
+        """Copy the next fragment (training thread, between two steps); return True if it was the last."""
         p = len(self._snapshots)
         tensors = [slot.tensor.name for slot in self._layout.fragments[p].slots]
         for name, numbers in self._numbers.items():
@@ -375,7 +382,7 @@ class StateCopy:
         return len(self._snapshots) == len(self._layout.fragments)
 
     def moments(self) -> Moments:
-        """The whole copy; may wait for a device, so never call it in the training thread."""
+        """Return the whole copy; may wait for a device, so never call it in the training thread."""
         return Moments(
             kind=self._kind,
             flats=tuple({name: snapshot.numpy() for name, snapshot in flats.items()} for flats in self._snapshots),
@@ -385,7 +392,7 @@ class StateCopy:
 
 
 def _moment(value: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor:
-    """A moment; of a parameter that was never stepped, zeros."""
+    """Return a moment; for a parameter that was never stepped, zeros."""
     return torch.zeros_like(parameter, requires_grad=False) if value is None else value
 
 

@@ -1,14 +1,15 @@
-"""Moments from a live peer: asked for on the bus, uploaded once, taken by all who asked. asyncio, no torch.
+"""Get moments from a live peer: wished for on the bus, uploaded once, taken by all that asked. asyncio, no torch.
 
-| asks                                        | answers                                                   |
+| a learner that asks                         | a learner that answers                                    |
 |---------------------------------------------|-----------------------------------------------------------|
 | takes a complete offer that is there        | looks for a wish now and then                             |
 | else, if a peer trains, wishes for one      | claims it, holds the claim with an expiry                 |
-| waits: shortly for a claim, longer for data | copies its moments at step boundaries, uploads, announces |
-| checks all of it, or begins fresh           | the offer outlives it, and expires                        |
+| waits: shortly for a claim, longer for data | copies its moments between steps, uploads, announces      |
+| checks all of it, or begins fresh           | its offer outlives it, and expires                        |
 
-A donor's death costs its half upload only: the claim lapses, nothing was announced, and the next peer begins under
-a nonce of its own. The copy is one fragment a step, in the donor's training thread; all else is its exchange thread's.
+The death of the answering peer only wastes its half upload: the claim expires, nothing was announced, and the next peer
+begins under a nonce of its own. The answering peer's training thread copies one fragment a step; its exchange thread
+does all the rest.
 """
 
 import asyncio
@@ -27,21 +28,22 @@ from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.workers.moments.moments import Moments, check, of_moment
 
+# Time between two looks at the bus for wishes.
 LOOK_S = 1.0
-"""Time between a donor's looks at the bus."""
 POLL_S = 0.1
+# Longest wait for a peer to claim the wish.
 UNCLAIMED_S = 5.0
-"""Longest wait for a peer to take up the wish."""
+# Longest wait in all, once a peer has claimed it.
 OFFER_S = 30.0
-"""Longest wait of all, once a peer has taken it up."""
+# An answering peer gives up after this.
 UPLOAD_S = 40.0
-"""A donor gives up after this."""
 WISH_TTL_S, CLAIM_TTL_S, OFFER_TTL_S = 30.0, 3.0, 60.0
+# Longer than an upload and its offer together, with 20 s to spare, so that what is announced can be read. No longer
+# than two offers: the first one's payloads are gone when the upload for a third one begins, so payloads do not pile up
+# however often learners join.
 PAYLOAD_TTL_S = 2 * OFFER_TTL_S
-"""Longer than upload and offer together: what is announced is there, and 20 s on. Not longer than two offers: a third
-one's upload begins when the first one's payloads are gone, however often somebody joins."""
+# The moments of a peer with fewer steps of its own are not worth waiting for.
 USEFUL_STEPS = 20
-"""A peer with fewer steps of its own has no moments worth waiting for."""
 LIVE_S = 5.0
 
 NOTHING = np.empty(0, np.float32)
@@ -50,7 +52,7 @@ log = structlog.get_logger()
 
 
 class Peers:
-    """A learner's dealings with its peers' moments."""
+    """One learner's exchange of moments with its peers."""
 
     def __init__(
         self,
@@ -62,23 +64,23 @@ class Peers:
         chunk_bytes: int,
         state: Callable[[], RunState | None],
     ) -> None:
-        """state: of the run that this learner is in, as it last saw it."""
+        """state: returns the state of this learner's run, as last seen."""
         self._bus, self._clock, self._learner, self._state = bus, clock, learner, state
         self._layout, self._kind, self._chunk_bytes = layout, kind, chunk_bytes
 
     # --- asking -------------------------------------------------------------------------------------
 
     async def ask(self) -> Moments | None:
-        """Moments of a peer, checked; None if there is no peer, no answer in time, or none that can be used."""
+        """Return checked moments of a peer; None: there is no peer, no answer in time, or no usable one."""
         try:
             offer = await self._wait()
             return None if offer is None else await self._fetch(offer)
-        except DilocoError as error:  # whatever it is: fresh moments will do
+        except DilocoError as error:  # joining must not fail for want of moments: fresh ones will do
             log.warning("moments_not_taken", learner=self._learner, error=str(error))
             return None
 
     async def _somebody_may_answer(self) -> bool:
-        """A live peer has moments, and the run goes on: peers that leave answer no more."""
+        """Return whether a live peer has moments and the run goes on: in one that ends, peers no longer answer."""
         state = await self._bus.read_state()
         if state is not None and state.phase is not Phase.RUNNING:
             return False
@@ -107,7 +109,7 @@ class Peers:
             await asyncio.sleep(POLL_S)
 
     def _is_ours(self, offer: MomentsOffer) -> bool:
-        """Of this kind, and of the run that this learner is in."""
+        """Return whether an offer is of this kind, and of this learner's run."""
         state = self._state()
         return state is not None and (offer.kind, offer.began_unix_s) == (self._kind, state.began_unix_s)
 
@@ -115,7 +117,7 @@ class Peers:
         """Pull an offer.
 
         Raises:
-            PeerError: it is another model's or optimizer's, or damaged.
+            PeerError: it is for another model or optimizer, or is damaged.
         """
         if offer.layout != self._layout.digest or offer.kind != self._kind:
             raise BadPayload(
@@ -141,11 +143,11 @@ class Peers:
     # --- answering ----------------------------------------------------------------------------------
 
     async def answer(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments | None]]) -> None:
-        """Look for wishes and fulfil them, until cancelled, or until there are no moments to give.
+        """Look for wishes and answer them, until cancelled or until there are no moments to give.
 
         Args:
-            steps: inner steps this learner has made.
-            copy: one of its moments, when the training thread next has made one; None: it cannot make any.
+            steps: returns the inner steps of this learner.
+            copy: returns a copy of its moments, as soon as the training thread has made one; None: it cannot.
         """
         while True:
             await asyncio.sleep(LOOK_S)
@@ -154,23 +156,23 @@ class Peers:
                 if self._can_help(board) and steps() >= USEFUL_STEPS and not await self._donate(steps, copy):
                     return
             except BusError:
-                pass  # somebody else may, or the asker begins fresh
+                pass  # another peer may answer, or the learner that asked begins fresh
             except TimeoutError:
                 error = f"not copied and uploaded within {UPLOAD_S:g} s: who asked may begin fresh"
                 log.warning("moments_not_given", learner=self._learner, error=error)
-            except Exception as error:  # whatever it is: who helps must not come to harm by it
+            except Exception as error:  # helping another learner must never harm this one
                 log.warning("moments_not_given", learner=self._learner, error=str(error)[:500])
                 await asyncio.sleep(WISH_TTL_S)  # this wish is for another peer
 
     def _can_help(self, board: MomentsBoard) -> bool:
-        """A wish of another's for moments of this kind, which nobody answers and no offer answers already."""
+        """Return whether a wish is another learner's, for this kind, and neither claimed nor met by an offer."""
         wish, offer = board.wish, board.offer
         if wish is None or board.claimed or wish.learner == self._learner or wish.kind != self._kind:
             return False
         return offer is None or not self._is_ours(offer)
 
     async def _donate(self, steps: Callable[[], int], copy: Callable[[], Awaitable[Moments | None]]) -> bool:
-        """Fulfil a wish, if nobody else does; False: there are no moments to give."""
+        """Answer a wish, unless another peer has claimed it; return False if there are no moments to give."""
         nonce, state = secrets.token_hex(8), self._state()
         if state is None or not await self._bus.claim_moments(nonce, CLAIM_TTL_S):
             return True
@@ -202,7 +204,7 @@ class Peers:
             await asyncio.gather(holding, return_exceptions=True)
 
     async def _hold(self, nonce: str) -> None:
-        """Keep the claim for as long as this learner works on it."""
+        """Renew the claim for as long as this learner works on it."""
         while True:
             await asyncio.sleep(CLAIM_TTL_S / 3)
             with suppress(BusError):

@@ -1,17 +1,17 @@
-"""How a learner comes back: the run's heads, then moments from its own checkpoint, else from a peer, else fresh.
+"""Recover a learner: the run's heads, then moments from its own checkpoint, else from a peer, else fresh ones.
 
-Those of more than `MOST_OFFERED_BYTES` are not asked of a peer.
+Moments of more than `MOST_OFFERED_BYTES` are not requested from peers.
 
-An optimizer that has moments already, as a trainer loads them with a checkpoint of its own, keeps them where there is
-no newer checkpoint of ours.
+If an optimizer has moments already (for example because a trainer has loaded its own checkpoint), it keeps them, unless
+the state folder has a checkpoint.
 
-Parameters always come from the heads. At the very start of a run (every head at version 0) there is nothing to
-recover, and nobody is asked. All of it is part of joining, and the exchange thread's. The training thread puts back
-what was found, and from then on keeps it (`keeper`).
+Parameters always come from the heads. At the very start of a run (every head at version 0) there is nothing to recover,
+and no peer is asked. All of this is part of joining, and runs in the exchange thread. The training thread restores what
+was found, and keeps it from then on (`keeper`).
 
-Restored with a checkpoint: moments, step counters, torch's CPU and Python's random states (so that a loop that draws
-its data from them does not read its first batches again). Not the data position: the run's work queue gives the
-rest of a lost shard to whoever comes first, and it must be read once, not twice.
+A checkpoint restores: moments, step counters, and the random states of torch's CPU generator and of Python (so that a
+loop that draws its data from them does not read its first batches again). It does not restore the data position: the
+run's work queue gives the rest of a lost shard to the first learner that asks, and it must be read once, not twice.
 """
 
 import asyncio
@@ -38,23 +38,23 @@ Source = Literal["start", "checkpoint", "optimizer", "peer", "fresh"]
 
 @dataclass(slots=True)
 class Found:
-    """Where the moments come from, and what there is. The exchange thread finds it, the training thread takes it."""
+    """The moments that were found, and their source. The exchange thread makes it, the training thread takes it."""
 
     source: Source
     moments: Moments | None = None
-    """Until they are put back: what hands this over may refer to it for the learner's whole life."""
+    """Set to None when they are restored, since a reference to this object may live as long as the learner."""
     saved: SavedState | None = None
-    """With the moments, of a checkpoint."""
+    """The rest of the checkpoint that the moments are from."""
 
 
 class Recovery:
-    """Finds one learner's moments as it joins, and has copies of them made for others. The exchange thread's."""
+    """Finds one learner's moments as it joins, and has them copied for peers. Used by the exchange thread only."""
 
     def __init__(self, own: OwnMoments) -> None:
         self._own = own
 
     async def find(self, peers: Peers | None, versions: tuple[int, ...], state: RunState | None) -> Found:
-        """Choose where the moments come from and fetch them, while joining; never raises for want of any."""
+        """Choose a source of moments while joining, and fetch them; never raises because there are none."""
         if max(versions) == 0:
             return Found("start")
         found = await self._look(peers, state)
@@ -83,8 +83,12 @@ class Recovery:
         return here if asked is None else Found("peer", asked)
 
     def peers(self, bus: Bus, clock: Clock, chunk_bytes: int, state: Callable[[], RunState | None]) -> Peers | None:
-        """Dealings with peers; None where this optimizer's moments are of no use to others, nor theirs to it, or are
-        more than goes through the bus in the time that anybody waits. state: as `Peers`.
+        """Return the means to exchange moments with peers; None if that is of no use.
+
+        It is of no use if this optimizer's moments do not suffice for a restart, or if they are too large to go through
+        the bus in the time that anybody waits.
+
+        state: see `Peers`.
         """
         own = self._own
         if own.state is None or not own.state.for_peers:
@@ -101,7 +105,7 @@ class Recovery:
         return Peers(bus, clock, own.learner, own.layout, own.state.kind, chunk_bytes, state)
 
     async def copy(self) -> Moments | None:
-        """A copy of the moments, once the training thread has made it; None: it cannot make one."""
+        """Return a copy of the moments, once the training thread has made it; None: it cannot make one."""
         copy = await self._own.copies.ask()
         return None if copy is None else await asyncio.to_thread(self._checked, copy)
 
@@ -112,15 +116,15 @@ class Recovery:
 
 
 def torch_rng(saved: SavedState) -> torch.Tensor:
-    """State of torch's random numbers on the CPU."""
+    """Return the saved state of torch's CPU generator."""
     return torch.tensor(list(saved.torch_rng), dtype=torch.uint8, device="cpu")
 
 
 def _load(folder: StateFolder, identity: RunIdentity | None, own: OptimizerState) -> tuple[SavedState, Moments] | None:
-    """What was saved, if all of it can be put back; None where nothing was.
+    """Return what was saved, if all of it can be restored; None if nothing was saved.
 
     Raises:
-        StateRefused: it cannot.
+        StateRefused: it cannot be restored.
     """
     found = folder.load(identity, own.kind)
     if found is not None:

@@ -1,11 +1,12 @@
-"""A learner's own checkpoint: moments, counters, random state and data position, on its own disk.
+"""A learner's own checkpoint on its local disk: moments, counters, random states and data position.
 
-    <folder>/state.json                  `SavedState`; names the file below; replaced whole, and last
-    <folder>/moments-<step>.safetensors  "<moment>/<tensor>" -> float32; other tensors of the optimizer as they are
+    <folder>/state.json                  `SavedState`; names the file below; replaced atomically, and last
+    <folder>/moments-<step>.safetensors  "<moment>/<tensor>" -> float32; other tensors of the optimizer unchanged
     <folder>/set-aside-1/                the same of another run or optimizer, which was here before
     <folder>/losses.jsonl                if asked for: the training loss of every step
 
-All writing is a thread's of its own, one file at a time; who saves never waits. Nothing here is ever unpickled.
+A thread of its own does all the writing, one file at a time, so a caller that saves never waits. Nothing here is ever
+unpickled.
 """
 
 import fcntl
@@ -41,14 +42,14 @@ STATE_FILE = "state.json"
 LOCK_FILE = ".lock"
 LOSSES_FILE = "losses.jsonl"
 MAX_STATE_BYTES = 64 * 2**20
+# numpy's kinds of numbers -> the letters of safetensors' type names.
 LETTERS = {"f": "F", "i": "I", "u": "U", "c": "C"}
-"""Of numpy's kinds of numbers, in safetensors' names."""
+# Descriptors of the lock files that this process has open.
 _LOCKS = set[int]()
-"""Descriptors of the lock files that this process has open."""
 
 
 def _close_locks() -> None:
-    """A forked child, such as a DataLoader's worker, would hold the locks for as long as it lives."""
+    """Close the locks in a forked child, such as a DataLoader's worker, which would hold them while it lives."""
     while _LOCKS:
         os.close(_LOCKS.pop())
 
@@ -61,18 +62,18 @@ class StateRefused(PeerError):
 
 
 class RunIdentity(Message):
-    """A run, and which one of that name."""
+    """A run's name and its start, which tells it from other runs of that name."""
 
     run: Text
     started_unix_s: FiniteFloat
 
     def same(self, other: "RunIdentity | None") -> bool:
-        """Whether this is that run, or a part of it: resumed, it may have several names."""
+        """Return whether both are parts of the same run, which may have another name after it was resumed."""
         return other is not None and self.started_unix_s == other.started_unix_s
 
 
 class SavedState(Message):
-    """state.json (bytes as hex)."""
+    """The content of state.json (bytes as hex)."""
 
     format: FirstFormat = 1
     identity: RunIdentity
@@ -90,39 +91,40 @@ class SavedState(Message):
     python_rng: tuple[int, tuple[int, ...], float | None]
     """`random.getstate()`."""
     held: dict[str, tuple[Count, Count]] = Field(default_factory=dict)
-    """Elements [start, stop) of each flattened tensor that the file has, where a rank has saved it; a tensor that is
-    not named is whole."""
+    """For a rank's file: the elements [start, stop) of each flattened tensor that it has; a tensor that is not named is
+    whole.
+    """
     partition: Text = ""
-    """Says which of several ranks hold what: with what others of the same partition have saved it is whole."""
+    """Identifies which of several ranks hold what: only files of the same partition together are a whole checkpoint."""
     shard: tuple[str, int] | None
-    """Entry id of the data shard in hand, blocks of it already read. For people: after a restart the work queue hands
-    the rest of it out, to whoever comes first."""
+    """Entry id of the data shard being read, and its blocks already read. For people only: after a restart the work
+    queue gives its rest to the first learner that asks.
+    """
 
 
 class StateFolder:
-    """Where one learner saves its state."""
+    """The folder to which one learner saves its state."""
 
     def __init__(self, path: Path, layout: Layout, ranks: Mapping[str, Any] | None = None) -> None:
-        """The folder is made when it is looked at, or written to. ranks: fields of `SavedState` that tell of them."""
+        """The folder is created when it is first looked at or written to. ranks: fields of `SavedState` about ranks."""
         self.path, self._layout, self._ranks = path, layout, dict(ranks or {})
         self._writer = BackgroundThread("state")
         self._lock: int | None = None
-        self._ours = False
-        """What the folder holds is this learner's, or nothing."""
+        self._ours = False  # True once the folder is known to hold only state that this learner may replace
 
     # --- write ----------------------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
-        """Something is being written."""
+        """True while something is being written."""
         return self._writer.busy
 
     def look(self) -> None:
-        """Say soon, and not with the first save, why nothing can be saved here."""
+        """Check in the background whether the folder can be used, so that a problem is logged before the first save."""
         self._writer.submit(partial(self._logged, self._look))
 
     def save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
-        """Save in the background, where `make` is called too: it may wait for a device."""
+        """Save in the background; `make` is called there too, since it may wait for a device."""
         self._writer.submit(partial(self._logged, self._save, make))
 
     def append_losses(self, lines: Callable[[], Sequence[str]]) -> None:
@@ -130,7 +132,7 @@ class StateFolder:
         self._writer.submit(partial(self._logged, self._append, lines))
 
     def close(self, within_s: float) -> None:
-        """Wait for what is being written, and warn if that takes longer; the last whole state stays as it is then."""
+        """Wait for pending writes, and warn if they take too long; the last complete state then stays in place."""
         if not self._writer.close(within_s):
             error = f"the disk took longer than {within_s:g} s"
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=error)
@@ -139,7 +141,7 @@ class StateFolder:
 
     def _let_go(self) -> None:
         if self._lock is not None:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)  # for a child too that was forked a moment ago
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # explicitly: closing is not enough if a new child has a copy still
             _LOCKS.discard(self._lock)
             os.close(self._lock)
             self._lock = None
@@ -147,11 +149,11 @@ class StateFolder:
     def _logged(self, work: Callable[..., None], *args: Any) -> None:
         try:
             work(*args)
-        except Exception as error:  # a full disk, moments that are not finite: no reason to end the training
+        except Exception as error:  # a full disk or non-finite moments are no reason to end the training
             structlog.get_logger().warning("state_not_saved", folder=str(self.path), error=str(error))
 
     def _hold(self) -> None:
-        """Have the folder to ourselves for as long as this process lives.
+        """Lock the folder for as long as this process lives.
 
         Raises:
             OSError: another learner saves there.
@@ -174,10 +176,10 @@ class StateFolder:
 
     def _save(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         state, moments = make()
-        check(moments, self._layout)  # what could not be loaded must not take the place of what can
+        check(moments, self._layout)  # a state that could not be loaded must not replace one that can
         self.path.mkdir(parents=True, exist_ok=True)
         self._hold()
-        for left in self.path.glob(f"{TEMPORARY}*"):  # by one that was killed as it wrote: the folder is ours alone
+        for left in self.path.glob(f"{TEMPORARY}*"):  # left by a killed process; safe, since this one holds the lock
             left.unlink()
         self._set_aside(state)
         arrays = {
@@ -186,6 +188,8 @@ class StateFolder:
             for p, slot in slots(of_moment(self._layout, name))
         }
         arrays |= {f"{name}/{tensor}": array for (name, tensor), array in moments.others.items()}
+        # The order makes a crash harmless: first the new moments file, then state.json, which names it, then the
+        # removal of old ones. state.json always names a complete file.
         digest = hashlib.sha256()
         replace(self.path / state.moments_file, digested(to_safetensors(arrays), digest.update))
         state = state.model_copy(update={"moments_sha256": digest.hexdigest(), **self._ranks})
@@ -201,7 +205,7 @@ class StateFolder:
         self._let_go()
 
     def _set_aside(self, state: SavedState) -> None:
-        """Before the first save: what this learner could not go on from is not replaced, but moved."""
+        """Before the first save: move away a state that this learner could not continue from, instead of replacing it."""
         path = self.path / STATE_FILE
         if not self._ours and path.exists() and (reason := _another(path, state)):
             aside = next(one for n in count(1) if not (one := self.path / f"set-aside-{n}").exists())
@@ -219,14 +223,14 @@ class StateFolder:
     # --- read -----------------------------------------------------------------------------------------
 
     def load(self, identity: RunIdentity | None, kind: OptimizerKind) -> tuple[SavedState, Moments] | None:
-        """What was saved last; None where nothing was.
+        """Return what was saved last; None if nothing was.
 
         Args:
-            identity: the run that this learner has joined; None where that is not known yet.
-            kind: of the optimizer that would go on from it.
+            identity: the run that this learner has joined; None if that is not known yet.
+            kind: of the optimizer that would continue from it.
 
         Raises:
-            StateRefused: it is of another run, model or optimizer, or damaged.
+            StateRefused: it is from another run, model or optimizer, or damaged.
         """
         path = self.path / STATE_FILE
         if not path.is_file():
@@ -235,7 +239,7 @@ class StateFolder:
         self._compare(state, identity, kind)
         file = self.path / state.moments_file
         try:
-            if not file.is_file():  # a pipe would never end
+            if not file.is_file():  # also refuses a named pipe, whose reading would never end
                 raise StateRefused(f"{self.path} holds no whole state: {file.name} is missing")
             if file_sha256(file) != state.moments_sha256:
                 raise StateRefused(f"{file} is damaged: it does not have the digest that {path.name} says")
@@ -265,7 +269,7 @@ class StateFolder:
             )
 
     def _arrays(self, state: SavedState, arrays: Mapping[str, Any]) -> Moments:
-        """Moments from a file's arrays, by `<name>/<tensor>`.
+        """Return moments from a file's arrays, which are named `<name>/<tensor>`.
 
         Raises:
             StateRefused: one is missing, of another shape or type, or without a tensor's name.
@@ -291,10 +295,10 @@ class StateFolder:
 
 
 def read_state(path: Path) -> SavedState:
-    """A `STATE_FILE`, or what is written as one.
+    """Read a `STATE_FILE`, or another file of that form.
 
     Raises:
-        StateRefused: it is not there, too large, damaged, or of another release.
+        StateRefused: it is missing, too large, damaged, or from another release.
     """
     try:
         if path.stat().st_size > MAX_STATE_BYTES:
@@ -307,7 +311,10 @@ def read_state(path: Path) -> SavedState:
 
 
 def _another(path: Path, state: SavedState) -> str:
-    """Why what was saved is of another run or optimizer than `state`, or cannot be told; "" if it is of the same."""
+    """Return why a saved state is not of the same run and optimizer as `state`; "" if it is.
+
+    A state that cannot be read counts as another one.
+    """
     try:
         found = read_state(path)
     except StateRefused as error:
@@ -318,10 +325,11 @@ def _another(path: Path, state: SavedState) -> str:
 
 
 def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | memoryview]:
-    """Parts of a safetensors file, https://huggingface.co/docs/safetensors: a length, a JSON header, the arrays.
+    """Yield the parts of a safetensors file, https://huggingface.co/docs/safetensors: a length, a JSON header, the
+    arrays.
 
-    The library's own writer copies all of it, twice, and keeps the interpreter's lock meanwhile: the training would
-    stand still. Here are only views, whose writing leaves the lock to others.
+    The library's own writer copies everything, twice, and holds the interpreter's lock meanwhile, so training would
+    stand still. The parts here are only views, and writing them releases the lock.
     """
     header, end = {}, 0
     widest_first = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so each lies aligned

@@ -1,9 +1,9 @@
-"""What an optimizer keeps for its parameters, and whether it keeps an adoption: from steps of a twin, before its first.
+"""Find out what an optimizer keeps, and whether it respects an adoption, by stepping a twin before its first step.
 
-The twin has the class and copies of plain attributes, nothing else: whatever its steps do, short of what is global to
-the program, they cannot reach the optimizer, whose parameters and states therefore stay as they were. It has parameters
-of its own. They have more than 4,096 elements where the real ones do: from so many on some optimizers quantize what
-they keep.
+The twin has the same class and copies of plain attributes, nothing else. So its steps cannot reach the optimizer, whose
+parameters and states stay unchanged, unless a step changes something global to the program. The twin has parameters of
+its own. They have more than 4,096 elements if the real ones do, because some optimizers quantize their state from that
+size on.
 """
 
 import enum
@@ -17,21 +17,21 @@ import numpy as np
 import torch
 from torch import nn
 
+# Attributes that the twin does not copy. An instance's `step` was put there by a learning-rate scheduler.
 OWN = frozenset({"param_groups", "state", "step"})
-"""Attributes that a trial's twin has of its own. A `step` among them was put there by a learning-rate scheduler."""
 PLAIN = (type, int, float, complex, str, bytes, enum.Enum, np.generic, torch.dtype, torch.device)
+# Largest tensor that is copied although it is no parameter, such as a learning rate.
 MAX_PLAIN_ELEMENTS = 4096
-"""Of a tensor that is no parameter, such as a learning rate."""
+# Shapes of trials with up to four dimensions: a little over 4,096 elements, in 18 blocks of 256.
 SHAPES: tuple[tuple[int, ...], ...] = (), (4608,), (64, 72), (4, 16, 72), (2, 4, 8, 72)
-"""Of trials with up to four dimensions: little more than 4,096 elements, in 18 blocks of 256."""
+# Steps before and after a trial adoption: some optimizers return to a copy of the weights every sixth step.
 STEPS = 6
-"""Before an adoption that is tried, and after it: some optimizers go back to a copy of the weights every sixth step."""
 
 
 def trial_shape(dims: int, elements: int) -> tuple[int, ...]:
-    """A small shape; its last sides, by which states are told apart, all differ.
+    """Return a small shape whose last sides all differ, since states are told apart by them.
 
-    elements: of the largest real tensor. No vector is larger: some optimizers keep a square of its size.
+    elements: of the largest real tensor. A vector is never larger, because some optimizers keep a square of its size.
     """
     if dims == 1:
         return (max(2, min(elements, *SHAPES[1])),)
@@ -41,15 +41,18 @@ def trial_shape(dims: int, elements: int) -> tuple[int, ...]:
 def trial_states(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, shape: tuple[int, ...], count: int
 ) -> list[dict[str, Any]]:
-    """What the optimizer keeps for each of so many parameters of a group, once its twin has stepped.
+    """Return what the optimizer keeps for each of `count` parameters of a group, after steps of its twin.
 
     Args:
+        optimizer: the one that is imitated.
+        group: one of its parameter groups.
         like: a parameter of the group.
-        shape: of those of the trial.
+        shape: of the trial's parameters.
+        count: number of them.
 
     Raises:
-        TypeError: it keeps something for the whole group too (a step count, say), which no moments would bring along;
-            or it has an attribute by which the twin would reach what is not its own.
+        TypeError: it keeps something for the whole group too (a step count, say), which moments would not contain; or
+            it has an attribute by which the twin would reach what is not its own.
     """
     with _twin(optimizer, group, like, shape, count) as (twin, parameters, noise):
         (tried,) = twin.param_groups
@@ -69,12 +72,13 @@ def trial_states(
 
 
 def share_kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor) -> float:
-    """How much of what is written into a parameter is there some steps later, beside what was there before: 1 is all.
+    """Return how much of a value written into a parameter is left some steps later, relative to the old value.
 
-    These steps have no gradient and no learning rate: what they take back comes from a copy that the optimizer has.
+    1.0 means all of it. These steps have no gradient and no learning rate, so whatever takes it back is a copy of the
+    weights in the optimizer.
 
     Raises:
-        Exception: as `trial_states`, or whatever a step raises.
+        Exception: see `trial_states`; or whatever a step raises.
     """
     dims = like.dim() or 1
     with _twin(optimizer, group, like, trial_shape(dims, like.numel()), 1) as (twin, (parameter,), noise):
@@ -94,7 +98,7 @@ def share_kept(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like:
     after, both = _values(parameter), before @ written
     new = (before @ before) * (written @ after) - both * (before @ after)
     old = (written @ written) * (before @ after) - both * (written @ after)
-    return float(new / old) if old else 1.0  # a decay takes of both alike
+    return float(new / old) if old else 1.0  # a ratio, since weight decay shrinks the old and the new alike
 
 
 def _values(parameter: torch.Tensor) -> torch.Tensor:
@@ -105,9 +109,9 @@ def _values(parameter: torch.Tensor) -> torch.Tensor:
 def _twin(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: torch.Tensor, shape: tuple[int, ...], count: int
 ) -> Iterator[tuple[Any, list[nn.Parameter], Callable[[], torch.Tensor]]]:
-    """A twin of the optimizer with so many parameters in one group; they; and what makes noise of their form.
+    """Yield a twin of the optimizer, its `count` parameters in one group, and a function that makes noise like them.
 
-    The program's random numbers stay as they were.
+    The program's random states are not changed.
     """
     numbers = torch.Generator(device="cpu").manual_seed(0)
 
@@ -123,7 +127,7 @@ def _twin(
                 twin.__dict__[name] = OrderedDict() if hooks else _copied(f"attribute {name!r}", value)
         twin.param_groups = [_options(group) | {"params": parameters}]
         twin.state = defaultdict(dict)
-        if callable(train := getattr(twin, "train", None)):  # a schedule-free one steps in its training mode alone
+        if callable(train := getattr(twin, "train", None)):  # schedule-free optimizers step only in training mode
             train()
         yield twin, parameters, noise
 
@@ -133,7 +137,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copied(what: str, value: Any) -> Any:
-    """A copy of a plain value: one from which nothing else is reached."""
+    """Return a copy of a plain value, from which no other object can be reached."""
     if isinstance(value, torch.Tensor) and not value.requires_grad and value.numel() <= MAX_PLAIN_ELEMENTS:
         return value.clone()
     if value is None or isinstance(value, PLAIN) or (isinstance(value, FunctionType) and value.__closure__ is None):
