@@ -1,1 +1,1 @@
-"""The learners (and the evaluator): everything that computes with torch."""
+"""The learners and the evaluator: everything that computes with torch."""

@@ -1,15 +1,16 @@
-"""Which buffers of a model are average-only tensors: what it gathers in training beside its parameters.
+"""Select the buffers of a model that are averaged: what it gathers in training beside its parameters.
 
-BatchNorm's running mean and variance are such, or the bias of a router. They have no gradient and no optimizer. Each
-learner moves them by its own data, so a merge is their mean, and the model that is given out has it.
+Examples are BatchNorm's running mean and variance, and the bias of a router. They have no gradient and no optimizer.
+Each learner moves them by its own data, so a merge takes their mean, and the published model contains it.
 
-They are the buffers in floating point that the model's state dict has. One that is not persistent is no part of the
-model (a rotary table). These stay a learner's own besides, as what cannot be averaged or would be spoilt by it:
+They are the floating-point buffers in the model's state dict. A buffer that is not persistent is no part of the model
+(a rotary table). Some others also stay a learner's own, because they cannot be averaged or averaging would spoil them:
 
 - counters and other whole numbers;
-- a table with infinities, as attention masks are;
-- what lies beside packed numbers: the scales of a quantized weight, which go with this learner's codes;
-- what lies elsewhere than the trained parameters, is no plain dense tensor, or shares memory with what travels.
+- tables with infinities, such as attention masks;
+- buffers beside packed numbers: the scales of a quantized weight belong to this learner's codes;
+- buffers that are not on the device of the trained parameters, are no plain dense tensors, or share memory with tensors
+  that travel.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,19 +24,19 @@ from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TEXT_CHARS, MergeRule
 from diloco.workers.names import Buffer, named_buffers
 
 FLOATING = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+# The types in which a module computes or counts. More than one number of another type is a store of packed ones.
 NOT_PACKED = FLOATING | {torch.bool, torch.int64, torch.complex64, torch.complex128}
-"""What a module computes with or counts in; more than one number of another kind is a store of packed ones."""
+# Torch's name for the running variance of its normalisations, which other libraries use too.
 VARIANCE = "running_var"
-"""What torch calls the variance of its own normalisations, and others after it."""
 
 
 def averaged_buffers(model: nn.Module, trained: Iterable[torch.Tensor]) -> dict[str, Buffer]:
-    """The model's average-only buffers by name, in the order of its state dict.
+    """Return the model's averaged buffers by name, in the order of its state dict.
 
-    trained: the tensors that are trained, at least one.
+    trained: the trained tensors, at least one.
 
     Raises:
-        UsageError: one has no shape yet.
+        UsageError: a buffer has no shape yet.
     """
     found: dict[str, Buffer] = {}
     if not (floating := list(_floating(model))):
@@ -53,12 +54,12 @@ def averaged_buffers(model: nn.Module, trained: Iterable[torch.Tensor]) -> dict[
 
 
 def average_rule(buffer: Buffer) -> MergeRule:
-    """A variance is never negative, whatever rounding makes of it."""
+    """Return the merge rule of a buffer: a variance must not become negative by rounding."""
     return "variance" if buffer.key == VARIANCE else "average"
 
 
 def _floating(model: nn.Module) -> Iterator[tuple[Buffer, torch.Tensor]]:
-    """Those that are plain dense tensors of floating-point numbers, and no scales."""
+    """Yield the buffers that are plain dense tensors of floating-point numbers, except scales of packed numbers."""
     packed: dict[int, bool] = {}
     for buffer in named_buffers(model):
         tensor, owner = buffer.tensor, buffer.owner
@@ -84,6 +85,9 @@ def _has_packed(module: nn.Module) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First and last byte of a tensor's memory, and one more; of another's that lies between them nothing is known."""
+    """Return the first byte of a tensor's memory and the end behind its last one.
+
+    Other tensors between the two may or may not share memory with it.
+    """
     length = sum((side - 1) * stride for side, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()

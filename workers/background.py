@@ -1,4 +1,4 @@
-"""Threads beside the training thread."""
+"""Threads that work beside the training thread."""
 
 import asyncio
 import os
@@ -11,14 +11,14 @@ from typing import Any
 
 
 def yield_core() -> None:
-    """Called in a background thread: its wake-ups must not take the core from the training thread."""
+    """Give the calling background thread a scheduling class whose wake-ups do not preempt the training thread."""
     if hasattr(os, "SCHED_BATCH"):
-        with suppress(OSError):  # where that is not allowed, it only costs a little
+        with suppress(OSError):  # if it is not permitted, training is only slightly slower
             os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
 
 
 async def offload(work: Callable[..., Any], *args: Any) -> Any:
-    """Have an executor's thread work; as the program ends there is none any more, and nobody waits: here."""
+    """Run `work` in an executor's thread, or here if the program is ending, when there is no executor any more."""
     try:
         working = asyncio.get_running_loop().run_in_executor(None, partial(work, *args))
     except RuntimeError:
@@ -27,21 +27,21 @@ async def offload(work: Callable[..., Any], *args: Any) -> Any:
 
 
 class OwnThread(threading.Thread):
-    """A learner's own: leaving waits for it, so it cannot wait until a learner has left."""
+    """A daemon thread of a learner. Leaving waits for it with a timeout; Python's exit must not wait for it."""
 
     def __init__(self, name: str, work: Callable[[], None]) -> None:
         super().__init__(target=work, name=name, daemon=True)
 
     def run(self) -> None:
-        """Work, behind the training thread."""
+        """Run `work` with a scheduling class behind the training thread."""
         yield_core()
         super().run()
 
 
 class BackgroundThread:
-    """Does jobs one after the other; not waited for when the process ends, unlike an executor's threads.
+    """Runs jobs one after the other in a thread. Unlike an executor's threads, it does not delay the process's exit.
 
-    One thread submits. A job that raises would end the thread: catch what it may raise.
+    Only one thread may submit. A job that raises would end the thread, so jobs must catch what they may raise.
     """
 
     def __init__(self, name: str) -> None:
@@ -51,24 +51,24 @@ class BackgroundThread:
 
     @property
     def busy(self) -> bool:
-        """A job is not done yet."""
+        """True while a job is not done."""
         return self._submitted != self._done
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Have it done after those before it."""
+        """Queue a job, to run after those before it."""
         if not self._submitted:
-            with suppress(RuntimeError):  # the program ends, and Python begins no more threads: `close` does it
+            with suppress(RuntimeError):  # the program is ending and starts no more threads: `close` runs the job
                 self._thread.start()
         self._submitted += 1
         self._jobs.put(job)
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for what was submitted; whether it is all done."""
+        """Wait for the submitted jobs; return whether all are done."""
         if self._submitted:
             self._jobs.put(None)
             if not self._thread.is_alive():
                 self._work()
-            if self._thread.is_alive():  # its `start` was broken off by a signal's handler, and it has begun since
+            if self._thread.is_alive():  # also if a signal handler interrupted its `start`, and it has begun only now
                 self._thread.join(timeout_s)
         return not self.busy
 
@@ -76,4 +76,4 @@ class BackgroundThread:
         while (job := self._jobs.get()) is not None:
             job()
             self._done += 1
-        self._jobs.put(None)  # there may be two who work: a thread that begins late, and `close`
+        self._jobs.put(None)  # for a second reader of the queue: a thread that starts late, beside `close`

@@ -1,8 +1,9 @@
-"""Indices of a dataset in batches, from the run's work queue: a `batch_sampler` for torch's DataLoader. No torch.
+"""Batches of dataset indices from the run's work queue: a `batch_sampler` for torch's DataLoader. No torch.
 
 The loader draws in the training thread, ahead of the loop. A shard is acknowledged when its batches are trained on
-(`prefetch`), not when they are drawn. All batches are full: they go on over the ends of shards, passes and epochs.
-Ranks of one learner draw the same, and each yields its own indices of it: so all have as many batches.
+(`prefetch`), not when they are drawn. All batches are full: they run across the ends of shards, passes and epochs. The
+ranks of one learner draw the same global batches, and each yields its own indices of them, so all have the same number
+of batches.
 """
 
 import operator
@@ -17,18 +18,18 @@ from diloco.workers.exchange.shared import Shared
 from diloco.workers.prefetch import Drawn, Prefetched, Reached
 from diloco.workers.trainer.data.blocks import permuted
 
+# The loop waits this long for a shard, once, before it gets earlier data again. A working bus delivers one in
+# milliseconds; the time is for a loader that draws many batches at once when it starts.
 DRY_S = 2.0
-"""The loop waits so long for a shard, once, before it is given again what it had. Of a bus that works, one comes in
-milliseconds: this is for a loader that draws many batches at once as it starts."""
+# Largest length, and largest seed.
 MOST = 2**53
-"""Largest length, and largest seed."""
 
 
 def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int:
-    """An argument of `Learner.batches`.
+    """Check an argument of `Learner.batches` and return it as an int.
 
     Raises:
-        UsageError: it is no whole number within bounds; names it.
+        UsageError: it is not a whole number within bounds; names it.
     """
     try:
         number = operator.index(value)
@@ -40,17 +41,16 @@ def whole_number(name: str, value: Any, least: int = 1, most: int = MOST) -> int
 
 
 class Turns(Protocol):
-    """Shards one after the other (`ShardsInTurn`)."""
+    """A sequence of shards (`ShardsInTurn`)."""
 
     def after(self, claimed: ClaimedShard | None, wait_s: float = 0.0) -> tuple[ClaimedShard | None, Shard]:
-        """What comes after one that was claimed, or, None, one that was read again; what is claimed of it, and it."""
+        """Return the next shard, with its claim or None if it is read again; see `ShardsInTurn.after`."""
 
 
 class Batches(OwnProcess):
-    """One learner's batches, or one rank's. Each pass has `len` of them, and goes on where it was."""
+    """The batches of one learner or one rank. Each pass has `len` batches, and continues where the last one stopped."""
 
-    drop_last = False
-    """As in torch's `BatchSampler`: no index is left out."""
+    drop_last = False  # an attribute of torch's `BatchSampler`: no index is left out
 
     def __init__(
         self,
@@ -67,18 +67,20 @@ class Batches(OwnProcess):
         place: tuple[int, int] = (0, 1),
         dry_s: float = DRY_S,
     ) -> None:
-        """Args:
-        order: agreed with the run.
-        batch_size: indices in a batch of this process.
-        accumulate: batches in a step.
-        first: the shard to begin with.
-        shared: where the exchange puts claimed shards, and reads the position in the shard in hand.
-        drawn: told the entry id of each shard that nothing is left to draw from.
-        finished: told the entry id of each shard that is trained on to its end.
-        shards: what comes after the first one.
-        check: raises if the learner is not in its run.
-        place: number of this rank of the learner, and how many there are.
-        dry_s: how long to wait for a shard.
+        """Begin with a claimed shard.
+
+        Args:
+            order: agreed with the run.
+            batch_size: indices in a batch of this process.
+            accumulate: batches in a step.
+            first: the shard to begin with.
+            shared: holds the claimed shards, and takes the position in the shard being read.
+            drawn: called with the entry id of each shard whose last block was drawn.
+            finished: called with the entry id of each shard that was trained on to its end.
+            shards: gives the shards after the first one.
+            check: raises if the learner is not in its run.
+            place: number of this rank of the learner, and how many there are.
+            dry_s: how long to wait for a shard.
         """
         super().__init__("learner.batches(...)")
         self._size, (self._rank, self._ranks) = batch_size, place
@@ -88,19 +90,18 @@ class Batches(OwnProcess):
         self._prefetched = Prefetched(accumulate)
         self._shared, self._tell_drawn, self._tell_finished = shared, drawn, finished
         self._shards, self._check, self._dry_s = shards, check, dry_s
-        self._claimed: ClaimedShard | None = first
-        """None: the shard in hand is read again."""
+        self._claimed: ClaimedShard | None = first  # None: the present shard is one that is read again
         self._shard, self._at = first.shard, first.shard.start + first.position
         self._passes = 0
-        self._thread = 0
-        """That the last batch was drawn in."""
+        self._thread = 0  # id of the thread that has drawn the last batch
 
     @property
     def batch_size(self) -> int:
-        """As in torch's `BatchSampler`: indices in a batch.
+        """Indices in a batch, an attribute of torch's `BatchSampler`.
 
         Raises:
-            UsageError: the learner has several ranks, and who asks would divide its batches among them once more.
+            UsageError: the learner has several ranks; a library that asks would divide each rank's own batches once
+                more.
         """
         if self._ranks > 1:
             raise UsageError(
@@ -110,15 +111,15 @@ class Batches(OwnProcess):
         return self._size
 
     def __len__(self) -> int:
-        """Batches in a pass: those of an epoch, if this learner were alone, in whole steps."""
+        """Return the batches in a pass: those of an epoch if this learner were alone, in whole steps."""
         return self._batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        """A pass. What an earlier one has drawn, and no step has trained, comes again first.
+        """Yield the batches of a pass, beginning with those that an earlier pass has drawn and no step has trained.
 
         Raises:
             UsageError: the learner is not in its run, this is another process, or another pass has begun meanwhile.
-            DilocoError: what the learner's other thread has ended by.
+            DilocoError: the exchange thread has failed with this error.
         """
         self.check_process()
         self._prefetched.begin()
@@ -135,10 +136,10 @@ class Batches(OwnProcess):
             self._prefetched.end()
 
     def stepped(self) -> None:
-        """A step is done: acknowledge what it has trained.
+        """Acknowledge what a finished step has trained.
 
         Raises:
-            UsageError: batches are drawn in another thread, or steps have another number of batches than was said.
+            UsageError: batches are drawn in another thread, or steps train another number of batches than `accumulate`.
         """
         if self._thread not in (0, threading.get_ident()):
             raise UsageError(
@@ -152,7 +153,7 @@ class Batches(OwnProcess):
                     self._tell_finished(reached.entry_id)
 
     def _new(self) -> Drawn:
-        """A batch that was never drawn."""
+        """Return a batch that was never drawn."""
         indices: list[int] = []
         reached: list[Reached] = []
         size = self._ranks * self._size
@@ -171,6 +172,6 @@ class Batches(OwnProcess):
         return Drawn(tuple(indices[own]), tuple(reached))
 
     def _next_shard(self) -> None:
-        """Take up the next that is claimed; where there is none, read one again."""
+        """Take the next claimed shard, or an earlier one again if there is none."""
         self._claimed, self._shard = self._shards.after(self._claimed, self._dry_s)
         self._at = self._shard.start + (0 if self._claimed is None else self._claimed.position)

@@ -353,7 +353,10 @@ class FragmentParameters(FragmentTensors):
         return FragmentTensors({slot.tensor.name: one for slot, one in zip(slots, tensors, strict=True)}, layout)
 
     def overwrite(self, p: int, flat: npt.NDArray[np.float32] | torch.Tensor) -> None:
-        """Write a fragment as `FragmentTensors` does, for the next forward pass. All ranks call it after the same step."""
+        """Write a fragment, as `FragmentTensors.overwrite` does, so that the next forward pass uses it.
+
+        Resharding makes sure of that for a sharded model. All ranks of a learner call this after the same step.
+        """
         self._reshard()
         if self._adopted is None:
             super().overwrite(p, flat)

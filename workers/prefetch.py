@@ -1,16 +1,16 @@
-"""Batches that are drawn and not yet trained on, and how many of them a step has trained. Pure.
+"""Keep batches that are drawn and not yet trained on, and infer how many of them a step has trained. Pure.
 
-A loader draws ahead of the loop: its workers have some batches, the loop may look at one before it trains it. All keep
-the order. So what a step has trained is the oldest that is in hand. How many:
+A loader draws ahead of the loop: its workers hold some batches, and the loop may look at one before it trains on it.
+All of them keep the order. So a step has trained the oldest batches that are held here. Their number:
 
 | in a pass                           | a step has trained                                                      |
 |-------------------------------------|-------------------------------------------------------------------------|
-| its first step                      | `accumulate` batches; what is left in hand then is what is drawn ahead  |
-| until the loader has drawn the last | what is in hand beyond that: a loader draws one for each it hands out   |
+| its first step                      | `accumulate` batches; what is left here then is what is drawn ahead     |
+| until the loader has drawn the last | what is here beyond that: a loader draws one for each that it hands out |
 | from then on                        | `accumulate`                                                            |
 
-The middle row sees also what a loop has let go by without a step: under a GradScaler that skips, or a filter.
-A pass that is given up gives back what is in hand: it is drawn again, in its order, before anything new.
+The middle row also covers batches that a loop drops without a step: under a GradScaler that skips, or by a filter. When
+a pass is given up, its batches here are drawn again, in their order, before anything new.
 """
 
 from collections import deque
@@ -19,65 +19,61 @@ from dataclasses import dataclass
 
 from diloco.pipeline.errors import UsageError
 
+# After this many steps in a row with the same other number of batches, `accumulate` must be wrong.
 WRONG_STEPS = 16
-"""After so many steps in a row with one other number of batches, it was said wrongly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """How far a shard is trained on, once a batch is."""
+    """How far a shard is trained on, once a batch was trained."""
 
     entry_id: str
     read: int
-    """Blocks of it."""
+    """Number of its blocks."""
     whole: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """A batch."""
+    """A batch that was drawn."""
 
     indices: tuple[int, ...]
     reached: tuple[Reached, ...]
-    """Of the shards that it is from; none of what is read again."""
+    """How far it takes its shards; shards that are read again are not listed."""
 
 
 class Prefetched:
-    """The batches of one learner."""
+    """The batches of one learner that are drawn and not trained on."""
 
     def __init__(self, accumulate: int) -> None:
         """accumulate: batches in a step."""
         self._accumulate = accumulate
         self._drawn: deque[Drawn] = deque()
-        self._again: deque[Drawn] = deque()
-        """To be drawn again."""
-        self._ahead: int | None = None
-        """In hand behind the first step of the pass, once it is made."""
-        self._ended = False
-        """The last batch of the pass is drawn."""
-        self._other, self._others = 0, 0
-        """Another number of batches than was said, and how many steps in a row had it."""
+        self._again: deque[Drawn] = deque()  # batches of a pass that was given up, to be drawn again
+        self._ahead: int | None = None  # batches drawn ahead, as counted after the first step of the pass
+        self._ended = False  # the last batch of the pass is drawn
+        self._other, self._others = 0, 0  # a number other than `accumulate`, and how many steps in a row had it
 
     def begin(self) -> None:
-        """A pass begins. If it is not the first, the one before is given up."""
+        """Begin a pass. A previous one is given up, and its batches are drawn again."""
         self._again.extendleft(reversed(self._drawn))
         self._drawn.clear()
         self._ahead, self._ended = None, False
 
     def draw(self, new: Callable[[], Drawn]) -> Drawn:
-        """The next batch; `new` makes one that was never drawn."""
+        """Return the next batch; `new` makes one that was never drawn."""
         self._drawn.append(self._again.popleft() if self._again else new())
         return self._drawn[-1]
 
     def end(self) -> None:
-        """The loader has been told that the pass has no more batches."""
+        """Note that the loader was told that the pass has no more batches."""
         self._ended = True
 
     def stepped(self) -> list[Drawn]:
-        """What a step has trained, oldest first.
+        """Return the batches that a step has trained, oldest first.
 
         Raises:
-            UsageError: steps have another number of batches than was said.
+            UsageError: steps train another number of batches than `accumulate`.
         """
         if self._ahead is None or self._ended:
             count = min(self._accumulate, len(self._drawn))

@@ -1,7 +1,7 @@
-"""The inner learning rate by the run's progress, for any model and optimizer. Pure.
+"""The inner learning rate as a function of the run's progress, for any model and optimizer. Pure.
 
-Steps differ among learners, and a restarted one counts anew: the run's trained tokens of its budget are what all of
-them know. Warm-up and cosine are the built-in trainer's.
+Numbers of steps differ among learners, and a restarted learner counts from zero. The share of the budget that the run
+has trained is what all of them know. Warm-up and cosine are those of the built-in trainer.
 """
 
 from collections.abc import Callable
@@ -11,34 +11,35 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import TrainerSettings, defaults
 from diloco.workers.trainer.schedule import learning_rate
 
-At = tuple[float, int, int]
-"""Progress in 0..1, own steps, steps of a ramp."""
+At = tuple[float, int, int]  # progress in 0..1, own steps, steps of the ramp
 Shape = Literal["cosine", "linear", "constant"]
+# Share of the run's progress, as in the built-in trainer.
 WARMUP: float = defaults(TrainerSettings)["warmup"]
-"""Share of the run's progress, as in the built-in trainer."""
 
 
 class ShareByProgress:
-    """What torch's LambdaLR asks for the share of the peak: by the run's progress, whatever number of step it says.
+    """The function for torch's LambdaLR: the share of the peak by the run's progress, ignoring the number of the step.
 
-    A copy, also a pickled one, has no learner, and stays at the progress at which it was made. A scheduler's state
-    dict has nothing of it: `__dict__` is empty.
+    A copy, also a pickled one, has no learner, and stays at the progress at which it was made. A scheduler's state dict
+    contains nothing of it, because `__dict__` is empty.
     """
 
     __slots__ = ("__dict__", "_at", "_curve", "_share")
 
     def __init__(self, curve: tuple[Shape, float, float, float], at: Callable[[], At] | At) -> None:
-        """Of a curve and a place on it.
+        """Combine a curve with a place on it.
 
-        curve: as `share_by_progress` takes it; at: where the run is, or what is called for it.
+        Args:
+            curve: the arguments of `share_by_progress`.
+            at: the place, or a function that returns it.
 
         Raises:
-            UsageError: as `share_by_progress`.
+            UsageError: see `share_by_progress`.
         """
         self._curve, self._share, self._at = curve, share_by_progress(*curve), at
 
     def __call__(self, step: int) -> float:
-        """Share of the peak now; step: not looked at."""
+        """Return the share of the peak now; `step` is ignored."""
         return self._share(*self._now())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -49,17 +50,17 @@ class ShareByProgress:
 
 
 def share_by_progress(shape: Shape, warmup: float, decay: float, final: float) -> Callable[[float, int, int], float]:
-    """What gives the share of the peak at a progress in 0..1, after so many own steps, with a ramp of so many.
+    """Return a function of progress (0..1), own steps and steps of a ramp that gives the share of the peak.
 
     Args:
-        shape: after the warm-up: a cosine or a straight line to `final`; or the peak, and a straight line to `final`
-            in the last part of the run (warm-up, stable, decay).
+        shape: after the warm-up, "cosine" or "linear": falls to `final`; "constant": stays at the peak, and falls
+            linearly to `final` in the last part of the run (warm-up, stable, decay).
         warmup: share of the run's progress.
-        decay: length of that last part, as share of the run's progress.
+        decay: length of the last part, as a share of the run's progress.
         final: share of the peak at progress 1.
 
     Raises:
-        UsageError: naming what is out of bounds.
+        UsageError: names the argument that is out of bounds.
     """
     if shape not in get_args(Shape):
         raise UsageError(f"progress_schedule(shape={shape!r}): one of {', '.join(get_args(Shape))}")

@@ -1,4 +1,4 @@
-"""How a joined learner begins to read its data from the run's work queue. The training thread's."""
+"""Begin to read data from the run's work queue, for a learner that has joined. Used by the training thread."""
 
 import queue
 import random
@@ -18,14 +18,13 @@ from diloco.workers.ranks.rank_learner import JoinedRank
 from diloco.workers.ranks.shard_broadcast import Hearing, Telling, asked_for
 from diloco.workers.stopping import Stopping
 
-NowJoined = Callable[[], JoinedLearner]
-"""`Learner.joined`; raises where it does."""
+NowJoined = Callable[[], JoinedLearner]  # returns `Learner.joined`, or raises what that raises
 
 LOOK_S = 0.2
 
 
 def begin_blocks(now_joined: NowJoined, stopping: Stopping, total: int, per_shard: int) -> Iterator[tuple[int, int]]:
-    """`Learner.blocks`."""
+    """Begin `Learner.blocks`."""
     joined, first = _first_shard(now_joined, stopping, DataOrder(length=total, seed=None), per_shard)
     finish = partial(joined.thread.call, joined.exchange.claims.finish)
     order = read_blocks(joined.shared, first, finish, random.Random(joined.training.incarnation))
@@ -35,7 +34,7 @@ def begin_blocks(now_joined: NowJoined, stopping: Stopping, total: int, per_shar
 def begin_batches(
     now_joined: NowJoined, stopping: Stopping, length: int, batch_size: int, seed: int, accumulate: int
 ) -> Batches:
-    """`Learner.batches`."""
+    """Begin `Learner.batches`."""
     order = DataOrder(length=whole_number("length", length), seed=whole_number("seed", seed, 0))
     size, accumulate = whole_number("batch_size", batch_size), whole_number("accumulate", accumulate)
     joined = now_joined()
@@ -59,7 +58,7 @@ def begin_batches(
 
 
 def _nothing(entry_id: str) -> None:
-    """Rank 0 tells the run of the learner's shards."""
+    """Do nothing, on ranks other than 0: rank 0 reports the learner's shards to the run."""
 
 
 def _check(now_joined: NowJoined, stopping: Stopping) -> None:
@@ -78,13 +77,13 @@ def _check_first(joined: JoinedLearner) -> None:
 def _first_shard(
     now_joined: NowJoined, stopping: Stopping, order: DataOrder, per_shard: int
 ) -> tuple[JoinedLearner, ClaimedShard]:
-    """Agree with the run on what its shards are of, and wait until one is claimed.
+    """Agree with the run on what its shards refer to, and wait until one is claimed.
 
     Args:
-        now_joined: the learner, which has not read yet; asked while this waits.
-        stopping: whether its process is to end.
-        order: as this learner would have it.
-        per_shard: blocks in a shard, where this learner queues an epoch.
+        now_joined: returns the learner, which has not read yet; called repeatedly while this waits.
+        stopping: tells whether the process is to end.
+        order: this learner's proposal.
+        per_shard: blocks in a shard, if this learner queues an epoch.
 
     Raises:
         SpecMismatch: the run has another order.
@@ -99,7 +98,7 @@ def _first_shard(
         check()
     try:
         agreed.result()
-    except CancelledError:  # the learner's thread has ended meanwhile: its error says why
+    except CancelledError:  # the exchange thread has ended meanwhile: `now_joined` raises its error
         joined.thread.join()
         now_joined()
         raise

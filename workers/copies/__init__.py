@@ -1,1 +1,1 @@
-"""Copies of tensors on their way to host memory, for which the training thread does not wait."""
+"""Asynchronous copies of tensors to host memory, for which the training thread does not wait."""

@@ -1,8 +1,8 @@
-"""The losses of a learner's steps, on their way from the device that trains.
+"""Copy the losses of a learner's steps from its device without waiting.
 
-To read one there is to wait for all that was queued before it, and the loop may write over it meanwhile, or a graph
-that it has compiled. So the training thread copies it at once, in order with its step (`LossCopy`). The exchange thread
-shows the newest one that is there. Nobody waits for any but the writer of `losses.jsonl`.
+Reading a loss on a CUDA device waits for everything queued before it, and the loop, or a graph that it has compiled,
+may overwrite the tensor meanwhile. So the training thread queues a copy at once, in order with its step (`LossCopy`).
+The exchange thread shows the newest loss that has arrived. Only the writer of `losses.jsonl` waits for any.
 """
 
 from collections import deque
@@ -15,24 +15,27 @@ from diloco.workers.parameters import local_of
 
 
 class Loss(Protocol):
-    """Of one step, perhaps still on its way to host memory. Of any thread."""
+    """The loss of one step, perhaps still on its way to host memory. Any thread may use it."""
 
     def ready(self) -> bool:
-        """True if `number` would not wait."""
+        """Return True if `number` would not wait."""
 
     def number(self) -> float:
-        """May wait for a device.
+        """Return the loss; may wait for a device.
 
         Raises:
-            RuntimeError: it is lost; `ready` may say so too.
+            RuntimeError: it is lost; `ready` may raise this too.
         """
 
 
 class LossCopy:
-    """That of a torch step, as it was told. Made by the training thread, which waits where its device is not CUDA."""
+    """The `Loss` of a torch step, copied when it was given.
+
+    The training thread makes it, and waits for a device only if that is not CUDA.
+    """
 
     def __init__(self, told: float | torch.Tensor) -> None:
-        """told: of one element."""
+        """told: a number, or a tensor of one element."""
         here = local_of(told) if isinstance(told, torch.Tensor) else told
         self._copy: Snapshot | None = None
         self._number = 0.0
@@ -42,28 +45,29 @@ class LossCopy:
             self._number = float(here)
 
     def ready(self) -> bool:
-        """As `Loss`."""
+        """Return True if `number` would not wait (`Loss.ready`)."""
         copy = self._copy
         return copy is None or copy.ready()
 
     def number(self) -> float:
-        """As `Loss`."""
+        """Return the loss, once it has arrived (`Loss.number`)."""
         copy = self._copy
         if copy is not None:
-            self._number, self._copy = float(copy.tensor()), None  # its memory is for a later one
+            self._number, self._copy = float(copy.tensor()), None  # frees the pinned memory for a later copy
         return self._number
 
 
 class Losses:
-    """One learner's, of which the newest that is there is shown."""
+    """The losses of one learner, of which the newest that has arrived is shown."""
 
     def __init__(self) -> None:
         self._shown: float | None = None
+        # Losses that are newer than the shown one. Only the training thread changes the deque. There are few, since no
+        # loop gets far ahead of its device.
         self._under_way: deque[Loss] = deque()
-        """Those told since, the training thread's to change: few, since no loop gets far ahead of its device."""
 
     def tell(self, loss: Loss) -> None:
-        """Of the step just made. The training thread's."""
+        """Add the loss of the step just made. For the training thread."""
         self._under_way.append(loss)
         there = True
         while there and self._under_way:
@@ -72,9 +76,9 @@ class Losses:
                 self._under_way.popleft()
 
     def shown(self) -> float | None:
-        """The newest that is there; None: there was none. Waits for nothing. Of any thread."""
+        """Return the newest loss that has arrived, without waiting; None: there is none. Any thread may call it."""
         shown = self._shown
-        for loss in self._under_way.copy():  # under the interpreter's lock: the training thread changes it meanwhile
+        for loss in self._under_way.copy():  # atomic under the interpreter's lock: the training thread changes it
             there, shown = _seen(loss, shown)
             if not there:
                 break
@@ -82,8 +86,8 @@ class Losses:
 
 
 def _seen(loss: Loss, before: float | None) -> tuple[bool, float | None]:
-    """Whether it is there, or lost; and what is to be shown."""
+    """Return whether a loss has arrived or is lost, and the number to show then."""
     try:
         return (True, loss.number()) if loss.ready() else (False, before)
-    except Exception:  # with its device, as the loop hears itself; or with an array that was donated
+    except Exception:  # lost with its device, which the loop notices by itself, or with an array that was donated
         return True, before

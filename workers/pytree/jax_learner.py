@@ -1,4 +1,4 @@
-"""The learner of a pytree of JAX arrays: the exchange is that of torch's learners, on the same wire.
+"""The learner for a pytree of JAX arrays; exchange and wire format are the same as for torch.
 
     with Learner(params, run="my-run", redis_url=...) as learner:
         params = learner.params
@@ -6,8 +6,8 @@
             params, moments, loss = train_step(params, moments, batch)
             params = learner.step(params, tokens=batch.size, loss=loss)
 
-An array never changes, so what is adopted comes back from `step`. The optimizer and its moments are the caller's alone:
-they stay as a fragment is adopted, and no peer is asked for them.
+An array never changes, so adopted values are returned by `step`. The optimizer and its moments belong to the caller
+alone: they are kept when a fragment is adopted, and no peer is asked for moments.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -39,7 +39,7 @@ from diloco.workers.training import Training
 
 
 class Learner(BaseLearner):
-    """One learner of a run."""
+    """One learner of a run, whose model is a pytree."""
 
     def __init__(
         self,
@@ -56,22 +56,22 @@ class Learner(BaseLearner):
         embeddings: Iterable[str] | None = None,
         moments_kept: bool = False,
     ) -> None:
-        """Nothing is connected before `with`, or `open`.
+        """Make a learner. It connects to nothing before `with` or `open`.
 
         Args:
-            params: a pytree of arrays in floating point, all of which are synchronised. Its structure, shapes and types
-                are settled here. One of numpy counts as the array that JAX makes of it: float64 is float32, unless
+            params: a pytree of floating-point arrays, all of which are synchronised. Its structure, shapes and types
+                are fixed here. A numpy array counts as the array that JAX makes of it: float64 becomes float32, unless
                 `jax_enable_x64` is set.
-            run, redis_url, learner_id, sync, tokens, trainer, leave_s: as torch's `Learner` has them.
-            names: what leaves are called in the run, where learners of another framework call them otherwise: own name
-                -> name, or (name, order of the axes there). A learner that is first lists its tensors in this order.
-            embeddings: own names of the leaves whose rows are vectors, one a token, which are merged as such. Default:
+            run, redis_url, learner_id, sync, tokens, trainer, leave_s: see torch's `Learner`.
+            names: names of the leaves in the run, if learners of another framework name them otherwise: own name ->
+                name, or (name, order of the axes there). The first learner of a run lists its tensors in this order.
+            embeddings: own names of the leaves whose rows are vectors, one a token, and are merged as such. Default:
                 those that Flax and Haiku call `embedding` and `embeddings`.
-            moments_kept: the optimizer's moments are those of an earlier life, from a checkpoint of the caller's own:
-                `recovered` says so, and a schedule has no ramp for young ones.
+            moments_kept: the caller has restored the optimizer's moments from a checkpoint of its own: `recovered` says
+                so, and a schedule does not ramp up for young moments.
 
         Raises:
-            UsageError: no Redis URL; or an argument or a leaf that cannot be used, by name.
+            UsageError: there is no Redis URL, or an argument or a leaf cannot be used; the message names it.
         """
         given = check_arguments(
             run=run,
@@ -90,16 +90,13 @@ class Learner(BaseLearner):
         if given.sync is not None:
             self._proposed().tensor_table(fitting(given.sync, self._proposed()))
         self._params, self._moments_kept = params, moments_kept
-        self._parameters: PytreeParameters | None = None
-        """Of the run that was joined."""
-        self._taken = False
-        """The loop has had the run's parameters."""
-        self._done: Any = None
-        """An element that is there once the step before is done, and that nobody donates."""
+        self._parameters: PytreeParameters | None = None  # those of the joined run
+        self._taken = False  # the loop has read the run's parameters
+        self._done: Any = None  # a copied element, which nobody can donate; ready when the previous step is done
 
     @property
     def params(self) -> Any:
-        """The parameters as they are here now: the run's on joining, then what the last `step` gave."""
+        """The present parameters: the run's on joining, then what the last `step` returned."""
         if self._parameters is None:
             return self._params
         self._taken = True
@@ -133,7 +130,8 @@ class Learner(BaseLearner):
             trained, self._taken = 0, True
             detail = "it began with values of its own: say `params = learner.params` first in the `with` block"
             structlog.get_logger().warning("first_step_not_counted", learner=self.id, detail=detail)
-        one = leaves[self._smallest]  # taken by now: whoever interrupts the wait leaves with them
+        # The leaves were taken above, so an interrupt of the wait below does not lose this step's training.
+        one = leaves[self._smallest]
         done, self._done = self._done, jnp.copy(one[(slice(0, 1),) * one.ndim])
         jax.block_until_ready(done)
         self._step(trained, told)
@@ -142,25 +140,28 @@ class Learner(BaseLearner):
     def progress_schedule(
         self, *, shape: Shape = "cosine", warmup: float = WARMUP, decay: float = 0.2, final: float = 0.1
     ) -> Callable[[], float]:
-        """What gives the share of the peak learning rate now, by the run's progress: pass it to your step.
+        """Return a function that gives the present share of the peak learning rate by the run's progress.
+
+        Call it for each step, and pass the share to the step.
 
         Args:
-            shape, warmup, decay, final: as of torch's `Learner`.
+            shape, warmup, decay, final: see torch's `Learner`.
 
         Raises:
-            UsageError: one of these is out of bounds.
+            UsageError: an argument is out of bounds.
         """
         share = ShareByProgress((shape, warmup, decay, final), self._place)
         return lambda: share(0)
 
     def globals(self) -> Any:
-        """The pytree with the newest global values, whatever stands here; waits for the network.
+        """Return the pytree with the newest global values, without changing the present one; waits for the network.
 
-        After `close` in a run that ends, its last merges are waited for: then it is the finished run's model.
+        After `close` in a run that is ending, this waits for the last merges: the result is then the finished run's
+        model.
 
         Raises:
             UsageError: the learner has not joined its run yet.
-            SpecMismatch, BusError, BadPayload: the run is no longer there, or cannot be read for a minute.
+            SpecMismatch, BusError, BadPayload: the run is no longer there, or could not be read for a minute.
         """
         flats = self._life.once_joined.newest(self._read)
         assert self._parameters is not None, "joined without parameters"  # noqa: S101
@@ -169,14 +170,14 @@ class Learner(BaseLearner):
     # --- joining ----------------------------------------------------------------------------------------
 
     def open(self) -> Self:
-        """As `BaseLearner.open`; where tensors differ, it tells of `names`."""
+        """Join, as `BaseLearner.open` does; if tensors differ, the error explains `names`."""
         try:
             super().open()
         except SpecMismatch as error:
             if not error.tensors:
                 raise
             raise SpecMismatch(f"{error}\n{NAMES_HINT}") from error
-        self._params = None  # so that nothing keeps their memory
+        self._params = None  # frees the memory of the initial parameters
         return self
 
     def _proposed(self) -> PytreeModel:
@@ -196,7 +197,7 @@ class Learner(BaseLearner):
             spec,
             layout,
             rounds,
-            parameters=cast(Any, parameters),  # its `snapshot` and `overwrite` are all that is asked of it
+            parameters=cast(Any, parameters),  # only `snapshot` and `overwrite` are used
             encode_on_device=False,
             watch=cast(Any, parameters),
             recovery=Recovery(moments),
@@ -213,7 +214,11 @@ NAMES_HINT = (
 
 
 def arrays(leaves: list[Any]) -> list[Any]:
-    """Leaves as JAX's own: one of numpy may be written to, and JAX takes none with its bytes the other way round."""
+    """Return leaves as JAX arrays.
+
+    A numpy array is copied, because it may be written to; it is also converted to native byte order, which JAX
+    requires.
+    """
     return [
         leaf if isinstance(leaf, jax.Array) else jnp.array(leaf.astype(leaf.dtype.newbyteorder("="), copy=False))
         for leaf in leaves
@@ -221,10 +226,10 @@ def arrays(leaves: list[Any]) -> list[Any]:
 
 
 def _is_concrete(name: str, value: Any) -> bool:
-    """Whether it is an array of JAX's.
+    """Return whether a value is a JAX array.
 
     Raises:
-        UsageError: it has no value, since it is traced or was donated; or it holds no numbers.
+        UsageError: it has no value, because it is traced or was donated; or it holds no numbers.
     """
     if isinstance(value, jax.core.Tracer):
         raise UsageError(f"{name} is traced: call the learner outside of jit, grad and scan")
@@ -240,22 +245,22 @@ def _is_concrete(name: str, value: Any) -> bool:
 
 
 class _LossArray:
-    """A `Loss`: an array never changes, so there is nothing to copy."""
+    """A `Loss` that is a JAX array. An array never changes, so there is nothing to copy."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
 
     def ready(self) -> bool:
-        """As `Loss`."""
+        """Return True if `number` would not wait (`Loss.ready`)."""
         return bool(self._array.is_ready())
 
     def number(self) -> float:
-        """As `Loss`."""
+        """Return the loss; may wait for the device (`Loss.number`)."""
         return float(self._array)
 
 
 def _loss(loss: Any) -> Loss | None:
-    """As `one_loss`; an array stays one, so that nothing waits for its device."""
+    """Return a loss as `one_loss` does, but leave an array on its device, so that nothing waits for it."""
     if not _is_concrete("loss", loss):
         return one_loss(loss)
     if loss.size != 1 or jnp.iscomplexobj(loss):

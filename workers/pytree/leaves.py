@@ -1,8 +1,8 @@
-"""Between the leaves of a pytree and the flat float32 vectors that travel.
+"""Convert between the leaves of a pytree and the flat float32 vectors that travel.
 
-JAX's arrays never change, but a jitted function may take their memory (`donate_argnums`). So a snapshot copies a
-fragment's leaves on their device, in order with what computes them: the training thread only queues that. The other
-thread fetches the copies. An adoption makes new arrays.
+JAX arrays never change, but a jitted function may take over their memory (`donate_argnums`). So a snapshot copies a
+fragment's leaves on their device, in order with the computation of them; the training thread only queues that. The
+exchange thread fetches the copies. An adoption makes new arrays.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Float32 = npt.NDArray[np.float32]
 
 
 class Where:
-    """The device that the leaves lie on, in words. No torch thread trains there, whatever it is."""
+    """The device of the leaves, in words. Torch never trains there, so its number of threads is not reported."""
 
     type = "jax"
 
@@ -36,13 +36,13 @@ class Where:
 
 
 class Copied:
-    """A fragment's leaves at one moment."""
+    """Copies of a fragment's leaves at one moment."""
 
     def __init__(self, parts: Sequence[tuple[Slot, Leaf, Any]], elements: int) -> None:
         self._parts, self._elements = parts, elements
 
     def numpy(self) -> Float32:
-        """The flat vector (elements,), to be overwritten; waits for the device."""
+        """Return the flat vector (elements,), which the caller may overwrite; waits for the device."""
         flat = pooled(self._elements, np.float32)
         for slot, leaf, part in self._parts:
             flat[slot.start : slot.stop].reshape(slot.shape)[...] = np.asarray(part).transpose(leaf.axes)
@@ -50,10 +50,16 @@ class Copied:
 
 
 class PytreeParameters:
-    """Copies fragments out of the present leaves, and puts others in their place. The training thread's."""
+    """Copies fragments out of the present leaves, and replaces leaves by others. Used by the training thread."""
 
     def __init__(self, tree: Tree, layout: Layout, leaves: Sequence[Any]) -> None:
-        """layout: of the tree's tensors. leaves: all of the pytree's, to begin with."""
+        """Begin with these leaves.
+
+        Args:
+            tree: describes the pytree.
+            layout: of the tree's tensors.
+            leaves: all leaves of the pytree.
+        """
         self._tree, self._layout = tree, layout
         self._by_name = {leaf.name: leaf for leaf in tree.leaves}
         self._leaves = list(leaves)
@@ -61,18 +67,18 @@ class PytreeParameters:
 
     @property
     def params(self) -> Any:
-        """The pytree as it is now."""
+        """The present pytree."""
         return jax.tree_util.tree_unflatten(self._tree.structure, self._leaves)
 
     def take(self, leaves: Sequence[Any]) -> None:
-        """The leaves were trained. leaves: of `Tree.flatten`."""
+        """Replace all leaves by trained ones, which come from `Tree.flatten`."""
         self._leaves = list(leaves)
 
     def snapshot(self, p: int) -> Copied:
-        """Fragment p as it is now; later steps do not change it. Waits for no device.
+        """Copy fragment p; later steps do not change the copy. Does not wait for a device.
 
         Raises:
-            UsageError: a leaf is no longer there.
+            UsageError: a leaf was donated.
         """
         fragment = self._layout.fragments[p]
         return Copied([(slot, *self._copied(slot)) for slot in fragment.slots], fragment.elements)
@@ -89,7 +95,7 @@ class PytreeParameters:
         return leaf, jax.lax.slice_in_dim(array, *slot.tensor.rows, axis=leaf.axes[0])
 
     def overwrite(self, p: int, flat: Float32) -> None:
-        """Put a flat vector (elements,) into fragment p. It is not written to afterwards, nor kept."""
+        """Put a flat vector (elements,) into fragment p. The vector is neither changed nor kept."""
         for slot in self._layout.fragments[p].slots:
             leaf = self._by_name[slot.tensor.name]
             part = leaf.own(flat[slot.start : slot.stop].reshape(slot.shape))
@@ -101,10 +107,10 @@ class PytreeParameters:
             self._leaves[leaf.at] = new
 
     def look(self, now: float) -> None:
-        """As `ModelWatch`: `Tree.flatten` looks at each step."""
+        """Do nothing, in place of `ModelWatch.look`: `Tree.flatten` checks the leaves at each step."""
 
     def whole(self, flats: Sequence[Float32]) -> Any:
-        """The pytree with other values. flats: of each fragment its vector (elements,)."""
+        """Return the pytree with other values. flats: the vector (elements,) of each fragment."""
         leaves = list(self._leaves)
         for name, values in self._layout.whole(flats).items():
             leaf = self._by_name[name]
@@ -113,7 +119,8 @@ class PytreeParameters:
 
 
 def placed(values: npt.NDArray[Any], old: Any) -> Any:
-    """Values as an array where another one lies. One that jit may put where it likes stays such a one, or it would
-    compile anew.
+    """Return values as an array on the devices of another one.
+
+    An array that jit may place freely stays uncommitted; otherwise jit would compile anew.
     """
     return jax.device_put(values, old.sharding) if old.committed else jnp.asarray(values)

@@ -1,4 +1,4 @@
-"""A pytree as a run is proposed with it: the rules are those of torch's models (`parameters.whole_tensors`)."""
+"""Describe a pytree for the proposal of a run, by the same rules as torch's models (`parameters.whole_tensors`)."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,28 +9,28 @@ from diloco.workers.pytree.tree import Leaf, Tree
 
 
 class PytreeModel:
-    """What a run learns of a pytree. It is a `spec_proposal.Proposed`."""
+    """A pytree as a run sees it, a `spec_proposal.Proposed`."""
 
     def __init__(self, tree: Tree) -> None:
         self._leaves = tree.leaves
 
     @property
     def trained(self) -> int:
-        """As `Proposed`."""
+        """The number of trained tensors (`Proposed.trained`)."""
         return len(self._leaves)
 
     def fitting_fragments(self, wanted: int) -> int:
-        """As `Proposed`."""
+        """Return how many of the `wanted` fragments the leaves can fill (`Proposed.fitting_fragments`)."""
         return fragments_of(wanted, self.trained)
 
     def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
-        """As `Proposed`; in the order that the run has."""
+        """Return the table of tensors for the spec (`Proposed.tensor_table`), in the order that the run has."""
         place = {name: at for at, name in enumerate(dict.fromkeys(tensor.name for tensor in held))}
         whole = _whole(sorted(self._leaves, key=lambda leaf: place.get(leaf.name, len(place))), sync)
         return level(whole, self._heads())
 
     def _heads(self) -> frozenset[str]:
-        """Names of the output heads: of the shape of the largest embedding."""
+        """Return the names of the output heads: leaves with the shape of the largest embedding."""
         embeddings = [leaf for leaf in self._leaves if leaf.embedding]
         if not embeddings:
             return frozenset()
@@ -38,12 +38,12 @@ class PytreeModel:
         return frozenset(leaf.name for leaf in self._leaves if leaf.run_shape == largest)
 
     def frozen(self) -> tuple[tuple[str, bytes], ...]:
-        """As `Proposed`: what is not trained is not in the pytree."""
+        """Return nothing: only trained arrays are in the pytree (`Proposed.frozen`)."""
         return ()
 
 
 def _whole(leaves: Iterable[Leaf], sync: SyncSettings | SyncSpec) -> tuple[TensorSpec, ...]:
-    """With every tensor in one fragment."""
+    """Return the table with every tensor in one fragment."""
     check_outer(sync)
     leaves = list(leaves)
     fragment = balance(((leaf.name, leaf.elements) for leaf in leaves), sync.fragments)

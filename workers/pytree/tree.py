@@ -1,6 +1,6 @@
-"""A pytree of arrays as named tensors: its leaves, by the names, shapes and axes that they have in the run.
+"""A pytree of arrays as named tensors: its leaves with their names, shapes and axes in the run.
 
-A leaf's own name is its path, joined by dots: `layers.0.kernel`. A table gives it another name and another order of
+A leaf's own name is its path, joined by dots: `layers.0.kernel`. A table may give it another name and another order of
 axes in the run, so that learners of other frameworks have the same tensors.
 """
 
@@ -18,59 +18,63 @@ import numpy.typing as npt
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.wire import MAX_DIMS, MAX_TENSORS, MAX_TEXT_CHARS
 
+# Types that leaves may have; specs use the same names.
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-"""Of leaves, by the names that specs have too."""
+# Flax's and Haiku's names for the table of an embedding.
 EMBEDDINGS = ("embedding", "embeddings")
-"""What Flax and Haiku call the table of an embedding."""
 SHOWN = 5
 
+# A leaf's own name -> its name in the run; or that and the order of its axes there, as `jnp.transpose` takes it.
 Names = Mapping[str, str | tuple[str, Sequence[int]]]
-"""A leaf's own name -> its name in the run; or that and the order of its axes there, as `jnp.transpose` takes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One that is synchronised."""
+    """One synchronised leaf."""
 
     at: int
-    """Among all leaves of the pytree."""
+    """Its index among all leaves of the pytree."""
     path: str
     """Its own name."""
     name: str
-    """In the run."""
+    """Its name in the run."""
     shape: tuple[int, ...]
-    """Its own."""
+    """Its own shape."""
     dtype: Any
-    """As numpy knows it."""
+    """A numpy dtype."""
     axes: tuple[int, ...]
     """The run's axis i is its own axis `axes[i]`."""
     embedding: bool
 
     @property
     def run_shape(self) -> tuple[int, ...]:
-        """In the run."""
+        """Its shape in the run."""
         return tuple(self.shape[axis] for axis in self.axes)
 
     @property
     def elements(self) -> int:
-        """How many it has."""
+        """Number of its elements."""
         return math.prod(self.shape)
 
     def own(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Values with the run's axes, with its own, in its own type: a copy."""
+        """Return a copy of values in the run's axis order, in its own axis order and type."""
         return np.array(values.transpose(np.argsort(self.axes)), self.dtype, order="C")
 
 
 class Tree:
-    """What the leaves of one pytree are, and must stay."""
+    """The form of one pytree's leaves, which must not change."""
 
     def __init__(self, params: Any, names: Names | None = None, embeddings: Iterable[str] | None = None) -> None:
-        """params: of arrays. names: of leaves that have others in the run. embeddings: own names of leaves whose rows
-        are vectors; None: those that end in one of `EMBEDDINGS`.
+        """Examine the pytree.
+
+        Args:
+            params: a pytree of arrays.
+            names: names of leaves that differ in the run.
+            embeddings: own names of leaves whose rows are vectors; None: those that end in one of `EMBEDDINGS`.
 
         Raises:
-            UsageError: a leaf cannot be trained or travel, or something is named that is not there, by name; or an
-                argument is not of its form, with the form.
+            UsageError: a leaf cannot be trained or travel, or an argument names a leaf that is not there or has a wrong
+                form.
         """
         named, self.structure = _taken_apart(params, jax.tree_util.tree_flatten_with_path)
         paths = [jax.tree_util.keystr(path, simple=True, separator=".") or "params" for path, _ in named]
@@ -90,15 +94,15 @@ class Tree:
             if math.prod(shape):
                 found.append(Leaf(at, path, name, shape, dtype, axes, embedding))
         place = {path: number for number, path in enumerate(names)}
+        # The synchronised leaves: those in `names` in its order, then the others in the pytree's order.
         self.leaves = sorted(found, key=lambda leaf: place.get(leaf.path, len(place)))
-        """Those that are synchronised: in the order of the table, then those that it does not name, in the pytree's."""
         _check_leaves(self.leaves)
 
     def flatten(self, params: Any) -> list[Any]:
-        """The leaves of a pytree that is still of this kind.
+        """Return the leaves of a pytree, which must still have the same form.
 
         Raises:
-            UsageError: it is not; names the leaf.
+            UsageError: it has another form; names the leaf.
         """
         leaves: list[Any]
         leaves, structure = _taken_apart(params, jax.tree_util.tree_flatten)
@@ -127,15 +131,15 @@ REMEDY = (
 )
 
 
+# How a value of `Names` is written.
 FORMS = "its name in the run, or (that name, the order of its axes there), such as ('0.weight', (1, 0))"
-"""Of a value of `Names`."""
 
 
 def _taken_apart(params: Any, flatten: Callable[[Any], tuple[list[Any], Any]]) -> tuple[list[Any], Any]:
-    """(leaves, structure), as JAX's `flatten` gives them.
+    """Return (leaves, structure), as JAX's `flatten` gives them.
 
     Raises:
-        UsageError: it cannot, as where a dict's keys have no order.
+        UsageError: JAX cannot flatten it, for example because a dict's keys have no order.
     """
     try:
         return flatten(params)
@@ -146,10 +150,10 @@ def _taken_apart(params: Any, flatten: Callable[[Any], tuple[list[Any], Any]]) -
 
 
 def _form(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:
-    """(shape, type) of a leaf; of one of numpy those of the array that JAX makes of it.
+    """Return (shape, type) of a leaf; for a numpy array, those of the array that JAX makes of it.
 
     Raises:
-        UsageError: it is no array that can be trained.
+        UsageError: it is not an array that can be trained.
     """
     if isinstance(leaf, jax.core.Tracer):
         raise UsageError(f"leaf {path} is traced: call the learner outside of jit, grad and scan")
@@ -176,7 +180,7 @@ def _said(form: tuple[tuple[int, ...], Any]) -> str:
 
 
 def _mapped(path: str, dims: int, given: Any) -> tuple[str, tuple[int, ...]]:
-    """A leaf's name and axes in the run, as `names` has them."""
+    """Return a leaf's name and axes in the run, from its entry in `names`."""
     try:
         name, axes = (given, range(dims)) if isinstance(given, str) else given
         axes = tuple(map(operator.index, axes))
@@ -190,14 +194,14 @@ def _mapped(path: str, dims: int, given: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _check_named(argument: str, named: Collection[str], paths: Sequence[str]) -> None:
-    """Raises UsageError where an argument names leaves that are not there."""
+    """Raise UsageError if an argument names leaves that are not there."""
     if (missing := next((name for name in named if name not in paths), None)) is not None:
         some = ", ".join(paths[:SHOWN]) + ", ..." * (len(paths) > SHOWN)
         raise UsageError(f"{argument}: the pytree has no leaf {missing!r}; it has {some}")
 
 
 def _check_leaves(leaves: Sequence[Leaf]) -> None:
-    """Raises UsageError where they cannot be the tensors of a run."""
+    """Raise UsageError if the leaves cannot be the tensors of a run."""
     if not leaves:
         raise UsageError("the pytree has no leaf with elements: a learner would have nothing to train")
     if len(leaves) > MAX_TENSORS:
@@ -217,7 +221,7 @@ def _check_leaves(leaves: Sequence[Leaf]) -> None:
 
 
 def _is_unicode(name: str) -> bool:
-    """Whether it can be written: a half of a surrogate pair, as of a file's name, cannot."""
+    """Return whether a name can be encoded. Half of a surrogate pair cannot, as may occur in a file's name."""
     try:
         name.encode()
     except UnicodeEncodeError:
