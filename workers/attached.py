@@ -87,7 +87,7 @@ def asking_loss(loss: Any) -> Callable[[], Loss | None]:
     if loss is None:
         return lambda: None
     if not callable(loss):
-        raise UsageError("attach(loss=...): pass what is called for the loss of each step, as `lambda: loss`")
+        raise UsageError("attach(loss=...): pass a function that returns the loss of each step, as `lambda: loss`")
     return lambda: one_loss(loss())
 
 
@@ -120,14 +120,14 @@ def say_unkept(hooked: Iterable[torch.optim.Optimizer], kept: Iterable[torch.opt
     """Warn of optimizers that the learner was made without, so that a restart will not find their moments."""
     known = {id(one) for one in kept}
     if strange := [type(one).__qualname__ for one in hooked if id(one) not in known]:
-        detail = "their moments are not kept for a restart: make it with all of them, Learner(model, [one, another])"
+        detail = "a restart will not find their moments: make the learner with all, Learner(model, [one, another])"
         structlog.get_logger().warning("optimizers_unknown", optimizers=strange, detail=detail)
 
 
 def say_replaced(hooked: Iterable[torch.optim.Optimizer]) -> None:
     """Warn of optimizers whose `step` was replaced on the instance: the replacement may never call the hooks."""
     if replaced := [type(one).__qualname__ for one in hooked if not getattr(one.step, "hooked", False)]:
-        detail = "its steps are counted if what took the place of `step` calls the one before; else call Learner.step"
+        detail = "its steps count only if the replacement of `step` calls the original one; else call Learner.step"
         structlog.get_logger().warning("step_replaced", optimizers=replaced, detail=detail)
 
 

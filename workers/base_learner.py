@@ -188,7 +188,7 @@ class BaseLearner:
         """
         self._life.open(self._prepare)
         if self._life.once_joined.late:
-            detail = "it has its model; to train on: diloco runs extend NAME --tokens N, or another name of the run"
+            detail = "the learner has its model; to train on: diloco runs extend NAME --tokens N, or another run name"
             structlog.get_logger().warning("run_finished_already", learner=self.id, run=self._given.run, detail=detail)
         return self
 
@@ -201,7 +201,7 @@ class BaseLearner:
         raise NotImplementedError
 
     def _proposed(self) -> Proposed:
-        """Return the model as it is described in the proposal of a run."""
+        """Return the model, described for the proposal of a run."""
         raise NotImplementedError
 
     def _proposal(self) -> Spec:

@@ -94,7 +94,7 @@ class OnDevice:
                 yield
         except torch.OutOfMemoryError as error:
             raise UsageError(
-                f"no room on {self._device} for what deltas are made of: keep it in host memory (DILOCO_ENCODE_ON=cpu, "
+                f"no room on {self._device} to encode deltas: encode them in host memory (DILOCO_ENCODE_ON=cpu, "
                 f"encode_on='cpu'), or train in smaller batches ({error})"
             ) from error
 

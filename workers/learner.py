@@ -121,8 +121,8 @@ class Learner(BaseLearner):
             state_dir: a folder on the local disk that belongs to this learner alone, for the optimizer's moments, step
                 counters and random states; a restart continues from it. None: the optimizer keeps the moments that it
                 has, or takes those of a live peer, or begins fresh.
-            recover: "auto"; "peer": never read `state_dir`; "fresh": begin from nothing, even if the optimizer has
-                moments.
+            recover: "auto": see `state_dir`; "peer": never read `state_dir`; "fresh": begin from nothing, even if the
+                optimizer has moments.
             state_every_s: seconds between two savings.
             log_losses: append each step's loss to `state_dir`/losses.jsonl.
             encode_on: where deltas are encoded and their bases and residuals are kept. "cpu": in host memory; "device":
@@ -163,12 +163,12 @@ class Learner(BaseLearner):
         self._ranks = ranks_of(model, mesh)
         super().__init__(given, RankStopping() if self._ranks else Stopping())
         if self._ranks and given.encode_on == "device":
-            raise UsageError("encode_on='device' with several ranks: they gather deltas in host memory")
+            raise UsageError("encode_on='device' is not for several ranks: they gather deltas in host memory")
         if given.sync is not None:
             tensor_table(model, fitting(given.sync, TorchModel(model)))
         self._inner = [] if optimizer is None else unwrapped(model, optimizer or [optimizer])
         if not (adopted is None or callable(adopted)):
-            raise UsageError("adopted=...: pass what is called with a parameter and its values before")
+            raise UsageError("adopted=...: pass a function of a parameter and its previous values")
         self._adopted = adopted
         self._check_adoptions(self._inner)
         if given.same_frozen:
@@ -189,7 +189,7 @@ class Learner(BaseLearner):
                 learner is attached to its optimizer.
         """
         if self._attached is not None:
-            raise UsageError("step() beside attach(): the optimizer's own steps are counted already, so leave it out")
+            raise UsageError("step() after attach(): leave it out, since the optimizer's own steps are counted already")
         self._step(whole_tokens(tokens), one_loss(loss))
 
     def attach(
@@ -225,7 +225,7 @@ class Learner(BaseLearner):
         """
         joined = self.joined
         if self._attached is not None or joined.training.rounds.steps:
-            how = "attached already: name all optimizers at once" if self._attached else "told of steps by step()"
+            how = "attached already: name all optimizers at once" if self._attached else "counting by step() already"
             raise UsageError(f"attach(): the learner is {how}; each step is counted once")
         given = self.optimizer if optimizers is None else optimizers
         hooked = unwrapped(self.model, given)
@@ -296,7 +296,7 @@ class Learner(BaseLearner):
         """
         if self._life.in_run:
             raise UsageError(
-                "load_globals() in a run would undo what was trained and is not published: close() first. globals() "
+                "load_globals() in a run would undo training that is not published: close() first. globals() "
                 "gives the same while it trains"
             )
         training = self._life.once_joined.training
@@ -326,7 +326,7 @@ class Learner(BaseLearner):
 
     def _check_ranks(self) -> None:
         if ranks_of(self.model, self._mesh) != self._ranks:
-            raise UsageError("the model has other ranks than as its learner was made: set them up, and wrap it, before")
+            raise UsageError("the model's ranks changed after its Learner was made: set them up, and wrap it, before")
 
     def _check_adoptions(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if self._adopted is None:
@@ -352,5 +352,5 @@ class Learner(BaseLearner):
     def _say_if_none_stepped(self) -> None:
         joined = self._life.once_joined
         if joined.training.rounds.steps == 0 and not joined.late:
-            detail = "attached, but none of its optimizers has stepped: if the loop has trained, then with another one"
+            detail = "none of the attached optimizers has stepped: if the loop has trained, it used another one"
             structlog.get_logger().warning("no_step_counted", learner=self.id, detail=f"{detail}, made after attach()")

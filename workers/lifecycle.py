@@ -87,7 +87,7 @@ class Life:
         self.check_process()
         with self._lock:
             if self._opened:
-                raise UsageError("a Learner is opened once: make a new one to join again, or a second time")
+                raise UsageError("a Learner can be opened once: make a new one to join again, or a second time")
             self._opened = True
         try:
             self._stopping.install()

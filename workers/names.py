@@ -31,7 +31,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     for wrapped, parameter in model.named_parameters():
         name = _plain(wrapped, wrappers)
         if name in seen:
-            raise UsageError(f"two parameters are {name} without what wraps them: rename one, or unwrap the model")
+            raise UsageError(f"two parameters are {name} without their wrappers: rename one, or unwrap the model")
         seen.add(name)
         yield name, parameter
 
@@ -66,9 +66,7 @@ def named_buffers(model: nn.Module) -> Iterator[Buffer]:
             seen[id(buffer)] = buffer
             name = _plain(f"{path}.{key}" if path else key, wrappers)
             if name in names:
-                raise UsageError(
-                    f"two tensors are {name} without what wraps them: rename a buffer, or unwrap the model"
-                )
+                raise UsageError(f"two tensors are {name} without their wrappers: rename a buffer, or unwrap the model")
             names.add(name)
             yield Buffer(name, module, key)
 

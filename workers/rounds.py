@@ -77,8 +77,7 @@ class Publication:
     renews: int = 0
     """Serial of the delta on the bus that this one replaces; 0: none.
 
-    A renewal sends its payload before its header, so that there is a complete delta on the bus at all times.
-    """
+    A renewal sends its payload before its header, so that there is a complete delta on the bus at all times."""
 
 
 class Counts(NamedTuple):

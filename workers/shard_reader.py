@@ -69,8 +69,8 @@ def _check(now_joined: NowJoined, stopping: Stopping) -> None:
 def _check_first(joined: JoinedLearner) -> None:
     if joined.shared.shards_wanted is not None:
         raise UsageError(
-            "the learner reads its data already: call batches() or blocks() once; another loader and another epoch "
-            "take the same one"
+            "the learner reads its data already: call batches() or blocks() once; use the result for all loaders and "
+            "epochs"
         )
 
 

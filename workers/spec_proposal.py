@@ -115,7 +115,7 @@ def _say_what_does_not_count(held: SyncSpec) -> None:
             said = name if name in given.model_fields_set else "method"
             variable = f"{ENV_PREFIX}{said.upper()}"
             means = "" if said == name else f"{given.method}: {name} "
-            detail = f"{variable} is {means}{here}, but the run was begun with {there}, which holds"
+            detail = f"{variable} is {means}{here}, but the run was begun with {there}, which applies"
             structlog.get_logger().warning("variable_ignored", variable=variable, detail=detail)
 
 

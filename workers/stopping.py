@@ -46,7 +46,7 @@ class Stopped(SystemExit):
 
 
 class Stopping:
-    """What signals have asked of this process between `install` and `restore`."""
+    """The signals that have asked this process to end, between `install` and `restore`."""
 
     def __init__(self) -> None:
         self._asked = 0  # the signal that this process is to end by

@@ -396,7 +396,7 @@ def test_a_loop_that_breaks_off_with_donated_arrays_leaves_all_the_same(redis_se
             break_off()
         assert not one.left_in_order
         (withheld,) = [line["error"] for line in logs if line["event"] == "last_delta_withheld"]
-        assert "was donated to a jitted function, and no step() has said what came of it" in withheld
+        assert "was donated to a jitted function, and no step() has given its new value" in withheld
         assert jax.tree.structure(one.globals()) == jax.tree.structure(jax_params())
 
 

@@ -255,7 +255,7 @@ def test_tokens_are_asked_for_once_a_step(redis_server: str) -> None:
 def test_losses_are_told_with_the_steps(redis_server: str) -> None:
     """The status shows the last one that was told; what is no loss, or cannot be called for one, is refused."""
     with a_syncer(redis_server, "losses"), learner_of(redis_server, "losses") as learner:
-        with pytest.raises(UsageError, match=r"attach\(loss=...\): pass what is called"):
+        with pytest.raises(UsageError, match=r"attach\(loss=...\): pass a function"):
             learner.attach(1, loss=2.5)  # type: ignore[arg-type]
         told: list[Any] = [3.5, torch.tensor(2.5, requires_grad=True), None]
         learner.attach(1, loss=lambda: told.pop(0))
@@ -291,13 +291,13 @@ def test_steps_are_counted_in_one_way_only(redis_server: str) -> None:
                 with pytest.raises(UsageError, match=said):
                     learner.attach(tokens, optimizers)  # type: ignore[arg-type]
             learner.attach(1)
-            with pytest.raises(UsageError, match=r"step\(\) beside attach.*leave it out"):
+            with pytest.raises(UsageError, match=r"step\(\) after attach.*leave it out"):
                 learner.step(1)
             with pytest.raises(UsageError, match="attached already"):
                 learner.attach(1)
         with learner_of(redis_server, "ways") as learner:
             learner.step(1)
-            with pytest.raises(UsageError, match="told of steps by step"):
+            with pytest.raises(UsageError, match="counting by step"):
                 learner.attach(1)
         bare = nn.Linear(4, 4)
         with Learner(bare, run="ways", redis_url=redis_server, sync=SYNC) as learner:

@@ -209,7 +209,7 @@ def test_a_variable_that_comes_too_late_is_said_to_be_of_no_effect(
         with capture_logs() as log, learner_of(redis_server, "late") as later:
             assert later.spec == first.spec
         (said,) = [one for one in log if one["event"] == "variable_ignored"]
-        assert said["detail"] == "DILOCO_TOKENS is 5000, but the run was begun with 4000, which holds"
+        assert said["detail"] == "DILOCO_TOKENS is 5000, but the run was begun with 4000, which applies"
 
 
 def test_a_budget_that_is_none_is_refused_by_name() -> None:
@@ -218,5 +218,5 @@ def test_a_budget_that_is_none_is_refused_by_name() -> None:
     for tokens, said in ((0, "tokens=0"), ("many", "tokens='many'"), (2.5, "tokens=2.5"), (True, "tokens=True")):
         with pytest.raises(UsageError, match=f"Learner: {said}"):
             learner_of("redis://nowhere", "r", tokens=tokens)
-    with pytest.raises(UsageError, match="the budget is said twice"):
+    with pytest.raises(UsageError, match="the budget is given twice"):
         learner_of("redis://nowhere", "r", tokens=5, sync=SyncSettings(tokens=5))

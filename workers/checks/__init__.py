@@ -1,1 +1,1 @@
-"""What a learner's model and arguments must be, and stay."""
+"""Checks of a learner's model and arguments, at the start and during the training."""

@@ -81,7 +81,7 @@ def check_arguments(**given: Any) -> Arguments:
     if arguments.log_losses and arguments.state_dir is None:
         raise UsageError("log_losses needs state_dir, where losses.jsonl lies (DILOCO_LOG_LOSSES, --state-dir)")
     if arguments.tokens is not None and arguments.sync is not None and "tokens" in arguments.sync.model_fields_set:
-        raise UsageError("Learner: the budget is said twice: leave out tokens=, or the tokens of sync=")
+        raise UsageError("Learner: the budget is given twice: leave out tokens=, or the tokens of sync=")
     return arguments
 
 

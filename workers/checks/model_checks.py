@@ -108,7 +108,7 @@ def check_optimizer(model: nn.Module, optimizer: Any) -> torch.optim.Optimizer |
     if not isinstance(inner, torch.optim.Optimizer):
         raise UsageError(
             f"optimizer is a {type(optimizer).__name__}: pass a torch.optim.Optimizer, a wrapper that has one as its "
-            "`.optimizer`, or None, and no moments are saved or shared"
+            "`.optimizer`, or None (then no moments are saved or shared)"
         )
     held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
     if not any(id(tensor) in held for tensor in trained_tensors(model).values()):
@@ -137,7 +137,7 @@ def check_adoptions(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             kept = min(kept, share_kept(optimizer, group, like))
         except Exception as error:  # an optimizer of the user's own may do anything in its step
             if kept:
-                detail = "one that keeps its own copy of the weights undoes what is adopted: see Learner(adopted=...)"
+                detail = "if it keeps its own copy of the weights, it undoes adoptions: see Learner(adopted=...)"
                 structlog.get_logger().info("adoption_not_tried", optimizer=name, error=str(error)[:200], detail=detail)
         if kept < LEAST_KEPT:
             raise UsageError(

@@ -29,8 +29,7 @@ class Snapshot:
 
 
 def snapshot_of(values: torch.Tensor, side: torch.cuda.Stream | None = None) -> Snapshot:
-    """Copy a tensor's present values, in order with the training stream. On CUDA this only queues the copy; otherwise
-    it waits.
+    """Copy a tensor's present values, in order with the training stream; on CUDA, only queue the copy.
 
     Args:
         values: must not be written to again. On CUDA without `side` they may, in the training stream.

@@ -55,8 +55,7 @@ class Carrier(Protocol):
 
     lanes: int
     """Number of payloads in flight at a time, each way: fragments p and q move independently if they differ modulo
-    this.
-    """
+    this."""
 
     @property
     def feedback(self) -> Feedback:

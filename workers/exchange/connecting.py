@@ -81,7 +81,7 @@ async def read_run(bus: Bus) -> Spec | None:
 
 
 class Beginning(NamedTuple):
-    """What the bus tells the proposer of a run's first spec."""
+    """The settings that the bus gives to the proposer of a run's first spec."""
 
     wanted: Mapping[str, Any] = MappingProxyType({})
     """Settings that a syncer waiting for a spec wants for the run, if it was given some."""

@@ -260,7 +260,7 @@ class JoinedLearner:
         """Overwrite the fragments for which newer globals have arrived; return whether there were any."""
         adoptions, training = self.shared.adoptions, self.training
         # `in_part` comes before the adoptions, since it counts by the bases of the previous part of the run. The
-        # exchange for its part writes the state of a new part before that part's globals (`Pulling.look`).
+        # exchange stores the state of a new part before it stores globals of that part (`Pulling.look`).
         arrived = sorted(adoptions)
         training.rounds.in_part(self.shared.state)
         for p in arrived:
@@ -330,7 +330,7 @@ class JoinedLearner:
             in_order = self.thread.result_of(leaving)
         except CancelledError:  # the thread failed meanwhile
             self.thread.join()
-            raise self.thread.failure or UsageError("the learner's own thread ended before it had left") from None
+            raise self.thread.failure or UsageError("the learner's exchange thread ended before it had left") from None
         self.thread.left = True
         if not in_order:
             structlog.get_logger().warning("leave_overrun", learner=self.training.learner, safe="all that was uploaded")

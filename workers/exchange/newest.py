@@ -80,7 +80,7 @@ async def _last_merge(bus: Bus) -> None:
     until = LoopClock().now() + PATIENCE_S
     while (state := await bus.read_state()) is not None and state.phase in (Phase.DRAINING, Phase.CLOSING):
         if LoopClock().now() > until:
-            detail = "the run has been ending for long: is a syncer there? What was merged until now is read"
+            detail = "the run does not finish: is a syncer running? What was merged until now is read"
             structlog.get_logger().warning("run_not_finished", phase=state.phase, detail=detail)
             return
         await asyncio.sleep(LOOK_S)

@@ -52,7 +52,7 @@ class PullTimes:
 
 
 class Pulling:
-    """What one learner knows of the heads, and what it has pulled."""
+    """One learner's knowledge of the heads, and the globals that it has pulled."""
 
     def __init__(self, member: Member, carrier: Carrier) -> None:
         self._member, self._carrier = member, carrier
@@ -288,7 +288,7 @@ class Following:
         self._look_at_all_s = now + TAPE_BLOCK_S
         if lost is None:
             self._lost_since_s = now
-            detail = f"a syncer puts them back, or this learner uploads what it has adopted in {LOST_HEADS_S:g} s"
+            detail = f"a syncer puts them back; else this learner uploads what it has adopted after {LOST_HEADS_S:g} s"
             member.log.warning("heads_lost", detail=detail)
         elif now - lost >= LOST_HEADS_S:
             nonce = f"{pulling.looks:04x}{member.incarnation}"[

@@ -11,7 +11,7 @@ from diloco.workers.exchange.member import Member
 REMEDIES = {
     RefusalReason.NON_FINITE: "the model has NaN or infinite values: lower the learning rate, look at the loss and the "
     "data",
-    RefusalReason.ABSURD_NORM: "it has moved far more than others' deltas do: look at the learning rate and the data",
+    RefusalReason.ABSURD_NORM: "the delta is far larger than other learners': look at the learning rate and the data",
 }
 # Non-finite deltas of one fragment in a row, after which the learner is healed: the same number after which a syncer no
 # longer counts their tokens. One or two are mended by the next adoption, if the moments are sound.
@@ -58,11 +58,11 @@ class Refused:
         found = f"{HEALED_AFTER} deltas of fragment {fragment} in a row are not finite"
         if self._healed is not None:
             raise LearnerDiverged(
-                f"{found}; it was told to heal, and none of fragment {self._worst} was merged", remedy
+                f"{found}; it was healed before, and no delta of fragment {self._worst} was merged since", remedy
             )
         self._not_finite.clear()
         self._healed, self._worst, self._shared.heal = dict(self._newest), fragment, True
-        detail = f"{found}: it ends after as many more, unless one of it is merged"
+        detail = f"{found}: the learner ends after as many again, unless one of that fragment is merged"
         self._log.warning("learner_diverged", detail=detail)
 
     def merged(self, record: Committed) -> None:

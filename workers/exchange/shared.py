@@ -19,8 +19,7 @@ class Shared:
     windows: dict[int, OpenWindow] = field(default_factory=dict)
     uploaded: dict[int, int] = field(default_factory=dict)
     """Fragment -> serial of the last delta that may be renewed: its header and payload are on the bus, or it was
-    refused before they were.
-    """
+    refused before they were."""
     released: dict[int, int] = field(default_factory=dict)
     """Fragment -> serial of the last delta whose snapshot is no longer held: it is on the bus, or of no use any more.
     """

@@ -60,7 +60,7 @@ class Agreement:
         """Check that the bus has this spec; put it there if the bus has none.
 
         Raises:
-            SpecMismatch: the bus has had another spec for `patience_s`; shows what differs.
+            SpecMismatch: for `patience_s` there was another spec on the bus; shows what differs.
             BusError: ask again.
         """
         encoded = await self._bus.read_spec() or await self._bus.propose_spec(self._encoded)

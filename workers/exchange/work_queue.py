@@ -141,7 +141,7 @@ class ShardClaims:
         there = 0 <= shard.start < shard.stop <= blocks
         if not there:
             say = self._log.debug if self._refused_one else self._log.warning  # anybody may put any number there
-            detail = "an entry of the data queue is no shard of this data: such ones are taken off it unread"
+            detail = "an entry of the data queue is no shard of this data; such entries are removed unread"
             say("shard_refused", start=shard.start, stop=shard.stop, blocks=blocks, detail=detail)
             self._refused_one = True
         return there
@@ -186,7 +186,9 @@ class ShardClaims:
         shards = cut_epoch(epoch, blocks, per_shard)
         if await self._bus.fill_shards(epoch, shards, counted):
             if lost:
-                self._log.warning("shards_lost", epoch=epoch, detail="the bus lost the data queue: read from its start")
+                self._log.warning(
+                    "shards_lost", epoch=epoch, detail="the bus lost the data queue: read again from its start"
+                )
             self._log.info("epoch_queued", epoch=epoch, shards=len(shards))
 
 

@@ -71,7 +71,7 @@ class Keeper:
             self._own.copies.answer(None)
             if not self._failed:
                 self._failed = True
-                detail = "it trains on; peers get none, and a restart has what was saved before, or begins fresh"
+                detail = "training goes on; peers get none, and a restart uses what was saved before, or begins fresh"
                 structlog.get_logger().warning(
                     "moments_not_copied", learner=self._own.learner, error=str(error)[:500], detail=detail
                 )

@@ -25,8 +25,7 @@ class RecoveryOptions:
 
     recover: Recover = "auto"
     """auto: the own checkpoint, then what the optimizer has, then a peer, then fresh; peer: a peer first, and no
-    checkpoint; fresh: none of them.
-    """
+    checkpoint; fresh: none of them."""
     state_dir: Path | None = None
     """A folder of this learner alone; None: nothing is saved."""
     state_every_s: float = STATE_S
@@ -36,9 +35,7 @@ class RecoveryOptions:
 
 @dataclass(frozen=True, slots=True)
 class OwnMoments:
-    """The moments of one incarnation. The exchange thread uses them through `Recovery`, the training thread through
-    `Keeper`.
-    """
+    """One incarnation's moments; its exchange thread uses `Recovery`, and its training thread `Keeper`, to reach them."""
 
     run: str
     learner: str
@@ -47,8 +44,7 @@ class OwnMoments:
     options: RecoveryOptions
     state: OptimizerState | None
     """Copies and restores the optimizers' state; None: there is none, or it cannot be copied. It belongs to the
-    training thread, except `kind` and the checks of what was found.
-    """
+    training thread, except `kind` and the checks of what was found."""
     held: bool
     """True if the optimizer had moments when the learner joined: it has stepped, or its state was loaded."""
     folder: StateFolder | None

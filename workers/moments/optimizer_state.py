@@ -67,7 +67,7 @@ def recoverable_state(model: nn.Module, optimizers: Optimizers | None, layout: L
         log.warning("moments_not_recoverable", optimizer=names, error=str(error)[:200])
         return None
     if state.others:
-        detail = "only its own state folder can give these back: they are neither like a parameter nor single numbers"
+        detail = "only its own state folder can restore these: they have no parameter's shape and are no numbers"
         log.info("moments_not_for_peers", optimizer=names, keeps=state.others, detail=detail)
     return state
 
@@ -80,15 +80,14 @@ def several(optimizers: Optimizers | None) -> list[torch.optim.Optimizer]:
 
 
 class _Trial(NamedTuple):
-    """What an optimizer keeps for those tensors of one group that have the same number of dimensions and precision."""
+    """The states that an optimizer keeps for the tensors of one group with the same dimensions and precision."""
 
     group: tuple[int, int]
     """Number of the optimizer, and of its group."""
     shape: tuple[int, ...]
     kept: Mapping[str, Any]
     """A sample value, for its type, of each state of such a tensor; if `stacked`, of the first tensor, which holds the
-    states of all.
-    """
+    states of all."""
     tensors: tuple[str, ...]
     stacked: bool
 

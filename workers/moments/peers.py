@@ -158,7 +158,7 @@ class Peers:
             except BusError:
                 pass  # another peer may answer, or the learner that asked begins fresh
             except TimeoutError:
-                error = f"not copied and uploaded within {UPLOAD_S:g} s: who asked may begin fresh"
+                error = f"not copied and uploaded within {UPLOAD_S:g} s: the one that asked may begin fresh"
                 log.warning("moments_not_given", learner=self._learner, error=error)
             except Exception as error:  # helping another learner must never harm this one
                 log.warning("moments_not_given", learner=self._learner, error=str(error)[:500])

@@ -92,14 +92,12 @@ class SavedState(Message):
     """`random.getstate()`."""
     held: dict[str, tuple[Count, Count]] = Field(default_factory=dict)
     """For a rank's file: the elements [start, stop) of each flattened tensor that it has; a tensor that is not named is
-    whole.
-    """
+    whole."""
     partition: Text = ""
     """Identifies which of several ranks hold what: only files of the same partition together are a whole checkpoint."""
     shard: tuple[str, int] | None
     """Entry id of the data shard being read, and its blocks already read. For people only: after a restart the work
-    queue gives its rest to the first learner that asks.
-    """
+    queue gives its rest to the first learner that asks."""
 
 
 class StateFolder:
@@ -205,7 +203,7 @@ class StateFolder:
         self._let_go()
 
     def _set_aside(self, state: SavedState) -> None:
-        """Before the first save: move away a state that this learner could not continue from, instead of replacing it."""
+        """Before the first save: move away, rather than replace, a state that this learner could not continue from."""
         path = self.path / STATE_FILE
         if not self._ours and path.exists() and (reason := _another(path, state)):
             aside = next(one for n in count(1) if not (one := self.path / f"set-aside-{n}").exists())

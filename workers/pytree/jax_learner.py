@@ -103,21 +103,23 @@ class Learner(BaseLearner):
         return self._parameters.params
 
     def step(self, params: Any, tokens: Any, loss: Any = None) -> Any:
-        """Count an inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
+        """Count the inner step just done, adopt what has arrived, publish what is due. Never wait for the network.
 
-        It waits until the step before is done. JAX would queue dozens of steps, all trained without what has arrived
-        meanwhile, and overwritten by it; and their times would be those of queuing.
+        It waits until the previous step is done. Otherwise JAX would queue dozens of steps that are trained without
+        what arrives meanwhile and then overwritten by it, and their measured times would be those of queuing.
 
         Args:
-            params: as the step has left them; it is not waited for, and they may be donated to the next one.
-            tokens: trained in this step: a whole number from 0; one on a device is read at once, which waits for it.
-            loss: one number, shown in reports; an array is not waited for, and shown once its device is there.
+            params: as the step has returned them; this does not wait for them, and they may be donated to the next
+                step.
+            tokens: number trained in this step: a whole number from 0; one on a device is read at once, which waits for
+                it.
+            loss: one number, shown in reports. This does not wait for an array, which is shown once its device has it.
 
         Returns:
-            What to train on: the same arrays, but for those that the run has newer values of.
+            The parameters to train on: the same arrays, except those of which the run has newer values.
 
         Raises:
-            UsageError: an argument that is none of that, the pytree is no longer the one that is synchronised, or the
+            UsageError: an argument is none of these, the pytree is no longer the one that is synchronised, or the
                 learner is not in its run.
         """
         leaves, told = arrays(self._tree.flatten(params)), _loss(loss)
@@ -128,7 +130,7 @@ class Learner(BaseLearner):
             parameters.take(leaves)
         else:
             trained, self._taken = 0, True
-            detail = "it began with values of its own: say `params = learner.params` first in the `with` block"
+            detail = "it began with its own values: put `params = learner.params` first in the `with` block"
             structlog.get_logger().warning("first_step_not_counted", learner=self.id, detail=detail)
         # The leaves were taken above, so an interrupt of the wait below does not lose this step's training.
         one = leaves[self._smallest]
@@ -237,7 +239,7 @@ def _is_concrete(name: str, value: Any) -> bool:
         return False
     if value.is_deleted():
         raise UsageError(
-            f"{name} was donated to a jitted function, and is no longer there: pass what that has returned"
+            f"{name} was donated to a jitted function, and is no longer there: pass what that function returned"
         )
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):  # such as a random key
         raise UsageError(f"{name}: {value.dtype} of shape {value.shape}; pass a number")

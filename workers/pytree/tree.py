@@ -168,7 +168,7 @@ def _form(path: str, leaf: Any) -> tuple[tuple[int, ...], Any]:
         return leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype.newbyteorder("="))
     if leaf.is_deleted():
         raise UsageError(
-            f"leaf {path} was donated to a jitted function, and is no longer there: pass what that has returned"
+            f"leaf {path} was donated to a jitted function, and is no longer there: pass what that function returned"
         )
     if not leaf.is_fully_addressable:
         raise UsageError(f"leaf {path} lies on devices of several processes: a JAX learner is one process")
@@ -189,7 +189,7 @@ def _mapped(path: str, dims: int, given: Any) -> tuple[str, tuple[int, ...]]:
     if not isinstance(name, str):
         raise UsageError(f"names: {path} -> {reprlib.repr(given)}; give {FORMS}")
     if sorted(axes) != list(range(dims)):
-        raise UsageError(f"names: {path} -> {name!r} with axes {axes}, which are no order of its {dims} axes")
+        raise UsageError(f"names: {path} -> {name!r} with axes {axes}, which are no permutation of its {dims} axes")
     return name, axes
 
 
