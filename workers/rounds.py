@@ -210,7 +210,7 @@ class Rounds:
             uploaded: fragment -> serial of the last delta that may be renewed (`exchange.shared.Shared`).
             released: fragment -> serial of the last delta whose snapshot is no longer held. While there is room, the
                 fragment that has waited longest comes first. None: there is room for all. Each group has room of its
-                own, because only another group's server may be unavailable.
+                own, so that no fragment waits for another group's unavailable server.
         """
         wanted = self.wanted(windows, uploaded)
         if released is None:

@@ -121,8 +121,7 @@ class Stopping:
         self._stepped = self._asked > 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        # Usually comes twice (`pipeline.process.signals`), so it never counts as a second one
-        hangup = number == HANGUP
+        hangup = number == HANGUP  # usually comes twice (`pipeline.process.signals`), so none counts as the second
         elsewhere = os.getpid() != self._pid  # in a forked child, e.g. a DataLoader's worker
         if self._over or elsewhere or (self._told and not hangup):
             signal.signal(number, signal.SIG_DFL)

@@ -223,8 +223,8 @@ class JoinedLearner:
         tokens: trained in this step.
         """
         training, shared = self.training, self.shared
-        # The order matters: the step is counted on the bases that it was trained on, and what is published afterwards
-        # is measured from the bases just adopted. No delta can mix two bases.
+        # The order matters: the step is counted on the bases that it was trained on, then bases are replaced, and
+        # deltas are taken last, from the bases now in force. So no delta mixes two bases.
         training.rounds.trained(tokens)
         adopted = self.adopt()
         if healed := shared.heal:
@@ -238,10 +238,10 @@ class JoinedLearner:
         return tokens
 
     def _heal(self) -> None:
-        """Reset the parameters to their bases, and the moments to fresh ones where they can be dropped safely.
+        """Reset the parameters to their bases, and the moments to fresh ones if they can be dropped safely.
 
-        The counters stay as they are: an attempt contains all that was trained on its base, and so will the next one,
-        which can be merged.
+        The counters are kept: an attempt contains all that was trained on its base, and so will the next one, which can
+        be merged.
         """
         for base in self.training.rounds.bases:
             self.training.parameters.overwrite(base.fragment, base.values)

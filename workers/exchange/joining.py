@@ -140,9 +140,9 @@ class Joining:
             await asyncio.sleep(POLL_S)
 
     async def _tell(self, event: Event) -> None:
-        """Add an event to the run. Failures that concern only the stream of events are logged, and keep nobody out.
+        """Add an event to the run; a failure of the stream of events alone is only logged.
 
-        Training does not need the event, and any learner can spoil the stream.
+        Training does not need the event, and any learner can spoil that stream, which must keep nobody out.
         """
         try:
             await self._bus.add_event(event)

@@ -98,7 +98,7 @@ class Publishing:
                 await self._member.outages.retry(self._send_header, item[0])
         except BadMessage as error:
             self._member.outages.told(error, fragment=key[0])
-            self.unsent -= key in self._headers  # a newer delta took the key during the await, and was counted too
+            self.unsent -= key in self._headers  # a newer delta may have taken the key during the await, and is counted
             self._headers.setdefault(key, item)
             return False
         self._uploads[key[0] % self._carrier.lanes].put_nowait(item)

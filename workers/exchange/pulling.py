@@ -26,12 +26,12 @@ BACKOFF = Backoff(0.05, 2.0)
 
 
 class PullTimes:
-    """Smoothed duration of one incarnation's pulls, in seconds: the delivery part of the grace's sync time.
+    """Smoothed time of an incarnation's pulls, s: the delivery in the grace's sync time (paper, adaptive grace window).
 
-    (Paper, adaptive grace window.) A pull is timed from the learner's first sight of the head to the global in its
-    hands, all by the learner's own clock. The news of a commit takes about as long to arrive as the commit's answer,
-    which the syncer has counted by then. So the syncer's part and this one add up to the time from the fixed set of
-    contributions to the pulled global, without comparing the clocks of two machines.
+    A pull is timed from the learner's first sight of the head to the global in its hands, all by the learner's own
+    clock. The news of a commit takes about as long to arrive as the commit's answer, which the syncer has counted by
+    then. So the syncer's part and this one add up to the time from the fixed set of contributions to the pulled global,
+    without comparing the clocks of two machines.
     """
 
     def __init__(self, mean_elements: float) -> None:
@@ -58,9 +58,8 @@ class Pulling:
         self._member, self._carrier = member, carrier
         self.latest: dict[int, tuple[int, bytes]] = {}  # fragment -> (version, digest) last handed to the training side
         self._wanted: dict[int, Head] = {}  # fragment -> its newest head, while that is not pulled
-        self._seen_s: dict[
-            int, float
-        ] = {}  # fragment -> time of the first sight of its wanted head; none after an outage
+        # Fragment -> time of the first sight of its wanted head; not known after an outage.
+        self._seen_s: dict[int, float] = {}
         self._times = PullTimes(member.layout.elements / len(member.layout.fragments))
         self._wakes = [asyncio.Event() for _ in range(carrier.lanes)]
         self.looks = 0
@@ -291,8 +290,6 @@ class Following:
             detail = f"a syncer puts them back; else this learner uploads what it has adopted after {LOST_HEADS_S:g} s"
             member.log.warning("heads_lost", detail=detail)
         elif now - lost >= LOST_HEADS_S:
-            nonce = f"{pulling.looks:04x}{member.incarnation}"[
-                :32
-            ]  # a new nonce, since the values are not the first ones
+            nonce = f"{pulling.looks:04x}{member.incarnation}"[:32]  # a new nonce, since the values are not the first
             await self._version_0.ensure(nonce, trained=True)
             self._look_at_all_s = now

@@ -186,9 +186,7 @@ class ShardClaims:
         shards = cut_epoch(epoch, blocks, per_shard)
         if await self._bus.fill_shards(epoch, shards, counted):
             if lost:
-                self._log.warning(
-                    "shards_lost", epoch=epoch, detail="the bus lost the data queue: read again from its start"
-                )
+                self._log.warning("shards_lost", epoch=epoch, detail="the bus lost the data queue: read from its start")
             self._log.info("epoch_queued", epoch=epoch, shards=len(shards))
 
 

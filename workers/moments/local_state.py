@@ -35,7 +35,7 @@ class RecoveryOptions:
 
 @dataclass(frozen=True, slots=True)
 class OwnMoments:
-    """One incarnation's moments; its exchange thread uses `Recovery`, and its training thread `Keeper`, to reach them."""
+    """One incarnation's moments. The exchange thread reaches them by `Recovery`, the training thread by `Keeper`."""
 
     run: str
     learner: str
