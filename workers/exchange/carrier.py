@@ -54,8 +54,8 @@ class Carrier(Protocol):
     """The payload side of one learner; used by the exchange thread only."""
 
     lanes: int
-    """Number of payloads in flight at a time, each way: fragments p and q move independently if they differ modulo
-    this."""
+    """Payloads in flight at a time, each way: fragments p and q move independently if they differ modulo this number.
+    """
 
     @property
     def feedback(self) -> Feedback:

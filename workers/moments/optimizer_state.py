@@ -67,7 +67,7 @@ def recoverable_state(model: nn.Module, optimizers: Optimizers | None, layout: L
         log.warning("moments_not_recoverable", optimizer=names, error=str(error)[:200])
         return None
     if state.others:
-        detail = "only its own state folder can restore these: they have no parameter's shape and are no numbers"
+        detail = "only its own state folder restores these: they are neither shaped like a parameter nor single numbers"
         log.info("moments_not_for_peers", optimizer=names, keeps=state.others, detail=detail)
     return state
 
@@ -126,8 +126,9 @@ class OptimizerState:
     """The state of a model's optimizers, arranged by the layout of what they train."""
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, layout: Layout) -> None:
-        """Find out what is kept, by a trial for each group and number of dimensions: vectors may be treated
-        differently.
+        """Find out what is kept, by a trial for each group and number of dimensions in it.
+
+        The latter matters because some optimizers keep other things for vectors.
 
         Raises:
             TypeError: what the optimizers keep cannot be known, or is something other than tensors and numbers.

@@ -85,8 +85,8 @@ class Recovery:
     def peers(self, bus: Bus, clock: Clock, chunk_bytes: int, state: Callable[[], RunState | None]) -> Peers | None:
         """Return the means to exchange moments with peers; None if that is of no use.
 
-        It is of no use if this optimizer's moments do not suffice for a restart, or if they are too large to go through
-        the bus in the time that anybody waits.
+        It is of no use if peers cannot give and take all that this optimizer needs, or if its moments are too large to
+        go through the bus in the time that anybody waits.
 
         state: see `Peers`.
         """

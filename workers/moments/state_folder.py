@@ -323,11 +323,11 @@ def _another(path: Path, state: SavedState) -> str:
 
 
 def to_safetensors(arrays: Mapping[str, npt.NDArray[Any]]) -> Iterator[bytes | memoryview]:
-    """Yield the parts of a safetensors file, https://huggingface.co/docs/safetensors: a length, a JSON header, the
-    arrays.
+    """Yield the parts of a safetensors file: a length, a JSON header, the arrays.
 
-    The library's own writer copies everything, twice, and holds the interpreter's lock meanwhile, so training would
-    stand still. The parts here are only views, and writing them releases the lock.
+    The format: https://huggingface.co/docs/safetensors. The library's own writer copies everything, twice, and holds
+    the interpreter's lock meanwhile, so training would stand still. The parts here are only views, and writing them
+    releases the lock.
     """
     header, end = {}, 0
     widest_first = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))  # so each lies aligned
