@@ -1,12 +1,12 @@
-"""Decoupled DiLoCo: a `Learner` for your own loop, an `Evaluator` of what it trains; the command line, the one-machine
-launcher, and what they show.
+"""Decoupled DiLoCo: a `Learner` for your own training loop, an `Evaluator` of the run's model, the command line, the
+one-machine launcher, and their displays.
 
-Public names load when they are asked for, since the syncer has no torch.
+Public names are imported on first access, because a syncer must start without torch.
 """
 
 from importlib import import_module
 
-TYPE_CHECKING = False  # that of typing, which takes longer to import than all else here
+TYPE_CHECKING = False  # not typing's own: importing typing takes longer than everything else here
 if TYPE_CHECKING:
     from diloco.pipeline import errors
     from diloco.pipeline.settings import SyncSettings

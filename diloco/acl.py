@@ -1,7 +1,8 @@
-"""`diloco acl`: an ACL file for Redis 7, with users of a run's parties; passwords never pass through arguments.
+"""`diloco acl`: make an ACL file for Redis 7, with a user for each party of a run.
 
-A password is taken from the environment (REDIS_SYNCER_PASSWORD ...), else from a file of such lines, else made up and
-appended to that file. The ACL file holds their hashes only.
+Passwords are never arguments, which other users of the machine could read. A password is taken from the environment
+(REDIS_SYNCER_PASSWORD ...), else from a file of such lines, else generated and appended to that file. The ACL file
+holds only their hashes.
 """
 
 import hashlib
@@ -19,23 +20,23 @@ HEADER = """\
 # Users of a Redis 7 for Decoupled DiLoCo: each party may do what it does, and nothing else. Made by `diloco acl`.
 # Redis reads comments nowhere: they go before it does (deploy/redis.sh).
 """
+# Least length of a password that is not generated here (generated ones have 48 characters).
 LEAST = 12
-"""Characters of a password that is not made up here."""
 
 
 def variable(user: str) -> str:
-    """The variable that holds a user's password."""
+    """Return the name of the variable that holds a user's password."""
     return f"REDIS_{re.sub(r'[^A-Z0-9]', '_', user.upper())}_PASSWORD"
 
 
 def template() -> str:
-    """The file that is shipped: users of any run, with the names of variables in place of hashes."""
+    """Return the shipped file deploy/users.acl: users of any run, with names of variables in place of hashes."""
     lines = (user.line(f"{{{variable(user.name)}}}") for user in acl.users())
     return HEADER + "\n".join((acl.NOBODY, *lines)) + "\n"
 
 
 def acl_file(users: Iterable[acl.User], passwords: Mapping[str, str]) -> str:
-    """Lines for users. `passwords`: by variable."""
+    """Return the ACL lines of users. `passwords` has one for each variable."""
     lines = []
     for user in users:
         digest = hashlib.sha256(passwords[variable(user.name)].encode()).hexdigest()
@@ -44,10 +45,10 @@ def acl_file(users: Iterable[acl.User], passwords: Mapping[str, str]) -> str:
 
 
 def gather_passwords(names: Iterable[str], environ: Mapping[str, str], file: Path | None) -> dict[str, str]:
-    """Passwords by variable: of the environment, of the file, or made up and appended to the file.
+    """Return passwords by variable: from the environment, from the file, or generated and appended to the file.
 
     Raises:
-        UsageError: one is missing and there is no file to keep it in, is too short, or belongs to two users.
+        UsageError: a password is missing and there is no file to keep it in, is too short, or belongs to two users.
     """
     found = {**_read(file), **{name: environ[name] for name in names if environ.get(name)}}
     missing = [name for name in names if name not in found]
@@ -80,10 +81,10 @@ def _read(file: Path | None) -> dict[str, str]:
 
 
 def make(run: str, learners: list[str], passwords: Path | None, failover: bool = False) -> str:
-    """The ACL file of a run; failover: also of servers that take over.
+    """Return the ACL file of a run; failover: with the users of servers that replace each other.
 
     Raises:
-        UsageError: a name cannot be one, occurs twice, or a password is missing.
+        UsageError: a name is not valid or occurs twice, or a password is missing.
     """
     for name in (*learners, *(() if run == "*" else (run,))):
         try:

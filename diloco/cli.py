@@ -1,4 +1,4 @@
-"""The command line: one table of commands. What a command is made of is imported when that command is called."""
+"""The command line: one table of commands. The modules of a command are imported when that command is called."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -17,12 +17,12 @@ from diloco.pipeline.process.interrupts import raise_again
 
 
 class Entry(NamedTuple):
-    """One command."""
+    """One command of the table."""
 
     where: str
-    """module:attribute of a function that typer can read, or of a group of commands (`typer.Typer`)."""
+    """Place of the command as "module:attribute": a function that typer can read, or a group (`typer.Typer`)."""
     about: str
-    """Its line in the list of commands; empty: it is not listed, other commands call it."""
+    """Line of the command in the list of commands; empty if only other commands call it, so that it is not listed."""
 
 
 COMMANDS: dict[str, Entry] = {
@@ -80,10 +80,10 @@ def _typer(**more: Any) -> typer.Typer:
 
 
 def load_command(name: str) -> typer.Typer:
-    """A command of the table, imported.
+    """Import a command of the table.
 
     Raises:
-        UsageError: it needs what is not installed here.
+        UsageError: the command needs a package that is not installed.
     """
     module, _, attribute = COMMANDS[name].where.partition(":")
     found = getattr(load_extra(module, name), attribute)
@@ -116,26 +116,26 @@ def _root(
 
 
 def _list() -> typer.Typer:
-    """The list of commands, none of them imported."""
+    """Return the app that lists the commands without importing any of them."""
     made = _typer(no_args_is_help=True, help="Decoupled DiLoCo: learners that never wait, one syncer, one Redis.")
     made.callback()(_root)
     installed = find_spec(STUDIES) is not None
     for name, entry in COMMANDS.items():
-        # What is not listed must not be suggested either.
+        # A command that is not listed is not added, since typer would suggest it for a misspelled name.
         if entry.about and (installed or not entry.where.startswith(STUDIES)):
             made.command(name, help=entry.about)(_listed)
     return made
 
 
 def _listed() -> None:
-    """Stands for a command in the list."""
+    """Stand in for a command in the list."""
 
 
 def _call(command: typer.Typer, arguments: list[str], name: str) -> None:
-    """Call a command, which ends with SystemExit.
+    """Call a command, which always ends by raising SystemExit.
 
     Raises:
-        UsageError: a value of an option is wrong; typer alone would say so in the words of pydantic.
+        UsageError: the value of an option is wrong. Without this, typer would print pydantic's message.
     """
     made: Any = get_command(command)
     made.make_context, made.invoke = _refusing(made.make_context), _refusing(made.invoke)
@@ -143,7 +143,7 @@ def _call(command: typer.Typer, arguments: list[str], name: str) -> None:
 
 
 def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
-    """A step of a command, or of a group that calls one, which refuses in words of ours."""
+    """Wrap a step of a command or group, so that it refuses a wrong value with a message of this program."""
 
     def refuse(*args: Any, **more: Any) -> Any:
         try:
@@ -162,7 +162,7 @@ def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2 for what a person has to mend, 1 for any other failure."""
+    """Run a command and return its exit status: 2 if a person has to correct something, 1 for any other failure."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         name = given[0] if given and given[0] in COMMANDS else ""
@@ -175,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PermissionError as error:
         sys.stderr.write(f"error: {said(error)}\n")
         return REFUSED_STATUS
-    except (OSError, SafetensorError) as error:  # a full disk, a damaged file: the system's words say what
+    except (OSError, SafetensorError) as error:  # a full disk, a damaged file: the system's message says which
         sys.stderr.write(f"error: {type(error).__name__}: {error}\n")
         return 1
     except SystemExit as done:

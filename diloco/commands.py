@@ -1,6 +1,6 @@
-"""The commands of one process: parties that join a run, and those that look at what a run has left.
+"""The commands that are one process: parties that join a run, and commands that read what a run has written.
 
-Heavy parts (torch, matplotlib, Redis) are imported by the commands that need them.
+Heavy packages (torch, matplotlib, Redis) are imported by the commands that need them.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from diloco.pipeline.settings import BusSettings, EvaluatorProcess, LearnerProce
 
 
 def _join(settings: BusSettings, command: str) -> None:
-    """Checks and set-up of a process that joins a run."""
+    """Check that a Redis is named, and set up logging, for a process that joins a run."""
     if settings.redis_url is None:
         raise UsageError(
             f"`diloco {command}` needs a Redis: give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL "
@@ -38,12 +38,14 @@ def _join(settings: BusSettings, command: str) -> None:
 def learner(settings: LearnerProcess) -> None:
     """Join a run as a learner, with the built-in trainer.
 
-    What is not told otherwise (model, data, sync interval ...) follows the run; the first learner of a new run sets it.
+    Settings left out (model, data, sync interval ...) follow the run; the first learner of a new run sets them.
     """
     check_model_name(settings.model)
     check_data(settings.data)
     _join(settings, "learner")
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # read when torch loads: idle threads must not spin
+    os.environ.setdefault(
+        "OMP_WAIT_POLICY", "passive"
+    )  # torch reads it when it loads; without it idle OpenMP threads spin on the cores
     raise typer.Exit(load_extra("diloco.workers.trainer.trainer", "learner").train(settings))
 
 
@@ -59,7 +61,7 @@ def syncer(settings: SyncerProcess) -> None:
         )
     for folder in (settings.checkpoint_dir, settings.tape_dir, settings.record_deltas):
         if folder is not None and not is_address(str(folder)):
-            with suppress(OSError):  # of a full disk there is a warning
+            with suppress(OSError):  # a full disk is reported as a warning below, it does not end the syncer
                 try_folder(Path(folder))
     _join(settings, "syncer")
     for finding in importlib.import_module("diloco.doctor.start").wrong_for_syncer(settings):
@@ -83,7 +85,7 @@ def rank(
     learners: Annotated[int, typer.Option("--learners")],
     out: Annotated[Path, typer.Option("--out")],
 ) -> None:
-    """One process of the data-parallel baseline; `diloco run --method data-parallel` starts them."""
+    """Run one rank of the data-parallel baseline; `diloco run --method data-parallel` starts them."""
     logs.configure(settings.log_level)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     baseline = load_extra("diloco.workers.trainer.data_parallel", "run --method data-parallel")
@@ -105,8 +107,8 @@ Replay = Annotated[
     typer.Option(
         "--replay",
         metavar="RECORDING",
-        help="Make every merge again from this folder of --record-deltas and compare; exit status 1 if any differs. "
-        "The tape is that of the folder around RECORDING, or of DIR: an output folder, or a folder of --tape-dir",
+        help="Repeat every merge from this folder of --record-deltas and compare; exit status 1 if any differs. "
+        "The tape is read from the folder around RECORDING, or from DIR: an output folder or a --tape-dir",
     ),
 ]
 ReportFolder = Annotated[
@@ -122,18 +124,18 @@ Html = Annotated[
         "--html",
         metavar="FILE",
         help="Write the run's page to this file, or into this folder as report.html, and print its address. "
-        "An output folder gets its own run's page: without DIR, `--html runs/X` is of the run in runs/X",
+        "An output folder holds its own run's page only: without DIR, `--html runs/X` shows the run in runs/X",
     ),
 ]
-Web = Annotated[bool, typer.Option("--web", help="As a page for browsers")]
+Web = Annotated[bool, typer.Option("--web", help="Serve a page for browsers")]
 WATCH_S = 2
 
 
 class _Watching(SettingsCommand):
-    """`--watch` may stand without a number, which typer knows of no option."""
+    """A command whose option `--watch` may be given without a number, which typer does not support."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """What is no number is not taken for one: it may be the folder."""
+        """Insert the default number after a `--watch` that no number follows: the next argument may be the folder."""
         following = [*args[1:], ""]
         for at in reversed([at for at, one in enumerate(args) if one == "--watch"]):
             if not re.fullmatch(r"[-+]?\.?[0-9][0-9.]*[a-z]*", following[at]):
@@ -147,16 +149,20 @@ Every = Annotated[
         "--watch",
         metavar="[SECONDS]",
         min=1,
-        help=f"Again after so many seconds ({WATCH_S} if none are given), until the run is finished or Ctrl-C",
+        help=f"Repeat every so many seconds (every {WATCH_S} without a number), until the run is finished or Ctrl-C",
     ),
 ]
 To = Annotated[
     str | None,
-    typer.Option("--to", metavar="tensorboard|wandb", help="Write its curves there, until it is finished or Ctrl-C"),
+    typer.Option("--to", metavar="tensorboard|wandb", help="Write curves there, until the run is finished or Ctrl-C"),
 ]
 Into = Annotated[
     Path | None,
-    typer.Option("--into", metavar="FOLDER", help="Files of --to; the same again goes on (default: tracked/TO/RUN)"),
+    typer.Option(
+        "--into",
+        metavar="FOLDER",
+        help="Files of --to; a later call continues them (default: tracked/TO/RUN)",
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text")]
 
@@ -168,18 +174,18 @@ def status(settings: BusSettings, folder: Folder = None, as_json: AsJson = False
     importlib.import_module("diloco.status").show(settings, folder, as_json, watch)
 
 
-status.cls = _Watching  # type: ignore[attr-defined]  # instead of that of `takes`
+status.cls = _Watching  # type: ignore[attr-defined]  # instead of the class that `takes` sets
 
 
 @takes(WatchProcess)
 def watch(settings: WatchProcess, folder: Folder = None, web: Web = False, to: To = None, into: Into = None) -> None:
-    """Serve the page of any run on this machine, until Ctrl-C: whoever may read its Redis can watch it so.
+    """Serve the page of any run from this machine, until Ctrl-C. It needs only the right to read the run's Redis.
 
-    It says when the run is finished, and the page stays.
+    The command says when the run is finished, and keeps the page.
 
     Learners and syncers do not notice. `diloco run` and `diloco syncer` serve the same page by themselves.
 
-    With --to, write its curves to TensorBoard's files or to Weights & Biases instead.
+    With --to, write the run's curves to TensorBoard's files or to Weights & Biases instead.
 
     Example: diloco watch --web --redis-url redis://HOST:6379 --run my-run
     """
@@ -189,10 +195,10 @@ def watch(settings: WatchProcess, folder: Folder = None, web: Web = False, to: T
 
 @takes(BusSettings)
 def report(settings: BusSettings, folder: ReportFolder = None, html: Html = None) -> None:
-    """Print the report of a run, finished or not. With --html, write its page: one file, which needs no server.
+    """Print the report of a run, finished or not. With --html, write its page as one file, which needs no server.
 
-    The run is that of DIR, else of the Redis that is named, else the newest in runs/. Of a run that is live, or on a
-    Redis that is named, all comes from its Redis.
+    The run is the one in DIR, else the one on the Redis that is named, else the newest in runs/. The report of a live
+    run, or of a run on a named Redis, is made from its Redis alone.
 
     Example: diloco report --redis-url redis://HOST:6379 --run my-run
     """
@@ -204,7 +210,7 @@ def report(settings: BusSettings, folder: ReportFolder = None, html: Html = None
 def tape(settings: BusSettings, folder: TapeFolder = None, as_json: AsJson = False, replay: Replay = None) -> None:
     """Print a run's event tape: merges with their contributions, refusals with their reasons, windows.
 
-    With --replay, make all its merges again from what --record-deltas kept, and compare.
+    With --replay, repeat all its merges from the deltas that --record-deltas kept, and compare.
     """
     logs.configure(settings.log_level)
     if replay is not None:
@@ -221,7 +227,7 @@ def acl(
     ] = "",
     passwords: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Lines REDIS_<USER>_PASSWORD=...; what is missing is made up and added"),
+        typer.Option(metavar="FILE", help="Lines REDIS_<USER>_PASSWORD=...; missing ones are generated and added"),
     ] = None,
     template: Annotated[bool, typer.Option(help="Print deploy/users.acl, with variables in place of hashes")] = False,
     failover: Annotated[
@@ -232,7 +238,7 @@ def acl(
     """Print an ACL file for Redis 7: a user for each party, with no more rights than it needs.
 
     Passwords come from REDIS_<USER>_PASSWORD, e.g. REDIS_SYNCER_PASSWORD, or from --passwords. The user `learner` is
-    for learners of any name, whom nothing keeps from each other's deltas; `learner-NAME` publishes as NAME only.
+    for learners of any name, which can then publish in each other's names; `learner-NAME` publishes as NAME only.
     """
     maker = importlib.import_module("diloco.acl")
     if not (run or template):
@@ -242,8 +248,8 @@ def acl(
     typer.echo(maker.template() if template else maker.make(run or "run", learner or [], passwords, failover), nl=False)
 
 
+# Bounds of a temperature other than 0: logits divided by these stay finite and distinct.
 COLDEST, HOTTEST = 1e-3, 1e3
-"""Temperatures beside 0: likelihoods divided by them stay finite, and differ."""
 Checkpoint = Annotated[
     str,
     typer.Argument(help="Checkpoint folder, or a run's output folder (its newest checkpoint), or s3://bucket/path"),
@@ -263,9 +269,9 @@ def export(
     ] = None,
     overwrite: Annotated[bool, typer.Option(help="Replace existing files")] = False,
 ) -> None:
-    """Write the global parameters of a checkpoint as a plain safetensors file, one entry a tensor.
+    """Write the global parameters of a checkpoint as a plain safetensors file, with one entry per tensor.
 
-    With --hf, as a folder that transformers or peft loads. Its numbers have the type that config.json says.
+    With --hf, write a folder that transformers or peft loads, in the dtype that config.json names.
     """
     if hf is not None:
         importlib.import_module("diloco.export_hf").export_hf(checkpoint, out, hf, overwrite)
@@ -274,7 +280,7 @@ def export(
 
 
 def _temperature(value: float) -> float:
-    """A range of numbers lets what is no number pass, and has no room for 0 below it."""
+    """Check a temperature. typer's own range check lets NaN pass, and cannot allow 0 below its lower bound."""
     if value and not COLDEST <= value <= HOTTEST:
         raise typer.BadParameter(f"{value}: give 0, or a number from {COLDEST:g} to {HOTTEST:g}")
     return value

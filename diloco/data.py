@@ -1,4 +1,4 @@
-"""`diloco data`: text to token shards, once and before a run. Needs no torch."""
+"""`diloco data`: turn text into token shards, once before a run. Needs no torch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,12 +25,12 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Tokenised text for `--data`: made of texts, tables and data sets of any size, and checked.",
+    help="Make tokenised text for `--data` from texts, tables and data sets of any size, and check it.",
 )
 
 
 def _whole(least: int, most: int, value: str) -> int:
-    """A whole number as people write it; an option's parser."""
+    """Parse an option that is a whole number as people write it, such as 32k."""
     try:
         number: int | None = int(parse_whole(value))
     except ValueError:
@@ -57,7 +57,7 @@ def prepare(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FOLDER", help="Folder to make (default: named as the first TEXT, with -tokens)"),
+        typer.Option(metavar="FOLDER", help="Folder to make (default: the name of the first TEXT with -tokens)"),
     ] = None,
     vocab: Annotated[
         int | None,
@@ -70,26 +70,26 @@ def prepare(
     ] = None,
     tokenizer: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Use this tokenizer.json, or that of a folder, and train none"),
+        typer.Option(metavar="FILE", help="Use this tokenizer.json, or the one in this folder, and train none"),
     ] = None,
     separator: Annotated[
         str | None,
         typer.Option(metavar="TOKEN", help="Token of --tokenizer that is put after each document"),
     ] = None,
     column: Annotated[
-        str, typer.Option(metavar="NAME", help="Column of tables and data sets that has the text")
+        str, typer.Option(metavar="NAME", help="Column of tables and data sets that holds the text")
     ] = "text",
     streaming: Annotated[
-        bool, typer.Option("--streaming", help="Read data sets as they arrive, with no copy on this disk")
+        bool, typer.Option("--streaming", help="Read data sets as they arrive, without a copy on this disk")
     ] = False,
     tokens: Annotated[
         int | None, typer.Option(parser=_tokens, metavar="N", help="End after about so many tokens, e.g. 10B")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token shards that are in FOLDER")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token shards that FOLDER holds")] = False,
 ) -> None:
     """Write text as token shards, for `--data FOLDER` of a run, learner or evaluator.
 
-    A vocabulary is trained on a sample first, unless --tokenizer brings one. An unfinished folder is deleted.
+    A vocabulary is trained on a sample first, unless --tokenizer gives one. An unfinished folder is deleted.
     """
     if tokenizer is not None and vocab is not None:
         raise UsageError("--vocab is of a vocabulary that is trained here, and --tokenizer has its own: leave one out")
@@ -121,7 +121,7 @@ def prepare(
 
 @app.command()
 def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of token shards")]) -> None:
-    """Read token shards as a whole and compare them with the digests in their index: after copying, or in doubt."""
+    """Read all token shards and compare them with the digests in their index, for instance after copying them."""
     index = read_index(folder)
     with _bar("reading", index.tokens * np.dtype(index.dtype).itemsize) as bar:
         check_shards(folder, bar.step)
@@ -129,18 +129,18 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
 
 
 class _Bar:
-    """Progress on the terminal; where there is none, nothing is shown."""
+    """A progress bar on the terminal. Without a terminal nothing is shown."""
 
     def __init__(self, progress: Progress, what: str, total: int | None) -> None:
         self._progress = progress
         self._task = progress.add_task(what, total=total, said="")
 
     def step(self, amount: int = 1) -> None:
-        """So much more is done."""
+        """Advance the bar by an amount."""
         self._progress.advance(self._task, amount)
 
     def say_tokens(self, tokens: int) -> None:
-        """Show a number beside the bar."""
+        """Show the number of tokens beside the bar."""
         self._progress.update(self._task, said=f"{tokens / 1e6:.1f}M tokens")
 
 
@@ -152,7 +152,7 @@ def _bar(what: str, total: int | None) -> Iterator[_Bar]:
 
 
 def _stem(text: str) -> str:
-    """A name for what is made of a text."""
+    """Return a name for the output that is made of a text."""
     if text.startswith(DATA_SET):
         return text.removeprefix(DATA_SET).split(",")[0].rpartition("/")[2]
     if Path(text).exists():
@@ -161,7 +161,7 @@ def _stem(text: str) -> str:
 
 
 def _check_apart(out: Path, texts: Sequence[str]) -> None:
-    """Raises UsageError: the folder would be a part of the text the next time, or has text that it would replace."""
+    """Raise UsageError if the folder would be part of the text the next time, or holds text that it would replace."""
     for text in texts:
         if Path(text).is_dir() and out.resolve().is_relative_to(Path(text).resolve()):
             raise UsageError(f"{out} lies in {text}, which is the text: choose another --out")

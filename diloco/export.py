@@ -1,4 +1,4 @@
-"""Checkpoints for people: the global parameters as a plain safetensors file."""
+"""`diloco export`: write the global parameters of a checkpoint as a plain safetensors file."""
 
 import json
 import os
@@ -20,50 +20,52 @@ from diloco.syncer.checkpoints.manifest import STATE_FILE
 from diloco.syncer.checkpoints.places import Folder, Place
 
 T = TypeVar("T")
+# Folder of the data-parallel baseline's only checkpoint, which holds nothing but the global parameters and the spec.
 BASELINE = "checkpoint"
-"""Folder of the data-parallel baseline's only checkpoint; it holds the global parameters and the spec alone."""
 
 
 class Globals(NamedTuple):
-    """What a checkpoint holds of a model."""
+    """The model of a checkpoint."""
 
     tensors: Mapping[str, Tensor]
-    """float32, by name; each is read, and checked, when it is asked for."""
+    """The global parameters in float32, by name. Each is read, and checked against its digest, when it is accessed."""
     origin: str
-    """Where they come from, in words."""
+    """Where the parameters come from, in words."""
     frozen: dict[str, bytes]
-    """The parameters that were not trained, as far as the run knows them: digests by name."""
+    """Digests of the parameters that were not trained, by name, if the run's spec has them."""
     trainer: Any
     """The trainer's part of the run's spec."""
     folder: str
 
 
 def find_checkpoint(place: str | Path) -> Place:
-    """The checkpoint folder meant: the baseline's, or as a run's are found.
+    """Return the checkpoint folder that a path means: the baseline's, or the newest one of a run.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is no checkpoint.
     """
     baseline = None if is_address(str(place)) else Path(place) / BASELINE
     return Folder(baseline) if baseline and (baseline / STATE_FILE).is_file() else find_of_run(place)
 
 
 def read_globals(place: str | Path) -> Globals:
-    """The global parameters of a checkpoint, checked where digests are on record.
+    """Return the global parameters of a checkpoint, checked against all recorded digests.
 
-    place: the checkpoint's folder or address, or the output folder of a run or of the baseline.
+    place: folder or address of the checkpoint, or output folder of a run or of the baseline.
 
     Raises:
-        UsageError: it is no sound checkpoint.
+        UsageError: there is no checkpoint, or it is damaged.
     """
     return make_of_globals(place, lambda found: found)
 
 
 def make_of_globals(place: str | Path, make: Callable[[Globals], T]) -> T:
-    """What is made of them; of a newer checkpoint's, if a run that goes on drops this one while it is read.
+    """Return what `make` makes of a checkpoint's global parameters.
+
+    A live run drops old checkpoints. If it drops this one while it is read, `make` is called again with a newer one.
 
     Raises:
-        UsageError: as `read_globals` and `make`.
+        UsageError: raised by `read_globals` or `make`.
     """
     return read_newest(partial(find_checkpoint, place), lambda folder: make(_globals_in(folder)))
 
@@ -92,19 +94,19 @@ def _of_baseline(folder: Path, state: Mapping[str, Any]) -> Globals:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it, and say so, unless it is there."""
+    """Make a folder and print that, unless it exists."""
     if not folder.is_dir():
         folder.mkdir(parents=True)
         typer.echo(f"{folder}: made this folder")
 
 
 def export(checkpoint: str | Path, out: Path, overwrite: bool = False) -> None:
-    """Write one float32 entry a tensor; digests and shapes are checked against the spec before.
+    """Write the parameters as a file with one float32 entry per tensor, after checking digests and shapes.
 
     Raises:
-        UsageError: no sound checkpoint there, or `out` exists already, or is no file.
+        UsageError: there is no sound checkpoint, or `out` exists already or is no file.
     """
-    out = Path(os.path.realpath(out))  # of a link the file behind it
+    out = Path(os.path.realpath(out))  # the file behind a link is replaced, not the link
     if out.exists() and not out.is_file():
         raise UsageError(f"{out} is no file: name one")
     if out.exists() and not overwrite:

@@ -1,6 +1,7 @@
-"""Checkpoints for transformers and peft: a folder that `from_pretrained` loads. Needs neither of them, nor torch.
+"""`diloco export --hf`: write a folder that transformers' or peft's `from_pretrained` loads, without these packages.
 
-The user's folder has what a checkpoint has not: config, tokenizer, and the values of what was not trained.
+It needs no torch either. A folder of the user's supplies what a checkpoint does not hold: the config, the tokenizer and
+the values of parameters that were not trained.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,28 +26,30 @@ from diloco.pipeline.payload.codec import as_bytes
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 WEIGHTS, ADAPTER_WEIGHTS = "model.safetensors", "adapter_model.safetensors"
 INDEX = ".index.json"
+# Suffixes of the files of a config or a tokenizer; only these are copied.
 COPIED = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
-"""Files of these kinds are the config's and the tokenizer's; of others nothing is copied."""
+# Dtypes that a config can name -> their names in safetensors and their numpy types.
 DTYPES: dict[str, tuple[str, Any]] = {
     "float32": ("F32", np.float32),
     "bfloat16": ("BF16", ml_dtypes.bfloat16),
     "float16": ("F16", np.float16),
 }
-"""Those of a config -> as safetensors calls them, and numpy's."""
 
 
 def export_hf(checkpoint: str | Path, out: Path, config: Path, overwrite: bool = False) -> None:
-    """Write a folder as transformers' and peft's `save_pretrained` do.
+    """Write a folder like `save_pretrained` of transformers and peft does.
 
     Args:
-        checkpoint: as of `read_globals`.
-        out: the folder to write; files of the same names are replaced if `overwrite` says so.
-        config: a folder with config.json, or with adapter_config.json for a run of an adapter. What the run has not
-            trained is taken from its weights. Those that were trained are written in the config's type of numbers, else
-            in float32; an adapter's in float32.
+        checkpoint: the checkpoint, as a path that `read_globals` takes.
+        out: folder to write.
+        config: folder with config.json, or with adapter_config.json for a run that trained an adapter. Parameters that
+            the run has not trained are taken from the weights in it. Trained ones are written in the config's dtype, or
+            in float32 if it has none; an adapter is written in float32.
+        overwrite: replace files of the same names in `out`.
 
     Raises:
-        UsageError: no sound checkpoint, no such config, weights of another model, or values that are nowhere.
+        UsageError: there is no sound checkpoint or no such config, the weights are another model's, or the values of a
+            parameter are in neither.
     """
     make_of_globals(checkpoint, partial(_export, out=out, config=config, overwrite=overwrite))
 
@@ -98,7 +101,7 @@ def _check_out(out: Path, config: Path, name: str, overwrite: bool) -> None:
 
 
 def _model(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]:
-    """Name of the file, type of its numbers, and its tensors, of which the trained ones come first."""
+    """Return the name of the file, its dtype, and its tensors: first the trained ones, then those of the folder."""
     config = read_object(folder / CONFIG)
     if has_adapter(found.tensors):
         raise UsageError(f"the run has trained an adapter: --hf takes the folder with its {ADAPTER_CONFIG}")
@@ -127,13 +130,13 @@ def _model(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]:
 
 
 def _other_values(found: Globals, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Which frozen parameters the run had with other values, in whatever type of numbers."""
+    """Return the frozen parameters whose values in the run were not the written ones in any known dtype."""
     there = names_in(tensors, [*found.tensors, *found.frozen])
     return [name for name, digest in found.frozen.items() if digest not in _digests(tensors[there[name]])]
 
 
 def _digests(tensor: Tensor) -> Iterator[bytes]:
-    """As `workers.checks.frozen_digests` makes them, of a tensor in its own type and in others."""
+    """Yield a tensor's digests as `workers.checks.frozen_digests` makes them, in its own dtype and in all others."""
     own = {stored: (name, kind) for name, (stored, kind) in DTYPES.items()}.get(tensor.dtype)
     if own is None:
         return
@@ -145,7 +148,7 @@ def _digests(tensor: Tensor) -> Iterator[bytes]:
 
 
 def _own_weights(folder: Path) -> dict[str, Tensor]:
-    """The weights that lie beside a config, if any do."""
+    """Return the weights in the folder of a config; empty if there are none."""
     if (index := folder / f"{WEIGHTS}{INDEX}").is_file():
         files = read_object(index).get("weight_map")
         if not isinstance(files, dict) or not all(Path(str(file)).name == file for file in files.values()):
@@ -162,7 +165,7 @@ def _own_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _is_copy(one: Tensor, of: list[Tensor]) -> bool:
-    """Whether a matrix was saved a second time under the name of one that it is tied to, and that is trained now."""
+    """Return whether a matrix is a second copy of a tied one that is trained now: its old values would be wrong."""
     alike = [other for other in of if (other.shape, other.dtype) == (one.shape, one.dtype) and len(one.shape) > 1]
     return any(one.read() == other.read() for other in alike)
 

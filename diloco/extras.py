@@ -1,4 +1,4 @@
-"""Optional packages, and how to install what a command lacks."""
+"""Import optional packages, and say how to install a missing one."""
 
 import importlib
 import sys
@@ -9,17 +9,17 @@ from types import ModuleType
 
 from diloco.pipeline.errors import UsageError, missing
 
+# Optional packages -> the extra of this project that installs them.
 EXTRAS = {"torch": "learner", "matplotlib": "run"}
-"""Optional packages and the extra of this project that brings them."""
+# A separate distribution, made from the folder `studies/` of a checkout.
 STUDIES = "diloco_studies"
-"""A distribution of its own: the folder `studies/` of a checkout."""
 
 
 def load_extra(module: str, command: str) -> ModuleType:
-    """Import a module of ours that may need an optional package.
+    """Import a module of this project that may need an optional package.
 
     Raises:
-        UsageError: the package is missing; says how to install it.
+        UsageError: the package is missing; the message says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -37,10 +37,14 @@ def load_extra(module: str, command: str) -> ModuleType:
 
 @contextmanager
 def naming_extra(module: str, extra: str) -> Iterator[None]:
-    """For imports of a module of ours that comes with this extra.
+    """Name the extra to install if an import in the block fails.
+
+    Args:
+        module: the module of this project whose imports these are.
+        extra: the extra that installs what it imports.
 
     Raises:
-        ModuleNotFoundError: one is missing; says how to install it.
+        ModuleNotFoundError: a package is missing; the message says how to install it.
     """
     try:
         yield
@@ -50,10 +54,10 @@ def naming_extra(module: str, extra: str) -> Iterator[None]:
 
 
 def need_extras() -> None:
-    """Look whether the optional packages are there, without importing them, which takes seconds.
+    """Check that the optional packages are installed, without importing them, which takes seconds.
 
     Raises:
-        UsageError: one is missing; says how to install it.
+        UsageError: one is missing; the message says how to install it.
     """
     for package in EXTRAS:
         if find_spec(package) is None:

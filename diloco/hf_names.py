@@ -1,41 +1,41 @@
-"""What the files of transformers and peft call what a run has trained. Pure."""
+"""Map the names of a run's tensors to their names in the files of transformers and peft. Pure."""
 
 import re
 from collections.abc import Collection, Iterable
 
 from diloco.pipeline.errors import UsageError
 
+# Kinds of peft's adapters whose files are known here -> prefix of the names of their parameters.
 METHODS = {"LORA": "lora_", "IA3": "ia3_", "LOHA": "hada_", "LOKR": "lokr_"}
-"""peft's kinds of adapters whose files are known here, and how the names of their parameters begin."""
 _ANY = "|".join(METHODS.values())
 _OF_METHOD = re.compile(rf"(?P<module>.+)\.(?P<what>({_ANY})\w+)\.(?P<adapter>[^.]+)(?P<rest>\.weight)?")
+# A parameter of a module that is trained whole, beside the adapter.
 _BESIDE = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)(?P<rest>\..+)")
-"""A module that is trained whole beside the adapter."""
 _ROOT = "base_model.model."
 _DORA = "lora_magnitude_vector"
 MOST_NAMED = 5
+# A model is inside fewer wrapping modules than this; each adds a part to the names of its tensors.
 DEEPEST = 4
-"""Modules around a model are fewer than this."""
 
 
 def some(names: Collection[str]) -> str:
-    """The first of them, for a message."""
+    """Return the first names and the number of the others, for a message."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(sorted(names)[:MOST_NAMED]) + more
 
 
 def has_adapter(names: Iterable[str]) -> bool:
-    """Whether one of a run's tensors is an adapter's."""
+    """Return whether any of a run's tensors belongs to an adapter."""
     return any(_OF_METHOD.fullmatch(name) for name in names)
 
 
 def adapter_names(trained: Collection[str], kind: str) -> dict[str, str]:
-    """The tensors of an adapter: name in the run -> name in peft's file, which has the adapter's own name nowhere.
+    """Map the tensors of an adapter: name in the run -> name in peft's file, which leaves out the adapter's own name.
 
     kind: `peft_type` of adapter_config.json.
 
     Raises:
-        UsageError: an unknown kind, several adapters, or a tensor that is no part of one.
+        UsageError: the kind is unknown, there are several adapters, or a tensor is no part of an adapter.
     """
     if kind not in METHODS:
         raise UsageError(
@@ -50,7 +50,7 @@ def adapter_names(trained: Collection[str], kind: str) -> dict[str, str]:
             continue
         adapters.add(match["adapter"])
         what = match.groupdict().get("what")
-        # As peft has kept it since DoRA's vector was a plain parameter.
+        # peft's files name DoRA's vector without ".weight", as when it was a plain parameter.
         rest = "" if what == _DORA else match["rest"] or ""
         saved = ".".join(part for part in (match["module"], what) if part) + rest
         found[name] = _ROOT + saved.rpartition(_ROOT)[2]
@@ -62,10 +62,10 @@ def adapter_names(trained: Collection[str], kind: str) -> dict[str, str]:
 
 
 def names_in(theirs: Collection[str], ours: Collection[str]) -> dict[str, str]:
-    """Which of a folder's tensors is which of a run's: name in the run -> in the folder, of those that are there.
+    """Match the tensors of a run and a folder: name in the run -> name in the folder, for those that the folder has.
 
-    The run's may have a prefix that the folder's have not: of a module that was around the model in training, or of the
-    base model ("transformer.h.0" where the folder has "h.0").
+    The names in the run may have one prefix more: of a module that wrapped the model in training, or of the base model
+    ("transformer.h.0" where the folder has "h.0").
     """
     prefixes = {"".join(f"{part}." for part in name.split(".")[:depth]) for name in ours for depth in range(DEEPEST)}
 

@@ -1,7 +1,7 @@
 """Command-line options made from settings classes, so that a setting is described and checked in one place.
 
-Options are plain text here: `pipeline.settings.load` validates them together with the environment and the
-TOML file, so a bad value gets the same message wherever it came from.
+Options stay plain text here: `pipeline.settings.load` validates them together with the environment and the TOML file,
+so that a bad value gets the same message wherever it came from.
 """
 
 import inspect
@@ -43,25 +43,25 @@ R = TypeVar("R", bound="RunProcess")
 
 
 class RedisSettings(Settings):
-    """A Redis that is started here."""
+    """Settings of a Redis that this command starts."""
 
     section = "Redis"
 
     redis_port: int | None = Field(
-        None, ge=1, le=65535, description="Port on which the embedded Redis listens too, so that others can join"
+        None, ge=1, le=65535, description="Port on which the embedded Redis also listens, so that others can join"
     )
     redis_bind: str = Field(
-        "127.0.0.1", description="Address for --redis-port; another one than this needs DILOCO_REDIS_PASSWORD"
+        "127.0.0.1", description="Address for --redis-port; any other than the default needs DILOCO_REDIS_PASSWORD"
     )
     redis_password: SecretStr | None = Field(None, description="Password of the embedded Redis")
 
     def secret(self) -> str | None:
-        """The password, if there is one."""
+        """Return the password, or None if there is none."""
         return None if self.redis_password is None else self.redis_password.get_secret_value()
 
 
 def reached_at(settings: RedisSettings) -> str:
-    """How others reach it, for people: its password is theirs to fill in."""
+    """Return the URL at which other machines reach this Redis, for display: a placeholder stands for its password."""
     users = isinstance(settings, RedisProcess) and settings.redis_users is not None
     secret = "USER:PASSWORD@" if users else "" if settings.redis_password is None else ":PASSWORD@"
     everywhere = settings.redis_bind in ("0.0.0.0", "::", "*")  # noqa: S104  # asked for, not listened on here
@@ -75,7 +75,7 @@ class RedisProcess(RedisSettings):
 
     redis_port: int = Field(6379, ge=1, le=65535, description="Port on which it listens")
     redis_users: Path | None = Field(
-        None, description="File of its users, made by `diloco acl`, in place of a password"
+        None, description="ACL file with its users, made by `diloco acl`, in place of a password"
     )
 
 
@@ -86,7 +86,7 @@ class WatchProcess(BusSettings, HttpSettings):
 
 
 class RunSettings(Settings):
-    """The one-machine launcher."""
+    """Settings of the one-machine launcher."""
 
     section = "This run"
 
@@ -98,14 +98,14 @@ class RunSettings(Settings):
     )
     syncers: int = Field(1, ge=1, le=64, description="Number of syncer processes; they share the fragments")
     out: Path | None = Field(
-        None, description="Output folder; a run that was stopped or killed goes on in its own (default: runs/<time>)"
+        None, description="Output folder; a run that was stopped or killed continues in its own (default: runs/<time>)"
     )
     json_report: Path | None = Field(None, description="Also write the report to this file")
     prompt: str = expert("def ", description="Start of the text that the trained model writes at the end")
 
 
 class DemoSettings(Settings):
-    """What `diloco demo` does to its run."""
+    """Settings of what `diloco demo` does to its run."""
 
     section = "The demonstration"
 
@@ -124,61 +124,63 @@ class RunProcess(
     EvaluatorSettings,
     RunSettings,
 ):
-    """`diloco run`: the launcher's own settings and those that it hands on to its processes."""
+    """`diloco run`: the launcher's own settings and those that it passes on to its processes."""
 
-    method: RunMethod = Field(  # type: ignore[assignment]  # one more, that has no syncer
-        "decoupled", description="What other settings are where they are not given (docs/reference/methods.md)"
+    method: RunMethod = Field(  # type: ignore[assignment]  # it has one more value: the baseline without a syncer
+        "decoupled", description="Preset for the settings that are not given (docs/reference/methods.md)"
     )
     redis_url: SecretStr | None = Field(
         None, description="Redis to use instead of an embedded one. Secrets belong in DILOCO_REDIS_URL"
     )
     threads: int | None = Field(
-        None, ge=1, le=4096, description="Torch threads of each learner, or rank (default: cores // their number)"
+        None, ge=1, le=4096, description="Torch threads of each learner or rank (default: cores // their number)"
     )
     http_port: int = Field(
         0,
         ge=0,
         le=65535,
-        description="Port of the syncer's HTTP side, of several syncers the first one's; 0 takes free ones",
+        description="Port of the syncer's HTTP server, or of the first of several syncers; 0 takes free ports",
     )
     record_deltas: Path | None = Field(
         None,
-        description="New folder in which all merged deltas are kept, for `diloco tape --replay`; a bare name is one in "
-        "the output folder. Large: for each merge as many bytes as its learners uploaded",
+        description="New folder in which all merged deltas are kept, for `diloco tape --replay`; a bare name goes into "
+        "the output folder. Large: each merge takes as many bytes as its learners uploaded",
     )
     resume: Address | None = Field(
-        None, description="Output folder or checkpoint of an earlier run to go on from, or s3://bucket/path"
+        None, description="Output folder or checkpoint of an earlier run to continue from, or s3://bucket/path"
     )
     overwrite: bool = Field(False, description="Begin anew: empty an output folder that is in use")
 
 
 class DemoProcess(RunProcess, DemoSettings):
-    """`diloco demo`: a run of its own, and what is done to it."""
+    """`diloco demo`: the settings of a run, and of the kill that is demonstrated in it."""
 
 
-OF_DEMO = dict.fromkeys(DemoSettings.model_fields, "it is of `diloco demo`, which kills a learner: leave it out here")
-"""Settings that are no other command's, and what is said of one that is given there."""
+# Settings that only `diloco demo` has, each with the message for other commands that are given it.
+OF_DEMO = dict.fromkeys(
+    DemoSettings.model_fields, "it belongs to `diloco demo`, which kills a learner: leave it out here"
+)
+# Settings that only one of a run's processes has, each with the message for a run that is given it.
 OF_ONE_LEARNER = {
-    "device": "it is of one learner; where all of a run train is said by --devices cuda:0,cuda:1 ...",
-    "redis_users": "it is of `diloco redis`: start one by that, and name it by --redis-url",
+    "device": "it belongs to one learner; the devices of a whole run are given by --devices cuda:0,cuda:1 ...",
+    "redis_users": "it belongs to `diloco redis`: start a Redis with that, and name it by --redis-url",
 }
-"""Settings that belong to one of a run's processes, and how the run is told of it."""
 
+# Fields of `RunProcess` that users cannot give: the launcher sets them for each process.
 CHOSEN_BY_LAUNCHER = frozenset({"learner_id", "state_dir", "syncer_id", "checkpoint_dir", "tape_dir"})
-"""Fields of `RunProcess` that nobody gives: the launcher sets them for each process."""
 
+# Fields that a settings file may hold: those of all commands, since one file can serve all parties of a run.
 ALL_FIELDS = PARTIES | frozenset({**DemoProcess.model_fields, **RedisProcess.model_fields})
-"""What a settings file may hold: it can serve all parties of a run."""
 
 
 def with_preset(settings: R) -> R:
-    """Settings with those of the method where nothing else was asked for."""
+    """Return the settings, with the values of the method's preset for all that were not given."""
     size = SIZES.get(settings.model)
     return settings.with_method(settings.learners, None if size is None else size.tensors)
 
 
 def method_notes(settings: RunProcess) -> list[str]:
-    """What is said of the method at the start; `settings` with those that it means."""
+    """Return the notes on the method that are shown at the start; `settings` must have its preset applied."""
     method, notes = METHODS[settings.method], []
     wanted = method.settings.get("fragments")
     if method.unpublished:
@@ -188,6 +190,7 @@ def method_notes(settings: RunProcess) -> list[str]:
     return notes
 
 
+# Fields of `RunProcess` that mean nothing without a Redis and a syncer.
 NOT_OF_BASELINE = (
     *("redis_url", "redis_ca", "redis_cert", "redis_key", "redis_port", "redis_bind", "syncers"),
     *(name for name in SyncSettings.model_fields if name not in ("tokens", "method")),
@@ -195,11 +198,10 @@ NOT_OF_BASELINE = (
     *("lease_s", "liveness_s", "drain_s", "shutdown_s", "http_host", "http_port", "checkpoint_every", "record_deltas"),
     "eval_device",
 )
-"""Fields of `RunProcess` that mean nothing without a Redis and a syncer."""
 
 
 def unused_by_baseline(settings: RunProcess) -> list[str]:
-    """How those were set that were given, are not as usual, and mean nothing to the data-parallel baseline."""
+    """Return how to set each field that was given, is not its default, and has no use in the data-parallel baseline."""
     kind = type(settings)
     usual, told = defaults(kind), settings.model_fields_set
     strange = [name for name in NOT_OF_BASELINE if name in told and getattr(settings, name) != usual[name]]
@@ -207,18 +209,18 @@ def unused_by_baseline(settings: RunProcess) -> list[str]:
 
 
 def _section(kind: type[Settings], name: str) -> str:
-    """Heading under which a field is listed: that of the class which brought it in."""
+    """Return the heading under which a field is listed: the section of the class that declares it."""
     bases = (base for base in reversed(kind.__mro__) if issubclass(base, Settings))
     return next(base.section for base in bases if name in vars(base).get("__annotations__", {}))
 
 
 def way_to_set(kind: type[Settings], name: str) -> str:
-    """How a setting is set: its flag, or the variable and the key of one that has none."""
+    """Return how a setting is set: its flag, or its variable and its key in a settings file if it has no flag."""
     return flag_of(name) if has_flag(kind, name) else f"{ENV_PREFIX}{name.upper()}, or {name} in a file for --config"
 
 
 def as_written(kind: type[Settings], name: str) -> Any:
-    """A field's default as people write it."""
+    """Return a field's default in the notation in which people give it."""
     info = kind.model_fields[name]
     read = {rule.func for rule in info.metadata if isinstance(rule, BeforeValidator)}
     if not read & {parse_count, parse_rate}:
@@ -228,7 +230,7 @@ def as_written(kind: type[Settings], name: str) -> Any:
 
 
 def help_of(kind: type[Settings], name: str) -> str:
-    """Description, default and allowed values of a field."""
+    """Return the help text of a field: description, default and allowed values."""
     info = kind.model_fields[name]
     default = repr(info.default) if str(info.default) != str(info.default).strip() else as_written(kind, name)
     known = default is not None and info.default_factory is None
@@ -271,13 +273,13 @@ def _option(kind: type[Settings], name: str) -> inspect.Parameter:
 
 
 class SettingsCommand(TyperCommand):
-    """A command made by `takes`: it knows the settings that are no flags of it."""
+    """A command made by `takes`: it knows the settings for which it has no flag."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The flag of a setting that is none says where it is set, before it is taken for an unknown one.
+        """Refuse the flag of a setting that has no flag here with how to set it, before typer calls it unknown.
 
         Raises:
-            UsageError: there is one.
+            UsageError: there is such a flag.
         """
         elsewhere: Mapping[str, str] = getattr(self.callback, "elsewhere", {})
         for given in args:
@@ -289,8 +291,8 @@ class SettingsCommand(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+# Values of other commands' settings that change nothing, so that a variable or a shared file may give them anywhere.
 SAID_ANYWHERE = {"device": "auto"}
-"""Of settings of other commands: what is so anyway, and may be said."""
 
 
 def takes(
@@ -298,14 +300,13 @@ def takes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a command of `function(settings, ...)`: one option per field of `kind`, and --config.
 
-    Expert settings and secrets are no options: they come from variables and the file. The function's further
-    parameters keep their own typer declarations. The command is a `SettingsCommand`'s.
+    Expert settings and secrets have no options: they come from variables and the file. The function's further
+    parameters keep their own typer declarations. The command is made as a `SettingsCommand`.
 
     Args:
-        kind: the settings.
-        omit: fields that are the command's own business: given by a variable or the file, they are ignored, with a
-            warning.
-        moved: settings of other commands that this one refuses, with what to do instead.
+        kind: class of the settings.
+        omit: fields that the command sets itself: if a variable or the file gives one, it is ignored with a warning.
+        moved: settings of other commands that this one refuses, each with what to do instead.
     """
     moved = moved or {}
     shown = [name for name in kind.model_fields if name not in omit and name not in moved and has_flag(kind, name)]
@@ -317,13 +318,13 @@ def takes(
         "config",
         inspect.Parameter.KEYWORD_ONLY,
         default=typer.Option(
-            None, "--config", help="TOML file with settings: names as of the flags with _ for -, and expert settings"
+            None, "--config", help="TOML file with settings, expert ones too: named like the flags, with _ for -"
         ),
         annotation=Path | None,
     )
 
     def settle(flags: Mapping[str, Any], file: Path | None) -> S:
-        """The settings, of all sources."""
+        """Return the settings from all sources: flags, environment and file."""
         known = ALL_FIELDS | kind.model_fields.keys()
         warnings = check_variables(known) if kind.from_environment else []
         outside = given_outside({*omit, *moved}, file) if kind.from_environment else {}

@@ -1,4 +1,4 @@
-"""`diloco redis`: a Redis for the parties of a run, where none is installed."""
+"""`diloco redis`: start a Redis for the parties of a run on a machine that has none installed."""
 
 import asyncio
 import contextlib
@@ -9,8 +9,8 @@ from diloco.options import RedisProcess, reached_at, takes
 from diloco.pipeline.bus.embedded import EmbeddedRedis
 from diloco.pipeline.process import signals
 
+# Interval at which the command checks that the server still answers.
 LOOK_S = 1.0
-"""How often it is looked whether the server is still there."""
 
 
 async def _serve(settings: RedisProcess) -> None:
@@ -31,10 +31,10 @@ async def _serve(settings: RedisProcess) -> None:
 
 @takes(RedisProcess)
 def command(settings: RedisProcess) -> None:
-    """Start a Redis for the parties of a run, here and on other machines: the one of `diloco run`, by itself.
+    """Start a Redis for the parties of a run, here and on other machines: the same server that `diloco run` embeds.
 
-    It keeps nothing on disk. What it loses when it is started again, syncers and learners that are there put back;
-    a run that has lost these too goes on from its checkpoint.
+    It keeps nothing on disk. If it is started again, the syncers and learners that still run restore what it has lost;
+    a run that has lost these too continues from its checkpoint.
 
     Examples: diloco redis --redis-bind 192.168.1.10; diloco redis --redis-bind 192.168.1.10 --redis-users users.acl
     """

@@ -1,4 +1,4 @@
-"""`diloco plan`: what a run needs. The arithmetic is `pipeline.needs`'s."""
+"""`diloco plan`: say what a run needs. `pipeline.needs` has the arithmetic."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +24,7 @@ USUAL = defaults(SyncSettings) | defaults(RunSettings)
 
 
 class PlanSettings(Site):
-    """What is asked of a plan beside its site."""
+    """The arguments of a plan that are not those of its site."""
 
     section = "The run"
 
@@ -32,14 +32,16 @@ class PlanSettings(Site):
     ranks: int = Field(
         1, ge=1, le=4096, description="Ranks of each learner, which share its parameters, gradients and moments (FSDP2)"
     )
-    precision: Precision = Field("fp32", description="Of training; bf16: a copy that computes, beside fp32 masters")
+    precision: Precision = Field(
+        "fp32", description="Precision of training; bf16: a copy that computes, beside fp32 masters"
+    )
     overlap_steps: int = Field(
         USUAL["overlap_steps"], ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may hide behind"
     )
-    codec: Literal["auto", Codec] = Field("auto", description="Of deltas; auto: bf16 unless the link wants less")
+    codec: Literal["auto", Codec] = Field("auto", description="Codec of deltas; auto: bf16 unless the link needs less")
     global_codec: Literal["auto", GlobalCodec] = Field(
         "auto",
-        description="Of the globals that learners pull; auto: bf16, or int8 both ways where the link wants less",
+        description="Codec of the globals that learners pull; auto: bf16, or int8 both ways where the link needs less",
     )
     outer: OuterName = Field(
         USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"
@@ -47,7 +49,7 @@ class PlanSettings(Site):
 
 
 def choices(needs: Needs, title: str) -> Table:
-    """What is chosen, and why, as a table."""
+    """Return a table of the chosen settings, each with its reason."""
     shown = Table(title=title, show_lines=True)
     for name in ("choose", "", "why"):
         shown.add_column(name)
@@ -58,13 +60,13 @@ def choices(needs: Needs, title: str) -> Table:
 
 
 def in_own_loop(needs: Needs) -> str:
-    """The same for who calls `Learner`, which takes no file: what is not as usual."""
+    """Return the settings that differ from their defaults as a call of `Learner`, which reads no settings file."""
     unusual = [f"{name}={value!r}" for name, value in needs.settings.items() if value != USUAL[name]]
     return f"Learner(..., sync=SyncSettings({', '.join(unusual)}))" if unusual else "none, since they are the defaults"
 
 
 def show(console: Console, needs: Needs) -> None:
-    """What each machine takes, the settings to run with, and what is wrong."""
+    """Print what each machine needs, the settings to run with, and warnings."""
     machines = Table(title="each machine")
     for name in ("", "how many", "cores", "memory", "training", "in and out"):
         machines.add_column(name, justify="right" if name else "left")
@@ -107,9 +109,9 @@ def command(
     settings: PlanSettings,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write it as JSON")] = None,
 ) -> None:
-    """What to choose (H, P, codec, syncers, Redis nodes) for so many learners, and what it takes.
+    """Choose settings (H, P, codec, syncers, Redis nodes) for a number of learners, and say what they need.
 
-    How many learners to have of so many chips is `diloco simulate plan`'s: it simulates their failures.
+    To choose the number of learners for a number of chips use `diloco simulate plan`, which simulates their failures.
 
     Example: diloco plan --learners 4 --params 70B --step-time 3s --link 5Gbps --outer nesterov
     """

@@ -1,4 +1,4 @@
-"""`diloco tape --replay`: the merges of a recorded run made again and compared, for people."""
+"""`diloco tape --replay`: repeat the merges of a recorded run, compare them, and print the result."""
 
 from pathlib import Path
 
@@ -19,20 +19,20 @@ from diloco.tape import archive_of, read_archive, records_of
 
 
 def check(settings: BusSettings, recording: Path, folder: Path | None, as_json: bool) -> int:
-    """Replay `recording` and print what came out: the exit status, 1 if anything differs.
+    """Replay `recording`, print the result, and return the exit status: 1 if anything differs.
 
     Args:
-        settings: where the run is, if its tape is in no folder.
+        settings: name the run and its Redis, for a tape that is in no folder.
         recording: folder of --record-deltas.
-        folder: the tape's; by default the one that holds the recording.
-        as_json: print one JSON object.
+        folder: folder of the tape; by default the one that holds the recording.
+        as_json: print one JSON object instead of text.
 
     Raises:
         UsageError: there is no recording or no tape, or the run's checkpoint is damaged.
         BadMessage: the tape or the recording's spec is damaged.
     """
-    one_blas_thread()  # the run may still go on here
-    # Before the tape is read: a live run goes on meanwhile.
+    one_blas_thread()  # a live run on this machine needs the other cores
+    # These are read before the tape: a live run adds merges meanwhile, and the tape must have all that were recorded.
     saved, before = _saved(folder, recording.absolute().parent), list_recording(recording)
     commits = [record for record in _tape(settings, recording, folder) if isinstance(record, Committed)]
     columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("merges"), TimeRemainingColumn()
@@ -46,7 +46,7 @@ def check(settings: BusSettings, recording: Path, folder: Path | None, as_json: 
 
 
 def _tape(settings: BusSettings, recording: Path, folder: Path | None) -> list[TapeRecord]:
-    """Archived records of `folder`, or of the folder around the recording; else of the run that can be found."""
+    """Return the archived tape of `folder` or of the folder around the recording, else the tape that `locate` finds."""
     if folder is None and settings.redis_url is None and any((recording.absolute().parent / "tape").glob("*.msgpack")):
         folder = recording.absolute().parent
     if folder is not None and (archive := archive_of(folder)) is not None:
@@ -55,7 +55,7 @@ def _tape(settings: BusSettings, recording: Path, folder: Path | None) -> list[T
 
 
 def _saved(*folders: Path | None) -> list[tuple[int, int, bytes]]:
-    """(fragment, version, digest) of the newest checkpoint in the first output folder that has one, if any has."""
+    """Return (fragment, version, digest) of the newest checkpoint in the first folder that has one, or nothing."""
     for folder in folders:
         if folder is not None and any((folder / "checkpoints").glob("**/latest")):
             fragments = load_checkpoint(folder / "checkpoints").fragments

@@ -1,8 +1,7 @@
-"""`diloco report`: a run's summary, or its page as one file.
+"""`diloco report`: print a run's summary, or write its page as one file.
 
-Of a run that is live, or that a Redis is named for, its Redis tells all. Of one that is over its output folder has the
-report and the page of its last moment; and of one that `diloco run` did not start, there is the tape, in a folder of
---tape-dir.
+For a live run, or if a Redis is named, everything is read from Redis. For a run that is over, its output folder has the
+report and the page of its last moment; if `diloco run` did not start it, there is only its tape, in a --tape-dir.
 """
 
 import asyncio
@@ -31,14 +30,14 @@ from diloco.tape import archive_of, read_archive
 
 
 def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
-    """Print the summary of a run, or write its page: of the folder, else as `locate` finds it.
+    """Print the summary of a run, or write its page. The run is the folder's, else the one that `locate` finds.
 
-    A page that goes into an output folder is of that folder's run.
+    A page that is written into an output folder must be the page of that folder's run, and is so by default.
 
     Raises:
-        UsageError: there is no such folder or run, it has left nothing to show, or the page's place is another run's.
-        DilocoError: its report is still being written.
-        BusError: its Redis cannot be read.
+        UsageError: there is no such folder or run, it has left nothing to show, or `html` is in another run's folder.
+        DilocoError: the run's report is still being written.
+        BusError: the run's Redis cannot be read.
     """
     if folder is not None and not folder.is_dir():
         raise UsageError(f"there is no folder {folder}")
@@ -56,7 +55,7 @@ def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
             _tell(*asyncio.run(_look(place.redis_url, place.run, known=place.folder is not None)), place, html)
             return
         folder = place.folder
-        assert folder is not None  # noqa: S101  # without a Redis URL it is one
+        assert folder is not None  # noqa: S101  # a place without a Redis URL has a folder
         if place.closing:
             raise DilocoError(f"the run in {folder} has ended: {folder / REPORT_FILE} is being written, ask again soon")
         if is_live(folder):
@@ -71,18 +70,20 @@ def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
 
 
 async def _look(url: str, run: str, known: bool) -> tuple[Model, Status]:
-    """The page's model of a run, and its status, from its Redis; known: a launcher is at work on it.
+    """Read the page's model of a run and its status from its Redis; known: a launcher works on the run.
 
     Raises:
-        DilocoError: nothing on this Redis is of that run.
-        BusError: it cannot be read.
+        DilocoError: this Redis has nothing of that run.
+        BusError: the Redis cannot be read.
     """
     async with open_bus(url, run) as bus:
         reader, model = RunReader(bus, bus.clock, None), PageModel(run, way_to(url))
         while True:
             look = await reader.look()
             model.see(look)
-            if max(map(len, (look.records, look.events, look.evaluations))) < MOST_READ:  # else there may be more
+            if (
+                max(map(len, (look.records, look.events, look.evaluations))) < MOST_READ
+            ):  # a full read may not be the last one
                 break
     check_there(look.status, known or bool(look.shares))
     model.patch()
@@ -102,7 +103,7 @@ def _tell(model: Model, status: Status, place: Place, html: Path | None) -> None
 
 
 def model_of(folder: Path) -> Model:
-    """The page's model of a run that is over.
+    """Return the page's model of a run that is over, from its recorded page or else from its tape.
 
     Raises:
         UsageError: the folder has neither a recorded page nor a tape with a merge.
@@ -118,10 +119,12 @@ def model_of(folder: Path) -> Model:
     try:
         checkpoint = load_checkpoint(str(folder))
     except NoCheckpoint:
-        pass  # a folder of --tape-dir has none
+        pass  # a --tape-dir has no checkpoint
     else:
         layout = checkpoint.layout
-        if (folder / REPORT_FILE).is_file():  # its times are from the run's first step on, which the checkpoint knows
+        if (
+            folder / REPORT_FILE
+        ).is_file():  # its times count from the first step, whose Unix time is in the checkpoint
             report, start_s = read_report(folder / REPORT_FILE), checkpoint.state.started_unix_s
             try:
                 events = [_event(one, start_s) for one in report["events"]]

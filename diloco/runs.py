@@ -1,4 +1,4 @@
-"""`diloco runs` and `diloco finish`: the runs of a Redis as things that are listed, ended, extended and freed."""
+"""`diloco runs` and `diloco finish`: list, finish, extend and delete the runs of a Redis."""
 
 import asyncio
 import sys
@@ -42,27 +42,27 @@ class RunRow(TypedDict):
 
     run: str
     phase: str
-    """Of `Phase`; "waiting": see the reason; "unreadable": damaged, or of another wire format; "not permitted": to this
-    user."""
+    """A value of `Phase`; "waiting": the reason says for what; "unreadable": damaged, or of another wire format; "not
+    permitted": this user may not read it."""
     reason: str
-    """Of the phase; of an unreadable run what is wrong, and what to do."""
+    """Reason of the phase; for an unreadable run, what is wrong and what to do."""
     tokens: int
     budget_tokens: int
     age_s: float | None
-    """Since the run began; None: it has not."""
+    """Time since the run began; None if it has not."""
     quiet_s: float | None
-    """Since the last word of a learner; None: there was none."""
+    """Time since the last report of any learner; None if there was none."""
     learners: int
-    """Live ones."""
+    """Number of live learners."""
     syncers: int
-    """Those that are here."""
+    """Number of syncers that are present."""
     keys: int
     bytes: int
-    """Memory that its keys take in Redis."""
+    """Memory that the run's keys take in Redis."""
 
 
 class _ListByDefault(TyperGroup):
-    """A group whose command `list` need not be named."""
+    """A group whose command `list` is the default."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
@@ -86,9 +86,10 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the run", sho
 @app.command("list")
 @takes(ServerSettings)
 def list_runs(
-    settings: ServerSettings, as_json: Annotated[bool, typer.Option("--json", help="As JSON")] = False
+    settings: ServerSettings,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text")] = False,
 ) -> None:
-    """List all runs that a Redis holds: how far each is, who is there, and the memory that it takes."""
+    """List all runs that a Redis holds: the progress of each, its learners and syncers, and its memory."""
     logs.configure(settings.log_level)
     rows = asyncio.run(_rows(server_url(settings)))
     if as_json:
@@ -140,7 +141,7 @@ async def _row(url: str, run: str, taken: Taken) -> RunRow:
 
 
 async def _syncers_at_work(bus: Bus) -> int:
-    """Of a run that another release may serve; its learners cannot be told."""
+    """Count the syncers of an unreadable run, which another release may serve. Its learners cannot be counted."""
     held = sum(holder is not None for holder in await bus.read_leases([0]))
     with suppress(BadMessage):
         return max(held, len(await bus.read_syncers()))
@@ -148,7 +149,7 @@ async def _syncers_at_work(bus: Bus) -> int:
 
 
 def _state(row: RunRow) -> str:
-    """The phase, or what is waited for."""
+    """Return the phase, or what the run waits for."""
     return row["reason"] if row["reason"].startswith(AWAITED) else row["phase"]
 
 
@@ -177,9 +178,9 @@ def _table(rows: list[RunRow]) -> Fitting:
 def delete(
     settings: ServerSettings, name: Name, yes: Annotated[bool, typer.Option("--yes", help="Do not ask")] = False
 ) -> None:
-    """Free what a dead or finished run takes in Redis. Its checkpoints and folders stay.
+    """Free the memory that a dead or finished run takes in Redis. Its checkpoints and folders stay.
 
-    Refused while anybody is at work on it. What is deleted cannot be had back, but from a checkpoint.
+    This is refused while any party works on the run. Only a checkpoint can bring back what is deleted.
     """
     logs.configure(settings.log_level)
     asyncio.run(_delete(server_url(settings), name, yes))
@@ -198,16 +199,16 @@ async def _delete(url: str, name: str, yes: bool) -> None:
                 raise UsageError(f"{what}: nobody can be asked here, so give --yes to delete it")
             if not typer.confirm(f"Delete {what}?"):
                 raise DilocoError("nothing was deleted")
-            await _idle(url, name, taken)  # who has come meanwhile
+            await _idle(url, name, taken)  # a party may have joined while the user was asked
         freed = await runs.free(name)
     typer.echo(f"deleted {what}, {freed} keys. A party that was only paused, or cut off, would put it back: end it")
 
 
 async def _idle(url: str, name: str, taken: Taken) -> RunRow:
-    """A run that nobody is at work on.
+    """Return the row of a run after checking that no party works on it.
 
     Raises:
-        UsageError: somebody is.
+        UsageError: a party does, or this user may not read the run.
     """
     row = await _row(url, name, taken)
     if row["phase"] == NOT_PERMITTED:
@@ -231,12 +232,12 @@ def extend(
     settings: ServerSettings,
     name: Name,
     tokens: Annotated[
-        str, typer.Option(help="Trained tokens after which it ends, those of before counted", metavar="N")
+        str, typer.Option(help="Trained tokens after which the run ends, the earlier ones included", metavar="N")
     ],
 ) -> None:
-    """Have a finished run go on under its name, to a larger budget: from its own globals and outer momentum.
+    """Continue a finished run under its name to a larger budget, from its own globals and outer momentum.
 
-    Its syncers and learners are started again afterwards, as they were. --tokens they need not say.
+    Start its syncers and learners again afterwards, as before; they need no --tokens.
 
     Example: diloco runs extend my-run --tokens 5M
     """
@@ -266,7 +267,8 @@ async def _extend(url: str, name: str, tokens: int) -> None:
         if await bus.read_syncers() or any(await bus.read_leases(range(spec.sync.fragments))):
             raise UsageError(f"syncers of run {name!r} are still ending: try again once they are gone")
         longer = spec.model_copy(update={"sync": spec.sync.model_copy(update={"tokens": tokens})})
-        # The spec first: a finished run with a larger budget is still finished, and this can be done again.
+        # The spec is written first: if this process dies between the two writes, the run is still finished, only with a
+        # larger budget, and the same command can be given again.
         if not await bus.replace_spec(encode(longer), encoded):
             raise DilocoError(f"run {name!r} was extended, or deleted, by somebody else just now")
         update = {"phase": Phase.RUNNING, "budget_tokens": tokens, "manifest": (), "problem": ""}
@@ -289,11 +291,11 @@ def finish(
     folder: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Output folder of a `diloco run` that is under way")
     ] = None,
-    wait: Annotated[bool, typer.Option(help="Stay until the run is finished")] = True,
+    wait: Annotated[bool, typer.Option(help="Wait until the run is finished")] = True,
 ) -> None:
-    """End a run in order, from anywhere: learners publish once more, all is merged, and the last checkpoint is saved.
+    """End a run in order, from anywhere: learners publish once more, all is merged, and a last checkpoint is saved.
 
-    It is what Ctrl-C does to `diloco run`. Ctrl-C here ends the waiting only.
+    Ctrl-C on `diloco run` does the same. Ctrl-C on this command ends only the waiting.
     """
     logs.configure(settings.log_level)
     place = locate(settings, folder)
@@ -318,9 +320,11 @@ async def _finish(url: str, run: str, wait: bool) -> None:
 
 
 async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str], None], wait: bool) -> None:
-    """Ask a run to finish, again if Redis loses it, and tell what it waits for until it has, or `stop` is set.
+    """Ask a run to finish and report what it waits for, until it has finished or `stop` is set.
 
-    wait: else it ends once the run is asked.
+    The request is a phase in Redis: if Redis loses it (the phase reads RUNNING again), it is made again.
+
+    wait: if False, return as soon as the run was asked.
     """
     told, first = "", None
     later = "it finishes by itself; `diloco status` shows how far it is"
@@ -361,7 +365,7 @@ async def _finished(bus: Bus, run: str, stop: asyncio.Event, tell: Callable[[str
 
 
 def _awaited(status: Status) -> str:
-    """What a run that ends waits for."""
+    """Return what a run that is ending waits for."""
     if not status["syncers"]:
         return "waiting for a syncer: none is here, and only a syncer can end the run"
     live = [one["id"] for one in present(status["learners"]) if one["live"]]

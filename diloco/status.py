@@ -1,4 +1,4 @@
-"""`diloco status`: a live run as its display shows it, a finished one by its report."""
+"""`diloco status`: show a live run like its display does, and a finished one by its report."""
 
 import asyncio
 import math
@@ -29,13 +29,13 @@ from diloco.pipeline.settings import BusSettings
 from diloco.pipeline.view.status import Status, is_missed, present
 from diloco.pipeline.view.status_reader import read_status
 
+# A Redis that is up answers within this time; after it, the user sees a message about what the command waits for.
 SOON_S = 2.0
-"""A Redis that answers does so within this; else somebody who waits is told what for."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What there is of a run: its status, or its report, or neither while that is being written."""
+    """What is known about a run: its status, or its report, or neither while the report is being written."""
 
     place: Place
     status: Status | None = None
@@ -43,28 +43,28 @@ class _Found:
 
     @property
     def closing(self) -> bool:
-        """Whether the report is still to come."""
+        """Return whether the report is still being written."""
         return self.status is None and not self.report
 
     @property
     def over(self) -> bool:
-        """Whether there is nothing more to come."""
+        """Return whether nothing will change any more."""
         return bool(self.report) or (self.status is not None and self.status["phase"] == Phase.FINISHED)
 
     def page(self) -> str | None:
-        """Address of its page."""
+        """Return the address of the run's page: of the file in its folder once it is over, else of the live page."""
         kept = None if self.place.folder is None else self.place.folder / PAGE_FILE
         return kept.resolve().as_uri() if self.report and kept is not None and kept.is_file() else self.place.page
 
     def as_json(self) -> str:
-        """One line, with the page's address where it is known."""
+        """Return one line of JSON, with the page's address if it is known."""
         if self.closing:
             return dumps({"run": self.place.run, "phase": Phase.CLOSING, "report": str(self._report_file())})
         page = {"page": self.place.page} if self.place.page else {}
         return dumps(self.report or {**(self.status or {}), **page})
 
     def as_text(self) -> Iterator[RenderableType]:
-        """For people."""
+        """Yield the parts to print for people."""
         if self.closing:
             yield Text(
                 f"run {self.place.run!r} in {self.place.folder} has ended and is closing: its report will be "
@@ -87,26 +87,30 @@ class _Found:
 
 
 async def _read(url: str, run: str, known: bool) -> Status:
-    """The status of a run; `known`: a launcher is at work on it, whatever is on the bus so far.
+    """Return the status of a run.
+
+    known: a launcher works on the run, so that it exists even if nothing is on the bus yet.
 
     Raises:
-        DilocoError: nothing on this Redis is of that run.
+        DilocoError: this Redis has nothing of that run.
     """
     clock = LoopClock()
     began_s = clock.now()
     async with open_bus(url, run) as bus:
         there = known or await bus.read_spec() is not None
-        away = clock.now() - began_s > SOON_S  # so until now nobody else could write either
+        away = (
+            clock.now() - began_s > SOON_S
+        )  # Redis was down until now, so parties that could not write must not be shown as silent
         status = await read_status(bus, bus.clock, answers_s=0.0 if away else math.inf)
     check_there(status, there)
     return status
 
 
 def check_there(status: Status, agreed: bool) -> None:
-    """Refuse the status of a run that is not there; agreed: it has a spec.
+    """Refuse the status of a run that does not exist; agreed: the run has a spec.
 
     Raises:
-        DilocoError: nothing on this Redis is of that run.
+        DilocoError: this Redis has nothing of that run.
     """
     if not (agreed or status["syncers"] or status["learners"] or status["phase"] != "waiting"):
         raise DilocoError(f"no run {status['run']!r} on this Redis: is it --run?")
@@ -114,7 +118,7 @@ def check_there(status: Status, agreed: bool) -> None:
 
 @contextmanager
 def _patience() -> Iterator[None]:
-    """Says what is waited for, should it not be there soon."""
+    """Say that Redis is being waited for if the block takes longer than `SOON_S`."""
     said = "Redis has not answered yet (as in a failover); waiting for it"
     timer = threading.Timer(SOON_S, typer.echo, (said,), {"err": True})
     timer.start()
@@ -125,10 +129,10 @@ def _patience() -> Iterator[None]:
 
 
 def _find(settings: BusSettings, folder: Path | None) -> _Found:
-    """What there is of a run.
+    """Return what is known about the run that `locate` finds.
 
     Raises:
-        DilocoError: as `show`.
+        DilocoError: see `show`.
     """
     place = locate(settings, folder)
     if place.redis_url is not None:
@@ -139,7 +143,9 @@ def _find(settings: BusSettings, folder: Path | None) -> _Found:
         except BusError:
             if place.folder is None:
                 raise
-            again = locate(settings, place.folder)  # its Redis goes with it: that is no outage
+            again = locate(
+                settings, place.folder
+            )  # a run's embedded Redis ends with it: then this is no outage, and its folder says so
             if again.redis_url is not None:
                 raise
             place = again
@@ -153,13 +159,14 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: flo
     """Print the state of the run that `locate` finds.
 
     Args:
-        settings: where its Redis is.
-        folder: its output folder, if any.
-        as_json: instead of text; one line each time.
-        every_s: again after so long, until the run is finished, or Ctrl-C; None: once.
+        settings: name the run and its Redis.
+        folder: output folder of the run, if it has one.
+        as_json: print one line of JSON each time, instead of text.
+        every_s: repeat after so many seconds, until the run is finished or Ctrl-C; None prints once.
 
     Raises:
-        DilocoError: as `locate`, or nothing on the Redis is of that run. Later on only what went wrong is shown.
+        DilocoError: raised by `locate`, or the Redis has nothing of that run. While repeating, an unreachable Redis is
+            reported and asked again.
     """
     console = Console()
     found = _find(settings, folder)
@@ -180,14 +187,14 @@ def show(settings: BusSettings, folder: Path | None, as_json: bool, every_s: flo
             time.sleep(every_s)
             found = _again(settings, found.place.folder or folder, every_s)
     except KeyboardInterrupt:
-        pass  # whoever looks has seen enough
+        pass  # the user ends the display by Ctrl-C, which is no error
     finally:
         if live is not None:
             live.stop()
 
 
 def _again(settings: BusSettings, folder: Path | None, every_s: float) -> _Found:
-    """As `_find`, once Redis can be reached again."""
+    """Call `_find` until Redis can be reached."""
     while True:
         try:
             return _find(settings, folder)

@@ -1,4 +1,4 @@
-"""Reading a run's event tape: the archive in its output folder, or the live one on Redis."""
+"""Read a run's event tape: the archive in its output folder, or the live tape on Redis."""
 
 import asyncio
 import math
@@ -21,23 +21,23 @@ from diloco.pipeline.messages.wire import Message
 from diloco.pipeline.payload.codec import decode, decode_tape
 from diloco.pipeline.settings import BusSettings
 
+# Name of a field that each record has once, so that its count in the rest of a file is the number of records there.
 _KIND: bytes = msgpack.packb("kind")
-"""In each record once."""
 _OTHERS = "; moved away, the others are read: another syncer's file may hold the same records"
 
 
 def read_archive(folder: Path) -> list[TapeRecord]:
-    """Records of an archived tape (`*.msgpack`, one file for each fragment group and writer); each one once.
+    """Return the records of an archived tape (`*.msgpack`, one file per fragment group and writer), each record once.
 
-    By time, but those of one group always in the order of their tape: the clocks of several syncers may differ.
-    A record cut short at the end of a file is left out: its writer was killed in the middle of it. It is said where
-    the folder has records of several runs, such as one that began anew on an empty Redis.
+    Records are ordered by time, but those of one group always keep the order of their tape, because the clocks of
+    several syncers may differ. A record cut short at the end of a file is left out: its writer was killed while writing
+    it. A warning is logged if the folder has records of several runs, such as one that began anew on an empty Redis.
 
     Raises:
         BadMessage: a record is damaged.
     """
     tapes = [list(_records(file)) for file in sorted(folder.glob("*.msgpack"))]
-    # Each syncer archives what is there when it starts and all that comes: who started first knows most.
+    # Each syncer archives the tape that it finds at its start and all that follows, so the earliest file has the most.
     found = _in_order(sorted(filter(None, tapes), key=lambda tape: tape[0].unix_s))
     began = {record.began_unix_s for record in found if isinstance(record, Committed) and record.began_unix_s}
     if len(began) > 1:
@@ -47,7 +47,7 @@ def read_archive(folder: Path) -> list[TapeRecord]:
 
 
 def _in_order(tapes: Iterable[Sequence[TapeRecord]]) -> list[TapeRecord]:
-    """Each record once, by time; those of one tape in its order, since clocks differ, and are set."""
+    """Return each record once, by time, keeping the order within each tape: clocks differ, and may be set back."""
     found: dict[TapeRecord, float] = {}
     for tape in tapes:
         now_s = -math.inf
@@ -65,7 +65,9 @@ def _records(file: Path) -> Iterator[TapeRecord]:
         try:
             unpacker.skip()
         except msgpack.OutOfData:
-            if data.count(_KIND, start) > 1:  # others follow, so that its writer was not killed in it
+            if (
+                data.count(_KIND, start) > 1
+            ):  # more records follow, so this is damage and not the cut of a killed writer
                 raise BadMessage(f"{file}: the record at byte {start} is damaged{_OTHERS}") from None
             return
         except (ValueError, msgpack.UnpackException) as error:
@@ -78,7 +80,7 @@ def _records(file: Path) -> Iterator[TapeRecord]:
 
 
 async def read_live(bus: Bus) -> list[TapeRecord]:
-    """Records that are on the bus now, ordered as an archive's."""
+    """Return the records that are on the bus now, in the order of `read_archive`."""
     data = await bus.read_spec()
     if data is None:
         return []
@@ -94,14 +96,14 @@ async def read_live(bus: Bus) -> list[TapeRecord]:
 
 
 def as_json(record: TapeRecord) -> str:
-    """One line of JSON; digests as hex."""
+    """Return a record as one line of JSON, with digests in hex."""
     fields = record.model_dump()
     hexed = {name: value.hex() for name, value in fields.items() if isinstance(value, bytes)}
     return dumps(fields | hexed)
 
 
 def as_text(record: TapeRecord, start_unix_s: float) -> str:
-    """One line for people; times are since the first record."""
+    """Return a record as one line for people, with its time since the first record."""
     head = f"{record.unix_s - start_unix_s:9.2f} s  fragment {record.fragment:<3} "
     match record:
         case Committed():
@@ -126,14 +128,14 @@ async def _from_redis(url: str, run: str) -> list[TapeRecord]:
 
 
 def archive_of(folder: Path) -> Path | None:
-    """Where the tape is archived: in an output folder's `tape`, or in the folder itself, one of --tape-dir."""
+    """Return the folder of the tape's files: `tape` in an output folder, or a --tape-dir itself; None without any."""
     return next((place for place in (folder / "tape", folder) if any(place.glob("*.msgpack"))), None)
 
 
 def records_of(settings: BusSettings, folder: Path | None) -> list[TapeRecord]:
-    """The tape in `folder`, one of --tape-dir or a run's; or else of the run that `locate` finds.
+    """Return the tape in `folder`, a --tape-dir or a run's output folder, or else of the run that `locate` finds.
 
-    Of a run that is live: its archive, then what is only on the bus yet.
+    The tape of a live run is its archive, followed by the records that are only on the bus yet.
 
     Raises:
         UsageError: there is no such run, or nothing was recorded.

@@ -1,4 +1,4 @@
-"""`diloco watch`: the page of any run, or its curves elsewhere, by whoever may read its Redis."""
+"""`diloco watch`: serve the page of any run whose Redis this user may read, or write its curves to a tracker."""
 
 import asyncio
 import time
@@ -16,27 +16,30 @@ from diloco.pipeline.process import signals
 from diloco.tracking.follow import follow
 from diloco.workers.exchange.connecting import read_run
 
+# Time between two checks of whether the run is over.
 LOOK_S = 1.0
-"""Time between two looks whether the run is over."""
+# A run whose folder is gone counts as ended once its Redis has not answered for this long; less may be a failover.
 AWAY_S = 60.0
-"""A run whose folder is not there any more has ended, as far as can be seen, once its Redis was away for so long."""
 
 
 async def _serve(settings: WatchProcess, place: Place) -> None:
-    """Serve the page until a signal, also beyond the run's end: whoever looks at it sees how that was. Without its
-    output folder, which somebody may move or delete, for as long as the run's Redis answers.
+    """Serve the page until a signal, also beyond the run's end, so that its last state can be looked at.
+
+    If somebody moves or deletes the output folder meanwhile, the page is served for as long as the run's Redis answers.
 
     Raises:
-        UsageError: the run has ended otherwise; as `locate` says it.
-        BadMessage: it is not a run of this build.
-        DilocoError: neither its folder nor its Redis is there any more.
+        UsageError: the run has ended without a report; the message comes from `locate`.
+        BadMessage: the run was made by another build.
+        DilocoError: both the run's folder and its Redis are gone.
     """
     stop, said, lost, url = signals.stop_event(), False, False, place.redis_url
     answered_s = time.monotonic()
     assert url is not None  # noqa: S101  # there is something to watch
     async with AsyncExitStack() as stack:
         bus = await stack.enter_async_context(open_bus(url, place.run))
-        await read_run(bus)  # who may not, or cannot, is told so here, and not by a page that stays empty
+        await read_run(
+            bus
+        )  # fails here, with a message, if this user or build cannot read the run: the page would only stay empty
         collector, _ = await stack.enter_async_context(served(bus, settings, typer.echo, way_to(url)))
         typer.echo(f"watching run {place.run!r} until Ctrl-C; the run does not notice")
         while not stop.is_set():
@@ -58,7 +61,7 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
                 locate(settings, place.folder)
                 typer.echo(f"run {place.run!r} is over, its last moments were not seen: diloco report {place.folder}")
                 return
-            said = over  # it may be extended, and end again
+            said = over  # a run may be extended, and end a second time
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await stop.wait()
@@ -73,7 +76,7 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
     """Serve the page of the run that `locate` finds, or write its curves, until a signal.
 
     Raises:
-        UsageError: there is no such run, or it is over; or as `follow`.
+        UsageError: there is no such run, or it is over, or `follow` cannot write to its folder.
     """
     if web == (to is not None):
         raise UsageError(

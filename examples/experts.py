@@ -1,6 +1,6 @@
-"""A mixture of experts as a learner, in a plain loop, on Python's own source.
+"""Train a mixture of experts as a learner, in a plain loop, on Python's own source.
 
-Start a syncer (`diloco syncer --run experts`), then this as often as you like, all with DILOCO_REDIS_URL set.
+Start a syncer (`diloco syncer --run experts`), then this script once per learner, all with DILOCO_REDIS_URL set.
 """
 
 import os
@@ -17,7 +17,7 @@ tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()  # a byte i
 
 
 class Mixture(nn.Module):
-    """Each token goes through the two of its experts that the router likes best."""
+    """A layer that sends each token through the two experts to which the router gives the largest weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Mixture(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(N, WIDTH) to (N, WIDTH), and the balancing loss: 1 where all experts are used alike."""
+        """Map (N, WIDTH) to (N, WIDTH) and the balancing loss, which is 1 if all experts are used equally."""
         shares = self.router(x).softmax(-1)  # (N, EXPERTS)
         weights, chosen = shares.topk(2)  # (N, 2) each
         used = nn.functional.one_hot(chosen, EXPERTS).float().mean((0, 1))
@@ -39,7 +39,7 @@ class Mixture(nn.Module):
 
 
 class Model(nn.Module):
-    """Two layers of causal attention, each with a mixture in place of the MLP."""
+    """A causal transformer with two layers, each with a mixture of experts in place of the MLP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 256)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(B, LENGTH) to logits (B, LENGTH, 256), and the balancing loss."""
+        """Map tokens (B, LENGTH) to logits (B, LENGTH, 256) and the balancing loss."""
         mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
         x, balance = self.embedding(x) + self.place, torch.zeros(())
         for layer, (attention, mixture) in enumerate(zip(self.attention, self.mixtures, strict=True)):
@@ -68,7 +68,7 @@ loss = None
 
 
 def losses_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of so many rows of the text, drawn at random: that of the next byte, and the balancing loss."""
+    """Return the loss of the next byte and the balancing loss, for `count` rows of the text drawn at random."""
     starts = torch.randint(len(tokens) - LENGTH, (count, 1))
     rows = tokens[starts + torch.arange(LENGTH + 1)]  # (count, LENGTH + 1)
     logits, balance = model(rows[:, :-1])
@@ -78,11 +78,11 @@ def losses_of(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 with Learner(model, optimizer, run="experts") as learner:
     learner.attach(tokens=BATCH * LENGTH, loss=lambda: loss)
     while not learner.finished:
-        loss, balance = losses_of(BATCH)  # each learner draws its own
-        (loss + 0.01 * balance).backward()  # experts used alike: by this learner's batch, nobody else's
+        loss, balance = losses_of(BATCH)  # each learner draws its own rows
+        (loss + 0.01 * balance).backward()  # balances the experts over this learner's batch alone
         optimizer.step()
         optimizer.zero_grad()
-learner.load_globals()  # the model is the run's from here on
-torch.manual_seed(0)  # the same rows for all
+learner.load_globals()  # from here on the model has the run's values
+torch.manual_seed(0)  # the same rows for all learners
 with torch.no_grad():
     print(f"loss of the run's model {losses_of(512)[0].item():.3f}")

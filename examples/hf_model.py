@@ -1,7 +1,7 @@
-"""A causal language model of transformers as a learner, in a plain loop. Needs transformers.
+"""Train a causal language model of transformers as a learner, in a plain loop. Needs transformers.
 
-Start a syncer (`diloco syncer --run hf-model`), then this as often as you like, all with DILOCO_REDIS_URL set.
-At the end the run's weights are in a folder.
+Start a syncer (`diloco syncer --run hf-model`), then this script once per learner, all with DILOCO_REDIS_URL set.
+At the end each script saves the run's weights to a folder.
 """
 
 import os
@@ -17,11 +17,13 @@ text = b"".join(path.read_bytes() for path in sorted(Path(os.__file__).parent.gl
 tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()  # a byte is a token
 
 config = LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-model = AutoModelForCausalLM.from_config(config)  # or .from_pretrained("a-folder"): the same in all learners
+model = AutoModelForCausalLM.from_config(config)  # or .from_pretrained("a-folder"), the same in all learners
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
-with Learner(model, optimizer, run="hf-model") as learner:  # until 2.5M tokens are trained; else say tokens="1B"
-    learner.attach(tokens=BATCH * LENGTH * MICRO_BATCHES)  # of a step, all its micro-batches together
+with Learner(
+    model, optimizer, run="hf-model"
+) as learner:  # trains 2.5M tokens, the default; tokens="1B" sets another budget
+    learner.attach(tokens=BATCH * LENGTH * MICRO_BATCHES)  # tokens of a step: all its micro-batches together
     while not learner.finished:
         for _ in range(MICRO_BATCHES):
             starts = torch.randint(len(tokens) - LENGTH, (BATCH, 1))  # each learner draws its own
@@ -31,5 +33,5 @@ with Learner(model, optimizer, run="hf-model") as learner:  # until 2.5M tokens 
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-learner.load_globals()  # the model is the run's from here on, and not this learner's
+learner.load_globals()  # from here on the model has the run's values, not this learner's
 model.save_pretrained(f"hf-model-{learner.id}")

@@ -1,6 +1,6 @@
-"""A vision transformer as a learner, in a plain loop, on handwritten digits. Needs scikit-learn.
+"""Train a vision transformer as a learner, in a plain loop, on handwritten digits. Needs scikit-learn.
 
-Start a syncer (`diloco syncer --run images`), then this as often as you like, all with DILOCO_REDIS_URL set.
+Start a syncer (`diloco syncer --run images`), then this script once per learner, all with DILOCO_REDIS_URL set.
 """
 
 import torch
@@ -16,7 +16,7 @@ classes = torch.from_numpy(digits.target)
 
 
 class ViT(nn.Module):
-    """Patches, two layers of attention, the mean over patches, ten classes."""
+    """A vision transformer with two layers, whose mean over patches is classified into ten classes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class ViT(nn.Module):
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """(B, 1, 8, 8) to (B, 10)."""
+        """Map pixels (B, 1, 8, 8) to logits (B, 10)."""
         return self.head(self.layers(self.patches(pixels).flatten(2).mT + self.place).mean(1))
 
 
@@ -43,6 +43,6 @@ with Learner(model, optimizer, run="images") as learner:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-learner.load_globals()  # the model is the run's from here on
+learner.load_globals()  # from here on the model has the run's values
 right = (model(images[held_out]).argmax(-1) == classes[held_out]).float().mean()
 print(f"held-out accuracy {right:.3f}")

@@ -1,6 +1,6 @@
-"""A model in JAX with optax as a learner: it predicts the next byte of Python's own source from the eight before.
+"""Train a model in JAX with optax as a learner: it predicts the next byte of Python source from the eight before.
 
-Start a syncer (`diloco syncer --run jax-model`), then this as often as you like, all with DILOCO_REDIS_URL set.
+Start a syncer (`diloco syncer --run jax-model`), then this script once per learner, all with DILOCO_REDIS_URL set.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from diloco.jax import Learner
 
 CONTEXT, WIDTH, HIDDEN, BATCH = 8, 24, 192, 2048
 
-NAMES = {  # for torch's learners in the same run, such as jax_twin.py; a run in JAX alone needs none
+NAMES = {  # names and axes for torch learners in the same run (jax_twin.py); a run in JAX alone needs none
     "table.embedding": "table.weight",
     "hidden.kernel": ("hidden.weight", (1, 0)),
     "hidden.bias": "hidden.bias",
@@ -28,7 +28,7 @@ rng = np.random.default_rng()  # each learner draws rows of its own
 
 
 def initial(key: jax.Array) -> dict:
-    """The parameters: any pytree of arrays would do."""
+    """Return the initial parameters: any pytree of arrays would do."""
     table, hidden, out = jax.random.split(key, 3)
     return {
         "table": {"embedding": 0.1 * jax.random.normal(table, (256, WIDTH))},
@@ -41,7 +41,7 @@ def initial(key: jax.Array) -> dict:
 
 
 def loss_of(params: dict, rows: jax.Array) -> jax.Array:
-    """Mean loss in nats of the last byte of each row (B, CONTEXT + 1)."""
+    """Return the mean loss in nats of the last byte of each row (B, CONTEXT + 1)."""
     inputs = params["table"]["embedding"][rows[:, :-1]].reshape(len(rows), -1)
     hidden = jnp.tanh(inputs @ params["hidden"]["kernel"] + params["hidden"]["bias"])
     logits = hidden @ params["out"]["kernel"] + params["out"]["bias"]
@@ -52,14 +52,14 @@ optimizer = optax.adamw(3e-3)
 
 
 def train_step(params: dict, moments: optax.OptState, rows: jax.Array, share: float) -> tuple:
-    """One step of the optimizer, at this share of its rate."""
+    """Take one step of the optimizer, at this share of its learning rate."""
     loss, gradients = jax.value_and_grad(loss_of)(params, rows)
     updates, moments = optimizer.update(gradients, moments, params)
     return optax.apply_updates(params, jax.tree.map(lambda update: share * update, updates)), moments, loss
 
 
 def drawn() -> np.ndarray:
-    """Rows of the text (BATCH, CONTEXT + 1)."""
+    """Draw rows of the text (BATCH, CONTEXT + 1)."""
     starts = rng.integers(len(text) - CONTEXT, size=(BATCH, 1))
     return text[starts + np.arange(CONTEXT + 1)].astype(np.int32)
 
@@ -73,7 +73,7 @@ with Learner(initial(jax.random.key(0)), names=NAMES, run="jax-model") as learne
         params, moments, loss = train_step(params, moments, drawn(), rate())
         params = learner.step(params, tokens=BATCH, loss=loss)
 params = learner.globals()  # the run's values, the same for all learners
-rng = np.random.default_rng(0)  # the same rows for all
+rng = np.random.default_rng(0)  # the same rows for all learners
 own = f"last loss {loss:.3f}" if loss is not None else "the run is finished already"
 print(f"{own}, of the run's values {loss_of(params, drawn()):.3f}")
 np.savez(

@@ -1,6 +1,6 @@
-"""Your own model and loop as a learner: an LSTM learns to count in steps it has to find out.
+"""Train your own model in your own loop as a learner: an LSTM learns to continue sequences with an unknown step.
 
-Start a syncer (`diloco syncer --run own-model`), then this as often as you like, all with DILOCO_REDIS_URL set.
+Start a syncer (`diloco syncer --run own-model`), then this script once per learner, all with DILOCO_REDIS_URL set.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""What all integrations do: a learner for as long as somebody else's training lasts.
+"""The common part of all integrations: a learner that lives as long as another library's training.
 
-    made -> begin (the model and its optimizers stand) -> end, leave or give_up -> begin again, as trainers may
+    made -> begin (the model and its optimizers exist) -> end, leave or give_up -> begin again, as trainers may
 
-After `end` the model has the run's values, so that whatever saves it afterwards saves those. After the other two it
-has its own.
+After `end` the model has the run's values, so that a trainer that saves it afterwards saves those. After `leave` and
+`give_up` it has its own values.
 """
 
 import inspect
@@ -27,26 +27,26 @@ with naming_extra("diloco.integrations", "learner"):
     from diloco.workers.progress_schedule import share_by_progress
     from diloco.workers.stopping import Stopped
 
+# Keys under which batches have their inputs.
 INPUTS = ("input_ids", "tokens", "inputs")
-"""What batches call their inputs."""
 SAY_TOKENS = "say what a step trains: step_tokens=, a number or what is called for it after each step"
+# Threads in which dropped learners leave their runs, because the thread that dropped them could not wait (`drop`).
 LEAVING = WeakSet[threading.Thread]()
-"""In each of these a learner leaves that was dropped where nobody could wait."""
 
 
 def wait_for_leaving() -> None:
-    """Until all of them have left: the next learner may have the same state folder."""
+    """Wait until all dropped learners have left: the next learner may use the same state folder."""
     for one in list(LEAVING):
         one.join()
 
 
 def tokens_of(batch: Any) -> int:
-    """What a batch holds: the elements of its inputs if they are whole numbers, such as token ids; else the samples.
+    """Count the tokens of a batch: the elements of its inputs if these are integers, like token ids; else its samples.
 
-    The inputs are what is called `input_ids`, `tokens` or `inputs`, or the first entry of a pair.
+    The inputs are the entry `input_ids`, `tokens` or `inputs` of a mapping, or the first entry of a list or tuple.
 
     Raises:
-        UsageError: it has none of these.
+        UsageError: the batch has no such inputs.
     """
     inputs = batch
     while not hasattr(inputs, "shape"):
@@ -67,22 +67,22 @@ def check_schedule(schedule: Mapping[str, Any] | None) -> None:
 
     Raises:
         TypeError: it takes no such argument.
-        UsageError: as `share_by_progress`.
+        UsageError: an argument is out of bounds (`share_by_progress`).
     """
     bound = inspect.signature(Learner.progress_schedule).bind(None, None, **(schedule or {}))
     bound.apply_defaults()
-    share_by_progress(**bound.kwargs)  # all that it takes beside the optimizer, by name
+    share_by_progress(**bound.kwargs)  # the same arguments by name, except for the optimizer
 
 
 class Hosted:
-    """One trainer's learner. All of it is the training thread's."""
+    """The learner of one trainer. All its methods are called on the training thread, except for `drop`."""
 
     def __init__(self, step_tokens: int | Callable[[], Any] | None, arguments: Mapping[str, Any]) -> None:
-        """Nothing is connected yet.
+        """Check the arguments; nothing is connected yet.
 
         Args:
-            step_tokens: as `Learner.attach` takes them; None: `begin` says how the trainer's are counted.
-            arguments: further ones of `Learner`. All ranks that there are train one model.
+            step_tokens: tokens of a step, as `Learner.attach` takes them; None: the function of `begin` counts them.
+            arguments: further arguments of `Learner`. By default all ranks of the process group train one model.
 
         Raises:
             TypeError: `Learner` takes no such argument.
@@ -92,11 +92,11 @@ class Hosted:
         self._loss: Any = None
         self.learner: Learner | None = None
         self.exit_status = 0
-        """As the learner's that was last left."""
+        """Exit status of the learner that left last."""
 
     @property
     def present(self) -> Learner:
-        """The learner.
+        """The learner of the training that is under way.
 
         Raises:
             UsageError: training has not begun.
@@ -107,19 +107,19 @@ class Hosted:
 
     @property
     def counts_itself(self) -> bool:
-        """Nobody said what a step trains: batches are looked at."""
+        """Return whether the integration counts tokens from the batches, because `step_tokens` was not given."""
         return self._step_tokens is None
 
     @contextmanager
     def begin(self, model: Any, optimizers: Sequence[Any], tokens: Callable[[], int]) -> Iterator[Learner]:
-        """Join, and count the optimizers' steps from now on; learners of an earlier training leave before.
+        """Join the run and count the optimizers' steps from now on; learners of an earlier training leave first.
 
-        What the block raises is an error at the training's start: the learner leaves.
+        The block is the start of training: if it raises, the learner leaves the run.
 
-        tokens: of a step, if nobody said; called when its update is made.
+        tokens: counts the tokens of a step, if `step_tokens` was not given; called when the step's update is made.
 
         Raises:
-            DilocoError: as `Learner`, `open` and `attach`.
+            DilocoError: raised by `Learner`, `open` or `attach`.
         """
         self.give_up()
         wait_for_leaving()
@@ -128,12 +128,12 @@ class Hosted:
         try:
             self.learner.open().attach(given, list(optimizers), self._take_loss)
             yield self.learner
-        except BaseException:  # KeyboardInterrupt too: else it would stay in the run, and train nothing
+        except BaseException:  # KeyboardInterrupt too: else the learner stays in the run without training
             self.give_up()
             raise
 
     def tell(self, loss: Any) -> None:
-        """A loss, to be reported with the next step."""
+        """Set the loss that is reported with the next step."""
         self._loss = loss
 
     def _take_loss(self) -> Any:
@@ -141,24 +141,24 @@ class Hosted:
         return loss
 
     def end(self, longer: str) -> None:
-        """Leave as `leave`, and put the run's values into the model.
+        """Leave the run (`leave`), and put the run's values into the model.
 
         Raises:
-            DilocoError: as `close` and `load_globals`.
+            DilocoError: raised by `close` or `load_globals`.
         """
         learner = self.present
         over = self.leave(longer)
         learner.load_globals()
-        detail = "the model has the run's values now, and what saves it saves those"
+        detail = "the model has the run's values now, so the trainer saves those"
         structlog.get_logger().info("globals_loaded", learner=learner.id, finished=over, detail=detail)
 
     def leave(self, longer: str) -> bool:
-        """Leave; says so where the run is not over. Whether it is.
+        """Leave the run and return whether it is over; log a warning if it is not.
 
-        longer: how this training could have gone on.
+        longer: advice for the warning: how this training could have lasted longer.
 
         Raises:
-            DilocoError: as `close`.
+            DilocoError: raised by `close`.
         """
         learner, self.learner = self.present, None
         over = self._leave(learner, longer)
@@ -166,16 +166,19 @@ class Hosted:
         return over
 
     def drop(self, longer: str) -> None:
-        """Leave as `leave`, on whatever thread. One that leaving waits for has another one leave, which shows errors.
+        """Leave the run from any thread, also when the garbage collector closes an iterator there.
+
+        Leaving waits for the learner's own thread. If this is that thread, a new thread leaves instead, and prints its
+        errors.
 
         Raises:
-            DilocoError: as `close`.
+            DilocoError: raised by `close`.
         """
         if isinstance(threading.current_thread(), OwnThread):
             leaving = threading.Thread(target=self._leave_or_end, args=(self.present, longer))
             leaving.start()
             LEAVING.add(leaving)
-            self.learner = None  # from now on another thread may begin
+            self.learner = None  # last: from now on another thread may begin, and it waits for LEAVING
         else:
             self.leave(longer)
 
@@ -183,23 +186,23 @@ class Hosted:
     def _leave_or_end(cls, learner: Learner, longer: str) -> None:
         try:
             cls._leave(learner, longer)
-        except Stopped as stopped:  # it would end this thread only
+        except Stopped as stopped:  # a SystemExit ends only this thread, so the signal is sent to the process again
             os.kill(os.getpid(), stopped.number)
 
     @staticmethod
     def _leave(learner: Learner, longer: str) -> bool:
-        over, asked = learner.over, learner.finished  # asked before it is closed: a signal counts as seen
+        over, asked = learner.over, learner.finished  # read before close(), after which a signal counts as handled
         learner.close()
         if over or learner.over:
             return True
-        at = f"about {learner.progress:.1%}"  # as its last report was answered; the syncer writes it now and then
+        at = f"about {learner.progress:.1%}"  # of the last answered report: progress is written now and then
         why = "a signal has asked this process to end" if asked else longer
         detail = f"the trainer ended at {at} of the run, which goes on without it: {why}"
         structlog.get_logger().warning("trainer_ended_first", learner=learner.id, detail=detail)
         return False
 
     def give_up(self, save_state: bool = False) -> None:
-        """Leave a training that an error has ended; what is trained is published, and the error stays the one told."""
+        """Leave the run after an error: publish what is trained, and suppress errors so that the first one is shown."""
         if self.learner is not None:
             with suppress(DilocoError, SystemExit):
                 self.learner.close(save_state)
@@ -207,7 +210,7 @@ class Hosted:
 
 
 class HostedCallback:
-    """What the callbacks of all trainers have: their arguments, and the learner while it trains."""
+    """Base of the callbacks for trainers: takes their arguments, and has the learner while it trains."""
 
     def __init__(
         self,
@@ -217,18 +220,18 @@ class HostedCallback:
         evaluator: Evaluator | None = None,
         **learner: Any,
     ) -> None:
-        """Nothing is connected before training begins.
+        """Check the arguments; nothing is connected before training begins.
 
         Args:
-            step_tokens: trained in an optimizer step, all of its micro-batches together: a number, or what is called
-                for it. Default: as the class says.
-            schedule: arguments of `Learner.progress_schedule`, by which learning rates go then.
+            step_tokens: tokens that an optimizer step trains, all of its micro-batches together: a number, or a
+                function that returns it. Default: see the class.
+            schedule: arguments of `Learner.progress_schedule`, which then sets the learning rates.
             evaluator: measures the run's model whenever the trainer has evaluated its own.
             learner: arguments of `Learner`: run, tokens (of the whole run), redis_url, state_dir, sync and others.
 
         Raises:
-            TypeError: `Learner` takes no such argument, or `progress_schedule`.
-            UsageError: `schedule` is out of bounds.
+            TypeError: `Learner` or `progress_schedule` takes no such argument.
+            UsageError: an argument of `schedule` is out of bounds.
         """
         check_schedule(schedule)
         self._hosted, self._schedule, self._evaluator = Hosted(step_tokens, learner), schedule, evaluator
@@ -238,11 +241,11 @@ class HostedCallback:
         """The `Learner`, while it trains.
 
         Raises:
-            UsageError: it does not.
+            UsageError: there is no training under way.
         """
         return self._hosted.present
 
     @property
     def exit_status(self) -> int:
-        """As `Learner.exit_status`, once training has ended."""
+        """`Learner.exit_status` of the last training that has ended."""
         return self._hosted.exit_status

@@ -1,12 +1,12 @@
-"""A learner in Lightning's `Trainer`.
+"""A callback that makes Lightning's `Trainer` a learner.
 
     from diloco.integrations.lightning import DilocoCallback
 
     trainer = Trainer(..., callbacks=[DilocoCallback(run="my-run", tokens="1B")])
 
 The run's model is in the module when `fit` returns. Checkpoints that Lightning saves meanwhile hold this learner's own
-values, and are for going on: parameters come from the run all the same, moments from a state folder, else from the
-checkpoint. Fabric's loops are one's own: `diloco.integrations.loops`.
+values. If training is resumed from one, the parameters come from the run all the same, and the moments from a state
+folder, or from the checkpoint if there is none. For loops with Fabric use `diloco.integrations.loops`.
 """
 
 from collections.abc import Sequence
@@ -20,22 +20,22 @@ with naming_extra("diloco.integrations.lightning", "lightning"):
 
 
 class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
-    """Joins a run when fitting begins, trains until the run is finished, and leaves its model in the module.
+    """Joins a run when fitting begins, trains until the run is finished, and leaves the run's model in the module.
 
-    Unless it is told (`step_tokens`), a step has trained what its batches hold (`hosted.tokens_of`). `schedule` holds
-    whatever schedule the module has. What an `evaluator` measures is logged as `val_global_loss`.
+    Unless `step_tokens` is given, the tokens of a step are counted in its batches (`hosted.tokens_of`). `schedule`
+    applies whatever schedule the module has. The loss that an `evaluator` measures is logged as `val_global_loss`.
     """
 
     _schedulers: Sequence[Any] = ()
     _held = _of_step = 0
-    """Tokens of the batches since the last update; those of the update that is being made."""
+    """Tokens of the batches since the last update, and tokens of the update that is being made."""
     _batch = 0
-    """Tokens of the present batch that are in neither yet: a step that returns no loss does not train it."""
+    """Tokens of the present batch that are not held yet: a training step that returns no loss does not train them."""
     _losses: list[Any]
-    """Of the micro-batches since the last update."""
+    """Losses of the micro-batches since the last update."""
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Join with the module and its optimizers, which have loaded their checkpoint by now."""
+        """Join the run with the module and its optimizers, which have loaded their checkpoint by now."""
         self._losses, self._held = [], 0
         with self._hosted.begin(pl_module, trainer.optimizers, self._take_tokens) as learner:
             if self._schedule is not None:
@@ -43,14 +43,16 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
             trainer.should_stop |= learner.finished
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Count what the batch holds."""
+        """Count the tokens of the batch."""
         if self._hosted.counts_itself:
             self._batch = tokens_of(batch)
-            if not pl_module.automatic_optimization:  # a backward of its own need not pass by here
+            if (
+                not pl_module.automatic_optimization
+            ):  # with manual optimization `on_before_backward` may never be called
                 self._hold()
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """A micro-batch's share of its step's loss."""
+        """Collect the loss of a micro-batch, which Lightning has divided by the number of micro-batches."""
         self._losses.append(loss.detach())
         self._hold()
 
@@ -62,28 +64,28 @@ class DilocoCallback(HostedCallback, Callback):  # type: ignore[misc]
         return tokens
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        """All batches since the last update are this one's, also where a GradScaler skips it."""
-        if self._losses or self._held:  # of several optimizers, the first one
+        """Assign all batches since the last update to this one, also if a GradScaler skips it."""
+        if self._losses or self._held:  # with several optimizers, the first one that steps takes them all
             self._hosted.tell(sum(self._losses) if self._losses else None)
             self._of_step, self._held, self._losses = self._held, 0, []
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """End with the run."""
-        if not self._losses:  # an update was made
+        """Step the schedules after an update, and stop the trainer once the run is finished."""
+        if not self._losses:  # an update was made since, which has taken the losses
             for scheduler in self._schedulers:
                 scheduler.step()
         trainer.should_stop |= self.learner.finished
 
     def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """The run's model too."""
+        """Evaluate the run's model too."""
         wanted = None if trainer.sanity_checking else self._evaluator
         if wanted is not None and (loss := wanted.evaluate()) is not None:
             pl_module.log("val_global_loss", loss)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Leave, and put the run's values into the module."""
+        """Leave the run, and put its values into the module."""
         self._hosted.end(f"give it more than max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Leave; the state is saved where the process was only asked to end, by Ctrl-C too."""
+        """Leave the run; save the learner's state only if the process was asked to end, by a signal or Ctrl-C."""
         self._hosted.give_up(save_state=isinstance(exception, (SystemExit, KeyboardInterrupt)))

@@ -1,4 +1,4 @@
-"""A learner in a loop of one's own, with Accelerate, Fabric or neither: its loader lasts as long as the run.
+"""A loader that makes your own loop, with Accelerate, Fabric or neither, a learner: it lasts as long as the run.
 
 from diloco.integrations.loops import RunLoader
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     from diloco.workers.learner import Learner
 
 
+# Iterators of all loaders. The references are weak: an iterator that nobody holds is closed, and so leaves its run.
 PASSES = WeakSet[Generator[Any, None, None]]()
-"""Of all loaders, each as long as somebody holds it."""
 
 
 @atexit.register
 def close_passes() -> None:
-    """What is still held as the program ends leaves its run; later, the learner's own thread would be gone."""
+    """Close the iterators that are still held at exit, while the learners' threads still run, so that they leave."""
     for one in list(PASSES):
         try:
             one.close()
-        except Stopped:  # it ends already
+        except Stopped:  # the process is ending already
             pass
-        except Exception as error:  # the others are to leave all the same
+        except Exception as error:  # the other iterators must be closed all the same
             detail = f"{type(error).__name__}: {error}"
             if getgeneratorstate(one) == GEN_RUNNING:
                 detail = "a thread was waiting for its next batch as the program ended: join it before"
@@ -45,15 +45,15 @@ def close_passes() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=PASSES.clear)  # they are the parent's
+    os.register_at_fork(after_in_child=PASSES.clear)  # a forked DataLoader worker must not leave its parent's run
 
 
 class RunLoader:
-    """A loader's batches, epoch after epoch, until the run is finished; then the model has the run's values.
+    """Yields a loader's batches, epoch after epoch, until the run is finished; then the model has the run's values.
 
-    What a step trains is counted from the batches since the one before. Leaving the loop earlier, by `break` or by an
-    error, leaves the run too; the model keeps its own values. So does whoever drops or closes an iterator of it, or
-    holds one as the program ends.
+    The tokens of a step are counted in the batches since the step before. If the loop is left earlier, by `break` or by
+    an error, the learner leaves the run and the model keeps its own values. The same happens if an iterator of this
+    loader is closed or no longer referenced, or when the program ends.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class RunLoader:
         step_tokens: int | Callable[[], Any] | None = None,
         **learner: Any,
     ) -> None:
-        """Nothing is connected before the first batch is asked for.
+        """Check the arguments; nothing is connected before the first batch is requested.
 
         Args:
-            loader: of batches; it is gone through again and again.
-            model, optimizer: as `Learner` takes them; of several optimizers a list, in the order in which they step.
-            step_tokens: trained in an optimizer step, all of its micro-batches together: a number, or what is called
-                for it. Default: what the batches hold (`hosted.tokens_of`); those of a step that a GradScaler skips
-                are counted with the next one.
+            loader: iterable of batches; it is iterated once per epoch.
+            model, optimizer: as `Learner` takes them; several optimizers as a list, in the order in which they step.
+            step_tokens: tokens that an optimizer step trains, all of its micro-batches together: a number, or a
+                function that returns it. Default: counted in the batches (`hosted.tokens_of`); the tokens of a step
+                that a GradScaler skips are counted with the next one.
             learner: arguments of `Learner`: run, tokens (of the whole run), redis_url, state_dir, sync and others.
 
         Raises:
@@ -86,7 +86,7 @@ class RunLoader:
         self._over = False
 
     def tell(self, loss: Any) -> None:
-        """The loss of a step, before its `optimizer.step()`: one number, or a tensor of one, shown in the status."""
+        """Report the loss of a step for the status, before its `optimizer.step()`: a number or a one-element tensor."""
         self._hosted.tell(loss)
 
     @property
@@ -94,27 +94,27 @@ class RunLoader:
         """The `Learner`, inside the loop.
 
         Raises:
-            UsageError: outside.
+            UsageError: outside of the loop.
         """
         return self._hosted.present
 
     @property
     def exit_status(self) -> int:
-        """As `Learner.exit_status`, after the loop."""
+        """`Learner.exit_status`, after the loop."""
         return self._hosted.exit_status
 
     def __iter__(self) -> Generator[Any, None, None]:
-        """A pass: it joins when its first batch is asked for, and raises then. Its own `close` leaves the run too.
+        """Return an iterator that joins the run when its first batch is requested. Its `close` leaves the run.
 
-        Raises:
+        Raises (at the first batch):
             UsageError: another pass over this loader is under way.
-            DilocoError: as `Learner`, `open`, `close` and `load_globals`.
+            DilocoError: raised by `Learner`, `open`, `close` or `load_globals`.
         """
         PASSES.add(one := self._pass())
         return one
 
     def _pass(self) -> Generator[Any, None, None]:
-        """Join, give batches, leave; nothing in the epochs after the run's end."""
+        """Join the run, yield batches, leave. Yield nothing in the epochs after the run's end."""
         if self._over:
             return
         if self._hosted.learner is not None:
@@ -134,8 +134,8 @@ class RunLoader:
                             break
                     if held is None:
                         raise UsageError("the loader has no batch")
-            except GeneratorExit:  # by `break` or by an error of the loop's body: nothing here tells them apart
-                if os.getpid() == pid:  # else in a child, where it is the parent's
+            except GeneratorExit:  # a `break` or an error in the loop's body: a generator cannot tell them apart
+                if os.getpid() == pid:  # in a forked child the learner belongs to the parent
                     self._hosted.drop("its loop was left before")
                 raise
             self._over = True

@@ -1,12 +1,12 @@
-"""A learner in transformers' `Trainer`, and in those made from it, such as TRL's.
+"""A callback that makes transformers' `Trainer`, or a subclass such as TRL's trainers, a learner.
 
     from diloco.integrations.transformers import DilocoCallback
 
     trainer = Trainer(..., callbacks=[DilocoCallback(run="my-run", tokens="1B")])
 
-The model is its own after each step as before; the run's is in it when `train` returns. Checkpoints that the Trainer
-saves meanwhile hold this learner's own values, and are for going on: parameters come from the run all the same,
-moments from a state folder, else from the checkpoint.
+During training the model has this learner's own values; when `train` returns it has the run's. Checkpoints that the
+Trainer saves meanwhile hold the learner's own values. If training is resumed from one, the parameters come from the run
+all the same, and the moments from a state folder, or from the checkpoint if there is none.
 """
 
 from typing import Any
@@ -20,21 +20,23 @@ with naming_extra("diloco.integrations.transformers", "transformers"):
 
 
 class DilocoCallback(HostedCallback, TrainerCallback):  # type: ignore[misc]
-    """Joins a run when training begins, trains until the run is finished, and leaves its model with the Trainer.
+    """Joins a run when training begins, trains until the run is finished, and leaves the run's model with the Trainer.
 
-    Unless it is told (`step_tokens`), a step has trained the inputs that the Trainer counts
-    (`include_num_input_tokens_seen`, which is set to "all" if it is "no"). `schedule` takes the place of the Trainer's
-    own, over its own steps. What an `evaluator` measures is `eval_global_loss` of the Trainer's metrics.
+    Unless `step_tokens` is given, the tokens of a step are those that the Trainer counts
+    (`include_num_input_tokens_seen`, which is set to "all" if it is "no"). `schedule` replaces the Trainer's own
+    schedule, and the Trainer steps it. The loss that an `evaluator` measures is `eval_global_loss` in the Trainer's
+    metrics.
     """
 
     _state: Any = None
     _seen_before = 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Join with the Trainer's model and its optimizer, which has loaded its checkpoint by now.
+        """Join the run with the Trainer's model and its optimizer, which has loaded its checkpoint by now.
 
         Raises:
-            DilocoError: as `Learner`, `open` and `attach`; or for a Trainer whose model or schedule is not its own.
+            DilocoError: raised by `Learner`, `open` or `attach`; or the Trainer uses DeepSpeed, or a schedule that
+                cannot be replaced.
         """
         if args.deepspeed:
             raise UsageError("DeepSpeed trains copies of the parameters, so that nothing can be adopted: leave it out")
@@ -50,30 +52,32 @@ class DilocoCallback(HostedCallback, TrainerCallback):  # type: ignore[misc]
             control.should_training_stop |= learner.finished
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What was counted until now is of earlier steps."""
+        """Note the Trainer's count of tokens before the step."""
         self._seen_before = state.num_input_tokens_seen
 
     def _step_tokens(self) -> int:
         if not self._state.num_input_tokens_seen:
             raise UsageError(f"the Trainer does not know the model's input (`main_input_name`): {SAY_TOKENS}")
-        if not self._state.is_world_process_zero:  # the Trainer counts those of all ranks, and ranks' are added up
+        if (
+            not self._state.is_world_process_zero
+        ):  # the Trainer has summed over ranks, and `Learner` sums again: only rank 0 reports
             return 0
         return int(self._state.num_input_tokens_seen) - self._seen_before
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End with the run."""
+        """Stop the Trainer once the run is finished."""
         control.should_training_stop |= self.learner.finished
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """The mean loss since the line before is what the Trainer shows of its losses."""
+        """Report the loss that the Trainer logs: the mean since its last log line."""
         if logs and "loss" in logs:
             self._hosted.tell(float(logs["loss"]))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """The run's model too."""
+        """Evaluate the run's model too."""
         if self._evaluator is not None and metrics is not None and (loss := self._evaluator.evaluate()) is not None:
             metrics["eval_global_loss"] = loss
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leave, and put the run's values into the model."""
+        """Leave the run, and put its values into the model."""
         self._hosted.end(f"give it more than max_steps={state.max_steps} (or epochs)")

@@ -1,1 +1,1 @@
-"""`diloco watch --to`: curves in TensorBoard or Weights & Biases, written beside a run. Learners carry no tracker."""
+"""`diloco watch --to`: write a run's curves to TensorBoard or Weights & Biases, beside it. Learners have none."""

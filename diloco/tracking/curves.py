@@ -1,8 +1,8 @@
-"""A run's curves: points of what was read of it. Pure but for what it remembers.
+"""Turn what was read from a run into the points of its curves. Does no input or output.
 
-Held-out loss lies at the run's trained tokens, and merges at their round, which is a version that every fragment has
-reached: both are told from the run's first second. What is so now, rates, fates and learners, lies at the trained
-tokens of the look that saw it: nobody can tell it of the time before.
+The x axis is trained tokens for held-out loss, and the round for merges; a round is a version that every fragment has
+reached. Redis and the tape have both from the run's start. The present values (rates, fates of tokens, learners) are
+drawn at the trained tokens of the look that read them, and are not known for the time before the first look.
 """
 
 from collections import defaultdict
@@ -13,29 +13,29 @@ from diloco.pipeline.messages.tape import Committed, Rejected
 from diloco.pipeline.view.last_look import Reading
 from diloco.pipeline.view.page.model import Look
 
+# Prefix of the curves whose x axis is the round; all others have trained tokens.
 ROUND = "merges/"
-"""How the names of curves begin that lie at rounds; all others lie at tokens."""
 
 
 class Point(NamedTuple):
-    """A value of a curve."""
+    """One point of a curve."""
 
     tag: str
     step: int
-    """Trained tokens of the run, or a round."""
+    """Place on the x axis: trained tokens of the run, or a round."""
     value: float
     unix_s: float
 
 
 def evaluations(look: Look) -> list[Point]:
-    """Held-out loss of the global parameters: a point an evaluation."""
+    """Return the held-out loss of the global parameters, one point per evaluation."""
     return [Point("global/loss", one.tokens, one.loss, one.unix_s) for one in look.evaluations]
 
 
 def now(reading: Reading, look: Look) -> list[Point]:
-    """What was so at a look, which is the reading's last: tokens by fate, rates, each live learner, bytes of Redis.
+    """Return the present values at a look: tokens by fate, rates, each live learner, bytes of Redis.
 
-    Nothing before the first step.
+    There are none before the first step. `look` must be the last one that `reading` has seen.
     """
     status = look.status
     learners = [one for one in reading.learners() if one["live"]]
@@ -64,23 +64,23 @@ def now(reading: Reading, look: Look) -> list[Point]:
 
 
 class Rounds:
-    """Merges by round, from the tape."""
+    """Collects merges from the tape, and returns points for each round."""
 
     def __init__(self) -> None:
         self._merges: dict[int, dict[int, Committed]] = defaultdict(dict)
-        """By version and fragment; of one merged again after Redis went back, the later."""
+        """Merges by version and fragment. If a version was merged again after Redis lost it, the later merge counts."""
         self._rejected: dict[int, float] = defaultdict(float)
-        """Tokens of the model, by the version that would have come of them."""
+        """Rejected tokens, times their fragment's share of the model, by the version that they were meant for."""
         self._told, self._told_s = 0, 0.0
 
     def see(self, look: Look) -> list[Point]:
-        """The rounds that are complete now: one in which a fragment's merge is not on the tape any more never is."""
+        """Return points of the rounds that are complete. A round stays incomplete if the tape has dropped a merge."""
         if look.anew:
             self._merges.clear()
             self._rejected.clear()
         for one in look.records:
             if one.version + isinstance(one, Rejected) <= self._told:
-                continue  # again, after Redis went back
+                continue  # made again after Redis lost its newest state: this round is written already
             if isinstance(one, Committed) and one.contributions:
                 self._merges[one.version][one.fragment] = one
             elif isinstance(one, Rejected):

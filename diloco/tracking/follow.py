@@ -1,7 +1,8 @@
-"""Follows a run, and writes its curves until it is finished. It reads only: the run does not notice.
+"""Follow a run and write its curves until it is finished. It only reads from Redis, so the run is not affected.
 
-Points are noted in a file once they are on disk. Who goes on later reads the run from its first second, and leaves out
-what is noted. A kill between writing and noting makes points again: the same values at the same steps.
+Once points are on disk, the last ones are noted in a file. A later call reads the run from its start, and leaves out
+all points up to the noted ones. If the process is killed between writing and noting, points are written twice, with the
+same values at the same steps.
 """
 
 import asyncio
@@ -27,20 +28,20 @@ from diloco.tracking.curves import Point, Rounds, evaluations, now
 from diloco.tracking.trackers import PACKAGES, TensorBoard, Tracker, Wandb, check_package
 
 EVERY_S = 10.0
+# Time to wait for the evaluation of a finished run's last model, which comes after the end of training.
 LAST_S = 120.0
-"""For the evaluation of a finished run's last model, which comes after its end."""
 
 
 def _mark(kind: str, point: Point) -> list[float]:
-    """What grows from point to point: a run may be evaluated again at the same tokens, as at its end."""
+    """Return a key that grows from point to point: a run may be evaluated twice at the same tokens, as at its end."""
     return [point.step, point.unix_s if kind == "evaluations" else 0]
 
 
 class Notes:
-    """What of which run was written there; the folder is this process's own for as long as it lives."""
+    """Notes in an output folder: the run, and the points written so far. Locks the folder while the process lives."""
 
     def __init__(self, folder: Path, run: str, kind: str) -> None:
-        """Read them, if there are some.
+        """Lock the folder, and read its notes if it has some.
 
         Raises:
             UsageError: the folder has another run's curves, another watcher is at work on it, or it cannot be used.
@@ -72,14 +73,14 @@ class Notes:
         self._last: dict[str, list[float]] = dict(found.get("last", {}))
 
     def close(self) -> None:
-        """Leave the folder to others."""
+        """Unlock the folder."""
         os.close(self._lock)
 
     def check(self, began_s: float | None) -> None:
-        """Take note of when the run first began, in Unix time.
+        """Note when the run first began, in Unix time; None: it has not begun.
 
         Raises:
-            UsageError: it is another run than that of the notes.
+            UsageError: the notes are about another run, which has the same name and began at another time.
         """
         if began_s is not None:
             if self._began_s is None:
@@ -91,7 +92,7 @@ class Notes:
                 )
 
     def put(self, kind: str, points: list[Point], tracker: Tracker) -> None:
-        """Write those beyond the last one of their kind."""
+        """Write the points beyond the last one of their kind."""
         last = self._last.get(kind, [-1, 0])
         new = [one for one in points if _mark(kind, one) > last]
         if not new:
@@ -102,13 +103,13 @@ class Notes:
             self.save()
 
     def save(self) -> None:
-        """Note what was put: all of it is on disk."""
+        """Save the notes; all points that were put must be on disk."""
         notes = {"run": self.run, "began_unix_s": self._began_s, "life": self.life, "last": self._last}
         replace(self._file, [dumps(notes).encode()])
 
 
 class Writer:
-    """Writes what looks at a run tell."""
+    """Writes the points of successive looks at a run."""
 
     def __init__(self, notes: Notes, tracker: Tracker) -> None:
         self._notes, self._tracker = notes, tracker
@@ -116,12 +117,13 @@ class Writer:
         self._now: list[Point] = []
 
     def see(self, look: Look) -> None:
-        """Write what is new.
+        """Write the points that are new at a look.
 
-        What is so now is written once there are more tokens: of looks at the same ones the last counts.
+        The present values are held back until a look has more trained tokens: of several looks at the same number of
+        tokens only the last one is written.
 
         Raises:
-            UsageError: as `Notes.check`.
+            UsageError: the run is another one than before (`Notes.check`).
         """
         self._notes.check(look.origin_s)
         self._notes.put("evaluations", evaluations(look), self._tracker)
@@ -133,7 +135,7 @@ class Writer:
         self._now = new or self._now
 
     def end(self) -> None:
-        """Write what is held back."""
+        """Write the present values that are held back."""
         self._notes.put("now", self._now, self._tracker)
 
 
@@ -150,14 +152,16 @@ async def _follow(url: str, run: str, writer: Writer) -> None:
             else:
                 writer.see(look)
                 if max(len(look.records), len(look.evaluations)) >= MOST_READ:
-                    continue  # there may be more
+                    continue  # a full read may not be the last one
                 if look.status["phase"] != Phase.FINISHED:
                     over_s = None
                     if not (said or look.shares):
                         typer.echo(f"nothing is known of run {run!r} yet: waiting for it to begin")
                         said = True
                 elif over_s is None:
-                    over_s = clock.now()  # a look more: what was merged before the end may have come after the tape
+                    over_s = (
+                        clock.now()
+                    )  # look once more: this look read the tape before the state, so the last merges may be missing
                 elif (last := look.status["evaluation"]) is None or last["final"]:
                     typer.echo(f"run {run!r} is finished, and its curves are whole")
                     return
@@ -173,14 +177,15 @@ def follow(url: str, run: str, kind: str, folder: Path | None) -> None:
     """Write the curves of a run until it is finished, or a signal.
 
     Args:
-        url: of its Redis.
-        run: its name.
-        kind: of `PACKAGES`.
-        folder: None: one of the kind and the run.
+        url: URL of the run's Redis.
+        run: name of the run.
+        kind: tracker to write to, a key of `PACKAGES`.
+        folder: where to write; None: tracked/KIND/RUN.
 
     Raises:
-        UsageError: no such kind, its package is missing, or the folder cannot be used.
-        PeerError: what is on the Redis is not a run of this build.
+        UsageError: there is no such kind, its package is missing, or the folder cannot be used.
+        PeerError: the run on this Redis was made by another build.
+        DilocoError: the folder cannot be written any more.
     """
     if kind not in PACKAGES:
         raise UsageError(f"--to {kind}: there are {', '.join(PACKAGES)}")

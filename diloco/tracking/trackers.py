@@ -1,4 +1,4 @@
-"""What `diloco watch --to` writes to: TensorBoard's files, or Weights & Biases. Each is imported when it is wanted."""
+"""The trackers of `diloco watch --to`: TensorBoard's files, or Weights & Biases. Each package is imported on use."""
 
 import importlib
 from collections import defaultdict
@@ -9,15 +9,15 @@ from typing import Protocol
 from diloco.pipeline.errors import UsageError, missing
 from diloco.tracking.curves import ROUND, Point
 
+# Kinds of trackers -> the module that each needs.
 PACKAGES = {"tensorboard": "tensorboard.summary.writer.event_file_writer", "wandb": "wandb"}
-"""What each kind needs."""
 
 
 def check_package(kind: str) -> None:
-    """Before anything is made for it.
+    """Check that the package of a kind is installed, before a folder is made for it.
 
     Raises:
-        UsageError: what the kind needs is not installed.
+        UsageError: the package is not installed.
     """
     try:
         importlib.import_module(PACKAGES[kind])
@@ -26,27 +26,27 @@ def check_package(kind: str) -> None:
 
 
 class Tracker(Protocol):
-    """Where curves are kept."""
+    """A place that keeps curves."""
 
     on_disk: bool
-    """Points are on disk once they are put; else once it is closed."""
+    """True if points are on disk when `put` returns; else they are when `close` returns."""
 
     def put(self, points: Sequence[Point]) -> None:
         """Add points."""
         ...
 
     def close(self) -> None:
-        """End in order: all points are on disk."""
+        """Close the tracker, so that all points are on disk."""
         ...
 
 
 class TensorBoard:
-    """Event files in a folder, one more for each life of the writer."""
+    """Writes event files to a folder, a new file for each process that writes."""
 
     on_disk = True
 
     def __init__(self, folder: Path) -> None:
-        """Begin one."""
+        """Begin a new event file in the folder."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
@@ -55,7 +55,7 @@ class TensorBoard:
         self._writer = EventFileWriter(str(folder))
 
     def put(self, points: Sequence[Point]) -> None:
-        """As `Tracker`."""
+        """Write the points and flush them to disk."""
         for point in points:
             value = self._summary.Value(tag=point.tag, simple_value=point.value)
             summary = self._summary(value=[value])
@@ -63,25 +63,25 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """As `Tracker`."""
+        """Close the event file."""
         self._writer.close()
 
 
 class Wandb:
-    """A run of Weights & Biases; WANDB_MODE, WANDB_PROJECT and the like say where."""
+    """Writes to a run of Weights & Biases; WANDB_MODE, WANDB_PROJECT and the like configure it."""
 
     on_disk = False  # its own process writes 32 KiB at a time, and loses the rest if this one is killed
 
     def __init__(self, folder: Path, run: str, life: str) -> None:
-        """Begin it, or go on with it.
+        """Begin the run, or continue it.
 
         Args:
-            folder: for its files.
-            run: its name there.
-            life: its id there.
+            folder: folder for its files.
+            run: name that Weights & Biases shows.
+            life: id of the run there; a later call with the same id continues the run.
 
         Raises:
-            UsageError: it refuses.
+            UsageError: Weights & Biases refuses.
         """
         import wandb
 
@@ -93,7 +93,7 @@ class Wandb:
         self._run.define_metric(f"{ROUND}*", step_metric="round")
 
     def put(self, points: Sequence[Point]) -> None:
-        """As `Tracker`."""
+        """Add the points; all that share a step are one row."""
         rows: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
         for point in points:
             axis = "round" if point.tag.startswith(ROUND) else "tokens"
@@ -102,5 +102,5 @@ class Wandb:
             self._run.log({**values, axis: step})
 
     def close(self) -> None:
-        """As `Tracker`."""
+        """Finish the run, which waits until all points are written."""
         self._run.finish()
