@@ -1,4 +1,4 @@
-"""`diloco doctor`: what is wrong with this machine and its Redis, before a run is.
+"""`diloco doctor`: find what is wrong with this machine and its Redis before a run fails because of it.
 
-`facts` are what was measured, `checks` judges them and knows nothing else, `measure` measures, `command` tells.
+`measure` measures, `facts` has the types of what was measured, `checks` judges the facts alone, `command` prints.
 """

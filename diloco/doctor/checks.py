@@ -1,4 +1,4 @@
-"""What the facts say: for each a finding, with the figure, and what to do where it is not as it should be. Pure."""
+"""Judge the facts: return findings, each with the measured figure, and with a remedy if something is wrong. Pure."""
 
 import math
 import re
@@ -19,27 +19,27 @@ from diloco.pipeline.site import LEAST_PARAMS, Site
 from diloco.pipeline.units import as_bytes, as_rate, counted, written
 
 PARTIES = ("syncer", "learner", "evaluator", "viewer")
+# A difference between two clocks from which on a warning says that displayed times are wrong.
 MOST_SKEW_S = 10.0
-"""Between two clocks, from which on the times that people read are said to be wrong."""
+# A round trip from which on there is a warning: calls that are given up after a part of a lease have no time to spare.
 FAR_S = 1.0
-"""A round trip from which on calls that are given up after a part of a lease have no time to spare."""
+# The user of connections that do not log in.
 DEFAULT_USER = "default"
-"""Whom a server takes for those who do not log in."""
+# A measured and a computed figure agree if neither is more than this many times the other.
 FAR = 2.0
-"""Times, by which two figures of one thing differ that do not agree."""
 SMALL_PARAMS = 1e7
 SEE_STATUS = "`diloco status` says what helps; run the doctor on the syncers' machine to judge that one"
+# The remedy that `server.to_maxmemory` writes.
 _MAXMEMORY = re.compile(r"(maxmemory (?:to )?)([0-9]+)mb")
-"""As `server.to_maxmemory` writes it."""
+# Free bytes that every disk needs, for a tape or a log.
 LITTLE_BYTES = 100e6
-"""Of a disk: less is no room for a tape or a log."""
 
 
 # --- this machine -----------------------------------------------------------------------------------------
 
 
 def software(machine: Machine, party: str) -> Iterator[Finding]:
-    """Versions, and what is not installed."""
+    """Report versions, and packages that are not installed."""
     if machine.missing:
         yield error("packages", f"not installed: {', '.join(machine.missing)}", "pip install diloco")
     there = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
@@ -52,7 +52,7 @@ def software(machine: Machine, party: str) -> Iterator[Finding]:
 
 
 def threads(cores: int, processes: int, each: int, said: str) -> Finding:
-    """Whether those of all learners here have a core each. each: threads of one; said: by whom."""
+    """Check that every torch thread here has a core. each: threads of one learner; said: where that number is from."""
     wanted, fit = processes * each, max(1, cores // processes)
     who = "a learner has" if processes == 1 else f"{processes} learners have"
     found = f"{who} {wanted} torch threads on {cores} cores ({said})"
@@ -67,7 +67,7 @@ def threads(cores: int, processes: int, each: int, said: str) -> Finding:
 
 
 def blas(cores: int, each: int, fragments: int) -> Finding:
-    """Whether merges beside each other multiply matrices on cores that are there. each: BLAS threads of a merge."""
+    """Check that merges at the same time use no more BLAS threads than cores. each: BLAS threads of one merge."""
     found = f"a merge multiplies matrices on {each} of {cores} cores"
     if each > 1 and min(fragments, cores) * each > cores:
         fit = max(1, cores // fragments)
@@ -77,10 +77,10 @@ def blas(cores: int, each: int, fragments: int) -> Finding:
 
 
 def folder(one: Folder, needed_bytes: float = 0.0) -> Finding:
-    """Whether it can be written to, and holds what will be added. needed_bytes: 0 is not known, or little."""
+    """Check that a folder can be written and has room. needed_bytes: what will be added; 0: not known, or little."""
     about = f"disk of {one.setting}"
     if one.problem:
-        remedy = f"mend that, or name another place by --{one.setting}"
+        remedy = f"correct that, or name another place by --{one.setting}"
         return error(about, f"{one.path} cannot be written: {one.problem}", remedy)
     if math.isinf(one.free_bytes):
         return ok(about, f"{one.path} can be written")
@@ -95,7 +95,7 @@ def folder(one: Folder, needed_bytes: float = 0.0) -> Finding:
 
 
 def server(nodes: Iterable[Server]) -> Iterator[Finding]:
-    """What it is and how it is set, each node of it."""
+    """Check the version, role and settings of each node of the server."""
     nodes = list(nodes)
     for look in (of_server.version, of_server.role, of_server.eviction, of_server.disk):
         yield from _of_each(nodes, look)
@@ -106,7 +106,7 @@ def server(nodes: Iterable[Server]) -> Iterator[Finding]:
 
 
 def sentinels(unwell: Sequence[str]) -> Iterator[Finding]:
-    """Whether all of them would help to replace a primary. unwell: those that would not, each with why."""
+    """Warn about sentinels that could not help to replace a primary. unwell: these sentinels, each with the reason."""
     if unwell:
         yield warning(
             "sentinels",
@@ -116,12 +116,12 @@ def sentinels(unwell: Sequence[str]) -> Iterator[Finding]:
 
 
 def persistence(nodes: Iterable[Server], checkpoints: bool) -> Iterator[Finding]:
-    """What a restart of each node loses. checkpoints: a syncer here can keep some, or those of the run do."""
+    """Report what a restart of each node loses. checkpoints: a syncer here or of the run saves checkpoints."""
     yield from _of_each(nodes, partial(of_server.persistence, checkpoints=checkpoints))
 
 
 def _of_each(nodes: Iterable[Server], look: Callable[[Server], Finding]) -> Iterator[Finding]:
-    """What there is to say of nodes, once; of several it is said which it is about, unless it is all of them."""
+    """Yield the findings on nodes, each once, with the nodes that it is about unless it is about all of them."""
     about: dict[Finding, list[str]] = {}
     for node in nodes:
         about.setdefault(look(node), []).append(node.at)
@@ -131,7 +131,7 @@ def _of_each(nodes: Iterable[Server], look: Callable[[Server], Finding]) -> Iter
 
 
 def fills(nodes: Iterable[Server], run: Run | None) -> Iterator[Finding]:
-    """How full each node is."""
+    """Check how full each node is."""
     nodes = list(nodes)
     learners = 0 if run is None else max(run.sync.quorum, run.learners if run.live is None else run.live)
     a_round = 0.0 if run is None else round_bytes(run.params, learners, run.sync.codec) / len(nodes)
@@ -139,24 +139,24 @@ def fills(nodes: Iterable[Server], run: Run | None) -> Iterator[Finding]:
 
 
 def memory(nodes: Iterable[Server], run: Run) -> Finding:
-    """Whether the run fits into it."""
+    """Check that the run fits into the memory of its server."""
     nodes = list(nodes)
     limits = [node.maxmemory_bytes for node in nodes]
     limit = sum(limits) if all(limits) else 0
-    machines = 0 if len(nodes) > 1 else nodes[0].machine_bytes  # nodes may share one
+    machines = 0 if len(nodes) > 1 else nodes[0].machine_bytes  # several nodes may share a machine
     backlogs = of_server.backlogs_bytes(nodes)
     return of_server.room(limit, run.params, run.sync, run.learners, machines, len(nodes), backlogs)
 
 
 def one_maxmemory(findings: Iterable[Finding]) -> list[Finding]:
-    """Where several ask for a larger maxmemory, all ask for the largest: it is set once."""
+    """Make all findings that ask for a larger maxmemory ask for the largest one, since it is set once."""
     findings = list(findings)
     asked = [int(mb) for one in findings for _, mb in _MAXMEMORY.findall(one.remedy)]
     return [one._replace(remedy=_MAXMEMORY.sub(rf"\g<1>{max(asked, default=0)}mb", one.remedy)) for one in findings]
 
 
 def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
-    """Who can listen, and who can come."""
+    """Check that the connection is encrypted, and that the server does not let everybody in."""
     if address.own_machine:
         yield ok("transport", f"{address.where}, on this machine")
         return
@@ -175,22 +175,22 @@ def transport(address: Address, nodes: Iterable[Server]) -> Iterator[Finding]:
     elif address.certificate == "asked for":
         yield ok(
             "access",
-            f"{address.where} takes nobody without a client certificate, and lets all who have one do everything: "
-            "Redis 8.6, Valkey 9.0 and newer can tell them apart by it (tls-auth-clients-user CN), others by passwords",
+            f"{address.where} requires a client certificate, and lets everybody who has one do everything: Redis 8.6, "
+            "Valkey 9.0 and newer can tell users apart by it (tls-auth-clients-user CN), older ones by passwords",
         )
     elif address.certificate:
         yield warning(
             "access",
-            f"{address.where} asks for no password, and takes connections without a client certificate too: whoever "
-            "reaches it may do everything",
+            f"{address.where} asks for no password, and takes connections without a client certificate too: anybody "
+            "who reaches it may do everything",
             "set tls-auth-clients yes, or give each party a user (`diloco acl`)",
         )
     else:
         unprotected = any(node.protected is False for node in nodes)
         yield warning(
             "access",
-            f"{address.where} asks for no password{' and is not in protected mode' if unprotected else ''}: whoever "
-            "reaches it may do everything",
+            f"{address.where} asks for no password{' and is not in protected mode' if unprotected else ''}: anybody "
+            "who reaches it may do everything",
             "give each party a user (`diloco acl`), or set requirepass",
         )
 
@@ -203,15 +203,15 @@ def rights(
     party: str | None = None,
     asked: bool = True,
 ) -> Finding:
-    """Which party this user may be.
+    """Check which parties this user has the rights of.
 
     Args:
-        address: how it came.
-        lacks: by party.
-        run: that it was tried in.
-        learner: the name that was asked for; None: that of the user.
-        party: that it is to be here; None: whatever it is named for.
-        asked: whether somebody has named the run.
+        address: how the user is connected, and its name.
+        lacks: by party, the right that is missing; empty if none is.
+        run: the run in which the rights were tried.
+        learner: the learner's name that was given; None: the one in the user's name.
+        party: the party that this machine is to be; None: the party in the user's name, if any.
+        asked: whether the run was named, and not the default one was tried.
     """
     who = f"user {address.user}" if address.user not in ("", DEFAULT_USER) else "the default user"
     may = [party for party in PARTIES if not lacks[party]]
@@ -221,12 +221,12 @@ def rights(
         missing = lacks[meant or "learner"]
         what = f"{meant or 'party'} of run {run!r}{f' as {learner!r}' if learner and meant == 'learner' else ''}"
         if not asked:
-            found = f"{who} cannot be a {what}, which is what is tried where none is named: {missing}"
+            found = f"{who} cannot be a {what}, which was tried because no run was named: {missing}"
             anew = acl_command(run, address.user)
             return error("rights", found, f"give --run NAME, the run of this user; or, if it is {run!r}: {anew}")
         remedy = (
-            "a user is one party's, in one run: name that party's own in DILOCO_REDIS_URL, the run that it was made "
-            "for (--run), and a learner by its own name (--learner-id); or, if this run has no users yet, make them, "
+            "each user is made for one party in one run: name this party's user in DILOCO_REDIS_URL, its run (--run), "
+            "and for a learner its own name (--learner-id); or, if this run has no users yet, make them, "
             f"and start Redis with them: {acl_command(run, address.user)}"
         )
         return error("rights", f"{who} cannot be a {what}: {missing}", remedy)
@@ -236,17 +236,19 @@ def rights(
 
 
 def clock(ahead_s: float, too_far_s: float) -> Finding:
-    """This machine's beside the server's.
+    """Compare this machine's clock with the server's.
 
-    too_far_s: from which on a checkpoint that another syncer is saving looks left over.
+    too_far_s: difference from which on a checkpoint that another syncer is saving looks like a remnant.
     """
     away, which = abs(ahead_s), "ahead of" if ahead_s > 0 else "behind"
     found = f"this machine's clock is {as_time(away)} {which} the server's"
     if away >= too_far_s:
-        why = "a syncer would take a checkpoint that another one is saving for left over"
+        why = "a syncer would take a checkpoint that another one is saving for a remnant"
         return error("clock", f"{found}: {why}, and certificates may be refused", "set both clocks by NTP")
     if away >= MOST_SKEW_S:
-        return warning("clock", f"{found}: ages and times of events are shown wrong by it", "set both clocks by NTP")
+        return warning(
+            "clock", f"{found}: displayed ages and times of events are wrong by that much", "set both clocks by NTP"
+        )
     return ok("clock", found)
 
 
@@ -254,23 +256,23 @@ def clock(ahead_s: float, too_far_s: float) -> Finding:
 
 
 def link(line: Link) -> Iterator[Finding]:
-    """How far the server is, and how fast the line."""
+    """Check the round trip to the server, and report the rates of the network."""
     found = f"a round trip takes {as_time(line.round_trip_s)}"
     if line.round_trip_s > FAR_S:
         yield warning("distance", found, "have a Redis nearer by, or longer leases (--lease-s) on all syncers")
     else:
         yield ok("distance", found)
     if line.problem:
-        yield warning("line", f"no payload could be tried: {line.problem}", line.remedy or "look again, once it may be")
+        yield warning("line", f"no payload could be tried: {line.problem}", line.remedy or "run the doctor again later")
     elif line.up_bytes_per_s is None or line.down_bytes_per_s is None:
-        yield ok("line", "no payload was tried: this user may write none")
+        yield ok("line", "no payload was tried: this user has no right to write one")
     else:
         up, down = as_rate(line.up_bytes_per_s), as_rate(line.down_bytes_per_s)
         yield ok("line", f"{up} up and {down} down, by a payload of {as_bytes(line.bytes)}")
 
 
 def site_of(run: Run, machine: Machine, line: Link | None) -> Site:
-    """What is planned with: the run's model, on what was measured here."""
+    """Return the site to plan with: the run's model, and what was measured here."""
     given: dict[str, float] = {"params": max(run.params, LEAST_PARAMS), "merge_rate": machine.merge_bytes_per_s}
     if run.step_s is not None:
         given["step_time"] = run.step_s
@@ -282,7 +284,7 @@ def site_of(run: Run, machine: Machine, line: Link | None) -> Site:
 
 
 def needs(run: Run, site: Site, outer_s: float = 0.0) -> Needs:
-    """What `diloco plan` says of the run at the pace that it has. outer_s: of its slowest fragment."""
+    """Compute what `diloco plan` says of the run at its own pace. outer_s: outer step of the slowest fragment."""
     sync = run.sync
     wire, pulled = CODECS[sync.codec], GLOBALS[sync.global_codec].pulled
     trip_s = round_trip_s(site, run.learners, sync.fragments, wire, pulled, outer_s)
@@ -291,7 +293,7 @@ def needs(run: Run, site: Site, outer_s: float = 0.0) -> Needs:
 
 
 def quorum(live: int, needed: int) -> Finding:
-    """Whether as many learners are live as a merge needs."""
+    """Check that as many learners are live as a merge needs."""
     found = f"a merge needs {counted(needed, 'learner')}, {live} live"
     if live < needed:
         return warning("quorum", f"{found}: nothing is merged", "start as many as are missing, under the run's name")
@@ -299,7 +301,7 @@ def quorum(live: int, needed: int) -> Finding:
 
 
 def finished(run: str) -> Finding:
-    """A run that is over waits for nobody."""
+    """Return the warning about a run that is finished."""
     return warning(
         "run",
         f"run {run!r} is finished: nothing more is trained in it",
@@ -308,7 +310,7 @@ def finished(run: str) -> Finding:
 
 
 def load(run: Run, site: Site) -> Finding:
-    """Whether the line carries what the run's H asks of it."""
+    """Check that the network carries the traffic of the run with its H."""
     sync, asked = run.sync, needs(run, site)
     found = (
         f"a round of {sync.sync_interval} steps ({as_time(asked.round_s)}) asks for {asked.link_load:.0%} of the "
@@ -326,7 +328,7 @@ def load(run: Run, site: Site) -> Finding:
 
 
 def merges(run: Run, site: Site, machine: Machine) -> Finding:
-    """Whether merge and outer step on this machine hide behind a round."""
+    """Check that merge and outer step on this machine take no longer than a round has room for."""
     speed, sync = machine.speed, run.sync
     outer_s = max(run.operations) / speed.flops
     together_s = math.fsum(run.operations) / speed.flops / speed.at_once
@@ -348,16 +350,16 @@ def merges(run: Run, site: Site, machine: Machine) -> Finding:
 
 
 def basis(site: Site) -> str:
-    """What of a computed figure was measured."""
+    """Return which inputs of a computed figure were measured, and which were assumed."""
     line = "line" if "link" in site.model_fields_set else ""
     assumed = "" if line else f", with a line of {written(site.link, 'TGMk')}bit/s assumed"
     return f"computed from cores{' and line' if line else ''} as measured here{assumed}"
 
 
 def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
-    """Whether the run's merges take as long as they would here, and have room in its rounds.
+    """Compare the time of the run's merges with the computed one, and check that they have room in its rounds.
 
-    What a syncer says of a merge is from the decision to the commit: sum, outer step, and what it writes.
+    A syncer measures a merge from the decision to the commit: the sum, the outer step, and writing the result.
     """
     sync, elements = run.sync, run.params / run.sync.fragments
     written_bytes = math.fsum(GLOBALS[sync.global_codec]) * elements
@@ -369,7 +371,7 @@ def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
     )
     if times > FAR:
         small = run.params < SMALL_PARAMS
-        why = "as is usual for so small a model: most are calls to Redis and waits for a thread, which are not computed"
+        why = "as is usual for so small a model: most of it is calls to Redis and waiting for a thread, left out here"
         slower = "so they have fewer or busier cores, or a slower line, than is here"
         found += f": {times:.2g} times as long, {why if small else slower}"
     elif times < 1 / FAR:
@@ -385,7 +387,7 @@ def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
 
 
 def machine_memory(run: Run, machine: Machine, party: str) -> Iterator[Finding]:
-    """Whether what its parties keep fits. Of learners that is process and exchange: their training may be on a GPU."""
+    """Check that the parties fit into memory: for learners only process and exchange, since training may use a GPU."""
     if not machine.memory_bytes:
         return
     sync = run.sync
@@ -413,7 +415,7 @@ def machine_memory(run: Run, machine: Machine, party: str) -> Iterator[Finding]:
 
 
 def plan(run: Run, site: Site) -> Finding:
-    """What the run has beside what a plan would choose for it here."""
+    """Report the settings of the run beside those that `diloco plan` would choose for it here."""
     sync = run.sync
     has = f"H = {sync.sync_interval}, P = {sync.fragments}, {sync.codec} deltas"
     name = "a run" if run.live is None else "the run"

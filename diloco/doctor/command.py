@@ -1,4 +1,4 @@
-"""`diloco doctor`: looks at this machine and its Redis, and says what is wrong, before a run is."""
+"""`diloco doctor`: look at this machine and its Redis, and say what is wrong before a run fails because of it."""
 
 import asyncio
 import math
@@ -33,33 +33,32 @@ from diloco.pipeline.wrong_values import told
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco.workers.trainer.models.sizes import SIZES, size_table
 
+# Time limit for all that is asked of Redis, so that the doctor ends even if a server answers slowly or never.
 MOST_S = 120.0
-"""Whatever a server does, all is told by then."""
 LEARNERS: int = defaults(RunSettings)["learners"]
 COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 Party = Literal["all", "learner", "syncer"]
-Looked = tuple[Run | None, Link | None, str]
-"""The run, the line to its Redis, and its name."""
+Looked = tuple[Run | None, Link | None, str]  # the run, the network to its Redis, and the run's name
 
 
 class Report:
-    """Findings, shown as they come."""
+    """Collects findings, and shows each at once."""
 
     def __init__(self, tell: Callable[[Finding], None]) -> None:
         self.findings: list[Finding] = []
         self._tell = tell
 
     def add(self, *findings: Finding) -> None:
-        """Take and show."""
+        """Add findings and show them."""
         for finding in findings:
             self.findings.append(finding)
             self._tell(finding)
 
     @property
     def status(self) -> int:
-        """Of the process."""
+        """Exit status of the process: 1 if any finding is an error."""
         return int(any(finding.level == "error" for finding in self.findings))
 
 
@@ -78,14 +77,23 @@ async def look(
     party: Party,
     checkpoints: bool = False,
 ) -> Looked:
-    """All that needs the server. Returns the run that is there, else the one that was given; the line; the run's name.
+    """Check all that needs the server, and report it.
 
-    checkpoints: a syncer here can keep some.
+    Args:
+        settings: name the Redis and the run.
+        report: takes the findings.
+        run: the planned run, if one was described.
+        step_s: time of an inner step; None: as the run's learners report it.
+        party: what this machine is to be.
+        checkpoints: True if a syncer here has a place for checkpoints.
+
+    Returns:
+        The run that is on the Redis, else the planned one; the network; the run's name.
     """
     url = settings.bus_url()
     if url is None:
         return run, None, settings.run
-    address = await asyncio.to_thread(address_of, url)  # a name may take seconds
+    address = await asyncio.to_thread(address_of, url)  # resolving a host name may take seconds
     line, memory = None, list[Finding]()
     try:
         examination = await examine(url)
@@ -100,7 +108,7 @@ async def look(
                 address = address._replace(user=await examination.user())
         name = settings.learner_id or _learner_of(address.user)
         if address.user and "run" not in settings.model_fields_set and (its := await examination.run_of(address.user)):
-            report.add(ok("run", f"user {address.user} is made for run {its} alone, so that one is looked at"))
+            report.add(ok("run", f"user {address.user} has rights in run {its} alone, so that run is checked"))
             settings = settings.model_copy(update={"run": its})
         async with open_bus(url, settings.run) as bus:
             nodes = await examination.nodes()
@@ -126,31 +134,31 @@ async def look(
 
 
 def _learner_of(user: str) -> str:
-    """The learner that a user is made for, by its name; else one that nobody has."""
+    """Return the learner's name in the name of a user `learner-NAME`, else a name that no learner has."""
     party, _, learner = user.partition("-")
     return learner if party == "learner" and learner else f"doctor-{secrets.token_hex(2)}"
 
 
 async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | None) -> Run | None:
-    """The run of this name, if there is one; else the one that is planned."""
+    """Return the run of this name if it is on the bus, else the planned one."""
     try:
         found = await measure.read_run(bus, step_s)
-    except UsageError:  # a user without rights, which was said
+    except UsageError:  # this user has no right to read it, which checks.rights has reported
         return planned
     except PeerError as failure:
         remedy = failure.remedy or "use the release that the run was begun with"
         report.add(error("run", failure.told, remedy))
         return planned
     if found is not None and planned is not None:
-        why = f"{found.name} is under way there, and is what is looked at: --params, --model and --learners are not"
-        report.add(warning("run", why, "for a run that is planned name another one by --run"))
+        why = f"{found.name} is under way there, so it is checked, and --params, --model and --learners are ignored"
+        report.add(warning("run", why, "to check a planned run instead, name it by --run"))
     return found or planned
 
 
 def of_machine(
     settings: DoctorSettings, machine: Machine, folders: Iterable[Folder], run: Run | None, party: Party
 ) -> Iterator[Finding]:
-    """What needs no server."""
+    """Yield the findings that need no server."""
     yield from checks.software(machine, party)
     if party != "syncer":
         yield checks.threads(machine.cores, machine.processes, machine.threads, machine.threads_from)
@@ -164,12 +172,12 @@ def of_machine(
         if folder.setting == "checkpoint-dir" and math.isfinite(folder.free_bytes):
             needed = checkpoints_bytes(params, measure.saved_bytes(folder.path, run.folder if run else ""))
         elif folder.setting == "state-dir":
-            needed = 2 * MOMENTS * VALUE_BYTES * params  # the one before stays until the next one is whole
+            needed = 2 * MOMENTS * VALUE_BYTES * params  # the saved state is kept until the next one is complete
         yield checks.folder(folder, needed)
 
 
 def of_run(run: Run, machine: Machine, line: Link | None, party: Party) -> Iterator[Finding]:
-    """What the run asks of the machine and the line."""
+    """Yield the findings on what the run needs from the machine and the network."""
     site = checks.site_of(run, machine, line)
     if run.finished:
         yield checks.finished(run.name)
@@ -212,22 +220,23 @@ def _params(settings: DoctorSettings, params: float | None) -> float | None:
 def command(
     settings: DoctorSettings,
     params: Annotated[
-        str | None, typer.Option(metavar="NUMBER", help="Parameters of the model, e.g. 1B, where no run is there yet")
+        str | None, typer.Option(metavar="NUMBER", help="Parameters of the model, e.g. 1B, if there is no run yet")
     ] = None,
     step_time: Annotated[
-        str | None, typer.Option(metavar="DURATION", help="Of an inner step (default: as the run's learners report)")
+        str | None,
+        typer.Option(metavar="DURATION", help="Time of an inner step (default: as the run's learners report)"),
     ] = None,
-    learners: Annotated[int, typer.Option(min=1, max=4096, help="Learners of the run that is planned")] = LEARNERS,
+    learners: Annotated[int, typer.Option(min=1, max=4096, help="Learners of the planned run")] = LEARNERS,
     here: Annotated[int, typer.Option(min=1, max=4096, help="Learners that train on this machine's CPU")] = 1,
     party: Annotated[
         Party, typer.Option("--as", metavar="all|learner|syncer", help="What this machine is to be")
     ] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text")] = False,
 ) -> None:
-    """Look at this machine and its Redis, and say what is wrong before a run is, and what to do about it.
+    """Look at this machine and its Redis before a run, and say what is wrong and what to do about it.
 
-    Exit status 1: an error was found; 0: warnings at most. It takes seconds, and changes nothing: what it writes to
-    Redis and to folders to try them is gone at once.
+    The exit status is 1 if an error was found, and 0 if there are at most warnings. It takes seconds and changes
+    nothing: what it writes to Redis and to folders to try them is deleted at once.
 
     Example: diloco doctor --redis-url redis://HOST:6379 --params 1B --step-time 3s --learners 8
     """
@@ -250,10 +259,12 @@ def command(
             run, line, name = runner.run(_in_time(looking, report, (run, None, settings.run)))
     report.add(*of_machine(settings, machine, folders, run, party))
     if settings.redis_url is None:
-        report.add(ok("Redis", "none was named: --redis-url or DILOCO_REDIS_URL, to look at it too"))
+        report.add(ok("Redis", "none was named: give --redis-url or DILOCO_REDIS_URL to check it too"))
     if run is not None:
         report.add(*of_run(run, machine, line, party))
-    elif not any(one.about == "run" and one.level == "error" for one in report.findings):  # else one cannot be read
+    elif not any(
+        one.about == "run" and one.level == "error" for one in report.findings
+    ):  # in that case there is a run that cannot be read
         seen = f"no run {name!r} is there" if line is not None else "none is known"
         report.add(ok("run", f"{seen}, and neither --params nor --model was given: nothing to plan for"))
     if as_json:
@@ -274,7 +285,7 @@ async def _in_time(looking: Coroutine[Any, Any, Looked], report: Report, otherwi
 
 
 def show(console: Console, finding: Finding) -> None:
-    """A line for what was found, another for what to do."""
+    """Print a line with what was found, and another with what to do."""
     line = Text.assemble((f"{finding.level:8}", COLOURS[finding.level]), f"{finding.about}: {finding.found}")
     console.print(line, soft_wrap=True)
     if finding.remedy:
@@ -282,7 +293,7 @@ def show(console: Console, finding: Finding) -> None:
 
 
 def closing(findings: list[Finding]) -> str:
-    """What it comes to."""
+    """Return the closing line: how many findings of each level there are."""
     count = {level: sum(finding.level == level for finding in findings) for level in COLOURS}
     if not count["error"] and not count["warning"]:
         return f"all {count['ok']} findings are ok"

@@ -1,4 +1,4 @@
-"""What was measured of a machine, its Redis and a run: the arguments of `checks`. Pure."""
+"""Types of what was measured on a machine, its Redis and a run: the arguments of `checks`. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -10,46 +10,46 @@ from diloco.pipeline.outer_cost import Speed
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """This one, as its processes would find it."""
+    """This machine, as a process on it finds it."""
 
     python: str
     packages: dict[str, str]
-    """Versions of what is installed of what this program needs, torch too if it is there."""
+    """Versions of the installed packages that this program needs, with torch if it is installed."""
     missing: tuple[str, ...]
-    """What every process needs and is not installed."""
+    """Packages that every process needs and that are not installed."""
     cores: int
-    """Those that its container has time for."""
+    """Cores that the machine, or the CPU quota of its container, gives to processes."""
     memory_bytes: float
-    """Its container's, where that has less; 0: not told."""
+    """Memory of the machine, or of its container if that has less; 0: not known."""
     processes: int
-    """Learners that are to train on its CPU at a time."""
+    """Number of learners that are to train on its CPU at a time."""
     threads: int
-    """Of torch, in each of them."""
+    """Torch threads of each of these learners."""
     threads_from: str
-    """Who has said so: a setting, a variable, or nobody."""
+    """Where the number of threads comes from, in words: a setting, a variable, or the default."""
     blas_threads: int
-    """Of a syncer's products of matrices."""
+    """Threads of a syncer's matrix products."""
     speed: Speed
-    """Of these."""
+    """Speed of these products."""
     merge_bytes_per_s: float
-    """Deltas that a core of it merges."""
+    """Bytes of deltas that one core merges per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The line between this machine and its Redis, as the calls of a run find it."""
+    """The network between this machine and its Redis, as measured by calls like those of a run."""
 
     round_trip_s: float
     up_bytes_per_s: float | None = None
-    """Of a payload written; None: it could not be tried."""
+    """Rate of writing a payload; None: it was not tried."""
     down_bytes_per_s: float | None = None
-    """Of the same read again."""
+    """Rate of reading the same payload."""
     bytes: int = 0
-    """Of that payload."""
+    """Size of that payload; 0: none was tried."""
     problem: str = ""
-    """Why no payload was written; "": if none was, this user is not to write any."""
+    """Why no payload could be written. Empty if one was, or if this user has no right to write any."""
     remedy: str = ""
-    """What to do about that."""
+    """What to do about the problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +60,34 @@ class Run:
     sync: SyncSpec
     params: float
     learners: int
-    """To reckon with: one at least."""
+    """Number of learners for the computations, at least one."""
     step_s: float | None
-    """Inner step of its learners; None: not known."""
+    """Time of an inner step; None: not known."""
     operations: tuple[float, ...]
-    """Of the outer step of each fragment (`outer_cost`)."""
+    """Floating-point operations of the outer step of each fragment (`outer_cost`)."""
     live: int | None = None
-    """Learners that are; None: the run is planned."""
+    """Number of live learners; None: the run is only planned."""
     finished: bool = False
     folder: str = ""
-    """Name of its own folder of checkpoints; "": it has not begun."""
+    """Name of the run's folder among the checkpoints; "": it has not begun."""
     saves: bool = False
-    """Its syncers have begun a checkpoint."""
+    """True if the run's syncers have begun a checkpoint."""
     merge_s: float = 0.0
-    """What a merge takes in it, of the usual fragment; 0: not known yet, or the run is planned."""
+    """Median time of a merge over the run's fragments; 0: not known yet, or the run is only planned."""
     stretched: float = 1.0
-    """How many times as long as planned the intervals are by now, since merges take their time."""
+    """Median ratio of a fragment's present interval to the planned one; slow merges make it more than 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """A folder, or another place, that a party of this machine is to write to."""
+    """A folder or store of objects that a party on this machine is to write to."""
 
     setting: str
     path: Path | str
-    """An address in a store of objects is text."""
+    """A path on disk, or the address in a store of objects as text."""
     problem: str = ""
-    """Why nothing can be written there; "": it was tried."""
+    """Why nothing can be written there; "": writing was tried, and works."""
     free_bytes: float = math.inf
-    """inf: nobody says, as of a store."""
+    """Free bytes on the disk; inf: not known, as for a store of objects."""
     there: bool = True
-    """False: it will be made."""
+    """False if the folder does not exist yet, and will be made."""

@@ -1,7 +1,7 @@
-"""The facts, as this machine and its Redis have them: seconds of work, megabytes of traffic, nothing left behind.
+"""Measure the facts on this machine and its Redis. This takes seconds and megabytes, and leaves nothing behind.
 
-A server gets one payload under a key of its own, which is let go of at once, and goes by itself if this process dies;
-beside it the scripts that every party loads, which take no part in a run. A folder gets one file, which is removed.
+Redis gets one payload at a time under a key of its own, which is deleted at once, and expires if this process dies. It
+also gets the scripts that every party loads, which change no run. A folder gets one file, which is removed.
 """
 
 import asyncio
@@ -45,22 +45,22 @@ from diloco.syncer.checkpoints.saving import run_folder
 from diloco.syncer.merging.fragment import outer_step
 from diloco.syncer.merging.merge import delta_norms
 
+# Packages whose versions are printed.
 PACKAGES = ("diloco", "numpy", "redis", "torch")
-"""Those whose versions are told."""
+# Number of small calls whose median is the round trip.
 LOOKS = 9
-"""Small calls, of which the median is a round trip."""
+# Size of the first payload, and of the largest one, which is only tried on a fast network.
 FIRST_BYTES, MOST_BYTES = 2**20, 2**24
-"""Of the payload that is tried, at first, and where the line is fast."""
+# Largest share of a server's free memory that the payload may take, so that it does not disturb a run.
 SHARE_OF_FREE = 0.01
-"""Of a server's free memory, that the payload takes at most."""
+# A payload that takes longer than this gives the rate well enough: no larger one is tried.
 LONG_S = 0.2
-"""A payload that takes so long tells enough."""
+# A payload that takes longer than this, there and back, is given up.
 PATIENCE_S = 10.0
-"""A payload that takes longer, there and back, is not waited for."""
+# The payload of a doctor that was killed expires after this time.
 TTL_S = 30.0
-"""What a doctor that was killed leaves behind is gone after this."""
+# Size of the merge that is timed: 8 MiB of bf16 deltas.
 MERGED_ELEMENTS, MERGED_DELTAS = 2**19, 8
-"""Of a merge that is timed: 8 MiB of deltas."""
 
 
 # --- this machine -----------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def _installed(package: str) -> str | None:
 
 
 def _missing() -> tuple[str, ...]:
-    """Packages that every process needs, and that are not installed."""
+    """Return the packages that every process needs and that are not installed."""
     try:
         asked = requires("diloco") or []
     except PackageNotFoundError:  # from a source tree
@@ -84,8 +84,8 @@ def _missing() -> tuple[str, ...]:
 
 
 def look_at_machine(processes: int, threads: int | None) -> Machine:
-    """What this machine is, and how fast it merges; threads: of each learner, as its settings have them."""
-    one_blas_thread()  # as in a syncer
+    """Return what this machine has, and how fast it merges; threads: setting of each learner, None if not given."""
+    one_blas_thread()  # a syncer does the same, and its speed is measured here
     cores, said = usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
     if threads is not None:
         each, by = threads, "as set"
@@ -112,7 +112,7 @@ def look_at_machine(processes: int, threads: int | None) -> Machine:
 
 
 def _merge_rate() -> float:
-    """Bytes of bf16 deltas that a core merges a second, outer step of each element included, by a syncer's own code."""
+    """Measure the bytes of bf16 deltas per second that a core merges, outer step included, by a syncer's own code."""
     spec = TensorSpec(name="t", shape=(MERGED_ELEMENTS,), dtype="float32", rule="mean", fragment=0)
     layout, sync = layout_of([spec]).fragments[0], SyncSettings(outer="nesterov", outer_warmup=0).sync_spec()
     values = np.linspace(-1, 1, MERGED_ELEMENTS, dtype=np.float32)
@@ -127,7 +127,7 @@ def _merge_rate() -> float:
 
 
 def look_at_folder(setting: str, path: Path | str) -> Folder:
-    """Try a place as the syncer tries that of its checkpoints, and see what is free."""
+    """Try to write to a place, in the way in which a syncer tries its checkpoints, and read its free space."""
     try:
         place = place_of(path)
         place.check()
@@ -143,13 +143,13 @@ def look_at_folder(setting: str, path: Path | str) -> Folder:
 
 
 def saved_bytes(path: Path | str, run: str) -> float:
-    """What a run's checkpoints in a folder take by now: those that are dropped make room for others.
+    """Return the bytes that a run's checkpoints take by now: dropping them makes room for new ones.
 
-    run: name of its folder.
+    run: name of the run's folder among the checkpoints; "" if it has none.
     """
     try:
         return float(place_of(path).below(run).size_bytes()) if run else 0.0
-    except (OSError, UsageError):  # which was said
+    except (OSError, UsageError):  # already reported by look_at_folder
         return 0.0
 
 
@@ -157,7 +157,7 @@ def saved_bytes(path: Path | str, run: str) -> float:
 
 
 async def read_run(bus: Bus, step_s: float | None) -> Run | None:
-    """The run that is on the bus, if there is one; step_s: instead of what its learners report."""
+    """Return the run on the bus, or None; step_s: time of a step to use in place of the one that learners report."""
     data = await bus.read_spec()
     if data is None:
         return None
@@ -190,7 +190,7 @@ async def read_run(bus: Bus, step_s: float | None) -> Run | None:
 
 
 def planned_run(name: str, sync: SyncSpec, params: float, learners: int, step_s: float | None) -> Run:
-    """One that is not there yet, of a usual shape."""
+    """Return a run that does not exist yet, whose model has a usual shape."""
     each = outer_operations(Site(params=params), sync.outer) / sync.fragments
     return Run(name, sync, params, learners, step_s, (each,) * sync.fragments)
 
@@ -201,9 +201,9 @@ def planned_run(name: str, sync: SyncSpec, params: float, learners: int, step_s:
 async def look_at_line(
     bus: Bus, examination: RedisExamination, nodes: list[Server], writes: bool
 ) -> tuple[Link, float]:
-    """Round trip and rates; and by how much this machine's clock is ahead of the server's, s.
+    """Measure round trip and rates, and by how many seconds this machine's clock is ahead of the server's.
 
-    writes: whether this user may write payloads; if not, none is tried.
+    writes: whether this user may write payloads; if not, only the round trip is measured.
     """
     trips, ahead_s = await examination.look_at_clock(LOOKS)
     room = min((node.maxmemory_bytes - node.used_bytes for node in nodes if node.maxmemory_bytes), default=None)
@@ -235,10 +235,10 @@ async def look_at_line(
 
 
 async def _both_ways(bus: Bus, size: int) -> tuple[float, float]:
-    """Seconds that a payload of so many bytes takes to the server, and back.
+    """Return the seconds that a payload of `size` bytes takes to the server, and back.
 
     Raises:
-        TimeoutError: longer than `PATIENCE_S`.
+        TimeoutError: it takes longer than `PATIENCE_S`.
     """
     key = bus.keys.initial_payload(0, f"doctor-{secrets.token_hex(8)}")
     values = np.frombuffer(secrets.token_bytes(size), np.float32)
@@ -250,5 +250,5 @@ async def _both_ways(bus: Bus, size: int) -> tuple[float, float]:
             await pull(bus, key, len(values), "fp32", CHUNK_BYTES, extend_s=0.0)
             return there - began, time.perf_counter() - there
     finally:
-        with suppress(DilocoError):  # it goes by itself
+        with suppress(DilocoError):  # the key expires in any case
             await bus.expire_soon(key, 0.0)

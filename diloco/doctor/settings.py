@@ -1,4 +1,4 @@
-"""What `diloco doctor` takes."""
+"""The settings of `diloco doctor`."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from diloco.pipeline.settings import BusSettings, Settings, SyncSettings
 
 
 class MachineSettings(Settings):
-    """What parties of this machine would be started with, as far as it matters here."""
+    """Settings with which parties on this machine would be started, as far as the checks use them."""
 
     section = "This machine"
 

@@ -1,6 +1,6 @@
-"""The cheap part, which `diloco run` and `diloco syncer` do at their start: nothing is measured, nothing is refused.
+"""The cheap checks, which `diloco run` and `diloco syncer` make at their start without measuring anything.
 
-A party that is started again must serve, also beside a full disk: what is wrong here is said once, as a warning.
+They refuse nothing: a party that is restarted must serve even if the disk is full. Each finding is a warning at start.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,21 +24,21 @@ def _wrong(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def checkpoints_bytes(params: float, saved_bytes: float = 0.0) -> float:
-    """What will be added: those that are kept, and one that is being made, without what the run has saved already."""
+    """Return the bytes still to be added: those of `KEPT` checkpoints and one being made, less `saved_bytes`."""
     return max(CHECKPOINT_BYTES * params, CHECKPOINT_BYTES * (KEPT + 1) * params - saved_bytes)
 
 
 def look_at_folders(settings: Settings, names: Iterable[str]) -> Iterator[Folder]:
-    """Those of these settings that name a folder or another place."""
+    """Try the places that are given by the settings of these names."""
     for name in names:
         if (place := getattr(settings, name)) is not None:
             yield measure.look_at_folder(name.replace("_", "-"), place)
 
 
 def wrong_for_syncer(settings: SyncerSettings) -> list[Finding]:
-    """What a syncer of this machine should be told of, before it knows its run.
+    """Return the problems of a syncer on this machine that can be found before it knows its run.
 
-    A store of objects is not asked: the syncer tries it itself, and does not wait for it.
+    A store of objects is not tried here: the syncer tries it itself, in the background.
     """
     store = settings.checkpoint_dir is not None and is_address(settings.checkpoint_dir)
     names = ["tape_dir", "record_deltas"] if store else ["checkpoint_dir", "tape_dir", "record_deltas"]
@@ -48,16 +48,16 @@ def wrong_for_syncer(settings: SyncerSettings) -> list[Finding]:
 def wrong_for_run(
     settings: SyncSettings, model: str, out: Path, learners: int, processes: int, threads: int, info: BusInfo
 ) -> list[Finding]:
-    """What whoever starts a run on this machine should be told of.
+    """Return the problems of a run that is started on this machine.
 
     Args:
-        settings: the run's.
-        model: a size of the built-in model; of others the size is not known yet.
+        settings: settings of the run.
+        model: a size of the built-in model; the size of any other model is not known yet.
         out: the output folder.
-        learners: of the run.
-        processes: that train on this machine's CPU: learners, or their ranks.
-        threads: of each; of one each nothing is said, since nobody could start them with fewer.
-        info: of its Redis.
+        learners: number of learners of the run.
+        processes: number of processes that train on this machine's CPU: learners, or their ranks.
+        threads: threads of each process; one each is not checked, since there could not be fewer.
+        info: what the run's Redis says about itself.
     """
     params = float(SIZES[model].parameters()) if model in SIZES else 0.0
     return _wrong(

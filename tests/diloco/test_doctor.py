@@ -131,7 +131,7 @@ def test_nothing_is_left_on_the_server_and_a_run_there_is_as_it_was(
     assert plan.found.startswith("the run of")
     assert "line and run" in {one.about for one in findings}  # its learner has said how long a step takes
     status, findings = look("--redis-url", healthy.url, "--run", "seen", "--params", "1B")
-    assert "seen is under way there, and is what is looked at" in bad(findings)["run"].found
+    assert "seen is under way there, so it is checked" in bad(findings)["run"].found
     client.flushall()
 
 
@@ -452,12 +452,12 @@ def test_a_user_of_one_run_need_not_name_it_or_is_told_to(healthy: EmbeddedRedis
     with known(client, acl.users("theirs", ["anna"])):
         status, findings = look("--redis-url", operator)
         assert (status, bad(findings)) == (0, {})
-        assert "user operator is made for run theirs alone, so that one is looked at" in {one.found for one in findings}
+        assert "user operator has rights in run theirs alone, so that run is checked" in {one.found for one in findings}
         assert any(one.found.startswith("no run 'theirs' is there") for one in findings)
         status, findings = look("--redis-url", learner)
         found = bad(findings)["rights"]
         assert (status, set(bad(findings))) == (1, {"rights"})
-        assert "of run 'run', which is what is tried where none is named: " in found.found
+        assert "of run 'run', which was tried because no run was named: " in found.found
         assert found.remedy.startswith("give --run NAME, the run of this user; or, if it is 'run': diloco acl")
         assert bad(look("--redis-url", learner, "--run", "theirs")[1]) == {}
         asked = bad(look("--redis-url", operator, "--run", "run")[1])["rights"]
@@ -486,7 +486,7 @@ def test_who_shows_a_client_certificate_is_not_nobody() -> None:
     assert checks.rights(shown, dict.fromkeys(checks.PARTIES, ""), "run").found.startswith("user learner-anna may be")
     (_, access) = checks.transport(shown._replace(user="default"), nodes)
     assert access.level == "ok"
-    assert "takes nobody without a client certificate, and lets all who have one do everything" in access.found
+    assert "requires a client certificate, and lets everybody who has one do everything" in access.found
     assert "tls-auth-clients-user" in access.found
     (_, access) = checks.transport(shown._replace(user="default", certificate="shown"), nodes)
     assert access.level == "warning"
