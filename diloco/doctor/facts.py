@@ -24,13 +24,13 @@ class Machine:
     processes: int
     """Number of learners that are to train on its CPU at a time."""
     threads: int
-    """Torch threads of each of these learners."""
+    """Torch threads of each such learner."""
     threads_from: str
     """Where the number of threads comes from, in words: a setting, a variable, or the default."""
     blas_threads: int
     """Threads of a syncer's matrix products."""
     speed: Speed
-    """Speed of these products."""
+    """Speed of a syncer's matrix products."""
     merge_bytes_per_s: float
     """Bytes of deltas that one core merges per second."""
 

@@ -1,1 +1,1 @@
-"""`diloco run`: all processes of a run on this machine, their display, folder and report."""
+"""`diloco run`: start all processes of a run on this machine, with their display, output folder and report."""

@@ -1,4 +1,4 @@
-"""`diloco run --method data-parallel`: starts the ranks of the baseline and shows them as a run is shown.
+"""`diloco run --method data-parallel`: start the ranks of the baseline, and show them like any other run.
 
 There is no Redis and no syncer here: rank 0 (`workers/trainer/data_parallel.py`) writes its progress to the output
 folder.
@@ -27,12 +27,12 @@ from diloco.pipeline.view.merged_share import shares
 from diloco.pipeline.view.status import EvaluationStatus, LearnerStatus, Status
 
 TICK_S = 0.5
+# Time for the ranks to end after the first SIGTERM: longer than the 60 s after which their all-reduce gives up.
 STOP_S = 90.0
-"""Time for the ranks to end after the first SIGTERM; their all-reduce gives up after 60 s."""
 
 
 def _progress(out: Path) -> list[dict[str, Any]]:
-    """Lines of progress so far, the last one perhaps still half written."""
+    """Return the lines of progress so far, without the last one if it is only half written."""
     path = out / "progress.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.is_file() else []
     return [json.loads(line) for line in lines]
@@ -55,10 +55,10 @@ def _learner(row: dict[str, Any]) -> LearnerStatus:
 
 
 def baseline_status(out: Path, budget_tokens: int | None = None) -> Status:
-    """The status of a baseline run in the shape of `pipeline.view.status`, from its folder.
+    """Make the status of a baseline run from its folder, in the shape of `pipeline.view.status`.
 
     Raises:
-        UsageError: no budget is given, and the folder does not say it.
+        UsageError: no budget is given, and run.json does not have it.
     """
     lines = _progress(out)
     last: dict[str, Any] = lines[-1] if lines else {"tokens": 0, "elapsed_s": 0.0, "learners": []}
@@ -99,7 +99,7 @@ def _free_port() -> int:
 
 
 def _start(settings: RunProcess, folder: Folder, children: Children) -> float:
-    """Start all ranks; the Unix time before the first one."""
+    """Start all ranks, and return the Unix time before the first one was started."""
     began_unix_s = time.time()
     threads = threads_for(settings.learners, settings.threads)
     environ = environment(threads, None) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
@@ -112,16 +112,17 @@ def _start(settings: RunProcess, folder: Folder, children: Children) -> float:
 
 
 def _failed(ranks: list[Child], stopped: bool) -> Child | None:
-    """A rank that ended with an error; ended by the signal that a stop sends it, it did not."""
+    """Return a rank that ended with an error, if any did; the signal of a stop is no error."""
     harmless = (None, 0, -signal.SIGTERM, signals.AGAIN_STATUS) if stopped else (None, 0)
     return next((rank for rank in ranks if rank.status not in harmless), None)
 
 
 async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]:
-    """Until all ranks have ended; the Unix time before they were started, and whether the user stopped them.
+    """Watch the ranks until all have ended. Return the Unix time before their start, and whether the user stopped them.
 
     Raises:
-        ChildDied: one rank did, so that the others cannot go on.
+        ChildDied: a rank died, so that the others cannot go on.
+        DilocoError: the ranks did not stop in time.
     """
     stop, task = asyncio.Event(), asyncio.current_task()
     assert task is not None  # noqa: S101  # this is a coroutine
@@ -135,7 +136,10 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
         ranks = children.named("learner-")
         while any(rank.alive for rank in ranks):
             if stopped_s is not None and not all(rank.alive for rank in ranks) and not _progress(folder.path):
-                return began_unix_s, True  # one left before the first step: the others would wait for it in vain
+                return (
+                    began_unix_s,
+                    True,
+                )  # a rank left before the first step: the others would wait for its all-reduce in vain
             if failed := _failed(ranks, stopped_s is not None):
                 raise ChildDied(failed.obituary())
             screen.show(baseline_status(folder.path, settings.tokens))
@@ -153,7 +157,7 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
 
 
 def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped: bool) -> Outcome | None:
-    """What the ranks left in the folder; None if they were stopped before the first step."""
+    """Read what the ranks wrote to the folder; return None if they were stopped before the first step."""
     path = folder.path / "result.json"
     if stopped and not path.is_file():
         return None
@@ -209,7 +213,7 @@ def _outcome(settings: RunProcess, folder: Folder, began_unix_s: float, stopped:
 
 
 async def run_baseline(settings: RunProcess, folder: Folder) -> Outcome | None:
-    """Train with all ranks; None if the run was stopped before its first step.
+    """Train with all ranks; return None if the run was stopped before its first step.
 
     Raises:
         DilocoError: a rank died.

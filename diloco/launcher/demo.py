@@ -1,4 +1,4 @@
-"""`diloco demo`: a run in which one learner is killed and started again, and whether the others noticed."""
+"""`diloco demo`: a run in which one learner is killed and started again, with the step rates of the others."""
 
 import signal
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ from diloco.pipeline.view.status import LearnerStatus, Status, present
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one learner had reported at one moment."""
+    """One report of a learner."""
 
     at_s: float
-    """Launcher's monotonic time of the report itself."""
+    """Time at which the report was made, on the launcher's monotonic clock."""
     incarnation: str
     step: int
     wall_s: float
@@ -29,12 +29,12 @@ class Sample:
 
 @dataclass(slots=True)
 class StepLog:
-    """Reports of all learners as they came by."""
+    """Reports of all learners in the order in which they arrived."""
 
     by_learner: dict[str, list[Sample]] = field(default_factory=dict)
 
     def add(self, learners: Sequence[LearnerStatus], now_s: float) -> None:
-        """Take the learners of a status (`pipeline.view.status`) read at `now_s`."""
+        """Add the reports in a status (`pipeline.view.status`) that was read at `now_s`."""
         for learner in learners:
             if not learner["live"] or learner["step"] == 0:
                 continue
@@ -44,13 +44,13 @@ class StepLog:
                 samples.append(sample)
 
     def all_under_way_s(self) -> float:
-        """When the last learner's first report of a step came."""
+        """Return the time by which every learner had reported a step."""
         return max((samples[0].at_s for samples in self.by_learner.values()), default=0.0)
 
     def rate(self, learner: str, start_s: float, end_s: float) -> float | None:
-        """Inner steps per second of a learner between two moments, by its own clock.
+        """Return a learner's inner steps per second between two moments, by its own clock.
 
-        None with fewer than two reports of one incarnation in between.
+        Only its last incarnation in between counts. The rate is None if that has fewer than two reports.
         """
         inside = [s for s in self.by_learner.get(learner, []) if start_s <= s.at_s <= end_s]
         inside = [s for s in inside if s.incarnation == inside[-1].incarnation]
@@ -60,9 +60,10 @@ class StepLog:
 
 
 def measure(log: StepLog, killed: str, killed_s: float, restarted_s: float | None, end_s: float) -> dict[str, Any]:
-    """Step rates of the other learners before the kill, while the learner was away, and after its restart.
+    """Compute the step rates of the other learners before the kill, until the restart, and after it.
 
-    Rates in inner steps per second; `ratio_while` and `ratio_after` compare the sums over learners with before.
+    Rates are in inner steps per second. `ratio_while` and `ratio_after` are the sums over learners, divided by the sums
+    of the same learners before the kill.
     """
     spans = {"before": (log.all_under_way_s(), killed_s), "while": (killed_s, restarted_s or end_s)}
     if restarted_s is not None:
@@ -90,7 +91,7 @@ def measure(log: StepLog, killed: str, killed_s: float, restarted_s: float | Non
 
 
 class Moment(NamedTuple):
-    """A point of a run: share of the budget, monotonic and Unix time."""
+    """A moment of a run: share of the budget, monotonic time and Unix time."""
 
     progress: float
     now_s: float
@@ -122,11 +123,11 @@ class Demonstration(run.Launcher):
             self._steps.add(status["learners"], self._clock.now())
 
     def _anybody(self, status: Status) -> bool:
-        """Whom we have killed comes back."""
+        """Also count the killed learner, which will be started again."""
         return (self._killed is not None and self._restarted is None) or super()._anybody(status)
 
     async def _check(self, status: Status) -> None:
-        """As of any run; then the learner is killed, or started again, when it is time."""
+        """Check the run; then kill the learner, or start it again, when it is time."""
         await super()._check(status)
         if status["phase"] != Phase.RUNNING:
             return
@@ -142,7 +143,7 @@ class Demonstration(run.Launcher):
         elif self._killed and not self._restarted and not child.alive:
             if progress < settings.restart_at and super()._anybody(status):
                 return
-            child.restart()  # in time, or else at once: with nobody left there is no progress to wait for
+            child.restart()  # also at once if no other learner is left, since then there is no progress to wait for
             self._restarted = self._moment(progress)
             self._note_place()
             self._screen.note(f"{child.name} started again at {progress:.0%}")
@@ -152,7 +153,7 @@ class Demonstration(run.Launcher):
         return Moment(progress, self._clock.now(), self._clock.unix())
 
     async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
-        """As of any run, and what the kill did."""
+        """Gather the outcome of the run, and what the kill did."""
         outcome = await super().gather(wall_s, origin)
         if outcome is not None and self._killed is not None:
             outcome.kill = self._kill(self._killed)
@@ -174,9 +175,9 @@ class Demonstration(run.Launcher):
 
 @takes(DemoProcess, omit=CHOSEN_BY_LAUNCHER, moved=OF_ONE_LEARNER)
 def command(settings: DemoProcess) -> None:
-    """Train as `diloco run` does, kill a learner with SIGKILL on the way and start it again: the others never wait.
+    """Train like `diloco run`, kill a learner with SIGKILL on the way and start it again: the others never wait.
 
-    The report says at which speed the others trained before, meanwhile and afterwards.
+    The report says how fast the others trained before the kill, meanwhile and afterwards.
     """
     check_demo(settings)
     raise typer.Exit(run.main(settings, Demonstration))

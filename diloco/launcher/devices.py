@@ -1,7 +1,7 @@
-"""Which learner of a run on this machine trains where: `--devices`. Pure.
+"""Assign the learners of a run on this machine to devices: `--devices`. Pure.
 
-Learners take the devices that were asked for in turn. A learner on a GPU sees that one alone, by CUDA_VISIBLE_DEVICES
-of its process, and calls it "cuda". One on a set of them, "0+1", has a rank on each, and calls them "cuda:0+cuda:1".
+Learners take the given devices in turn. A learner on one GPU sees only this GPU, by CUDA_VISIBLE_DEVICES of its
+process, and calls it "cuda". A learner on a set of GPUs, "0+1", has a rank on each, and calls them "cuda:0+cuda:1".
 """
 
 import re
@@ -17,42 +17,42 @@ _GPU = re.compile(r"(?:cuda:)?(\d{1,4})")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one learner trains."""
+    """The device, or set of devices, on which one learner trains."""
 
     device: str
-    """Its setting `device`."""
+    """The learner's setting `device`."""
     visible: str | None = None
-    """CUDA_VISIBLE_DEVICES of its process; None: as of this one."""
+    """CUDA_VISIBLE_DEVICES of the learner's process; None: inherited from this process."""
     name: str = ""
-    """For people: the device as this process counts it."""
+    """Name of the device for people, as this process numbers it."""
 
     @property
     def ranks(self) -> int:
-        """Processes that train there as one learner."""
+        """Number of processes that train there as one learner."""
         return self.device.count("+") + 1
 
     @property
     def environ(self) -> dict[str, str]:
-        """Variables of its process."""
+        """Variables of the learner's process."""
         return {} if self.visible is None else {VISIBLE: self.visible}
 
 
 def names(count: int, visible: str | None) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls so many GPUs, in torch's order; visible: its value, None: not set."""
+    """Return the names of `count` GPUs in CUDA_VISIBLE_DEVICES, in torch's order; visible: its value, None: not set."""
     return list(map(str, range(count))) if visible is None else visible.split(",")[:count]
 
 
 def assign(asked: str, learners: int, gpus: Sequence[str]) -> list[Place]:
-    """A place for each learner.
+    """Return a place for each learner.
 
     Args:
-        asked: "auto" (a GPU for each, or what a learner finds where there are none), "all" (GPUs, divided among the
-            learners), or devices with commas: "cuda:0,cuda:1", also "0,1"; "cpu"; "mps"; sets: "0+1,2+3", "cpu+cpu".
-        learners: how many.
-        gpus: names of those that are here, as `names`.
+        asked: "auto" (one GPU each; without GPUs each learner chooses), "all" (GPUs, divided among the learners), or
+            devices separated by commas: "cuda:0,cuda:1", also "0,1"; "cpu"; "mps"; sets: "0+1,2+3", "cpu+cpu".
+        learners: number of learners.
+        gpus: names of the GPUs of this machine, from `names`.
 
     Raises:
-        UsageError: it is none of that, or a device is not here.
+        UsageError: `asked` is nothing like that, or this machine does not have such a device.
     """
     if asked == "auto" and not gpus:
         return [Place("auto")] * learners
@@ -72,7 +72,7 @@ def assign(asked: str, learners: int, gpus: Sequence[str]) -> list[Place]:
 
 
 def told(places: Sequence[Place]) -> str:
-    """A line for people; empty where there is nothing to tell: each learner takes what it finds, or the cores."""
+    """Return a line for people about the devices; empty if every learner trains on the CPU or chooses by itself."""
     devices = list(dict.fromkeys(place.name for place in places))
     if devices in ([""], ["cpu"]):
         return ""

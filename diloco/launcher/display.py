@@ -1,4 +1,4 @@
-"""A run's status for people: a live view on a terminal, a plain line every ten seconds anywhere else.
+"""Show a run's status to people: as a live view on a terminal, else as a plain line every ten seconds.
 
 `render` and `plain_line` are pure functions of the status dict (`pipeline.view.status_reader`).
 """
@@ -25,16 +25,16 @@ from diloco.pipeline.view.merged_share import MergedShare
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, OuterStep, Status, TokensLost, present, speed
 
 PLAIN_EVERY_S = 10.0
+# Most learners, and most fragments, that are shown: more rows would not fit on a screen.
 MOST_ROWS = 16
-"""Learners and fragments shown; more of them would not fit on a screen."""
+# Least width of the progress bar beside its figures, in cells; if it would be narrower, they go below it.
 LEAST_BAR = 10
-"""Cells of the progress bar beside its figures."""
 
 _STATE_STYLES = {"idle": "dim", "collecting": "yellow", "grace": "cyan", "uploading": "blue", "merging": "green"}
 
 
 def compact_versions(versions: list[int]) -> str:
-    """Adopted versions in few characters: '13', '12-13'; '-' before the first."""
+    """Format adopted versions in few characters: '13', '12-13'; '-' before the first."""
     if not versions or max(versions) < 0:
         return "-"
     low, high = max(0, min(versions)), max(versions)
@@ -42,7 +42,7 @@ def compact_versions(versions: list[int]) -> str:
 
 
 def merged_share(shares: MergedShare) -> str:
-    """'82% (3% pending, 84% in the last 5:00)': of the trained tokens; '-' before the first; nothing twice."""
+    """Format the share of trained tokens: '82% (3% pending, 84% in the last 5:00)', or '-' without any."""
     if shares["since_start"] is None or shares["pending"] is None:
         return "-"
     more = [f"{shares['pending']:.0%} pending"] if shares["pending"] >= 0.005 else []
@@ -52,14 +52,14 @@ def merged_share(shares: MergedShare) -> str:
 
 
 def time_left(status: Status) -> float | None:
-    """Seconds to the budget at the live learners' present speed; None if nobody trains."""
+    """Return the seconds to the budget at the live learners' present speed; None if none trains."""
     at = speed(status["learners"])
     left = (1 - status["progress"]) * status["budget_tokens"]
     return left / at if at > 0 else None
 
 
 def trained(status: Status) -> str:
-    """'1.2M of 2.5M tokens'; before the run is agreed on, its budget is not known."""
+    """Format progress: '1.2M of 2.5M tokens'. The budget is not known before the first learner has set it."""
     if not status["budget_tokens"]:
         return f"{count(status['tokens'])} tokens, budget not known yet" if status["tokens"] else "no tokens yet"
     return f"{count(status['tokens'])} of {count(status['budget_tokens'])} tokens"
@@ -76,12 +76,18 @@ def _condition(learner: LearnerStatus) -> Text:
 
 
 class Fitting:
-    """A table that is made narrower until it fits: closer, with long cells folded, then without what matters least."""
+    """A table that is made narrower until it fits: by less padding and folded cells, then by fewer columns."""
 
     def __init__(
         self, columns: Mapping[str, Sequence[str | Text]], left: Collection[str], spare: Sequence[str]
     ) -> None:
-        """Cells by heading; those flush left; and what may be left out, in this order. `_FOLDED` ones may be folded."""
+        """Take the cells, and say how the table may be made narrower.
+
+        Args:
+            columns: cells by heading; those of the headings in `_FOLDED` may be folded.
+            left: headings of the columns that are flush left.
+            spare: headings of the columns that may be left out, in this order.
+        """
         self._columns, self._left, self._spare = columns, left, spare
 
     def _table(self, narrow: bool, without: Collection[str] = ()) -> Table:
@@ -112,8 +118,8 @@ class Fitting:
         return Measurement.get(console, options, self._table(narrow=False))
 
 
+# Columns whose cells may take several lines -> their width in a narrow table.
 _FOLDED = {"learner": 20, "state": 8}
-"""Columns whose cells may take several lines, and their width in a table that has to be narrow."""
 
 
 def _learner_table(status: Status) -> Fitting:
@@ -142,7 +148,7 @@ def _learner_table(status: Status) -> Fitting:
 
 
 def _interval(fragment: FragmentStatus) -> str:
-    """'24'; longer than asked for: '72 (asked: 24)'."""
+    """Format the sync interval: '24'; if it is longer than asked for, '72 (asked: 24)'."""
     interval, asked = fragment["interval"], fragment["asked_interval"]
     return f"{interval} (asked: {asked})" if 0 < asked < interval else str(interval)
 
@@ -172,25 +178,25 @@ def _fragment_table(status: Status) -> Fitting:
 
 
 def _syncers(status: Status) -> str:
-    """'3, a leads'."""
+    """Format the number of syncers and the leader: '3, a leads'."""
     lead = next((one["id"] for one in status["syncers"] if one["leads"]), None)
     return f"{len(status['syncers'])}, {escape(lead) if lead else 'nobody'} leads"
 
 
 def refusals(by_reason: dict[str, int]) -> str:
-    """'12 deltas (8 non_finite, 4 absurd_norm)'."""
+    """Format refused deltas by reason: '12 deltas (8 non_finite, 4 absurd_norm)'."""
     total = sum(by_reason.values())
     ordered = sorted(by_reason.items(), key=lambda item: (-item[1], item[0]))
     return f"{counted(total, 'delta')} ({', '.join(f'{n} {reason}' for reason, n in ordered)})"
 
 
 def _outer_step(found: OuterStep) -> str:
-    """'2.6 s, 130% of its room'."""
+    """Format the time of an outer step: '2.6 s, 130% of its room'."""
     return f"{found['outer_s']:.2g} s, {found['share']:.0%} of its room"
 
 
 def _lost(gone: TokensLost) -> str:
-    """'21.0k overwritten, 0 rejected, 3000 died': tokens that will not be merged, by cause."""
+    """Format lost tokens by cause: '21.0k overwritten, 0 rejected, 3000 died'. They will never be merged."""
     parts = (("overwritten", gone["overwritten"]), ("rejected", gone["rejected"]), ("died", gone["died"]))
     return ", ".join(f"{count(tokens)} {cause}" for cause, tokens in parts)
 
@@ -211,7 +217,7 @@ def _summary(status: Status) -> Columns:
 
 
 class _Progress:
-    """The bar with its figures beside it, or below it where there is no room."""
+    """The progress bar with its figures beside it, or below it on a narrow screen."""
 
     def __init__(self, status: Status) -> None:
         self._bar = ProgressBar(total=1.0, completed=min(1.0, status["progress"]))
@@ -233,7 +239,7 @@ class _Progress:
 
 
 def render(status: Status) -> RenderableType:
-    """The whole run on one screen."""
+    """Render the whole run for one screen."""
     title = f"{escape(status['run'])}: {status['phase']}"
     if status["reason"] and status["phase"] != "running":
         title += f" ({escape(status['reason'])})"
@@ -249,7 +255,7 @@ def render(status: Status) -> RenderableType:
 
 
 def plain_line(status: Status) -> str:
-    """The whole run on one line."""
+    """Format the whole run as one line."""
     live = [learner for learner in present(status["learners"]) if learner["live"]]
     losses = [learner["loss"] for learner in live if learner["loss"] is not None]
     evaluation = status["evaluation"]
@@ -271,7 +277,7 @@ def plain_line(status: Status) -> str:
 
 
 class Screen:
-    """Shows a run while it lives. Use as a context manager."""
+    """Shows a live run. Use as a context manager."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False)
@@ -291,14 +297,16 @@ class Screen:
             self._live.stop()
 
     def show(self, status: Status) -> None:
-        """The run as it is now; without a terminal, one line every ten seconds."""
-        if self._live is not None and self._console.is_terminal:  # it may have been closed
+        """Show the present status; without a terminal, print a line every ten seconds."""
+        if (
+            self._live is not None and self._console.is_terminal
+        ):  # not once the terminal was closed: then stdout goes to a log file
             self._live.update(render(status), refresh=True)
         elif (now := time.monotonic()) >= self._next_line_s:
             self.note(plain_line(status))
             self._next_line_s = now + PLAIN_EVERY_S
 
     def note(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen."""
         self._console.print(Text(text))
         self._console.file.flush()

@@ -1,4 +1,4 @@
-"""The end of a run, once its processes are gone: sampled text, the picture, the report, a few printed lines."""
+"""Conclude a run whose processes have ended: write the sampled text, picture and report, and print a summary."""
 
 import os
 from pathlib import Path
@@ -25,7 +25,7 @@ LINES = "\n\t"
 
 
 def sample_text(found: Globals, prompt: str, seed: int) -> str:
-    """Text from global parameters."""
+    """Generate text with global parameters."""
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from diloco.workers.trainer.sample import load_model, sample
 
@@ -37,7 +37,7 @@ def _write(report: dict[str, Any], path: Path) -> None:
     """Write a report to a file.
 
     Raises:
-        DilocoError: that is not possible.
+        DilocoError: the file cannot be written.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,23 +47,26 @@ def _write(report: dict[str, Any], path: Path) -> None:
 
 
 def tell_page(folder: Path) -> None:
-    """Write a run's page beside its report, if it was watched, and print its address."""
+    """Write a run's page beside its report, if its model was saved, and print its address."""
     if (folder / MODEL_FILE).is_file():
         typer.echo(f"page       {write_page(read_object(folder / MODEL_FILE), folder / PAGE_FILE)}")
 
 
 def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
-    """Write and print what a finished run leaves.
+    """Write and print the results of a finished run.
 
     Raises:
-        DilocoError: the run left no checkpoint; the report is written all the same. Or one cannot be written.
+        DilocoError: the run has saved no checkpoint, or not its last state (the report is written all the same), or the
+            report cannot be written.
     """
     from diloco.launcher.plot import draw
 
     typer.echo(f"all processes have ended; writing text, picture and report to {folder.path}")
     checkpoint: Place | None = None
     text = None
-    _write(build(outcome), folder.report)  # whatever becomes of the rest, which takes some seconds
+    _write(
+        build(outcome), folder.report
+    )  # first, so that it is there even if sampling or drawing, which take seconds, fail
     try:
         checkpoint = find_checkpoint(folder.path)
         with spared("the text", outcome.warnings.append):

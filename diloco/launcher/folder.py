@@ -1,8 +1,8 @@
-"""A run's output folder: made, guarded against overwriting, and what the launcher leaves in it.
+"""A run's output folder: choose it, make it, guard it against overwriting, and write the launcher's files.
 
 settings.toml     what the run was started with (no secrets); every child reads it
 run.json          while it is live: where its Redis and its page are, and the pids
-logs/<name>.log   one per process; launcher.log: what its terminal or pipe, once gone, did not get
+logs/<name>.log   one per process; launcher.log has what the launcher prints after its terminal or pipe is gone
 checkpoints/      syncer/checkpoints/manifest.py
 tape/             the event tape's archive
 learners/<name>/  what each learner saves for its own restart (workers/moments/state_folder.py)
@@ -63,8 +63,9 @@ SETTINGS_FILE = "settings.toml"
 PICTURE_FILE = "loss.png"
 SAMPLE_FILE = "sample.txt"
 
+# The children of a launcher that was killed end by themselves within this time.
 ORPHANS_S = 20.0
-"""What a launcher that was killed had started ends by itself within this."""
+# Settings that the children read from the file.
 SHARED: tuple[type[Settings], ...] = (
     BusSettings,
     SyncSettings,
@@ -73,60 +74,59 @@ SHARED: tuple[type[Settings], ...] = (
     SyncerSettings,
     EvaluatorSettings,
 )
-"""Settings that the children read from the file."""
 _BY_CHILD = {"threads", "device", "resume", "overwrite", "record_deltas", "redis_url"}
+# Settings that are not in the file: they differ from child to child, are part of the URL in a child's environment, or,
+# like the method, are only a preset for other settings that are in the file.
 GIVEN_BY_FLAG = CHOSEN_BY_LAUNCHER | NO_FLAG | {*_BY_CHILD, *OPTIONS, "method"}
-"""Not in the file: they differ from child to child, are a part of the URL in its environment, or, as the method, are
-said by all that is there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """Paths in an output folder."""
+    """An output folder: its paths, and the files that the launcher writes in it."""
 
     path: Path
 
     @property
     def settings(self) -> Path:
-        """TOML file that the children read."""
+        """TOML file with the settings that the children read."""
         return self.path / SETTINGS_FILE
 
     @property
     def logs(self) -> Path:
-        """Log files."""
+        """Folder of the log files."""
         return self.path / "logs"
 
     @property
     def launcher_log(self) -> Path:
-        """What the launcher would show, from when nobody reads it any more."""
+        """Log of what the launcher prints after its terminal or pipe is gone."""
         return self.logs / "launcher.log"
 
     @property
     def checkpoints(self) -> Path:
-        """Checkpoint folders."""
+        """Folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def tape(self) -> Path:
-        """Archived event tape."""
+        """Folder of the archived event tape."""
         return self.path / "tape"
 
     def recording(self, asked: Path) -> Path:
-        """Folder of --record-deltas: a bare name is one in here."""
+        """Return the folder of --record-deltas: a bare name means a folder in this one."""
         return self.path / asked if len(asked.parts) == 1 else asked
 
     @property
     def learners(self) -> Path:
-        """What each learner saves for its own restart."""
+        """Folder of the state that each learner saves for its own restart."""
         return self.path / "learners"
 
     @property
     def report(self) -> Path:
-        """The report."""
+        """File of the report."""
         return self.path / REPORT_FILE
 
     def identity(self) -> tuple[int, int] | None:
-        """Of the folder itself, which it keeps under another name; None: nothing is there."""
+        """Return (device, inode), which the folder keeps if it is moved; None if there is no folder."""
         try:
             found = self.path.stat()
         except OSError:
@@ -134,13 +134,13 @@ class Folder:
         return found.st_dev, found.st_ino
 
     def make(self, settings: RunProcess, url: str | None = None) -> None:
-        """Make it, empty but for settings and where the run is; what is in it, which `choose` let pass, is deleted.
+        """Make the folder with settings and run.json; other contents, if `choose` has accepted them, are deleted.
 
-        A run that goes on in its own folder finds its checkpoints, tape, logs and moments there; the results of its
-        part before are kept under other names.
+        A run that continues in its own folder keeps its checkpoints, tape, logs and moments; the results of its earlier
+        part are kept under other names.
 
         Raises:
-            UsageError: it cannot be made, or another run has taken it meanwhile.
+            UsageError: the folder cannot be made, or another run has begun in it meanwhile.
         """
         _check_ended(self.path)
         try:
@@ -158,7 +158,7 @@ class Folder:
             raise UsageError(f"cannot make the output folder {self.path}: {said(error)}") from error
 
     def _keep_results(self, saved: bool) -> None:
-        """report.json becomes report-1.json, and so on; what belongs to no checkpoint, tape-1 and learners-1."""
+        """Rename report.json to report-1.json and so on; if no checkpoint was saved, also the tape and learners."""
         there = [self.path / name for name in (REPORT_FILE, PICTURE_FILE, SAMPLE_FILE, PAGE_FILE, MODEL_FILE)]
         there += [] if saved else [self.tape, self.learners]
         part = 1
@@ -169,7 +169,7 @@ class Folder:
                 file.replace(file.with_stem(f"{file.stem}-{part}"))
 
     def _take_moments(self, earlier: Path) -> None:
-        """Let learners go on from what those of the resumed run have saved, if it lies beside its checkpoints."""
+        """Give learners the state that those of the resumed run have saved, if it lies beside its checkpoints."""
         if earlier.is_dir():
             ignored = shutil.ignore_patterns("losses.jsonl", ".*")
             shutil.copytree(earlier, self.learners, ignore=ignored, copy_function=_link)
@@ -186,13 +186,13 @@ class Folder:
         page: str | None = None,
         own: Mapping[str, Started] = MappingProxyType({}),
     ) -> None:
-        """Say where the live run is.
+        """Write run.json, which says where the live run is.
 
         Args:
-            url: of its Redis.
-            settings: its own.
-            pids: by process.
-            page: its address; a token is no part of it, and never in this file.
+            url: URL of its Redis; secrets in it are not written.
+            settings: settings of the run.
+            pids: process ids by name.
+            page: address of its page, which has no token in it.
             own: by learner: how it was started.
         """
         fields = {
@@ -207,25 +207,25 @@ class Folder:
         self._put_run(fields)
 
     def say_closing(self) -> None:
-        """Whoever finds no Redis from here on is told that the report is being written."""
+        """Note in run.json that the report is being written, for commands that find no Redis from now on."""
         self._add_to_run(closing=True, page=None)
 
     def say_ended(self, how: str) -> None:
-        """Whoever looks for a report is told how the run has ended without one."""
+        """Note in run.json how the run has ended without a report."""
         self._add_to_run(ended=how)
 
     def _add_to_run(self, **more: Any) -> None:
-        with suppress(OSError, UsageError):  # moved or deleted by somebody: nobody looks here then
+        with suppress(OSError, UsageError):  # the folder was moved or deleted, so no command will read the file here
             self._put_run(read_object(self.path / RUN_FILE) | more)
 
     def _put_run(self, fields: dict[str, Any]) -> None:
-        temporary = self.path / f".{RUN_FILE}"
+        temporary = self.path / f".{RUN_FILE}"  # replaced in one step, since other commands may read it at any time
         temporary.write_text(dumps(fields, indent=1) + "\n")
         temporary.replace(self.path / RUN_FILE)
 
 
 def _link(file: str, target: str) -> None:
-    """Give a file a second name, as one that is only ever replaced; on another disk a copy."""
+    """Make a hard link, which is safe since these files are only ever replaced; copy to another disk."""
     try:
         os.link(file, target)
     except OSError:
@@ -233,16 +233,16 @@ def _link(file: str, target: str) -> None:
 
 
 def output_of(checkpoint: Path) -> Folder:
-    """The output folder that a checkpoint lies in, if it lies in one."""
+    """Return OUT for a checkpoint at OUT/checkpoints/RUN/CHECKPOINT; it need not be an output folder."""
     return Folder(checkpoint.parent.parent.parent)
 
 
 def choose(settings: RunProcess) -> Folder:
-    """The output folder, checked; nothing is made or deleted yet.
+    """Return the output folder after checking it; nothing is made or deleted yet.
 
     Raises:
-        UsageError: it is in use and `overwrite` was not given, is not one of a run, or its run is alive; or the
-            report could not be written.
+        UsageError: it is in use and `overwrite` was not given, is not the folder of a run, or its run is alive; or it,
+            the report or the recording could not be written.
     """
     path = settings.out or RUNS / time.strftime("%Y%m%d-%H%M%S")
     if path.is_dir() and any(path.iterdir()):
@@ -275,7 +275,7 @@ def choose(settings: RunProcess) -> Folder:
 
 
 def _came_to_nothing(path: Path) -> bool:
-    """Whether there are only settings and logs, of a run that ended before its first step."""
+    """Return whether the folder has only settings and logs, of a run that ended before its first step."""
     if not (path / SETTINGS_FILE).is_file():
         return False
     left = {SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", MODEL_FILE}
@@ -283,7 +283,7 @@ def _came_to_nothing(path: Path) -> bool:
 
 
 def _has_no_checkpoint(path: Path, settings: RunProcess) -> bool:
-    """Whether a run was killed here before it had saved anything that it could go on from: it begins anew."""
+    """Return whether a run was killed here before its first checkpoint, so that it must begin anew."""
     folder = Folder(path)
     ours = {SETTINGS_FILE, RUN_FILE, f".{RUN_FILE}", MODEL_FILE, "logs", "checkpoints", "tape", "learners"}
     if settings.overwrite or _came_to_nothing(path) or not folder.settings.is_file():
@@ -293,15 +293,15 @@ def _has_no_checkpoint(path: Path, settings: RunProcess) -> bool:
 
 
 def goes_on(settings: RunProcess, path: Path) -> bool:
-    """Whether the run that is resumed is the one of this folder, and goes on there."""
+    """Return whether the resumed run is the one of this folder, and so continues in it."""
     return not settings.overwrite and settings.resume is not None and path.is_dir() and _lies_in(settings.resume, path)
 
 
 def own_checkpoint(settings: RunProcess) -> Checkpoint | None:
-    """The newest checkpoint in --out, of which the same command again goes on; None: there is none.
+    """Return the newest checkpoint in --out, from which a repeated command continues; None if there is none.
 
     Raises:
-        UsageError: that run is alive; or its checkpoint is damaged.
+        UsageError: the run in --out is alive, or its checkpoint is damaged.
     """
     if settings.out is None or settings.overwrite or not (settings.out / SETTINGS_FILE).is_file():
         return None
@@ -330,7 +330,7 @@ def _check_recording(folder: Folder, recording: Path) -> None:
 
 
 def _check_ended(path: Path) -> None:
-    """Refuse the folder of a run of which a process has not ended."""
+    """Refuse the folder of a run that has a live process; orphans get `ORPHANS_S` to end."""
     if (path / REPORT_FILE).is_file() or not (path / RUN_FILE).is_file():
         return
     pids = RunFile.read(path).pids
@@ -343,7 +343,7 @@ def _check_ended(path: Path) -> None:
 
 
 def _check_writable(path: Path, flag: str) -> None:
-    """Refuse a path that cannot be made or written, without making it."""
+    """Refuse a path that cannot be made or written, without making it there."""
     try:
         if not path.exists():
             try_folder(path.parent)
@@ -354,12 +354,14 @@ def _check_writable(path: Path, flag: str) -> None:
 
 
 def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
-    """Settings with those of the checkpoint, its method too, where nothing else was asked for, and what the run begins
-    with. Before the method has added settings that nobody gave.
+    """Complete the settings from the checkpoint to resume, and return them with the totals that the run begins with.
+
+    Settings that were not given, the method included, get the values of the checkpoint's run. So this must come before
+    the method's preset, after which given and preset values cannot be told apart.
 
     Raises:
-        UsageError: no sound checkpoint, or its budget is used up.
-        SpecMismatch: settings were given that the checkpoint's run does not have.
+        UsageError: there is no sound checkpoint, or its budget is used up.
+        SpecMismatch: a given setting contradicts the checkpoint's run.
     """
     if settings.resume is None:
         return settings, None
@@ -385,14 +387,14 @@ def resume(settings: RunProcess) -> tuple[RunProcess, Origin | None]:
 
 
 def method_of(checkpoint: Checkpoint) -> RunMethod:
-    """The method of a checkpoint's run: what its output folder says, else what has the settings that the run has."""
+    """Return the method of a checkpoint's run: the one in its output folder, else the one that its settings match."""
     folder = output_of(checkpoint.folder.path).path if isinstance(checkpoint.folder, OnDisk) else None
     recorded = RunFile.read(folder).method if folder and (folder / RUN_FILE).is_file() else None
     return recorded or meant_by(checkpoint.spec.sync.model_dump(), len({one.name for one in checkpoint.spec.tensors}))
 
 
 def plain(settings: RunProcess) -> dict[str, Any]:
-    """All settings as JSON-able values, without secrets."""
+    """Return all settings as values that JSON can hold, without secrets."""
     values: dict[str, Any] = {}
     for name, value in settings:
         if isinstance(value, SecretStr):
@@ -402,7 +404,7 @@ def plain(settings: RunProcess) -> dict[str, Any]:
 
 
 def to_toml(settings: RunProcess) -> str:
-    """The settings that all children share, as flat TOML; what is None is left out."""
+    """Return the settings that all children share, as flat TOML; those that are None are left out."""
     names = [name for kind in SHARED for name in kind.model_fields if name not in GIVEN_BY_FLAG]
     values = plain(settings)
     return tomli_w.dumps({name: values[name] for name in names if values[name] is not None})

@@ -1,8 +1,8 @@
 """Child processes of the launcher: started in sessions of their own, logged, and never left behind.
 
-Each child leads its own process group, so that Ctrl-C on the terminal reaches the launcher alone, which then ends
-the run in order. No child outlives the launcher: `Children` kills every group when its block is left, however it
-is left; and should the launcher itself be killed, the kernel kills the children (`signals.die_with_launcher`).
+Each child leads its own process group, so that Ctrl-C on the terminal reaches only the launcher, which then ends the
+run in order. No child outlives the launcher: `Children` kills every group when its block is left, by an error too, and
+if the launcher itself is killed, the kernel kills the children (`signals.die_with_launcher`).
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from diloco.workers.checks.sets import check_set
 
 TAIL_LINES = 20
 
+# Folder that holds this program's packages: a source tree, or the folder of installed packages.
 PROGRAM = Path(__file__).resolve().parents[2]
-"""Folder that holds this program's packages: a source tree, or where packages are installed."""
 
 
 class ChildDied(DilocoError):
@@ -37,15 +37,16 @@ class ChildDied(DilocoError):
 
 
 def threads_for(processes: int, asked: int | None) -> int:
-    """Torch threads of each learner, or rank of one: all together use the cores once, or else they stall each other."""
+    """Return the torch threads of each learner or rank: by default one per core in all, so that none stalls another."""
     return asked or max(1, usable_cores() // processes)
 
 
 def places_of(settings: RunProcess) -> list[Place]:
-    """Where each learner of a run trains, on the GPUs that this process sees.
+    """Return where each learner of a run trains, on the GPUs that this process sees.
 
     Raises:
-        UsageError: as `assign` and `check_set`, or sets of devices for a method whose learners are ranks themselves.
+        UsageError: the devices are refused by `assign` or `check_set`, or are sets of devices for the data-parallel
+            baseline, whose learners are ranks themselves.
     """
     places = assign(settings.devices, settings.learners, names(count_gpus(), os.environ.get(VISIBLE)))
     if settings.method == "data-parallel" and any(place.ranks > 1 for place in places):
@@ -59,22 +60,22 @@ def places_of(settings: RunProcess) -> list[Place]:
 
 
 def environment(threads: int, redis_url: str | None) -> dict[str, str]:
-    """Environment of a child.
+    """Return the environment of a child.
 
-    The launcher has read all `DILOCO_*` variables already and hands its settings on in a file, which the
-    variables would override: so they stay behind, but for the Redis URL, whose place is the environment.
+    The launcher has read all `DILOCO_*` variables and passes its settings on in a file. The variables would override
+    the file, so they are left out, except for the Redis URL, which may have a password and is only in the environment.
     """
     kept = {name: value for name, value in os.environ.items() if not name.upper().startswith(ENV_PREFIX)}
     kept |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", LAUNCHER_PID: str(os.getpid())}
     if redis_url is not None:
         kept[f"{ENV_PREFIX}REDIS_URL"] = redis_url
-    if str(PROGRAM) != sysconfig.get_path("purelib"):  # what is installed, a child finds by itself
+    if str(PROGRAM) != sysconfig.get_path("purelib"):  # a child finds installed packages by itself
         kept["PYTHONPATH"] = os.pathsep.join(filter(None, (str(PROGRAM), kept.get("PYTHONPATH"))))
     return kept
 
 
 class Process(Protocol):
-    """What a `Child` needs of its process; `subprocess.Popen` has it."""
+    """The part of `subprocess.Popen` that a `Child` needs."""
 
     @property
     def pid(self) -> int:
@@ -86,7 +87,7 @@ class Process(Protocol):
         ...
 
     def wait(self) -> int:
-        """Wait for its end; the exit status."""
+        """Wait for its end and return the exit status."""
         ...
 
     def send_signal(self, sig: int) -> None:
@@ -95,7 +96,7 @@ class Process(Protocol):
 
 
 class Child:
-    """One process: its name, its log file, and how it is."""
+    """One process, with its name, its log file and its state."""
 
     def __init__(self, name: str, arguments: Iterable[str], environ: Mapping[str, str], log: Path) -> None:
         self.name = name
@@ -103,18 +104,18 @@ class Child:
         self.environ = dict(environ)
         self.log = log
         self.under_way = False
-        """It did what it was started for at least once; from then on its death is no failed start."""
+        """True once it has made a step or an evaluation; from then on its death is no failed start."""
         self.reported = False
-        """Its end was told to the user."""
+        """True once its end was reported to the user."""
         self.expected_end = False
-        """The launcher ended it on purpose."""
+        """True if the launcher ended it on purpose."""
         self.restarted = False
         self._process: Process = self._start()
 
     def _start(self) -> Process:
         with self.log.open("ab") as output:
             return subprocess.Popen(
-                # -P: a file of the user's in the current folder must not stand in for a module of ours.
+                # -P: a file in the current folder must not shadow a module of this program.
                 [sys.executable, "-P", "-m", "diloco", *self.arguments],
                 env=self.environ,
                 stdin=subprocess.DEVNULL,
@@ -124,7 +125,7 @@ class Child:
             )
 
     def restart(self) -> None:
-        """Start it again, once it is gone; its log goes on."""
+        """Start an ended process again; it appends to the same log."""
         self.under_way = self.reported = self.expected_end = False
         self.restarted = True
         self._process = self._start()
@@ -141,7 +142,7 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """It runs."""
+        """Return whether it runs."""
         return self.status is None
 
     def send(self, number: signal.Signals) -> None:
@@ -149,39 +150,39 @@ class Child:
         self._process.send_signal(number)
 
     def kill_group(self) -> None:
-        """SIGKILL to everything in its process group, and reap it."""
+        """Send SIGKILL to its process group, and reap it."""
         if self.alive:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
 
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Return how it ended, in words."""
         code = self.status
         if code is None:
             return "is running"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
     def tail(self, lines: int = TAIL_LINES) -> str:
-        """The last lines of its log."""
+        """Return the last lines of its log."""
         try:
             with self.log.open(errors="replace") as log:
                 return "".join(deque(log, maxlen=lines)).rstrip()
-        except OSError as error:  # it was deleted
+        except OSError as error:  # the log was deleted
             return f"({error.strerror})"
 
     def obituary(self) -> str:
-        """How it ended, with its last log lines."""
+        """Return how it ended, with its last log lines."""
         return f"{self.name} {self.ending()}. Last lines of {self.log}:\n{self.tail()}"
 
 
 class Children:
-    """All processes of a run; leaving the block kills those that are left."""
+    """All processes of a run. Use as a context manager: its end kills those that still run."""
 
     def __init__(
         self, logs: Path, kind: Callable[[str, Iterable[str], Mapping[str, str], Path], Child] = Child
     ) -> None:
-        """`kind`: makes, and so starts, a child of these arguments."""
+        """`kind` makes a child from a name, arguments, environment and log file, and so starts it."""
         self._logs, self._kind = logs, kind
         self._by_name: dict[str, Child] = {}
 
@@ -204,21 +205,21 @@ class Children:
         return self._by_name[name]
 
     def named(self, prefix: str) -> list[Child]:
-        """Children whose name starts so."""
+        """Return the children whose names start with a prefix."""
         return [child for name, child in self._by_name.items() if name.startswith(prefix)]
 
     def pids(self) -> dict[str, int]:
-        """Process id of each child."""
+        """Return the process id of each child by name."""
         return {name: child.pid for name, child in self._by_name.items()}
 
     def terminate(self) -> None:
-        """SIGTERM to all that run."""
+        """Send SIGTERM to all that run."""
         for child in self._by_name.values():
             if child.alive:
                 child.send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to all groups at once."""
+        """Send SIGKILL to all process groups."""
         for child in self._by_name.values():
             child.expected_end = child.expected_end or child.alive
             child.kill_group()

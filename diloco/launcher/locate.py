@@ -1,4 +1,4 @@
-"""Finding a run: by Redis URL, by its output folder, or the newest one in runs/."""
+"""Find a run: by Redis URL, by its output folder, or as the newest one in runs/."""
 
 import os
 import re
@@ -18,14 +18,14 @@ from diloco.pipeline.view.page.join_command import Started
 from diloco.pipeline.wrong_values import told
 
 RUNS = Path("runs")
+# Written by the launcher while a run is live: Redis URL without secrets, run name, address of its page, pids, and how
+# its learners were started.
 RUN_FILE = "run.json"
-"""Written by the launcher while a run is live: Redis URL without secrets, run name, address of its page, pids, and how
-its learners were started."""
 REPORT_FILE = "report.json"
+# What to do about a damaged `RUN_FILE`.
 DAMAGED = "if that run is over, delete the file; if it goes on, look at it by --redis-url and --run"
-"""What to do about a damaged `RUN_FILE`."""
+# Tolerance of `began_before`: the clock may have been set by at most this much since the machine was started.
 CLOCK_S = 60.0
-"""The clock may have been set since the machine was started, by so much at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,22 @@ class Place:
     page: str | None = None
     """Address of the page that `diloco run` serves; it has no token in it."""
     closing: bool = False
-    """All of it has ended, and its report is being written."""
+    """True if all processes have ended and the report is being written."""
     own: Mapping[str, Started] = field(default_factory=dict)
-    """By learner that `diloco run` has started: how."""
+    """By learner: how `diloco run` has started it."""
 
     def __str__(self) -> str:
         return str(self.folder) if self.folder is not None else f"run {self.run!r}"
 
 
 def without_secrets(url: str) -> str:
-    """The URL with `***` for its password, wherever it stands."""
+    """Return the URL with `***` for each password in it."""
     hidden = re.sub(r"://([^:/@?]*):[^/?]*@", r"://\1:***@", url)
     return re.sub(r"([?&](?:ssl_)?password=)[^&]*", r"\1***", hidden)
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is a process of this id."""
+    """Return whether there is a process with this id."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
@@ -64,7 +64,7 @@ def is_running(pid: int) -> bool:
 
 
 def began_before(pid: int, unix_s: float) -> bool:
-    """Whether a process was there at this time already, where Linux tells: its id may be another one's by now."""
+    """Return whether a process began before this time, since its id may be reused. True where there is no /proc."""
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
         lines = Path("/proc/stat").read_text().splitlines()
@@ -75,7 +75,7 @@ def began_before(pid: int, unix_s: float) -> bool:
 
 
 class RunFile(BaseModel):
-    """What the launcher says of a run under way, in `RUN_FILE`."""
+    """The contents of `RUN_FILE`, in which the launcher describes a run under way."""
 
     redis_url: str | None = None
     run: PartyName = "run"
@@ -89,10 +89,10 @@ class RunFile(BaseModel):
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """That of an output folder.
+        """Read the file of an output folder.
 
         Raises:
-            UsageError: it is damaged.
+            UsageError: the file is damaged.
         """
         try:
             return cls.model_validate(read_object(folder / RUN_FILE))
@@ -105,10 +105,10 @@ class RunFile(BaseModel):
 
     @classmethod
     def budget(cls, folder: Path) -> int:
-        """Budget in tokens of a run without a Redis, which would know it.
+        """Read the budget in tokens of a run that has no Redis to ask.
 
         Raises:
-            UsageError: the file is damaged, or does not say it.
+            UsageError: the file is damaged, or does not have it.
         """
         if (found := cls.read(folder).budget_tokens) is None:
             raise _damaged(folder, "budget_tokens: missing")
@@ -120,12 +120,12 @@ def _damaged(folder: Path, what: str) -> UsageError:
 
 
 def is_output(folder: Path) -> bool:
-    """Whether this is an output folder of `diloco run`, of a run under way or over."""
+    """Return whether this is an output folder of `diloco run`, live or not."""
     return any((folder / name).is_file() for name in (RUN_FILE, REPORT_FILE))
 
 
 def is_live(folder: Path) -> bool:
-    """Whether `diloco run` is at work in this output folder."""
+    """Return whether a `diloco run` is live in this output folder."""
     if (folder / REPORT_FILE).is_file() or not (folder / RUN_FILE).is_file():
         return False
     launcher = RunFile.read(folder).pids.get("launcher")
@@ -135,10 +135,10 @@ def is_live(folder: Path) -> bool:
 
 
 def server_url(settings: ServerSettings) -> str:
-    """Of the Redis that is named.
+    """Return the URL of the Redis that is named.
 
     Raises:
-        UsageError: none is.
+        UsageError: none is named.
     """
     if (url := settings.bus_url()) is None:
         raise UsageError("which Redis? Give --redis-url redis://HOST:6379, or set DILOCO_REDIS_URL")
@@ -146,7 +146,7 @@ def server_url(settings: ServerSettings) -> str:
 
 
 def no_redis(place: Place) -> str:
-    """Why a place that `locate` found has no Redis."""
+    """Say why a place that `locate` found has no Redis."""
     if place.closing:
         return f"the run in {place} has ended, and its report is being written"
     if place.folder is not None and is_live(place.folder):
@@ -155,7 +155,7 @@ def no_redis(place: Place) -> str:
 
 
 def ended_without_report(folder: Path) -> str:
-    """How the run of an output folder has ended, and what to do: it has left no report."""
+    """Say how a run ended that has left no report in its output folder, and what to do."""
     ended = RunFile.read(folder).ended
     how = f"was {ended}" if ended else "ended without a report"
     said = f"the run in {folder} {how}; its logs are in {folder / 'logs'}"
@@ -165,10 +165,12 @@ def ended_without_report(folder: Path) -> str:
 
 
 def locate(settings: BusSettings, folder: Path | None) -> Place:
-    """The run that a command is about: the folder, else the Redis URL, else the newest folder in runs/ (of --run).
+    """Find the run that a command is about: by the folder, else the Redis URL, else the newest folder in runs/.
+
+    If --run is given, only folders in runs/ of runs with that name count.
 
     Raises:
-        UsageError: there is none, or it ended without a report.
+        UsageError: there is no such run, or it ended without a report.
     """
     if folder is None:
         if (url := settings.bus_url()) is not None:
@@ -201,7 +203,7 @@ def locate(settings: BusSettings, folder: Path | None) -> Place:
 
 
 def _name_in(folder: Path) -> str | None:
-    """The run's name, as its output folder has it; None: it cannot be read, or is gone by now."""
+    """Return the run's name from its output folder; None if it cannot be read or is gone by now."""
     try:
         file = next(folder / name for name in (RUN_FILE, REPORT_FILE) if (folder / name).is_file())
         return read_object(file).get("run")

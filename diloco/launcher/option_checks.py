@@ -1,4 +1,4 @@
-"""Settings that only make sense together, or name what has to be there: refused before anything is begun."""
+"""Refuse settings that contradict each other, or name what does not exist, before anything is begun."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,13 +11,13 @@ from diloco.workers.trainer.models.sizes import check_size
 
 
 def check(settings: RunProcess) -> None:
-    """Settings that only make sense together.
+    """Check the settings of `diloco run` that only make sense together.
 
     Raises:
-        UsageError: naming them.
+        UsageError: some do not; the message names them.
     """
     if (model := check_model_name(settings.model)) is not None:
-        from diloco.workers.trainer.data.tokenized import check_model  # brings transformers and torch
+        from diloco.workers.trainer.data.tokenized import check_model  # imports transformers and torch
 
         check_model(model, settings.data, settings.seq_len)
     if settings.method == "data-parallel":
@@ -26,7 +26,7 @@ def check(settings: RunProcess) -> None:
             ways = "; ".join(unused)
             raise UsageError(f"{ways} {needs} another --method: the data-parallel baseline has no use for {them}")
     elif settings.quorum > settings.learners and settings.redis_url is None and settings.redis_port is None:
-        smaller = "" if settings.resume is not None else "a smaller --quorum or "  # of a resumed run it stays
+        smaller = "" if settings.resume is not None else "a smaller --quorum or "  # a resumed run keeps its quorum
         raise UsageError(
             f"quorum={settings.quorum}: there would never be a merge with learners={settings.learners}, and others "
             f"cannot join; give more --learners or {smaller}--redis-port so that others can join"
@@ -42,10 +42,10 @@ def check(settings: RunProcess) -> None:
 
 
 def check_model_name(model: str) -> HfModel | None:
-    """The model of transformers that a setting names; None: it names a built-in size.
+    """Return the transformers model that a setting names; None if it names a built-in size.
 
     Raises:
-        UsageError: it names nothing that is there.
+        UsageError: the setting names neither.
     """
     if (found := read_hf(model)) is None:
         check_size(model)
@@ -53,14 +53,14 @@ def check_model_name(model: str) -> HfModel | None:
 
 
 def check_data(data: str, whose: str = "") -> None:
-    """Whether there is the text that a setting names. whose: the setting.
+    """Check that the text exists that a setting names. whose: says in the message where the setting is from.
 
     Raises:
-        UsageError: there is not.
+        UsageError: it does not exist, or needs a package that is not installed.
     """
     if data == "stdlib" or _file(data).exists():
         return
-    from diloco.workers.trainer.data.sources import DATA_SET  # brings numpy
+    from diloco.workers.trainer.data.sources import DATA_SET  # imports numpy
 
     if not data.startswith(DATA_SET):
         remedy = "name one, or hf:OWNER/NAME, or leave it out: stdlib"
@@ -70,32 +70,32 @@ def check_data(data: str, whose: str = "") -> None:
 
 
 def is_everywhere(data: str) -> bool:
-    """Whether a text is the same from whatever folder it is named."""
+    """Return whether a setting `data` means the same text in every current folder."""
     return data == "stdlib" or Path(data).is_absolute() or not _file(data).exists()
 
 
 def _file(data: str) -> Path:
-    """The file or folder that a setting names, if it names one."""
+    """Return the file or folder that a setting `data` names, if it names one."""
     return Path(data.partition(",column=")[0])
 
 
 def check_evaluator(settings: EvaluatorProcess) -> None:
-    """Settings of `diloco evaluator`.
+    """Check the settings of `diloco evaluator`.
 
     Raises:
-        UsageError: naming what is not there.
+        UsageError: they name what does not exist.
     """
-    if settings.model is not None:  # a file of settings for all parties of a run may name a size: the spec has it too
+    if settings.model is not None:  # a settings file for all parties of a run may name a size, which the spec has too
         check_model_name(settings.model)
     if settings.data is not None:
         check_data(settings.data)
 
 
 def check_demo(settings: DemoProcess) -> None:
-    """Settings of `diloco demo`.
+    """Check the settings of `diloco demo`.
 
     Raises:
-        UsageError: naming those that do not go together.
+        UsageError: some contradict each other; the message names them.
     """
     if settings.method == "data-parallel":
         raise UsageError("`diloco demo` needs another --method: the data-parallel baseline stops when a process dies")

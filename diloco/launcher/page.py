@@ -1,4 +1,4 @@
-"""The page of a run that is watched from here: served while it goes on, and left in its folder when it ends."""
+"""Serve the page of a run while it goes on, and leave it in the run's folder when it ends."""
 
 import asyncio
 import secrets
@@ -24,12 +24,12 @@ from diloco.pipeline.view.page.model import Model
 from diloco.pipeline.view.status import Status
 from diloco.pipeline.view.status_reader import read_status
 
+# The last model of a run's page, in its output folder.
 MODEL_FILE = "page.json"
-"""What a run's page showed last, in its output folder."""
+# The same as a page that needs no server.
 PAGE_FILE = "report.html"
-"""The same as a page that needs no server."""
+# Time between two looks at the run while no browser follows it: the page in the folder needs the whole history.
 EVERY_S = 1.0
-"""Time between two looks while nobody follows: what they see is left in the folder."""
 LAST_LOOK_S = 5.0
 
 
@@ -37,14 +37,14 @@ LAST_LOOK_S = 5.0
 async def served(
     bus: Bus, settings: HttpSettings, tell: Callable[[str], None], way: Way
 ) -> AsyncIterator[tuple[Collector, str]]:
-    """Serve the page and `/metrics` of the bus's run while the block goes on, and take a last look at its end.
+    """Serve the page and `/metrics` of the bus's run during the block, and look at the run once more at its end.
 
-    Yields what reads the run, and the page's address.
+    Yields the collector, which reads the run, and the page's address.
 
-    way: how others reach the bus, for the page to say.
+    way: how others reach the bus, which the page shows.
 
     Raises:
-        UsageError: the address cannot be listened on.
+        UsageError: the server cannot listen on the address.
     """
     from diloco.syncer.metrics import registry_of
     from diloco.syncer.run_metrics import RunMetrics
@@ -80,7 +80,7 @@ async def served(
 
 
 def way_to(url: str, own: Mapping[str, Started] | None = None) -> Way:
-    """How a shell on this machine starts a party of the run at this URL; `own` as in `Way`."""
+    """Return how a shell on this machine starts a party of the run at this URL; `own`: see `Way`."""
     program = Path(sys.argv[0]).resolve()
     if program.name != "diloco":
         started = f"{quote(sys.executable)} -m diloco"
@@ -91,7 +91,7 @@ def way_to(url: str, own: Mapping[str, Started] | None = None) -> Way:
 
 
 def _reached(host: str, port: int) -> str:
-    """Where a browser on this machine finds it."""
+    """Return the host and port at which a browser on this machine finds the page."""
     if host in ("0.0.0.0", "::", "*", ""):  # noqa: S104  # asked for, not listened on here
         host = "127.0.0.1"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -101,8 +101,8 @@ def _reached(host: str, port: int) -> str:
 async def left_in(
     folder: Path, bus: Bus, settings: HttpSettings, tell: Callable[[str], None], way: Way
 ) -> AsyncIterator[str]:
-    """As `served`, on a free port; what it showed last is left in a folder. Yields the page's address."""
-    apart = settings.model_copy(update={"http_port": 0})  # the other one is the syncer's
+    """Serve the page on a free port (`served`), and leave its last model in a folder. Yields the page's address."""
+    apart = settings.model_copy(update={"http_port": 0})  # the port of the settings is the syncer's
     watched = None
     try:
         async with served(bus, apart, tell, way) as (collector, address):
@@ -110,13 +110,13 @@ async def left_in(
             yield address
     finally:
         if watched is not None:
-            with suppress(FileNotFoundError), spared("the page", tell):  # somebody has moved or deleted the folder
+            with suppress(FileNotFoundError), spared("the page", tell):  # the folder may have been moved or deleted
                 (folder / MODEL_FILE).write_text(dumps(watched.model.snapshot()) + "\n")
 
 
 @contextmanager
 def spared(what: str, tell: Callable[[str], None]) -> Iterator[None]:
-    """What only shows a run costs nothing else where a mistake of ours keeps it from being made: that is said."""
+    """Report an unexpected exception (a bug) in code that only displays a run, instead of ending the run with it."""
     try:
         yield
     except (DilocoError, OSError):
@@ -127,16 +127,16 @@ def spared(what: str, tell: Callable[[str], None]) -> Iterator[None]:
 
 
 def folder_of_page(file: Path) -> Path | None:
-    """The output folder whose own page `write_page` would write; None: it is no folder's."""
+    """Return the output folder whose own page `write_page` would write to this file; None if there is none."""
     folder = file if file.is_dir() else file.parent if file.name == PAGE_FILE else None
     return folder if folder is not None and is_output(folder) else None
 
 
 def write_page(model: Model, file: Path) -> str:
-    """Write a run's page as one file, in a folder as `PAGE_FILE`; its address.
+    """Write a run's page as one file, into a folder as `PAGE_FILE`, and return its address.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     file = file / PAGE_FILE if file.is_dir() else file
     try:

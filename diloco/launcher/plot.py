@@ -1,4 +1,4 @@
-"""The picture of a run: global validation loss against tokens and against time."""
+"""Draw the picture of a run: global validation loss against tokens and against time."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +20,10 @@ def draw(
     """Write a PNG with two panels.
 
     Args:
-        evaluations: `tokens`, `elapsed_s`, `loss` each, in order.
-        events: `name`, `who`, `tokens`, `elapsed_s` each; drawn as vertical lines.
-        title: above both panels.
-        ledger: below them: where the tokens went.
+        evaluations: in order; each has `tokens`, `elapsed_s` and `loss`.
+        events: drawn as vertical lines; each has `name`, `who`, `tokens` and `elapsed_s`.
+        title: text above both panels.
+        ledger: text below them, which says where the tokens went.
         path: file to write.
     """
     figure = Figure(figsize=(11, 4.4), dpi=130, layout="constrained")

@@ -1,4 +1,4 @@
-"""The report of a run, from what was gathered at its end. Pure; `report.json` and `--json-report` hold it as it is."""
+"""Build the report of a run from what was gathered at its end. Pure. It is the content of `report.json`."""
 
 import math
 from bisect import bisect_left
@@ -33,13 +33,13 @@ from diloco.pipeline.view.status import Status, is_missed, present
 
 Report = dict[str, Any]
 
+# The terms of the ledger that are shown even if they are 0.
 NAMED = ("merged", "overwritten", "rejected", "died", "pending")
-"""The ledger's terms that are always named."""
 
 
 @dataclass(slots=True)
 class Origin:
-    """What a resumed run began with."""
+    """The checkpoint and the totals with which a resumed run began."""
 
     checkpoint: str
     tokens: int
@@ -50,40 +50,40 @@ class Origin:
 
 @dataclass(slots=True)
 class Kill:
-    """The demonstration, as it happened."""
+    """The kill of `diloco demo`."""
 
     learner: str
     incarnation: str
     killed_at: float
-    """Share of the budget."""
+    """Share of the budget at which it was killed."""
     restarted_at: float | None
     rates: dict[str, Any]
-    """`demo.measure`."""
+    """Result of `demo.measure`."""
     killed_unix_s: float
     restarted_unix_s: float | None
 
 
 @dataclass(slots=True)
 class Outcome:
-    """All that the report is made of."""
+    """All data from which the report is made."""
 
     method: str
     seed: int
     settings: dict[str, Any]
     run: str
     stopped: bool
-    """The user ended it before its budget."""
+    """True if the user ended the run before its budget."""
     wall_s: float
-    """From the first process's start until the run was finished: their starts are a cost of a method."""
+    """Time from the start of the first process until the run was finished: starting them is a cost of the method."""
     elapsed_s: float
-    """The run's time, as `Status.elapsed_s`."""
+    """Time of the run, as in `Status.elapsed_s`."""
     outer_steps: int
     started_unix_s: float
-    """Of the first step."""
+    """Unix time of the first step."""
     layout: Layout | None = None
-    """None for the data-parallel baseline."""
+    """Layout of the fragments; None for the data-parallel baseline."""
     asked_interval: int = 0
-    """H, in inner steps."""
+    """The sync interval H that was asked for, in inner steps."""
     records: Sequence[TapeRecord] = ()
     ledger_inputs: LedgerInputs = field(default_factory=LedgerInputs)
     evaluations: Sequence[Evaluation] = ()
@@ -97,9 +97,9 @@ class Outcome:
 
 
 def learner_rows(reports: Sequence[LearnerReport], unmissed: Collection[str] = ()) -> list[dict[str, Any]]:
-    """One row a learner, all its incarnations together; rates are over the whole time since the first step.
+    """Return one row per learner, for all its incarnations together; rates are over the time since its first step.
 
-    unmissed: who has not died, though it did not say that it leaves.
+    unmissed: learners that have not died, although they did not report that they leave.
     """
     rows = []
     for learner in sorted({report.learner for report in reports}, key=lambda name: (len(name), name)):
@@ -127,7 +127,7 @@ def learner_rows(reports: Sequence[LearnerReport], unmissed: Collection[str] = (
 
 
 def tokens_at(progress: Sequence[tuple[float, int]], unix_s: float) -> int:
-    """Trained tokens at a moment, interpolated."""
+    """Interpolate the trained tokens at a moment."""
     if not progress:
         return 0
     at = bisect_left(progress, unix_s, key=lambda point: point[0])
@@ -151,7 +151,7 @@ def _events(outcome: Outcome) -> list[dict[str, Any]]:
 
 
 def _rejected_of_others(kill: Kill, records: Sequence[TapeRecord], layout: Layout) -> dict[str, int]:
-    """Tokens of the other learners that were rejected before the kill, while the learner was away, and after."""
+    """Return the tokens of the other learners that were rejected before the kill, until the restart, and after it."""
     elements = {fragment.id: fragment.elements for fragment in layout.fragments}
     spans = {"before": 0, "while": 0, "after": 0}
     back = kill.restarted_unix_s or math.inf
@@ -166,7 +166,7 @@ def _rejected_of_others(kill: Kill, records: Sequence[TapeRecord], layout: Layou
 def _demo(
     kill: Kill, parts: Sequence[Account], sums: Totals, records: Sequence[TapeRecord], layout: Layout
 ) -> dict[str, Any]:
-    """What the kill cost the others, and what it cost the run. sums: of all parts."""
+    """Return what the kill cost the other learners and the run. sums: totals of all accounts in `parts`."""
     mine = [part for part in parts if (part.learner, part.incarnation) == (kill.learner, kill.incarnation)]
     others = totals((part for part in parts if part.learner != kill.learner), layout)
     section = {
@@ -179,7 +179,9 @@ def _demo(
     }
     if mine:
         cost, rest = totals(mine, layout), totals((part for part in parts if part not in mine), layout)
-        died = max(0, sums.lost["died"] - rest.lost["died"])  # rounded apart, it and the rest may not be the whole
+        died = max(
+            0, sums.lost["died"] - rest.lost["died"]
+        )  # a difference, since separately rounded numbers need not add up
         section["run_lost"] = {
             "trained_tokens": cost.tokens,
             "merged_tokens": cost.merged,
@@ -191,7 +193,7 @@ def _demo(
 
 
 def _shares(outcome: Outcome, sums: Totals, base: Origin | None) -> MergedShare:
-    """As the status has it, of the whole run and of its last minutes; these from the tape."""
+    """Return the merged shares of the whole run and of its last minutes, like the status, but from the tape."""
     trained, merged = sums.tokens + (base.tokens if base else 0), sums.merged + (base.merged_tokens if base else 0)
     if not outcome.progress or outcome.layout is None:
         return shares((), (0.0, trained, merged), sums.lost["pending"])
@@ -217,11 +219,11 @@ def _final_loss(evaluations: Sequence[Evaluation], warnings: list[str]) -> float
 
 
 def build(outcome: Outcome) -> Report:
-    """The report.
+    """Return the report.
 
-    `tokens` and `merged_tokens` include the earlier part of a resumed run; `tokens_lost` and `token_elements` are of
-    this part, and what the earlier one had not merged stands in `resumed_from`:
-    tokens = merged_tokens + all of tokens_lost + resumed_from.not_merged_tokens, to the token.
+    `tokens` and `merged_tokens` include the earlier part of a resumed run. `tokens_lost` and `token_elements` are for
+    this part alone, and `resumed_from` has what the earlier part had not merged. To the token:
+    tokens = merged_tokens + all of tokens_lost + resumed_from.not_merged_tokens.
     """
     warnings = list(outcome.warnings)
     if outcome.layout is not None:
@@ -229,7 +231,7 @@ def build(outcome: Outcome) -> Report:
         sums = totals(parts, outcome.layout)
         if surviving(outcome.records, outcome.ledger_inputs.heads)[1]:
             warnings.append("the bus came back at an earlier state: merges that it lost are not counted as merged")
-    else:  # every gradient goes into the mean of its step
+    else:  # in the baseline every gradient is in the mean of its step, so no token is lost
         parts = []
         trained = sum(report.tokens for report in outcome.ledger_inputs.reports)
         sums = Totals(trained, trained, dict.fromkeys(CAUSES, 0))
@@ -301,7 +303,7 @@ def _demo_lines(demo: dict[str, Any]) -> list[str]:
 
 
 def ledger_line(report: Report) -> str:
-    """Where the tokens went, in one line: all five terms, to the token; what is unaccounted for only if it is there."""
+    """Say in one line where the tokens went, to the token: the terms in `NAMED`, and others that are not 0."""
     terms = {"merged": report["merged_tokens"], **report["tokens_lost"]}
     if earlier := report.get("resumed_from"):
         terms["not merged before the checkpoint"] = earlier["tokens"] - earlier["merged_tokens"]
@@ -310,19 +312,19 @@ def ledger_line(report: Report) -> str:
 
 
 def _loss(loss: float | None, measured: bool) -> str:
-    """The line of the global loss; measured: at least once."""
+    """Return the line about the global loss; measured: whether it was measured at least once."""
     if not measured:
         return "no global validation loss is known: no evaluator has measured one"
     return f"global validation loss {'not a number' if loss is None else f'{loss:.4f}'} nats per token"
 
 
 def _learners(rows: Sequence[Mapping[str, Any]], died: int, started: int | None = None) -> str:
-    """'4 learners', '2 learners of 2 ranks', '3 learners of 1 to 2 ranks', '3 learners (2 started here, 1 joined)'.
+    """Describe: '4 learners of 2 ranks', '3 learners of 1 to 2 ranks', '3 learners (2 started here, 1 joined)'.
 
     Args:
-        rows: of all that took part.
-        died: of them; '4 learners, 1 of them died'.
-        started: by the launcher; None: not known.
+        rows: rows of all learners that took part.
+        died: how many of them died: '4 learners, 1 of them died'.
+        started: how many the launcher started; None: not known.
     """
     least, most = (choose((row.get("ranks", 1) for row in rows), default=1) for choose in (min, max))
     ranks = "" if most == 1 else f" of {most} ranks" if least == most else f" of {least} to {most} ranks"
@@ -332,7 +334,7 @@ def _learners(rows: Sequence[Mapping[str, Any]], died: int, started: int | None 
 
 
 def summary_so_far(status: Status) -> str:
-    """The same lines of a run of which only its Redis tells."""
+    """Return the lines of `summary` for a run that has only a status, read from its Redis."""
     learners = present(status["learners"])
     blocked = max((one["blocked_s"] / one["wall_s"] for one in learners if one.get("wall_s")), default=0.0)
     evaluation, gone = status["evaluation"], status["tokens_lost"]
@@ -351,10 +353,10 @@ def summary_so_far(status: Status) -> str:
 
 
 def read_report(file: Path) -> Report:
-    """What a run has left.
+    """Read the report of a run.
 
     Raises:
-        UsageError: it is not there, damaged, or of another form.
+        UsageError: the file does not exist, is damaged, or is no report.
     """
     report: Report = read_object(file)
     try:
@@ -367,7 +369,7 @@ def read_report(file: Path) -> Report:
 
 
 def summary(report: Report) -> str:
-    """A few lines for people."""
+    """Return the summary of a report in a few lines."""
     loss = report["global_val_loss"]
     blocked = max((row["blocked_s"] / row["wall_s"] for row in report["learners"] if row["wall_s"]), default=0.0)
     died = sum(row["died"] for row in report["learners"])

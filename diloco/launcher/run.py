@@ -2,10 +2,10 @@
 
 How a run ends:
 
-- by its budget: the syncer drains and finishes it, the other processes end by themselves;
-- by Ctrl-C (or SIGTERM, or SIGHUP of a closed terminal): the launcher asks for the drain, and the rest is the same;
-- by a second Ctrl-C: everything is killed at once, without report;
-- by an error: a learner that died at the start, no syncer left, or no learner left.
+- by its budget: the syncer drains and finishes the run, and the other processes end by themselves;
+- by Ctrl-C (or SIGTERM, or SIGHUP of a closed terminal): the launcher asks for the drain, the rest is the same;
+- by a second Ctrl-C: everything is killed at once, without a report;
+- by an error: a learner died at the start, or no syncer or no learner is left.
 """
 
 import asyncio
@@ -59,23 +59,23 @@ from diloco.pipeline.view.status_reader import StatusReader
 from diloco.tape import read_archive
 
 TICK_S = 0.5
+# Time without Redis, or without a syncer on another machine, after which the launcher gives up.
 SILENT_BUS_S = 60.0
-"""Redis, or the last syncer on another machine, may be away this long before the launcher gives up."""
+# Time for the last evaluation.
 EVALUATE_S = 120.0
-"""Time for the last evaluation."""
+# Time after which a display that failed is tried again.
 NOT_SHOWN_S = 60.0
-"""Until the display is tried again that could not be made."""
+# Added to a party's own time limit for its end, before it gets SIGTERM, and again before SIGKILL.
 MARGIN_S = 15.0
-"""On top of a party's own time limit for its end, before it gets SIGTERM, and again before SIGKILL."""
 
 
+# By where a learner's moments came from: what the user is told. Nothing is said of learners that begin with the run.
 MOMENTS = {
     "checkpoint": "goes on with the moments that it had saved",
     "optimizer": "goes on with the moments that its trainer has loaded",
     "peer": "begins with the moments of another learner",
     "fresh": "begins with fresh moments, and a ramp of its learning rate",
 }
-"""By where they came from; nothing is said of those that begin with the run."""
 
 
 class Launcher:
@@ -91,27 +91,27 @@ class Launcher:
         screen: Screen,
         others: dict[str, int],
     ) -> None:
-        """`others`: pids of processes that are no children of ours to watch, for run.json."""
+        """`others`: pids by name of processes that are not watched as children, for run.json."""
         self._settings, self._folder, self._url = settings, folder, url
         self._bus, self._children, self._screen = bus, children, screen
         self._others = others
         self._page: str | None = None
         self.own: dict[str, Started] = {}
-        """By learner: how it was started, for whoever starts it again."""
-        self.way = way_to(url, self.own)  # for them, to the run
+        """By learner: how it was started, so that the user can be told how to start it again."""
+        self.way = way_to(url, self.own)  # how such a learner reaches the run
         self._clock = bus.clock
         self._status = StatusReader(bus, self._clock, settings.liveness_s)
         self._progress: list[tuple[float, int]] = []
         self._drained_from_s: float | None = None
         self._unserved_since: float | None = None
-        """Since when there has been no syncer, neither ours nor elsewhere."""
+        """When the launcher first saw no syncer, neither a child nor one elsewhere; None while there is one."""
         self._warnings: list[str] = []
         self._show_from_s = 0.0
-        self._told: set[str] = set()  # incarnations whose moments the user has been told of
+        self._told: set[str] = set()  # incarnations whose moments were noted on the screen
         self.stopped = False
         self._made = folder.identity()
-        """The folder that all began to write to."""
-        self._moved = False  # it is there no more
+        """Identity of the output folder at the start, to which all processes write."""
+        self._moved = False  # True once the folder was moved or deleted
 
     # --- start ------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Launcher:
         self._note_place()
 
     def _url_of(self, name: str) -> str:
-        """How a process reaches Redis."""
+        """Return the URL by which a process reaches Redis; a subclass may give each process its own."""
         return self._url
 
     def _note_place(self) -> None:
@@ -157,18 +157,19 @@ class Launcher:
         self._folder.write_run(self._url, self._settings, pids, self._page, self.own)
 
     def say_page(self, address: str) -> None:
-        """Leave the page's address where it is found later on."""
+        """Write the page's address to run.json, where other commands find it."""
         self._page = address
         self._note_place()
 
     # --- watch ------------------------------------------------------------------------------------
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """Until the run is finished.
+        """Watch the run until it is finished, or the time limit of its drain is over.
 
         Raises:
             ChildDied: the run cannot go on.
-            BusUnavailable: Redis has been away for too long.
+            BusError: Redis could not be reached or read for more than `SILENT_BUS_S`.
+            PeerError: Redis has held something unreadable for more than `SILENT_BUS_S`.
         """
         silent_since: float | None = None
         while True:
@@ -177,17 +178,19 @@ class Launcher:
                 status = await self._status.read()
                 self._note(status)
                 await self._check(status)
-                asks = stop.is_set() and (not self.stopped or status["phase"] == Phase.RUNNING)  # Redis may lose it
+                asks = stop.is_set() and (
+                    not self.stopped or status["phase"] == Phase.RUNNING
+                )  # Redis may lose the request
                 if asks and await self._ask_to_drain(self.stopped or bool(status["fragments"])):
-                    self._children.kill()  # nothing was merged: there is nothing to wait for
+                    self._children.kill()  # the run has not begun: there is nothing to drain
                     return
                 silent_since = None
-            except (BusError, PeerError) as error:  # away, or holding what cannot be read
+            except (BusError, PeerError) as error:  # Redis does not answer, or holds something unreadable
                 if silent_since is None and not isinstance(error, BusUnavailable):
                     self._warn(f"Redis cannot be read: {error}")
                 silent_since = silent_since or self._clock.now()
                 if stop.is_set() and not self.stopped and isinstance(error, PeerError):
-                    with suppress(BusError, PeerError):  # the state may be as ever
+                    with suppress(BusError, PeerError):  # the run state may still be readable
                         await self._ask_to_drain(begun=True)
                 if self._clock.now() > silent_since + SILENT_BUS_S:
                     raise
@@ -195,7 +198,7 @@ class Launcher:
                 if status["phase"] == Phase.FINISHED:
                     return
             ends_s = self._settings.drain_s + self._settings.leave_s + 2 * MARGIN_S
-            ends_s += 2 * self._settings.lease_s  # of a syncer that died in the end
+            ends_s += 2 * self._settings.lease_s  # time for another syncer to take over from one that died in the drain
             if self._drained_from_s is not None and self._clock.now() > self._drained_from_s + ends_s:
                 self._warn("the run did not finish its drain in time: SIGTERM to its processes")
                 self._children.terminate()
@@ -203,8 +206,10 @@ class Launcher:
             await _pause(stop)
 
     def _check_folder(self) -> None:
-        """Where somebody has moved or deleted the output folder, what is still to be written has a place; and the run
-        is found there, unless another one is."""
+        """Make the output folder anew if somebody has moved or deleted it, so that what is still written has a place.
+
+        Settings and run.json are written too, so that the run is found there, unless the new folder is another run's.
+        """
         if self._folder.identity() == self._made:
             return
         path = self._folder.path
@@ -221,7 +226,7 @@ class Launcher:
     def _note(self, status: Status) -> None:
         now = self._clock.now()
         if status["phase"] == Phase.RUNNING:
-            self._drained_from_s = None  # also once more, where Redis has lost that it was asked to end
+            self._drained_from_s = None  # Redis may lose the request to drain, which then begins anew
         elif self._drained_from_s is None and status["phase"] in (Phase.DRAINING, Phase.CLOSING):
             self._drained_from_s = now
         if status["tokens"]:
@@ -240,7 +245,7 @@ class Launcher:
                 self._show_from_s = now
 
     def _tell_moments(self, learner: LearnerStatus) -> None:
-        """Once for each incarnation that did not begin with the run."""
+        """Say where a learner's moments came from, once per incarnation that did not begin with the run."""
         words = MOMENTS.get(learner.get("moments", ""))
         if words and learner["incarnation"] not in self._told:
             self._screen.note(f"{learner['id']} {words}")
@@ -253,7 +258,10 @@ class Launcher:
             if child.alive or child.reported:
                 continue
             child.reported = True
-            if child.expected_end or child.status in (0, signals.AGAIN_STATUS):  # done, or asked to leave by somebody
+            if child.expected_end or child.status in (
+                0,
+                signals.AGAIN_STATUS,
+            ):  # it is done, or left because a signal asked it to
                 continue
             if training and not child.under_way and not child.restarted:
                 raise ChildDied(child.obituary())
@@ -266,7 +274,7 @@ class Launcher:
             raise ChildDied("no learner is left. " + self._children.named("learner-")[-1].obituary())
 
     async def _check_syncers(self, status: Status) -> None:
-        """The death of one of several is a warning: the others take its fragments over."""
+        """Warn of the death of a syncer if others can take its fragments over, and raise ChildDied if none is left."""
         ours = self._children.named("syncer")
         elsewhere = {one["id"] for one in status["syncers"]} - {child.name for child in ours}
         left = bool(elsewhere) or any(child.alive for child in ours)
@@ -275,11 +283,11 @@ class Launcher:
             self._unserved_since = None
         if status["phase"] == Phase.FINISHED or (left and not gone):
             return
-        state = await self._bus.read_state()  # they may have finished the run since the status was read
+        state = await self._bus.read_state()  # the syncers may have finished the run since the status was read
         if state is not None and state.phase is Phase.FINISHED:
             return
         if not left:
-            # One elsewhere may have been cut off for a moment; of ours we know that they are dead.
+            # A syncer elsewhere may only be cut off for a moment, so it is waited for; our own are known to be dead.
             self._unserved_since = self._unserved_since or self._clock.now()
             if gone or self._clock.now() > self._unserved_since + SILENT_BUS_S:
                 raise ChildDied((gone or ours)[-1].obituary())
@@ -289,7 +297,7 @@ class Launcher:
             await self._event("syncer_died", child.name, child.ending())
 
     def _anybody(self, status: Status) -> bool:
-        """A learner is left: one of ours that runs, or one that joined from elsewhere."""
+        """Return whether a learner is left: a child that runs, or a live one that joined from elsewhere."""
         ours = self._children.named("learner-")
         return any(child.alive for child in ours) or any(one["live"] for one in status["learners"])
 
@@ -301,21 +309,21 @@ class Launcher:
         await self._bus.add_event(Event(name=name, who=who, detail=detail[:500], unix_s=self._clock.unix()))
 
     async def _ask_to_drain(self, begun: bool) -> bool:
-        """Ask for the orderly end; True if there is nothing yet that could be drained."""
+        """Ask the syncer to drain the run; return True if there is nothing yet to drain."""
         state = await self._bus.read_state()
         if state is None or not begun:
             self.stopped = True
             return True
         update = {"phase": Phase.DRAINING, "reason": "stopped by the user"}
         await self._bus.write_state(state.model_copy(update=update))
-        self.stopped = True  # not before: if Redis was away, the next tick asks again
+        self.stopped = True  # only after the write: if that failed, the next tick asks again
         self._screen.note("stopping: gathering the last deltas (Ctrl-C again ends everything at once)")
         return False
 
     # --- end ----------------------------------------------------------------------------------------
 
     async def wind_down(self) -> None:
-        """Wait for all processes to end, in order, and say for whom; remind those that take too long."""
+        """Wait for all processes to end, in order, and name those waited for; stop those that exceed their limit."""
         leave_s, shutdown_s = self._settings.leave_s + MARGIN_S, self._settings.shutdown_s + MARGIN_S
         for children, awaited, limit_s, stopping_s in (
             (self._children.named("learner-"), "to publish, save and leave", leave_s, leave_s),
@@ -336,10 +344,10 @@ class Launcher:
                 self._warn(f"{child.name} {child.ending()}; its log: {child.log}")
 
     async def gather(self, wall_s: float, origin: Origin | None) -> Outcome | None:
-        """Everything that the report needs, read while Redis still runs; None before any fragment had a version.
+        """Read all that the report needs while Redis still runs; return None if the run has no fragments yet.
 
         Raises:
-            DilocoError: the run is lost, or a part of what the report needs.
+            DilocoError: Redis has lost the run, or the output folder was moved or deleted.
         """
         self._check_folder()
         if self._moved:
@@ -359,7 +367,7 @@ class Launcher:
             return None
         spec = decode(Spec, data)
         layout = layout_of(spec.tensors)
-        since_s = state.started_unix_s  # of earlier parts the state tells
+        since_s = state.started_unix_s  # older records are of earlier parts, which the state counts
         records = [record for record in read_archive(self._folder.tape) if record.unix_s >= since_s]
         ended = [child.name for child in self._children.named("learner-")]
         ledger_inputs = await read_ledger_inputs(self._bus, len(layout.fragments), self._settings.liveness_s, ended)
@@ -392,7 +400,7 @@ class Launcher:
 
 
 async def _pause(stop: asyncio.Event) -> None:
-    """One tick; the first signal cuts it short."""
+    """Wait for one tick; the first signal ends it early."""
     if stop.is_set():
         await asyncio.sleep(TICK_S)
         return
@@ -403,11 +411,11 @@ async def _pause(stop: asyncio.Event) -> None:
 
 
 async def _gone(children: Sequence[Child], limit_s: float) -> list[Child]:
-    """Those that still run when all have ended or the time is over."""
+    """Wait until all children have ended or the time is over, and return those that still run."""
     try:
         async with asyncio.timeout(limit_s):
             while any(child.alive for child in children):  # noqa: ASYNC110  # a process has no event to wait for
-                await asyncio.sleep(0.1)  # a process has no event to wait for
+                await asyncio.sleep(0.1)
     except TimeoutError:
         pass
     return [child for child in children if child.alive]
@@ -443,8 +451,10 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             if await bus.read_spec() is not None and not own:
                 raise UsageError(f"there is a run {settings.run!r} on that Redis already: choose another --run name")
             info = await bus.info()
-            folder.make(settings, url)  # nothing is refused any more
-            stack.callback(folder.say_closing)  # before its Redis is gone
+            folder.make(settings, url)  # only after all checks that can refuse the run
+            stack.callback(
+                folder.say_closing
+            )  # called before the embedded Redis ends, so that readers see why it is gone
             began = time.monotonic()
             screen = stack.enter_context(Screen())
             children = stack.enter_context(Children(folder.logs))
@@ -468,10 +478,10 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
 
 
 def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
-    """One run, watched to its end by a launcher of this kind: the exit status.
+    """Start one run, watch it to its end with a launcher of this kind, and return the exit status.
 
     Raises:
-        DilocoError: what went wrong, in words; nothing is left running.
+        DilocoError: something went wrong; no process is left running.
     """
     need_extras()
     logs.configure("warning")
