@@ -15,7 +15,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, get_args
 from pydantic import BeforeValidator, Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from diloco.pipeline.bus.tls import OPTIONS, with_tls
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.spec import SyncSpec
@@ -33,6 +32,7 @@ from diloco.pipeline.messages.wire import (
 )
 from diloco.pipeline.methods import SyncMethod, settings_of
 from diloco.pipeline.sources import ENV_PREFIX, given_outside, meant, place_in, read_file
+from diloco.pipeline.tls import OPTIONS, with_tls
 from diloco.pipeline.units import parse_duration, parse_whole
 from diloco.pipeline.wrong_values import told
 

@@ -21,7 +21,7 @@ from diloco.pipeline.bus.commits import REPLACED_TTL_S, STAGED_TTL_S, Commit, Pu
 from diloco.pipeline.bus.ports import Bus, Clock, PayloadStore
 from diloco.pipeline.bus.schema import head_after
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.head import IDLE_VIEW, Head
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.pacing import known_steps
@@ -33,7 +33,6 @@ from diloco.syncer.admission import Offer
 from diloco.syncer.context import RandomHex, SyncerContext
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, orthogonalises
 from diloco.syncer.metrics import Metrics
-from diloco.syncer.serving.initial_version import IDLE_VIEW
 from diloco.syncer.window import Merge
 
 # Replaced globals live for `REPLACED_TTL_S`, or until those of all fragments together are larger than this. One of each

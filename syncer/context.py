@@ -12,10 +12,10 @@ from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.admission import Diverged
-from diloco.syncer.downloads import Coming
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder
+from diloco.syncer.upload_times import UploadProgress
 
 # `random_hex(n)` returns 2n hex digits for a nonce. It is injected, so that a simulated run can be repeated.
 RandomHex = Callable[[int], str]
@@ -65,7 +65,7 @@ class SyncerContext:
     recorder: Recorder | None
     speed: Speed
     """How fast this machine multiplies matrices."""
-    coming: Coming = field(default_factory=Coming)
+    upload_progress: UploadProgress = field(default_factory=UploadProgress)
     """Progress of the learners' uploads, in all fragments."""
     diverged: Diverged = field(default_factory=Diverged)
 

@@ -14,18 +14,15 @@ import structlog
 from diloco.pipeline.bus.commits import MOST_HEADERS
 from diloco.pipeline.bus.ports import START, Clock, Offered, Offers, PayloadStore
 from diloco.pipeline.bus.schema import parse_offer_id
-from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
-from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader
 from diloco.pipeline.transfer.payloads import Offload, arriving
 from diloco.pipeline.waiting import woken_or_done
 from diloco.syncer.admission import Offer
-from diloco.syncer.grace import DECAY
-from diloco.syncer.membership import LEAST_UPLOAD_S
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
+from diloco.syncer.upload_times import UploadEstimator, UploadProgress
 
 # A sound delta, or the reason and detail of its refusal.
 Outcome = Delta | tuple[RefusalReason, str]
@@ -38,17 +35,6 @@ MOST_AT_ONCE = 256
 RETRY_S = 0.2
 # Reading pauses for this long after a flood was cut, since more of it may follow at once.
 FLOODED_S = 0.1
-
-# Upload deadline before any upload was measured.
-FIRST_UPLOAD_S = 30.0
-# The upload deadline is this many times the smoothed upload time.
-UPLOAD_FACTOR = 4.0
-# Uploads that missed the deadline lengthen it by at most this factor.
-TIMEOUT_FACTOR = 2.0
-
-# An upload has stopped if nothing came for this many times its last gap between two chunks, or for `TIMEOUT_FACTOR`
-# upload deadlines, whichever is shorter.
-SILENT_CHUNKS = 4
 
 
 class Arrivals:
@@ -137,70 +123,6 @@ def _of(entry: Offered) -> str:
     return parse_offer_id(entry.entry_id)[0]
 
 
-class UploadEstimator:
-    """Estimate of one fragment's upload time: how long the uploads of a window's fixed set may take."""
-
-    def __init__(self) -> None:
-        self._upload = Ema(DECAY)
-
-    @property
-    def upload_s(self) -> float:
-        """Upload deadline, s: how long the uploads of a fixed set may take."""
-        measured = self._upload.value
-        return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
-
-    def observe(self, seconds: float) -> bool:
-        """Take the duration of an upload that has ended; return whether it was within the deadline."""
-        in_time = seconds <= self.upload_s
-        self._upload.observe(seconds)
-        return in_time
-
-    def timed_out(self, waited_s: list[float]) -> None:
-        """Take how long uploads were waited for in vain, s.
-
-        They must lengthen the deadline: on a network that has become slower, no upload would ever be in time otherwise.
-        """
-        most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
-        for seconds in waited_s:
-            self._upload.observe(min(seconds, most))
-
-
-class Coming:
-    """Progress of each learner's uploads, in all fragments of one syncer. Pure.
-
-    On each of its lanes a learner uploads its deltas in the order of their serials. So a delta of which nothing has
-    come yet is still queued while earlier ones make progress. The silence between two chunks is measured for each
-    learner. However long its gaps are, a learner may be silent for at most `TIMEOUT_FACTOR` upload deadlines.
-    """
-
-    # Bound of the incarnations that are remembered; the ones that were silent for longest are dropped.
-    MOST = 1024
-
-    def __init__(self) -> None:
-        self._last: dict[str, tuple[int, float, float]] = {}
-        """Incarnation -> serial of the delta whose chunk came last, when it came, and the gap before it, s."""
-
-    def heard(self, header: DeltaHeader, now: float) -> None:
-        """Note that a chunk of this delta came."""
-        serial, at, gap_s = self._last.pop(header.incarnation, (header.serial, now, 0.0))
-        self._last[header.incarnation] = header.serial, now, now - at if serial == header.serial else gap_s
-        while len(self._last) > self.MOST:
-            del self._last[next(iter(self._last))]
-
-    def comes(self, header: DeltaHeader, came_s: float, now: float, upload_s: float) -> bool:
-        """Return whether an upload makes progress, or is queued behind earlier ones that do.
-
-        Args:
-            header: of the delta.
-            came_s: when its last chunk came.
-            now: the time.
-            upload_s: the upload deadline, s.
-        """
-        serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
-        since = now - max(LEAST_UPLOAD_S, min(SILENT_CHUNKS * gap_s, TIMEOUT_FACTOR * upload_s))
-        return came_s >= since or (serial < header.serial and at >= since)
-
-
 class Downloads:
     """The downloads in flight, and the sound deltas that have arrived."""
 
@@ -212,15 +134,15 @@ class Downloads:
         wake: asyncio.Event,
         offload: Offload,
         uploads: UploadEstimator,
-        coming: Coming,
+        progress: UploadProgress,
     ) -> None:
         """Begin with no downloads.
 
-        `fragment` judges the deltas. `uploads` takes the duration of each upload, and `coming`, shared by all
+        `fragment` judges the deltas. `uploads` takes the duration of each upload, and `progress`, shared by all
         fragments, the arrival of each chunk. `wake` is set whenever a download ends.
         """
         self._bus, self._clock, self._fragment = bus, clock, fragment
-        self._wake, self._offload, self._uploads, self._coming = wake, offload, uploads, coming
+        self._wake, self._offload, self._uploads, self._progress = wake, offload, uploads, progress
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._began: dict[str, float] = {}
         self._heard: dict[str, float] = {}
@@ -284,7 +206,7 @@ class Downloads:
         return frozenset(
             one.entry_id
             for one in offers
-            if self._coming.comes(one.header, came.get(one.entry_id, -math.inf), now, upload_s)
+            if self._progress.comes(one.header, came.get(one.entry_id, -math.inf), now, upload_s)
         )
 
     def forget(self, entries: Iterable[str]) -> None:
@@ -328,7 +250,7 @@ class Downloads:
                     else:
                         await self._offload(feed, reader, norms, chunks)
                     self._heard[offer.entry_id] = self._came[offer.entry_id] = now = self._clock.now()
-                    self._coming.heard(h, now)
+                    self._progress.heard(h, now)
                 self._heard[offer.entry_id] = math.inf
                 outcome = await self._offload(self._fragment.judge, offer, reader.vector(), norms.norms())
                 if not self._uploads.observe(self._clock.now() - began):

@@ -17,7 +17,7 @@ from diloco.pipeline.errors import (
     PeerError,
 )
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.head import IDLE_VIEW, Head
 from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.pacing import Pace
 from diloco.pipeline.ramps import interval_in_force
@@ -26,8 +26,8 @@ from diloco.pipeline.transfer.payloads import pull_state
 from diloco.pipeline.waiting import first_of
 from diloco.syncer.committing import Loaded
 from diloco.syncer.context import SyncerContext
+from diloco.syncer.initial_version import InitialVersions
 from diloco.syncer.merging.fragment import FragmentState, finite
-from diloco.syncer.serving.initial_version import IDLE_VIEW, InitialVersions
 from diloco.syncer.session import OwnerState, Session
 from diloco.syncer.window import State
 

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from diloco.pipeline.bus.ports import BusInfo, Clock
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.view.last_look import Reading
+from diloco.pipeline.view.page.last_look import Reading
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
 

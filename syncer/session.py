@@ -29,11 +29,12 @@ from diloco.syncer.committing import (
     payload_key,
 )
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.downloads import Arrivals, Downloads, UploadEstimator
+from diloco.syncer.downloads import Arrivals, Downloads
 from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.repair import Repair
 from diloco.syncer.refusals import Refusals
+from diloco.syncer.upload_times import UploadEstimator
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # upper bound of the backoff between merges whose outcome is not finite
@@ -87,7 +88,7 @@ class Session:
             context.layout.digest, sync.codec, codec.chunk_count(layout.elements, sync.codec, sync.chunk_bytes)
         )
         self.window = self._new_window()
-        of_all = context.offload, state.uploads, context.coming
+        of_all = context.offload, state.uploads, context.upload_progress
         self._downloads = Downloads(self._bus, self._clock, loaded.fragment, wake, *of_all)
         self._committing = Committing(context, loaded.fragment, state.staging, state.merges)
         self._left: list[tuple[Offer, Refused]] = []

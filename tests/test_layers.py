@@ -22,6 +22,31 @@ MAY_IMPORT = {
 }
 """Folder of the repository -> those that it may import. `pipeline` is imported as `diloco.pipeline`, and so on."""
 
+INSIDE = {
+    "pipeline": {"pipeline/bus", "pipeline/files", "pipeline/messages", "pipeline/payload"},
+    "pipeline/messages": set(),
+    "pipeline/payload": {"pipeline/messages"},
+    "pipeline/files": set(),
+    "pipeline/process": {"pipeline/files"},
+    "pipeline/bus": {"pipeline/bus/redis", "pipeline/messages", "pipeline/payload", "pipeline/process"},
+    "pipeline/bus/redis": {"pipeline/bus", "pipeline/messages", "pipeline/payload"},
+    "pipeline/transfer": {"pipeline/bus", "pipeline/messages", "pipeline/payload"},
+    "pipeline/view": {"pipeline/bus", "pipeline/messages", "pipeline/payload"},
+    "pipeline/view/page": {"pipeline/bus", "pipeline/files", "pipeline/messages", "pipeline/payload", "pipeline/view"},
+    "syncer": {"syncer/merging", "syncer/replay"},
+    "syncer/merging": set(),
+    "syncer/replay": {"syncer/merging"},
+    "syncer/checkpoints": {"syncer/merging"},
+    "syncer/serving": {"syncer/checkpoints", "syncer/replay"},
+    "workers": {"workers/checks", "workers/copies", "workers/exchange", "workers/moments", "workers/ranks"},
+    "workers/copies": set(),
+    "workers/checks": {"workers/copies", "workers/moments"},
+    "workers/moments": {"workers/copies", "workers/exchange"},
+    "workers/exchange": {"workers/checks", "workers/moments"},
+    "workers/ranks": {"workers/copies", "workers/exchange", "workers/moments"},
+}
+"""Folder -> the other folders of its part that its files may import, beside the part's own top folder."""
+
 ONLY_IN = {
     "torch": (
         "workers/",
@@ -55,6 +80,8 @@ PURE = (
     "pipeline/bus/stored_reports.py",
     "pipeline/bus/schema.py",
     "pipeline/ema.py",
+    "pipeline/liveness.py",
+    "pipeline/tls.py",
     "pipeline/errors.py",
     "pipeline/files/address.py",
     "pipeline/findings.py",
@@ -87,6 +114,7 @@ PURE = (
     "syncer/grace.py",
     "syncer/serving/sharing.py",
     "syncer/membership.py",
+    "syncer/upload_times.py",
     "syncer/window.py",
     "workers/encoding.py",
     "workers/exchange/shared.py",
@@ -94,10 +122,11 @@ PURE = (
     "workers/ranks/step_agreement.py",
     "workers/ranks/row_ranges.py",
     "workers/ranks/placement.py",
+    "workers/permutation.py",
     "workers/rounds.py",
     "workers/step_times.py",
     "workers/trainer/models/sizes.py",
-    "workers/trainer/schedule.py",
+    "workers/schedule.py",
 )
 """Others that are."""
 IMPURE = {"asyncio", "threading", "time", "datetime", "logging", "structlog", "socket", "random", "os", "subprocess"}
@@ -218,6 +247,18 @@ def test_imports_point_down_only():
     }
     assert wrong == {}
     assert [path for path in sources() if "tests" in libraries(path)] == []
+
+
+def test_folders_inside_a_part_import_each_other_one_way():
+    """Wire types know no screen, a fragment no server process, and a learner no trainer."""
+    wrong = set()
+    for path, others in edges().items():
+        folder = path.rpartition("/")[0]
+        inside = {other.rpartition("/")[0] for other in others if other.split("/")[0] == path.split("/")[0]}
+        if folder in INSIDE:
+            wrong |= {(path, other) for other in inside - INSIDE[folder] - {folder, path.split("/")[0]}}
+    assert wrong == set()
+    assert {path.rpartition("/")[0] for path in edges()} >= INSIDE.keys(), "moved or gone: mend the list"
 
 
 def test_drivers_of_other_programs_import_nothing_of_ours():

@@ -25,11 +25,11 @@ from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearne
 from diloco.workers.exchange.newest import Float32, read_newest
 from diloco.workers.lifecycle import Life
 from diloco.workers.moments.recovery import Source
+from diloco.workers.schedule import FRESH_MOMENTS_STEPS
 from diloco.workers.shard_reader import begin_batches, begin_blocks
 from diloco.workers.spec_proposal import Proposed, proposal
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
-from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS
 from diloco.workers.training import Training
 
 

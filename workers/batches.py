@@ -15,8 +15,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.workers.checks.own_process import OwnProcess
 from diloco.workers.exchange.shared import Shared
+from diloco.workers.permutation import permuted
 from diloco.workers.prefetch import Drawn, Prefetched, Reached
-from diloco.workers.trainer.data.blocks import permuted
 
 # The loop waits this long for a shard, once, before it gets earlier data again. A working bus delivers one in
 # milliseconds; the time is for a loader that draws many batches at once when it starts.

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import TrainerSettings, defaults
-from diloco.workers.trainer.schedule import learning_rate
+from diloco.workers.schedule import learning_rate
 
 At = tuple[float, int, int]  # progress in 0..1, own steps, steps of the ramp
 Shape = Literal["cosine", "linear", "constant"]

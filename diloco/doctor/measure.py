@@ -25,6 +25,7 @@ from diloco.pipeline.bus.redis.inspection import RedisExamination
 from diloco.pipeline.bus.server import Server, to_maxmemory
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.liveness import LIVE_S
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.outer_cost import operations_of
@@ -37,7 +38,6 @@ from diloco.pipeline.settings import CHUNK_BYTES, SyncSettings
 from diloco.pipeline.site import Site, outer_operations
 from diloco.pipeline.transfer.payloads import pull, push
 from diloco.pipeline.units import as_maxmemory
-from diloco.pipeline.view.status import LIVE_S
 from diloco.pipeline.view.status_reader import as_heard
 from diloco.syncer.checkpoints.places import Folder as FolderPlace
 from diloco.syncer.checkpoints.places import place_of

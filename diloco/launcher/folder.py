@@ -29,7 +29,6 @@ from diloco.launcher.page import MODEL_FILE, PAGE_FILE
 from diloco.launcher.report import Origin
 from diloco.options import CHOSEN_BY_LAUNCHER, RunProcess
 from diloco.pipeline.agreement import agree
-from diloco.pipeline.bus.tls import OPTIONS
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.address import is_address
 from diloco.pipeline.files.json_object import read_object
@@ -46,6 +45,7 @@ from diloco.pipeline.settings import (
     SyncSettings,
     TrainerSettings,
 )
+from diloco.pipeline.tls import OPTIONS
 from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.pipeline.view.page.join_command import Started
 from diloco.syncer.checkpoints.loading import (

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco.pipeline.messages.tape import Committed, Rejected
-from diloco.pipeline.view.last_look import Reading
+from diloco.pipeline.view.page.last_look import Reading
 from diloco.pipeline.view.page.model import Look
 
 # Prefix of the curves whose x axis is the round; all others have trained tokens.

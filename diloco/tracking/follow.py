@@ -21,8 +21,8 @@ from diloco.pipeline.files.replacing import replace
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.process import signals
-from diloco.pipeline.view.last_look import Reading
 from diloco.pipeline.view.page.collector import MOST_READ, RunReader
+from diloco.pipeline.view.page.last_look import Reading
 from diloco.pipeline.view.page.model import Look
 from diloco.tracking.curves import Point, Rounds, evaluations, now
 from diloco.tracking.trackers import PACKAGES, TensorBoard, Tracker, Wandb, check_package

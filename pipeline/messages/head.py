@@ -45,6 +45,8 @@ class WindowView(Message):
     matrices (`outer_cost`)."""
 
 
+IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
+
 # An owner judges how long a delta may be by the norms of this many merges.
 MERGES_KEPT = 32
 Norms = Annotated[tuple[Measure, ...], Field(max_length=MERGES_KEPT, fail_fast=True)]

@@ -14,7 +14,6 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from diloco.pipeline.errors import OtherFormat
-from diloco.pipeline.view.merged_share import MOST_SAMPLES
 
 # The wire format covers messages, keys and scripts. All parties of a run must have the same number, so a change to any
 # of them must raise it (`tests/recorded`).
@@ -133,6 +132,7 @@ def printable(text: str, kept: str = "") -> str:
 # Text from a peer that is shown to people.
 Shown = Annotated[Text, AfterValidator(printable)]
 
+MOST_SAMPLES = 64
 # (Unix time, trained tokens, merged tokens) of the whole run in the last minutes, oldest first (`merged_share`).
 Samples = Annotated[tuple[tuple[UnixSeconds, Count, Count], ...], Field(max_length=MOST_SAMPLES, fail_fast=True)]
 

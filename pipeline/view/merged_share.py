@@ -16,11 +16,12 @@ heads knows the recent share, whichever syncer leads, and also when none does an
 from collections.abc import Sequence
 from typing import TypedDict
 
+from diloco.pipeline.messages.wire import MOST_SAMPLES
+
 SAMPLE_S = 15.0
 RECENT_S = 300.0
 LEAST_S = 30.0
 """Nothing is said of a shorter time: merges come in lumps."""
-MOST_SAMPLES = 64
 NEARLY_NONE = 0.1
 """Of the tokens: if no more than this share was trained before, the last minutes are the whole run."""
 

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NotRequired, TypedDict
 
 from diloco.pipeline.fragments import Layout, layout_of
+from diloco.pipeline.liveness import LIVE_S, is_live
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec, SyncSpec
@@ -24,8 +25,6 @@ from diloco.pipeline.view import trouble
 from diloco.pipeline.view.ledger import in_whole_tokens
 from diloco.pipeline.view.merged_share import MergedShare, shares
 
-LIVE_S = 5.0
-"""A learner not heard from for this long is not live, where the run has not said otherwise."""
 NOTHING_TOLD = trouble.Told()
 
 
@@ -184,11 +183,6 @@ def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
         "ranks": report.ranks,
         "moments": report.moments,
     }
-
-
-def is_live(seen: SeenReport, live_s: float) -> bool:
-    """Whether a learner counts as there."""
-    return not seen.report.left and seen.age_s < live_s
 
 
 def is_missed(learner: LearnerStatus) -> bool:

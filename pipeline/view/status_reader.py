@@ -9,12 +9,13 @@ from diloco.pipeline.bus.server import fill_of_run
 from diloco.pipeline.errors import BadMessage
 from diloco.pipeline.findings import Finding
 from diloco.pipeline.fragments import layout_of
+from diloco.pipeline.liveness import live_learners, liveness_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState, SeenReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view import trouble
-from diloco.pipeline.view.status import LIVE_S, NOTHING_TOLD, Status, build_status, is_live
+from diloco.pipeline.view.status import NOTHING_TOLD, Status, build_status
 
 
 def _recent(clock: Clock) -> str:
@@ -50,20 +51,9 @@ def as_heard(
     return [seen.model_copy(update={"age_s": seen.age_s - away_s}) for seen in reports]
 
 
-def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[str]:
-    """Who is live, as the run's syncers go by."""
-    live_s = _liveness(state, None)
-    return {seen.report.learner for seen in reports if is_live(seen, live_s)}
-
-
 def redis_fill(info: BusInfo, spec: Spec, live: Collection[str]) -> Finding:
     """How full the run's Redis is, as `server.fill_of_run`."""
     return fill_of_run(info, layout_of(spec.tensors).elements, len(live), spec.sync)
-
-
-def _liveness(state: RunState | None, live_s: float | None) -> float:
-    said = None if state is None else state.liveness_s
-    return live_s or said or LIVE_S
 
 
 class StatusReader:
@@ -126,7 +116,7 @@ async def read_status_of(
     holders = [held.get(p) for p in fragments]
     reports = await bus.read_reports()
     state = await bus.read_state()
-    liveness_s = _liveness(state, live_s)
+    liveness_s = liveness_of(state, live_s)
     if state is None or state.phase is not Phase.FINISHED:
         reports = as_heard(reports, info, liveness_s, answers_s)
     warnings = [*info.warnings, *map(str, unreadable)]

@@ -20,14 +20,14 @@ from diloco.pipeline.errors import BusError, BusUnavailable
 from diloco.pipeline.messages.run import REDIS_CHANGED, Event, Phase, RunState, SeenReport
 from diloco.pipeline.pacing import long_rounds, merge_share, outer_room, slow_merges
 from diloco.pipeline.settings import SyncerProcess
-from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.context import SyncerContext
+from diloco.syncer.initial_version import InitialVersions
 from diloco.syncer.membership import WATCH_S
 from diloco.syncer.owner import FragmentOwner
 from diloco.syncer.replay.archive import TapeArchive
 from diloco.syncer.serving.bus_recovery import Lost
+from diloco.syncer.serving.checkpointing import Checkpoints
 from diloco.syncer.serving.closing import finish_run
-from diloco.syncer.serving.initial_version import InitialVersions
 from diloco.syncer.serving.lead import Lead
 from diloco.syncer.serving.leases import RETRIES, Leases, release_all
 from diloco.syncer.serving.retrying import retrying

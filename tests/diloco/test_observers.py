@@ -26,10 +26,10 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Evaluation, LearnerReport
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.settings import HttpSettings
-from diloco.pipeline.view.last_look import Reading
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.page.collector import AGAIN_S, Collector
 from diloco.pipeline.view.page.join_command import Way
+from diloco.pipeline.view.page.last_look import Reading
 from diloco.pipeline.view.page.model import Look, PageModel
 from diloco.pipeline.view.status import build_status
 from diloco.syncer import run_metrics

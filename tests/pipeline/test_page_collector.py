@@ -11,6 +11,7 @@ import pytest
 
 from diloco.pipeline.bus.ports import START
 from diloco.pipeline.errors import BusUnavailable
+from diloco.pipeline.liveness import LIVE_S
 from diloco.pipeline.messages.run import Event, LearnerReport
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 from diloco.pipeline.messages.wire import MOST_SECONDS
@@ -20,7 +21,7 @@ from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.lanes import In, Of
 from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Look, Model, PageModel
 from diloco.pipeline.view.page.timeline import Timeline
-from diloco.pipeline.view.status import LIVE_S, build_status
+from diloco.pipeline.view.status import build_status
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, run_virtual
 from tests import samples

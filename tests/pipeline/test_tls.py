@@ -14,10 +14,10 @@ import redis as redis_py
 from diloco.pipeline.bus.embedded import free_port
 from diloco.pipeline.bus.redis.inspection import address_of, examine, takes_without_certificate
 from diloco.pipeline.bus.redis_streams import connect
-from diloco.pipeline.bus.tls import with_tls
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusUnavailable, DilocoError, UsageError
 from diloco.pipeline.settings import BusSettings, load
+from diloco.pipeline.tls import with_tls
 from diloco.pipeline.transfer.payloads import pull, push
 from tests import HANGING_S
 from tests.certificates import Authority, make_authority, tls_binary

@@ -13,7 +13,7 @@ import yaml
 from prometheus_client import generate_latest
 
 from diloco.pipeline.bus.embedded import free_port
-from diloco.pipeline.view.last_look import Reading
+from diloco.pipeline.view.page.last_look import Reading
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import RunMetrics
 from diloco.syncer.serving.http import start_http

@@ -125,7 +125,7 @@ def test_the_code_that_decides_is_found_by_its_imports():
     } <= ours
     assert {
         "diloco.workers.trainer.models.gpt",
-        "diloco.workers.trainer.schedule",
+        "diloco.workers.schedule",
         "diloco_studies.quality.schedule",
     } <= loop
     assert not {"diloco.syncer.window", "diloco.workers.rounds"} & loop

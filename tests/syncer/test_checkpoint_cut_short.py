@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 from diloco.export import export
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.sums import SUMS_FILE
-from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.saving import finish_checkpoint, run_folder
+from diloco.syncer.serving.checkpointing import Checkpoints
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline, run_virtual
 from tests import samples
 from tests.saving import save_checkpoint

@@ -16,11 +16,12 @@ from structlog.testing import capture_logs
 
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.view.status_reader import read_status
-from diloco.syncer.checkpoints import keeping, saving
+from diloco.syncer.checkpoints import saving
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.manifest import STATE_FILE, Leftovers, found_fragments
 from diloco.syncer.checkpoints.places import Folder, place_of
 from diloco.syncer.checkpoints.saving import OLD_S, begin_checkpoint, checkpoint_name, finish_checkpoint
+from diloco.syncer.serving import checkpointing
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline, run_virtual
 from tests import samples
 from tests.syncer.test_checkpoint import folder_of, save, trained
@@ -218,7 +219,7 @@ class Slowly:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.by: list[tuple[str, int, Any]] = []
         self._save = saving.save_fragment
-        for module in (saving, keeping):
+        for module in (saving, checkpointing):
             monkeypatch.setattr(module, "save_fragment", self.save)
 
     async def save(self, bus: Any, spec: Any, folder: Any, fragment: int, offload: Any) -> None:

@@ -13,14 +13,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.messages.tape import Contribution, Rewound
-from diloco.pipeline.view.last_look import MOST_LEARNERS, SHOWN_S, Reading
 from diloco.pipeline.view.page.collector import Collector
+from diloco.pipeline.view.page.last_look import MOST_LEARNERS, SHOWN_S, Reading
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.status import build_status
 from diloco.pipeline.view.status_reader import read_status
-from diloco.syncer.checkpoints.keeping import Checkpoints
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import FIGURES, FRESH_S, RunMetrics
+from diloco.syncer.serving.checkpointing import Checkpoints
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples

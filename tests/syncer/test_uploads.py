@@ -16,10 +16,11 @@ from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import held, payload_bytes
 from diloco.pipeline.transfer.payloads import push
 from diloco.syncer.admission import DeltaFormat, Offer
-from diloco.syncer.downloads import FIRST_UPLOAD_S, Coming, Downloads, UploadEstimator
+from diloco.syncer.downloads import Downloads
 from diloco.syncer.membership import LEAST_UPLOAD_S, RunWatch
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
+from diloco.syncer.upload_times import FIRST_UPLOAD_S, UploadEstimator, UploadProgress
 from diloco.syncer.window import Window
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline
@@ -31,7 +32,9 @@ FRAGMENT = layout_of(samples.spec().tensors).fragments[0]
 
 def downloads_on(bus: Bus, clock: VirtualClock, uploads: UploadEstimator | None = None) -> Downloads:
     wake = asyncio.Event()
-    return Downloads(bus, clock, state(samples.sync_spec()), wake, inline, uploads or UploadEstimator(), Coming())
+    return Downloads(
+        bus, clock, state(samples.sync_spec()), wake, inline, uploads or UploadEstimator(), UploadProgress()
+    )
 
 
 def state(sync: SyncSpec) -> FragmentState:
@@ -118,7 +121,7 @@ async def test_what_comes_is_looked_at_where_it_came_unless_that_is_heavy(
     bus, offer, sync = MemoryBus("r", clock, MemoryStore()), offer_of(1), samples.sync_spec(codec=kind)
     wire = np.zeros(payload_bytes(FRAGMENT.elements, kind), np.uint8)
     await push(bus, key_of(bus, offer), wire, sync.chunk_bytes, 600)
-    intake = Downloads(bus, clock, state(sync), asyncio.Event(), offload, UploadEstimator(), Coming())
+    intake = Downloads(bus, clock, state(sync), asyncio.Event(), offload, UploadEstimator(), UploadProgress())
     intake.start([offer])
     while not intake.outcomes:
         await asyncio.sleep(0.01)
@@ -180,7 +183,12 @@ async def test_a_fresh_owner_does_not_wait_its_first_deadline_for_a_learner_that
 
 def test_an_upload_comes_while_its_chunks_do_or_earlier_ones_of_its_learner_do() -> None:
     """And for as long as four chunks take after the last one. What is silent, or was passed by, does not come."""
-    coming, first, second, given_s = Coming(), samples.header("l1", serial=1), samples.header("l1", serial=2), 30.0
+    coming, first, second, given_s = (
+        UploadProgress(),
+        samples.header("l1", serial=1),
+        samples.header("l1", serial=2),
+        30.0,
+    )
     assert not coming.comes(second, -math.inf, 0.0, given_s), "nothing came of its learner"
     coming.heard(first, 10.0)
     assert coming.comes(second, -math.inf, 11.0, given_s), "its turn is still to come"
@@ -195,7 +203,7 @@ def test_an_upload_comes_while_its_chunks_do_or_earlier_ones_of_its_learner_do()
 
 def test_how_long_an_upload_may_be_silent_is_not_its_learners_choice() -> None:
     """One long gap between two chunks is no leave to be silent for four times as long: twice the deadline bounds it."""
-    coming, header = Coming(), samples.header("l1", serial=1)
+    coming, header = UploadProgress(), samples.header("l1", serial=1)
     for at in (0.0, 100.0):
         coming.heard(header, at)
     assert coming.comes(header, 100.0, 104.0, 2.0)
@@ -219,10 +227,10 @@ def test_a_doubted_learners_upload_is_given_up_once_it_has_stopped_and_not_while
 
 
 def test_what_is_known_of_incarnations_is_bounded() -> None:
-    coming = Coming()
-    for n in range(Coming.MOST + 10):
+    coming = UploadProgress()
+    for n in range(UploadProgress.MOST + 10):
         coming.heard(samples.header("l1", incarnation=f"{n:08x}"), 0.0)
-    assert len(coming._last) == Coming.MOST
+    assert len(coming._last) == UploadProgress.MOST
 
 
 @pytest.mark.parametrize("quorum", [1, 2])

@@ -11,7 +11,7 @@ import pytest
 from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.messages.shards import ShardQueue
 from diloco.pipeline.process.signals import AGAIN_STATUS
-from diloco.workers.trainer.data.blocks import permuted
+from diloco.workers.permutation import permuted
 from tests.parties import Parties
 
 pytestmark = [pytest.mark.redis, pytest.mark.slow]

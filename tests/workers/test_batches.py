@@ -7,7 +7,7 @@ import pytest
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.batches import whole_number
-from diloco.workers.trainer.data.blocks import permuted
+from diloco.workers.permutation import permuted
 from tests.workers.fed import SEED, Fed
 
 LOADERS: list[dict[str, Any]] = [

@@ -18,7 +18,7 @@ from diloco.pipeline.errors import BusUnavailable, SpecMismatch
 from diloco.pipeline.messages.shards import DataOrder
 from diloco.workers.batches import Batches
 from diloco.workers.exchange.work_queue import SILENT_S, ShardsInTurn
-from diloco.workers.trainer.data.blocks import permuted
+from diloco.workers.permutation import permuted
 from diloco_studies.virtual.virtual_time import in_virtual_time, run_virtual
 from tests import slow_beyond
 from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec, until_joined

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data.blocks import Blocks, permuted
+from diloco.workers.permutation import permuted
+from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.text import open_text
 
 LINE = b"the quick brown fox jumps over the lazy dog\n"

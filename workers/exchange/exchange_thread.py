@@ -11,8 +11,8 @@ import structlog
 from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.clock import fast_loop
 from diloco.pipeline.errors import BusError, UsageError
+from diloco.pipeline.liveness import live_learners
 from diloco.pipeline.messages.run import Phase, RunState
-from diloco.pipeline.view.status_reader import live_learners
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import OwnThread
 from diloco.workers.device_encoding import OnDevice

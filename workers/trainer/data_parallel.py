@@ -28,6 +28,7 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.files.sums import write_sums
 from diloco.pipeline.settings import RankProcess
 from diloco.workers.parameters import whole_tensors
+from diloco.workers.schedule import learning_rate
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokenized import open_for
 from diloco.workers.trainer.data.tokens import Tokens
@@ -46,7 +47,6 @@ from diloco.workers.trainer.recipe import (
     update,
     use_threads,
 )
-from diloco.workers.trainer.schedule import learning_rate
 
 REPORT_EVERY_S = 1.0
 # This is also the longest that an all-reduce may take: when one rank dies, the others end after it. The baseline has no

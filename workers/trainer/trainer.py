@@ -16,6 +16,7 @@ from diloco.workers.checks.sets import check_set
 from diloco.workers.exchange.connecting import has_version_0, wait_for_spec
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD
 from diloco.workers.learner import Learner
+from diloco.workers.schedule import FRESH_MOMENTS_STEPS, learning_rate
 from diloco.workers.trainer.agent import run_ranks
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.tokenized import check_tokenizer, open_for
@@ -31,7 +32,6 @@ from diloco.workers.trainer.recipe import (
     update,
     use_threads,
 )
-from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS, learning_rate
 from diloco.workers.trainer.together import (
     Ranks,
     Rows,

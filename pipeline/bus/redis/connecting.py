@@ -18,8 +18,8 @@ from diloco.pipeline.bus.redis.nodes import ClusterNodes, Nodes, NoSentinel, Sen
 from diloco.pipeline.bus.redis.redis_errors import ERRORS, IS_IT_THERE, NAME_REDIS, NO_TLS, translate
 from diloco.pipeline.bus.redis.redis_url import CONNECT_S, Place, is_tls, parse
 from diloco.pipeline.bus.redis.zero_copy import drop_all
-from diloco.pipeline.bus.tls import check_files
 from diloco.pipeline.errors import BusUnavailable, DilocoError, ScriptsMissing, UsageError
+from diloco.pipeline.tls import check_files
 
 # Appended to errors of a server that refuses a party, or does not answer, at the party's start.
 DOCTOR = " (`diloco doctor` looks into it)"

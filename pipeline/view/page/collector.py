@@ -23,8 +23,8 @@ from diloco.pipeline.messages.run import Evaluation, Event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
-from diloco.pipeline.view.last_look import Reading
 from diloco.pipeline.view.page.join_command import Way
+from diloco.pipeline.view.page.last_look import Reading
 from diloco.pipeline.view.page.model import Look, Model, PageModel
 from diloco.pipeline.view.status import NOTHING_TOLD, Status
 from diloco.pipeline.view.status_reader import read_status_of, redis_fill

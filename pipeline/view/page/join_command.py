@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, urlsplit
 
 from diloco.pipeline.bus.hosts import SENTINEL_SCHEMES, SENTINELS_LOGIN, HostPort, Hosts
-from diloco.pipeline.bus.tls import OPTIONS
+from diloco.pipeline.tls import OPTIONS
 
 ANYWHERE = ("", "0.0.0.0", "::", "*", "<this machine>")  # noqa: S104  # named, not listened on
 HERE = ("localhost", "127.0.0.1", "::1")

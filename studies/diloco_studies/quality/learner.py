@@ -23,8 +23,8 @@ from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, read_blocks
 from diloco.workers.parameters import FragmentParameters
 from diloco.workers.rounds import Publication, Rounds
+from diloco.workers.schedule import FRESH_MOMENTS_STEPS, learning_rate
 from diloco.workers.trainer.recipe import update
-from diloco.workers.trainer.schedule import FRESH_MOMENTS_STEPS, learning_rate
 from diloco_studies.quality.bus import LabBus
 from diloco_studies.quality.curve import Recorder
 from diloco_studies.quality.inner import Gradients, inner_optimizers

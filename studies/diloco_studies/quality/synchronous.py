@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from diloco.workers.schedule import learning_rate
 from diloco.workers.trainer.recipe import update
-from diloco.workers.trainer.schedule import learning_rate
 from diloco_studies.quality.curve import Recorder
 from diloco_studies.quality.inner import Gradients, inner_optimizers
 from diloco_studies.quality.schedule import Schedule

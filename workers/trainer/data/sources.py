@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data.blocks import permuted
+from diloco.workers.permutation import permuted
 from diloco.workers.trainer.data.files import PROBE_BYTES, stdlib_files, visible_files
 from diloco.workers.trainer.optional import library
 

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.signals import die_with_parent
 from diloco.pipeline.settings import PARTIES, RankProcess, load
+from diloco.workers.schedule import learning_rate
 from diloco.workers.trainer.data_parallel import parts_of
 from diloco.workers.trainer.recipe import add_gradients, read_batch, update
-from diloco.workers.trainer.schedule import learning_rate
 
 CHECKPOINT = "newest.pt"
 COLLECTIVE_TIMEOUT = timedelta(seconds=10)

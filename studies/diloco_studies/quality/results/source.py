@@ -19,14 +19,14 @@ NOT_COUNTED = frozenset(
         # Imported by code that runs in the lab, and never called there.
         *(
             "diloco.pipeline.bus.redis_streams",
-            "diloco.pipeline.bus.tls",
+            "diloco.pipeline.tls",
             "diloco.pipeline.process.logs",
             "diloco.pipeline.process.signals",
             "diloco.pipeline.view.status",
         ),
         *(
             "diloco.syncer.serving.http",
-            "diloco.syncer.checkpoints.keeping",
+            "diloco.syncer.serving.checkpointing",
             "diloco.syncer.checkpoints.loading",
             "diloco.syncer.checkpoints.manifest",
             "diloco.syncer.checkpoints.places",

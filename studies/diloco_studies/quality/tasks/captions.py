@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from diloco.workers.trainer.data.blocks import permuted
+from diloco.workers.permutation import permuted
 from diloco_studies.quality.models.vlm import build_vision_language
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.answers import Scored, loss_of_answers, rows_of

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812  # the name everyone knows it by
 import xxhash
 from torch import nn
 
-from diloco.workers.trainer.data.blocks import permuted
+from diloco.workers.permutation import permuted
 from diloco_studies.quality.models.vit import Images, build_vit
 from diloco_studies.quality.settings import LabRun
 from diloco_studies.quality.tasks.digits import Digits, Pixels

@@ -7,7 +7,7 @@ import structlog
 from diloco.pipeline.bus.commits import STAGED_TTL_S, Commit, Published
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import WindowView
+from diloco.pipeline.messages.head import IDLE_VIEW
 from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.transfer.payloads import pull, push_global
@@ -15,7 +15,6 @@ from diloco.syncer.context import SyncerContext
 from diloco.syncer.merging.merge import all_finite
 from diloco.syncer.merging.repair import adopted, say_rewound
 
-IDLE_VIEW = WindowView(state="idle", attempt=0, members=(), expected=0, reason="", deadline_unix_s=None)
 # Fragments that get their version 0 at the same time: two, or one in 32 of all if that is more. They are bounded
 # because each of them is on the bus twice meanwhile.
 AT_ONCE, PART = 2, 32

@@ -1,0 +1,25 @@
+"""Which learners are live, by the age of their reports. Pure."""
+
+from collections.abc import Sequence
+
+from diloco.pipeline.messages.run import RunState, SeenReport
+
+# A learner that was silent for this long, s, is not live, unless the run's state says another time.
+LIVE_S = 5.0
+
+
+def is_live(seen: SeenReport, live_s: float) -> bool:
+    """Return whether a learner has not left, and has reported within `live_s`."""
+    return not seen.report.left and seen.age_s < live_s
+
+
+def liveness_of(state: RunState | None, live_s: float | None = None) -> float:
+    """Return the liveness time, s: the given one, else the one in the run's state, else `LIVE_S`."""
+    said = None if state is None else state.liveness_s
+    return live_s or said or LIVE_S
+
+
+def live_learners(reports: Sequence[SeenReport], state: RunState | None) -> set[str]:
+    """Return the live learners' ids, by the liveness time that the run's syncers use."""
+    live_s = liveness_of(state)
+    return {seen.report.learner for seen in reports if is_live(seen, live_s)}
