@@ -30,11 +30,13 @@ COMMANDS: dict[str, Entry] = {
         "diloco.launcher.run:command", "Train on this machine: an embedded Redis, a syncer, learners, an evaluator."
     ),
     "demo": Entry(
-        "diloco.launcher.demo:command", "The same, with a learner that is killed and started again on the way."
+        "diloco.launcher.demo:command", "Train like `run`, with a learner that is killed and started again on the way."
     ),
-    "plan": Entry("diloco.plan:command", "What a run needs for a model and a link: H, P, codec, memory, bytes, cores."),
+    "plan": Entry(
+        "diloco.plan:command", "Say what a run needs for a model and a link: H, P, codec, memory, bytes, cores."
+    ),
     "doctor": Entry(
-        "diloco.doctor.command:command", "Look at this machine and its Redis, and say what is wrong before a run is."
+        "diloco.doctor.command:command", "Look at this machine and its Redis before a run, and say what is wrong."
     ),
     "data": Entry("diloco.data:app", "Make token shards of text of any size, for --data, and check them: a group."),
     "learner": Entry("diloco.commands:learner", "Join a run as a learner, with the built-in trainer."),
@@ -42,13 +44,11 @@ COMMANDS: dict[str, Entry] = {
     "syncer": Entry("diloco.commands:syncer", "Serve a run as its syncer: gather deltas, merge, publish globals."),
     "evaluator": Entry("diloco.commands:evaluator", "Measure the held-out loss of a run's global parameters."),
     "status": Entry("diloco.commands:status", "Show a live run, or the report of a finished one."),
-    "watch": Entry("diloco.commands:watch", "Serve the page of any run, beside it: lanes of learners, loss, tokens."),
-    "runs": Entry(
-        "diloco.runs:app", "The runs of a Redis: list them, extend a finished one, free a dead one: a group."
-    ),
+    "watch": Entry("diloco.commands:watch", "Serve the page of any run: timelines of its learners, loss, tokens."),
+    "runs": Entry("diloco.runs:app", "List the runs of a Redis, extend a finished one, delete a dead one: a group."),
     "finish": Entry("diloco.runs:finish", "End a run in order, from anywhere."),
     "report": Entry("diloco.commands:report", "Print the report of a finished run, or write its page as one file."),
-    "tape": Entry("diloco.commands:tape", "Print a run's event tape, or make its merges again and compare."),
+    "tape": Entry("diloco.commands:tape", "Print a run's event tape, or repeat its merges and compare."),
     "export": Entry("diloco.commands:export", "Write the global parameters of a checkpoint as a safetensors file."),
     "sample": Entry("diloco.commands:sample", "Generate text with the global parameters of a checkpoint."),
     "acl": Entry("diloco.commands:acl", "Print an ACL file for Redis: a user for each party."),
@@ -57,14 +57,14 @@ COMMANDS: dict[str, Entry] = {
     ),
     "simulate": Entry(
         "diloco_studies.goodput.commands.simulate:app",
-        "Goodput, uptime, bandwidth of runs on up to millions of chips: a group.",
+        "Simulate goodput, uptime and bandwidth of runs on up to millions of chips: a group.",
     ),
     "lab": Entry(
         "diloco_studies.quality.command:app",
-        "Quality experiments with real gradients in virtual time: a group of commands.",
+        "Run quality experiments with real gradients in virtual time: a group.",
     ),
     "bench": Entry(
-        "diloco_studies.bench.command:app", "Benchmarks on this machine, beside what it could do at best: a group."
+        "diloco_studies.bench.command:app", "Run benchmarks on this machine, beside the best that it could do: a group."
     ),
     "rank": Entry("diloco.commands:rank", ""),
 }

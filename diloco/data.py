@@ -92,11 +92,11 @@ def prepare(
     A vocabulary is trained on a sample first, unless --tokenizer gives one. An unfinished folder is deleted.
     """
     if tokenizer is not None and vocab is not None:
-        raise UsageError("--vocab is of a vocabulary that is trained here, and --tokenizer has its own: leave one out")
+        raise UsageError("--vocab is for a vocabulary that is trained here, and --tokenizer has its own: leave one out")
     if separator is not None and tokenizer is None:
-        raise UsageError(f"--separator is of a --tokenizer: a vocabulary that is trained here has {bpe.SEPARATOR}")
+        raise UsageError(f"--separator is for a --tokenizer: a vocabulary that is trained here has {bpe.SEPARATOR}")
     if streaming and not any(text.startswith(DATA_SET) for text in texts):
-        raise UsageError(f"--streaming is of data sets by name: no TEXT begins with {DATA_SET}")
+        raise UsageError(f"--streaming is for data sets by name: no TEXT begins with {DATA_SET}")
     out = out or Path(f"{_stem(texts[0])}-tokens")
     _check_apart(out, texts)
     loaded = None if tokenizer is None else bpe.load(tokenizer)
@@ -125,7 +125,7 @@ def check(folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder 
     index = read_index(folder)
     with _bar("reading", index.tokens * np.dtype(index.dtype).itemsize) as bar:
         check_shards(folder, bar.step)
-    typer.echo(f"{folder}: as it was written; {_told(index)}")
+    typer.echo(f"{folder}: unchanged since it was written; {_told(index)}")
 
 
 class _Bar:
@@ -170,7 +170,9 @@ def _check_apart(out: Path, texts: Sequence[str]) -> None:
 
 
 def _trained(source: Source, vocab: int) -> Any:
-    typer.echo(f"training a vocabulary of {vocab} on {SAMPLE_BYTES // 2**20} MiB of the text, or all of less")
+    typer.echo(
+        f"training a vocabulary of {vocab} on {SAMPLE_BYTES // 2**20} MiB of the text, or on all of it if it is smaller"
+    )
     return bpe.train(sample(source, SAMPLE_BYTES), vocab)
 
 

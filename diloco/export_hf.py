@@ -106,7 +106,9 @@ def _model(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]:
     if has_adapter(found.tensors):
         raise UsageError(f"the run has trained an adapter: --hf takes the folder with its {ADAPTER_CONFIG}")
     if config.get("quantization_config"):
-        raise UsageError(f"{folder / CONFIG} is of a quantized model: give the folder of the one in full precision")
+        raise UsageError(
+            f"{folder / CONFIG} describes a quantized model: give the folder of the model in full precision"
+        )
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         raise UsageError(f"{folder / CONFIG}: dtype {dtype!r} is none of {', '.join(DTYPES)}")
@@ -114,7 +116,7 @@ def _model(found: Globals, folder: Path) -> tuple[str, str, dict[str, Tensor]]:
     there = names_in(own, [*found.tensors, *found.frozen])
     if own and not there:
         raise UsageError(
-            f"the weights in {folder} are of another model: they have {some(list(own))}, and the run "
+            f"the weights in {folder} belong to another model: they have {some(list(own))}, and the run "
             f"{some(list(found.tensors))}"
         )
     if missing := [name for name in found.frozen if name not in there]:

@@ -287,7 +287,7 @@ class SettingsCommand(TyperCommand):
             if given == "--":
                 break
             if flag in elsewhere:
-                raise UsageError(f"{flag} is no flag: {elsewhere[flag]}")
+                raise UsageError(f"{flag} is no flag of this command: {elsewhere[flag]}")
         return super().parse_args(ctx, args)
 
 

@@ -76,25 +76,25 @@ def show(console: Console, needs: Needs) -> None:
         machines.add_row(party.name, str(party.machines), f"{party.cores:.2g}", memory, training, rate)
     console.print(machines)
     console.print(
-        f"of a {needs.parties[0].name}: its process ({as_bytes(LEARNER_PROCESS_BYTES)} for Python, torch and the "
-        "program) and what its exchange adds to training, which has parameters, gradients and AdamW's moments, without "
-        "activations",
+        f"memory of a {needs.parties[0].name}: its process ({as_bytes(LEARNER_PROCESS_BYTES)} for Python, torch and "
+        "the program) and what its exchange adds to training, which has parameters, gradients and AdamW's moments, "
+        "without activations",
         soft_wrap=True,
     )
     console.print(
-        "of a syncer: cores at the busiest moment; memory when all windows are open and another one died",
+        "a syncer: cores at the busiest moment; memory when all windows are open and another syncer has died",
         soft_wrap=True,
     )
     console.print(
-        "of a Redis node: maxmemory, its machine has twice as much; learners' traffic and syncers', a syncer beside it "
-        "takes half off its line\n",
+        "a Redis node: memory is maxmemory, and its machine needs twice as much; traffic is that with learners and "
+        "syncers, and halves if a syncer is on the same machine\n",
         soft_wrap=True,
     )
     console.print("settings for all parties, in a file for --config:")
     for name, value in needs.settings.items():
         console.print(f"  {name} = {dumps(value)}", highlight=False)
     console.print(
-        f"in a loop of your own, whose first learner settles them: {in_own_loop(needs)}",
+        f"in your own loop, whose first learner sets them for all: {in_own_loop(needs)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -107,7 +107,9 @@ def show(console: Console, needs: Needs) -> None:
 @takes(PlanSettings)
 def command(
     settings: PlanSettings,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Also write it as JSON")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Also write the plan to this file as JSON")
+    ] = None,
 ) -> None:
     """Choose settings (H, P, codec, syncers, Redis nodes) for a number of learners, and say what they need.
 

@@ -75,7 +75,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="The runs of a Redis: list them (what `diloco runs` alone does), extend a finished one, free a dead one.",
+    help="List the runs of a Redis (what `diloco runs` alone does), extend a finished one, delete a dead one.",
 )
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the run", show_default=False)]
 
@@ -196,12 +196,12 @@ async def _delete(url: str, name: str, yes: bool) -> None:
         what = f"run {name!r}, {row['phase']}{unseen}: {count(row['tokens'])} tokens, {as_bytes(taken.bytes)} in Redis"
         if not yes:
             if not sys.stdin.isatty():
-                raise UsageError(f"{what}: nobody can be asked here, so give --yes to delete it")
+                raise UsageError(f"{what}: there is no terminal to ask on, so give --yes to delete it")
             if not typer.confirm(f"Delete {what}?"):
                 raise DilocoError("nothing was deleted")
             await _idle(url, name, taken)  # a party may have joined while the user was asked
         freed = await runs.free(name)
-    typer.echo(f"deleted {what}, {freed} keys. A party that was only paused, or cut off, would put it back: end it")
+    typer.echo(f"deleted {what}, {freed} keys. A party that was only paused, or cut off, would restore it: end it")
 
 
 async def _idle(url: str, name: str, taken: Taken) -> RunRow:
@@ -277,8 +277,8 @@ async def _extend(url: str, name: str, tokens: int) -> None:
             raise DilocoError(f"run {name!r} was extended, or deleted, by somebody else just now")
     typer.echo(
         f"run {name!r} goes on from {count(state.tokens)} to {count(tokens)} tokens, "
-        "as soon as a syncer and learners are started. Where they say a budget, by --tokens or DILOCO_TOKENS, "
-        f"it is to be {tokens} now"
+        "as soon as a syncer and learners are started. If one of them gets --tokens or DILOCO_TOKENS, "
+        f"it must be {tokens} now"
     )
 
 

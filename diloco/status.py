@@ -113,7 +113,7 @@ def check_there(status: Status, agreed: bool) -> None:
         DilocoError: this Redis has nothing of that run.
     """
     if not (agreed or status["syncers"] or status["learners"] or status["phase"] != "waiting"):
-        raise DilocoError(f"no run {status['run']!r} on this Redis: is it --run?")
+        raise DilocoError(f"no run {status['run']!r} on this Redis: is --run right?")
 
 
 @contextmanager

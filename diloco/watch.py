@@ -59,7 +59,9 @@ async def _serve(settings: WatchProcess, place: Place) -> None:
                         raise _gone(place, error) from error
             elif not over and place.folder is not None and not is_live(place.folder):
                 locate(settings, place.folder)
-                typer.echo(f"run {place.run!r} is over, its last moments were not seen: diloco report {place.folder}")
+                typer.echo(
+                    f"run {place.run!r} is over, but its last moments were not seen: diloco report {place.folder}"
+                )
                 return
             said = over  # a run may be extended, and end a second time
             with suppress(TimeoutError):
@@ -80,11 +82,11 @@ def show(settings: WatchProcess, folder: Path | None, web: bool, to: str | None,
     """
     if web == (to is not None):
         raise UsageError(
-            "say how, one of both: `diloco watch --web` serves a page, `--to tensorboard` or `--to wandb` writes "
-            "curves; in a terminal: diloco status --watch"
+            "give --web or --to: `diloco watch --web` serves a page, `--to tensorboard` or `--to wandb` writes curves; "
+            "in a terminal: diloco status --watch"
         )
     if into is not None and to is None:
-        raise UsageError("--into is the folder of --to: leave it out, or say where to")
+        raise UsageError("--into is the folder of --to: leave it out, or give --to")
     place = locate(settings, folder)
     if place.redis_url is None:
         raise UsageError(

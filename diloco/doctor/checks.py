@@ -372,10 +372,10 @@ def merges_of_run(run: Run, site: Site, machine: Machine) -> Finding:
     if times > FAR:
         small = run.params < SMALL_PARAMS
         why = "as is usual for so small a model: most of it is calls to Redis and waiting for a thread, left out here"
-        slower = "so they have fewer or busier cores, or a slower line, than is here"
+        slower = "so they have fewer or busier cores, or a slower network, than this machine"
         found += f": {times:.2g} times as long, {why if small else slower}"
     elif times < 1 / FAR:
-        found += f": {1 / times:.2g} times as fast, so they have more cores, or a faster line, than is here"
+        found += f": {1 / times:.2g} times as fast, so they have more cores, or a faster network, than this machine"
     else:
         found += ", which agrees"
     if run.stretched >= FAR:

@@ -29,7 +29,7 @@ with naming_extra("diloco.integrations", "learner"):
 
 # Keys under which batches have their inputs.
 INPUTS = ("input_ids", "tokens", "inputs")
-SAY_TOKENS = "say what a step trains: step_tokens=, a number or what is called for it after each step"
+SAY_TOKENS = "say what a step trains: step_tokens=, a number, or a function that is called for it after each step"
 # Threads in which dropped learners leave their runs, because the thread that dropped them could not wait (`drop`).
 LEAVING = WeakSet[threading.Thread]()
 

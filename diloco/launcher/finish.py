@@ -77,7 +77,7 @@ def conclude(outcome: Outcome, settings: RunProcess, folder: Folder) -> None:
     outcome.checkpoint = None if checkpoint is None else str(checkpoint)
     unsaved = checkpoint is not None and not is_of(checkpoint, outcome.ledger_inputs.heads)
     if unsaved:
-        outcome.warnings.append(f"the run's last state was not saved: {checkpoint} and the text are of an earlier one")
+        outcome.warnings.append(f"the run's last state was not saved: {checkpoint} and the text have an earlier one")
     report = build(outcome)
     picture = folder.path / PICTURE_FILE
     shown = ("learner_killed", "learner_started", "learner_died", "syncer_died")

@@ -116,7 +116,7 @@ def test_a_party_without_redis_is_told_how_to_name_one(command, capsys):
 def test_a_flag_that_is_gone_says_where_its_setting_is(arguments, instead, capsys):
     assert cli.main(arguments) == 2
     said = capsys.readouterr().err
-    assert said.startswith(f"error: {arguments[1].partition('=')[0]} is no flag: ")
+    assert said.startswith(f"error: {arguments[1].partition('=')[0]} is no flag of this command: ")
     assert instead in said
 
 

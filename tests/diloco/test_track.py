@@ -150,8 +150,8 @@ def test_curves_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     ("given", "told"),
     [
         (["--to", "excel"], "there are tensorboard, wandb"),
-        ([], "say how, one of both"),
-        (["--to", "wandb", "--web"], "say how, one of both"),
+        ([], "give --web or --to"),
+        (["--to", "wandb", "--web"], "give --web or --to"),
         (["--web", "--into", "x"], "--into is the folder of --to"),
     ],
 )

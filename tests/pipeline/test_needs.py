@@ -265,8 +265,8 @@ def test_the_command_plans_learners_of_several_ranks(tmp_path: Path, capsys: pyt
     given = ["--params", "8B", "--step-time", "3s", "--link", "25Gbps", "--ranks", "8", "--precision", "bf16"]
     assert main(["plan", *given, "--json", str(out)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "of a rank: its process (400MB for Python, torch and the program) and what its exchange adds" in shown
-    assert "of a Redis node: maxmemory, its machine has twice as much" in shown
+    assert "memory of a rank: its process (400MB for Python, torch and the program) and what its exchange adds" in shown
+    assert "a Redis node: memory is maxmemory, and its machine needs twice as much" in shown
     name, machines, *_, training_bytes = json.loads(out.read_text())["parties"][0]
     assert (name, machines, training_bytes) == ("rank", 32, 18e9)
     assert main(["plan", "--ranks", "0"]) == 2

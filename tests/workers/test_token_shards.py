@@ -170,7 +170,7 @@ def test_an_altered_tokenizer_is_found_by_a_check(tmp_path, capsys) -> None:
     """`diloco data check` reads all; the command's exit status is 2."""
     written(tmp_path / "shards")
     assert main(["data", "check", str(tmp_path / "shards")]) == 0
-    assert "as it was written" in capsys.readouterr().out
+    assert "unchanged since it was written" in capsys.readouterr().out
     (tmp_path / "shards" / "tokenizer.json").write_text("another")
     assert main(["data", "check", str(tmp_path / "shards")]) == 2
     assert "tokenizer.json is altered" in capsys.readouterr().err
@@ -323,7 +323,7 @@ def test_without_the_library_the_extra_is_named(tmp_path, monkeypatch, capsys) -
     ("flags", "said"),
     [
         (["--vocab", "32k", "--tokenizer", "x"], "leave one out"),
-        (["--separator", "</s>"], "--separator is of a --tokenizer"),
+        (["--separator", "</s>"], "--separator is for a --tokenizer"),
         (["--streaming"], "no TEXT begins with hf:"),
         (["--vocab", "100"], "from 257 to"),
         (["--vocab", "many"], "from 257 to"),
