@@ -178,7 +178,7 @@ def test_a_folder_of_another_base_is_warned_of(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"weights": {"other.weight": array(2, 2)}}, "of another model: they have other.weight"),
+        ({"weights": {"other.weight": array(2, 2)}}, "belong to another model: they have other.weight"),
         ({"weights": TRAINED | {"model.norm.weight": array(5)}}, "model.norm.weight is [4] in the run and [5] in"),
         ({"quantization_config": {"bits": 4}}, "quantized"),
         ({"dtype": "float8"}, "dtype 'float8' is none of float32"),
