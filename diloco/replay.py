@@ -32,7 +32,7 @@ def check(settings: BusSettings, recording: Path, folder: Path | None, as_json: 
         BadMessage: the tape or the recording's spec is damaged.
     """
     one_blas_thread()  # a live run on this machine needs the other cores
-    # These are read before the tape: a live run adds merges meanwhile, and the tape must have all that were recorded.
+    # Read before the tape, to which a live run adds merges meanwhile: so the tape has every merge that is listed here.
     saved, before = _saved(folder, recording.absolute().parent), list_recording(recording)
     commits = [record for record in _tape(settings, recording, folder) if isinstance(record, Committed)]
     columns = TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TextColumn("merges"), TimeRemainingColumn()

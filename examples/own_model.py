@@ -19,7 +19,7 @@ class Counter(nn.Module):
         self.head = nn.Linear(width, symbols)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """(B, T) to (B, T, symbols)."""
+        """Map numbers (B, T) to logits (B, T, symbols)."""
         return self.head(self.lstm(self.embedding(x))[0])
 
 

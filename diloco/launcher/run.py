@@ -69,7 +69,7 @@ NOT_SHOWN_S = 60.0
 MARGIN_S = 15.0
 
 
-# By where a learner's moments came from: what the user is told. Nothing is said of learners that begin with the run.
+# Notes for the user, by where a learner's moments came from. There is none for learners that begin with the run.
 MOMENTS = {
     "checkpoint": "goes on with the moments that it had saved",
     "optimizer": "goes on with the moments that its trainer has loaded",
