@@ -168,12 +168,12 @@ def part(rows: Any, fragment: int = 0, **given: Any) -> TensorSpec:
         ([part((0, 4)), part((4, 11), 1)], r"rows \[4, 11\) are not the next"),
         ([part((0, 4)), part((4, 4)), part((4, 10), 1)], r"rows \[4, 4\) are not the next"),
         ([part((0, 4)), part((4, 9), 1)], "its parts end at 9"),
-        ([part((0, 4), rule="rda"), part((4, 10), 1, rule="rda")], "merged as a whole"),
-        ([part((0, 4), matrix=True), part((4, 10), 1, matrix=True)], "merged as a whole"),
-        ([part((0, 4)), part((4, 10), 1, dtype="bfloat16")], "in several ways"),
-        ([part((0, 4)), part((4, 10), 1, shape=(10, 4))], "in several ways"),
+        ([part((0, 4), rule="rda"), part((4, 10), 1, rule="rda")], "not merged by rows"),
+        ([part((0, 4), matrix=True), part((4, 10), 1, matrix=True)], "not merged by rows"),
+        ([part((0, 4)), part((4, 10), 1, dtype="bfloat16")], "or they disagree"),
+        ([part((0, 4)), part((4, 10), 1, shape=(10, 4))], "or they disagree"),
         ([part((0, 4)), part((4, 10), 1), part(None)], "same name"),
-        ([part((0, 4), shape=()), part((4, 10), 1)], "merged as a whole"),
+        ([part((0, 4), shape=()), part((4, 10), 1)], "not merged by rows"),
     ],
 )
 def test_a_spec_whose_parts_are_no_whole_tensor_is_refused(parts, told):
