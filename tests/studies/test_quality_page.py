@@ -587,11 +587,29 @@ def field() -> Iterator[list[float]]:
         yield [*row, *costs, *PUBLISHED.get(label, [])]
 
 
+def field_long() -> Iterator[list[float]]:
+    rates = {"data-parallel, Muon": (12, 24, 48), "data-parallel, AdamW": (4, 8, 16)}
+    rates |= {"decoupled": (4, 8, 16), "MuLoCo": (16, 32)}
+    base = "field-long/data-parallel, Muon, M = 4, lr=0.024"
+    for label, tried in rates.items():
+        runs = [f"field-long/{label}, M = 4, lr={rate / 1000:.3f}" for rate in tried]
+        found = min(runs, key=lambda run: values(run)[0])
+        yield [*first(*runs), *(changes(found, base) if found != base else [])]
+
+
+def field_tokens() -> Iterator[list[float]]:
+    base = "field-tokens/data-parallel, Muon"
+    for label in ("data-parallel, Muon", "data-parallel, AdamW", "decoupled", "MuLoCo", "DiLoCo", "the paper's"):
+        yield against(f"field-tokens/{label}", base)
+
+
 PUBLISHED = {"MuLoCo": [3.1, 1.7, 3.1], "DiLoCo": [5.3, 3.3, 3.1, 3.9, 1.1, 2.4]}
 """Percent, as papers have it, and billions of parameters."""
 
 TABLES = {
     "In the field's frame": field,
+    "Four times as long": field_long,
+    "In tokens": field_tokens,
     "From scratch: the defaults": defaults,
     "The gap at other lengths and batches": lengths_and_batches,
     "The defaults, and data-parallel with the same outer step": fair,
