@@ -1,4 +1,4 @@
-"""Where two specs of one run differ, or a party's settings and the spec, in words. Pure."""
+"""Comparison of two specs of one run, or of a party's settings with the run's spec, in words. Pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -9,13 +9,15 @@ from diloco.pipeline.settings import Settings
 
 S = TypeVar("S", bound=Settings)
 
+# The most differences that are listed.
 MOST_TOLD = 20
+# A different spec on the bus is taken for the run's only after it has stayed this long: after a loss of data, a syncer
+# may still put back the previous one.
 PATIENCE_S = 10.0
-"""Another spec on the bus that stays for so long is the run's: until then a syncer may put back the one before."""
 
 
 def differences(here: Spec, held: Spec) -> str:
-    """One line for each difference, at most so many; "" if there is none. `held`: the run's."""
+    """Return one line for each difference, at most `MOST_TOLD`; "" if there is none. `held` is the run's spec."""
     lines = [
         f"  {part}.{name}: here {mine.get(name)!r}, the run has {theirs.get(name)!r}"
         for part, mine, theirs in (
@@ -30,7 +32,7 @@ def differences(here: Spec, held: Spec) -> str:
         if ours.get(name) != runs.get(name):
             told = (_described(ours.get(name, ())), _described(runs.get(name, ())))
             lines.append(f"  tensor {name}: here {told[0]}, the run has {told[1]}")
-    if ours == runs and here.tensors != held.tensors:  # a fragment's elements lie in this order
+    if ours == runs and here.tensors != held.tensors:  # the order counts: it is the order of a fragment's elements
         mine, theirs = next((a.name, b.name) for a, b in zip(here.tensors, held.tensors, strict=True) if a != b)
         lines.append(f"  order of the tensors: here {mine!r} where the run has {theirs!r}")
     lines += _frozen(here, held)
@@ -39,7 +41,7 @@ def differences(here: Spec, held: Spec) -> str:
 
 
 def _by_name(tensors: Iterable[TensorSpec]) -> dict[str, list[TensorSpec]]:
-    """Each with its parts."""
+    """Group the parts of each tensor by its name."""
     found: dict[str, list[TensorSpec]] = {}
     for tensor in tensors:
         found.setdefault(tensor.name, []).append(tensor)
@@ -55,7 +57,7 @@ def _described(parts: Sequence[TensorSpec]) -> str:
 
 
 def _frozen(here: Spec, held: Spec) -> list[str]:
-    """What differs in the frozen parameters; nothing where the run has not agreed on any."""
+    """Return the differences in the frozen parameters; none if the run has not agreed on any."""
     if not held.frozen and None in (held.frozen, here.frozen):
         return []
     if here.frozen is None:
@@ -71,17 +73,18 @@ def _frozen(here: Spec, held: Spec) -> list[str]:
     return [f"  frozen tensor {name}: {how(name)}" for name in differing]
 
 
+# The `who` of `agree` while a run has no spec: the syncer that waits for the first learner may have set its length.
 WAITING_SYNCER = "a syncer that waits"
-"""Who has said how long a run is to be that has no spec yet."""
 
 
 def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str = "the run") -> S:
-    """Settings with the spec's values in all fields of `kind` (SyncSettings or TrainerSettings).
+    """Return settings with the spec's values in all fields of `kind` (SyncSettings or TrainerSettings).
 
-    A party that was told another value on purpose is refused; one that was told nothing follows. `who` has the values.
+    A field that was set explicitly must have the spec's value; all others take it. `who` names the source of these
+    values.
 
     Raises:
-        SpecMismatch: listing each field that differs with both values.
+        SpecMismatch: fields differ; the message lists each with both values.
     """
     names = [name for name in kind.model_fields if name in spec]
     differing = [

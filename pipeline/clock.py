@@ -1,11 +1,13 @@
-"""The real event loop and its clock, which a virtual-time loop replaces as a whole."""
+"""The real event loop and its clock. Tests replace both by a loop in virtual time."""
 
 import asyncio
 import time
 
 
 def fast_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's event loop where it is installed (several times faster on large socket writes), else asyncio's."""
+    """Return a new event loop: uvloop's if it is installed (several times faster on large socket writes), else
+    asyncio's.
+    """
     try:
         import uvloop
     except ImportError:
@@ -15,16 +17,16 @@ def fast_loop() -> asyncio.AbstractEventLoop:
 
 
 class LoopClock:
-    """`Clock` of the event loop that runs the caller."""
+    """`Clock` of the event loop that is running."""
 
     def __init__(self, ahead_s: float = 0.0) -> None:
-        """ahead_s: how far the wall clock that is told is ahead of this machine's."""
+        """Create a clock whose wall-clock time is `ahead_s` seconds ahead of this machine's."""
         self._ahead_s = ahead_s
 
     def now(self) -> float:
-        """Monotonic seconds."""
+        """Return monotonic seconds."""
         return asyncio.get_running_loop().time()
 
     def unix(self) -> float:
-        """Wall-clock seconds."""
+        """Return wall-clock seconds."""
         return time.time() + self._ahead_s

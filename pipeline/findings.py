@@ -1,4 +1,4 @@
-"""What was looked at before a run or at its start, how it was found, and what to do about it. Pure."""
+"""Results of the checks made before or at the start of a run, each with its remedy. Pure."""
 
 from typing import Literal, NamedTuple
 
@@ -6,29 +6,29 @@ Level = Literal["ok", "warning", "error"]
 
 
 class Finding(NamedTuple):
-    """One line of `diloco doctor`; the same that a syncer logs or refuses to start for."""
+    """One line of `diloco doctor`. A syncer logs the same findings at its start, or refuses to start on an error."""
 
     level: Level
     about: str
-    """What was looked at, in a word or two."""
+    """What was checked, in a word or two."""
     found: str
     remedy: str = ""
-    """What to do; of what is in order nothing."""
+    """What to do about it; empty if nothing is wrong."""
 
     def __str__(self) -> str:
         return f"{self.found}; {self.remedy}" if self.remedy else self.found
 
 
 def ok(about: str, found: str) -> Finding:
-    """As it should be."""
+    """Return a finding that needs no action."""
     return Finding("ok", about, found)
 
 
 def warning(about: str, found: str, remedy: str) -> Finding:
-    """A run goes on with it, worse than it could."""
+    """Return a finding with which a run works, but worse than it could."""
     return Finding("warning", about, found, remedy)
 
 
 def error(about: str, found: str, remedy: str) -> Finding:
-    """No run begins, or none goes well, as long as this is so."""
+    """Return a finding that prevents a run from starting or from working properly."""
     return Finding("error", about, found, remedy)

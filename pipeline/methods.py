@@ -1,7 +1,7 @@
-"""What the name of a method means, wherever one is asked for. Pure.
+"""The settings that the name of a method stands for. Pure.
 
-A method is a name for settings: what is set besides it has the last word. Where each one differs from its paper stands
-in docs/reference/methods.md. Learners never wait, whatever the method; the lab can have them wait too
+A method is a named set of settings; settings that are given explicitly override it. docs/reference/methods.md lists
+where each method differs from its paper. Learners never wait, whatever the method; only the lab can make them wait
 (`studies/diloco_studies/quality/settings.py`).
 """
 
@@ -15,8 +15,8 @@ from diloco.pipeline.fragments import fragments_of
 SyncMethod = Literal["decoupled", "paper", "streaming", "diloco"]
 RunMethod = Literal["decoupled", "paper", "streaming", "diloco", "data-parallel"]
 
+# A quorum that stands for the number of learners.
 ALL = "all"
-"""A quorum of as many as there are learners."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Method:
     """One method."""
 
     about: str
-    """What it is, for help."""
+    """A description, for help texts."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that it means; `ALL` as a quorum."""
+    """The settings that it stands for; a quorum may be `ALL`."""
     unpublished: str = ""
-    """Which of its constants its paper does not give, and what is taken for them."""
+    """Constants that its paper does not give, and the values used for them."""
 
 
 _TOGETHER = {
@@ -61,15 +61,15 @@ METHODS: dict[str, Method] = {
 
 
 def settings_of(method: str, learners: int | None, tensors: int | None = None) -> dict[str, Any]:
-    """Settings that a method means in a run.
+    """Return the settings that a method stands for in a run.
 
     Args:
         method: its name.
-        learners: of the run; None: not known here.
-        tensors: trained ones of the model, of which each fragment needs one; None: not known here.
+        learners: how many the run has; None if unknown here.
+        tensors: how many trained tensors the model has (each fragment needs at least one); None if unknown here.
 
     Raises:
-        UsageError: all learners are to be in each merge, and nobody says how many there are.
+        UsageError: the method merges all learners, and their number is unknown.
     """
     meant = dict(METHODS[method].settings)
     if meant.get("quorum") == ALL:
@@ -82,9 +82,9 @@ def settings_of(method: str, learners: int | None, tensors: int | None = None) -
 
 
 def meant_by(sync: Mapping[str, Any], tensors: int) -> RunMethod:
-    """The method that means what a run's settings are, whatever its quorum; "decoupled" if none does.
+    """Return the method whose settings a run has, quorum aside; "decoupled" if there is none.
 
-    tensors: trained ones of its model.
+    tensors: how many trained tensors its model has.
     """
     for name in get_args(RunMethod):
         meant = settings_of(name, sync["quorum"], tensors)

@@ -1,9 +1,9 @@
-"""Whether merges keep up with the learners, and what helps where they do not. Pure.
+"""Checks whether merges keep up with the learners, and suggests remedies if they do not. Pure.
 
-A learner trains H steps on a base, publishes, and adopts what became of it once it is merged. What it trains in between
-is overwritten: at planned intervals, of a round of H steps and a merge of m steps, m / (H + m). So a merge has room for
-`ROOM` of a round; in any case for the tau steps that a run plans with; and never for more than the planned interval
-while that grows.
+A learner trains H steps on a base, publishes a delta, and adopts the new global once it is merged. What it trains in
+between is overwritten: with a round of H steps and a merge of m steps, the share m / (H + m) is lost. Therefore a merge
+may take `ROOM` of a round. It may always take the tau steps that the run plans with, and, while the interval grows,
+never more than the planned interval.
 """
 
 import math
@@ -17,21 +17,21 @@ from diloco.pipeline.needs import INTERVALS
 from diloco.pipeline.outer_cost import CHEAPER, Speed
 from diloco.pipeline.ramps import interval_at
 
+# A shorter step time in a report means that it is not known yet.
 LEAST_STEP_S = 1e-6
-"""What is said to be shorter is not known."""
+# Rounds longer than this multiple of H are reported.
 LONG_ROUND = 1.5
-"""Times H: a round that is longer is said to be."""
 BLAS = "OPENBLAS_NUM_THREADS"
+# Threads of one matrix product: BLAS libraries are not built for more.
 MOST_THREADS = 64
-"""Of one product of matrices: BLAS is built for no more."""
+# How many remedies a warning names; docs/howto/watch.md has all of them.
 MOST_HELPS = 2
-"""Things to do that a warning names; docs/howto/watch.md has all of them."""
+# Share of a round: a merge that takes this long overwrites a quarter of the training.
 ROOM = 1 / 3
-"""Of a round: a merge that takes this long has a quarter of what is trained overwritten."""
 
 
 class Pace(NamedTuple):
-    """How one fragment's merges go."""
+    """How long one fragment's merges take."""
 
     fragment: int
     version: int
@@ -42,62 +42,68 @@ class Pace(NamedTuple):
 
     @property
     def takes_s(self) -> float:
-        """Of a merge, as far as it is known."""
+        """Seconds of a merge, as far as they are known."""
         return max(self.merge_s, self.outer_s)
 
 
 class Room(NamedTuple):
-    """How the outer step of the fragment that is worst off fits into its round."""
+    """How the slowest outer step compares with the time available for it."""
 
     outer_s: float
     room_s: float
 
     @property
     def share(self) -> float:
-        """Of the room; above 1 it does not fit."""
+        """Share of the available time that is used; above 1 the step does not fit."""
         return self.outer_s / self.room_s
 
 
 def room_steps(sync: SyncSpec, version: int) -> float:
-    """Inner steps that a merge into this version may take."""
+    """Return the inner steps that the merge into this version may take."""
     return min(interval_at(sync, version), full_room_steps(sync))
 
 
 def full_room_steps(sync: SyncSpec) -> float:
-    """The same once the interval is H."""
+    """Return the inner steps that a merge may take once the interval is H."""
     return max(sync.overlap_steps, ROOM * sync.sync_interval)
 
 
 def least_step_s(sync: SyncSpec, outer_s: float, together_s: float) -> float:
-    """Inner steps that take at least so long leave room for an outer step, once the interval is H."""
+    """Return the shortest inner step, in seconds, with which the outer step fits once the interval is H.
+
+    Args:
+        sync: the run's settings.
+        outer_s: outer step of one fragment.
+        together_s: outer steps of all fragments.
+    """
     return max(outer_s / full_room_steps(sync), together_s / (sync.sync_interval + full_room_steps(sync)))
 
 
 def outer_room(sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float]) -> Room | None:
-    """How the outer step fits, judged by the full interval; None: nothing is known yet."""
+    """Return how the slowest outer step fits, measured against the full interval; None if nothing is known yet."""
     known, step_s = [one.outer_s for one in fragments if one.outer_s], _usual(step_times)
     return Room(max(known), full_room_steps(sync) * step_s) if known and step_s else None
 
 
 def _usual(step_times: Sequence[float]) -> float | None:
-    """The median of the step times that are known, s; None: none is."""
+    """Return the median of the known step times in seconds; None if there is none."""
     known = known_steps(step_times)
     return median(known) if known else None
 
 
 def known_steps(step_times: Iterable[float]) -> list[float]:
-    """Those that say something: what is shorter is not known yet, or made up."""
+    """Return the step times that are plausible: shorter ones are unknown or invented."""
     return [s for s in step_times if s > LEAST_STEP_S]
 
 
 def _shares(
     sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float], together_s: float
 ) -> list[tuple[float, Pace]]:
-    """Of each fragment, how many times its room a merge takes; none if it is not known yet."""
+    """Return for each fragment the time of its merge divided by its room; empty if that is not known yet."""
     step_s = _usual(step_times)
     if step_s is None:
         return []
-    # What a round cannot take in of all fragments, the last of them waits for.
+    # If all outer steps together take longer than a round, the last fragment of the queue waits for the excess.
     queue_s = together_s - sync.sync_interval * step_s
     return [(max(one.takes_s, queue_s) / (room_steps(sync, one.version) * step_s), one) for one in fragments]
 
@@ -105,12 +111,12 @@ def _shares(
 def merge_share(
     sync: SyncSpec, fragments: Iterable[Pace], step_times: Sequence[float], together_s: float = 0.0
 ) -> float | None:
-    """How many times its room the merge takes that is worst off; above 1 `slow_merges` says so. None: not known yet."""
+    """Return the worst merge time divided by its room; above 1 `slow_merges` warns. None if it is not known yet."""
     return max((share for share, _ in _shares(sync, fragments, step_times, together_s)), default=None)
 
 
 def long_rounds(asked: int, intervals: Iterable[int]) -> str | None:
-    """A warning if rounds are much longer than was asked for (H); None: they are not. All in inner steps."""
+    """Return a warning if rounds are much longer than requested (H), else None. Both are in inner steps."""
     longest = max(intervals, default=0)
     if not asked or longest <= LONG_ROUND * asked:
         return None
@@ -121,7 +127,7 @@ def long_rounds(asked: int, intervals: Iterable[int]) -> str | None:
 
 
 class SlowMerges(NamedTuple):
-    """A warning; its text is both halves."""
+    """A warning in two parts; as text it is both."""
 
     found: str
     helps: str
@@ -139,18 +145,19 @@ def slow_merges(
     together_s: float = 0.0,
     speed: Speed | None = None,
 ) -> SlowMerges | None:
-    """A warning if merges take longer than they have room, with what helps; None: they fit, or it is not known yet.
+    """Return a warning with remedies if merges take longer than their room; None if they fit or nothing is known yet.
 
     A round is the planned interval (`ramps.interval_at`) times the median step time of the live learners.
 
     Args:
-        sync: the run's.
-        fragments: those whose merges are looked at.
-        step_times: of live learners, s; 0 is not known yet.
+        sync: the run's settings.
+        fragments: the fragments to check.
+        step_times: step times of live learners in seconds; 0 is not known yet.
         syncers: how many serve the run.
-        allowed: times its room that a merge may take.
-        together_s: the outer steps of all these fragments on all cores of their syncer, where only reckoned.
-        speed: of the machine that merges; None: who asks does not know it.
+        allowed: factor by which a merge may exceed its room.
+        together_s: seconds of the outer steps of all these fragments on all cores of their syncer; set only if
+            estimated.
+        speed: of the machine that merges; None if the caller does not know it.
     """
     step_s = _usual(step_times)
     found = _shares(sync, fragments, step_times, together_s)
@@ -172,7 +179,7 @@ def slow_merges(
 
 
 def as_time(seconds: float) -> str:
-    """'2.6 s', '12 ms', '0.25 ms'."""
+    """Format seconds as '2.6 s', '12 ms', '0.25 ms'."""
     if seconds >= 0.1:
         return f"{seconds:.1f} s"
     return f"{1e3 * seconds:.0f} ms" if seconds >= 0.01 else f"{1e3 * seconds:.2g} ms"
@@ -181,7 +188,7 @@ def as_time(seconds: float) -> str:
 def _helps(
     sync: SyncSpec, worst: Pace, step_s: float, together_s: float, syncers: int, speed: Speed | None
 ) -> Iterator[str]:
-    """What makes the merge fit that is worst off, and what that costs: what costs least first."""
+    """Yield remedies for the worst merge with their costs, cheapest first."""
     room_s, round_s = full_room_steps(sync) * step_s, sync.sync_interval * step_s
     queue_s = together_s - round_s
     takes_s = max(worst.takes_s, queue_s)
@@ -211,7 +218,7 @@ def _helps(
 
 
 def _longer(sync: SyncSpec, worst: Pace, step_s: float, together_s: float) -> int | None:
-    """The shortest interval beyond H that a plan may have, and at which this merge fits; None: none."""
+    """Return the shortest interval beyond H that a plan may have and at which this merge fits; None if there is none."""
 
     def fits(interval: int) -> bool:
         room_s = max(sync.overlap_steps, ROOM * interval) * step_s

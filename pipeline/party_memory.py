@@ -1,4 +1,4 @@
-"""What processes of a run hold in memory: one count for planner, doctor and measurement. Pure."""
+"""How much memory the processes of a run need: one count for the planner, the doctor and the benchmarks. Pure."""
 
 import math
 from typing import Literal
@@ -6,48 +6,50 @@ from typing import Literal
 from diloco.pipeline.messages.wire import OuterName
 from diloco.pipeline.redis_memory import CODECS, VALUE_BYTES
 
+# Codecs of deltas for which no quantization error is kept.
 EXACT = ("fp32", "bf16")
-"""Codecs of deltas without an error that is kept."""
+# Factor on the syncer's memory: freed buffers are reused, and up to a quarter more is held (`payload.buffers`).
 SYNCER_SPARE = 1.25
-"""Of its memory: what is freed is used again, and up to a quarter more is held (`payload.buffers`)."""
+# The program itself, and chunks in flight. Measured (docs/results/performance.md).
 SYNCER_PROCESS_BYTES = 0.2e9
-"""The program, and chunks on their way. Measured (docs/results/performance.md)"""
+# The program with torch and a trainer, per rank, measured with a model of negligible size
+# (docs/results/performance.md).
 LEARNER_PROCESS_BYTES = 0.4e9
-"""The program with torch and a trainer, of each rank: what it takes with a model of next to nothing. Measured
-(docs/results/performance.md)"""
 Precision = Literal["fp32", "bf16"]
+# Bytes per parameter in training, without activations: parameter, gradient and AdamW's two moments; with bf16 also the
+# bf16 copy used for compute. This is the layout of the built-in trainer (docs/howto/gpus.md).
 TRAINING_BYTES: dict[Precision, int] = {"fp32": 16, "bf16": 18}
-"""Of a parameter in training, without activations: parameter, gradient, AdamW's moments; in bf16 a copy that computes.
-As the built-in trainer has them (docs/howto/gpus.md)."""
+# A learner takes another snapshot only while the ones that it holds are less than 1/`ROOM_SHARE` of the model, or fewer
+# than `ROOM_LEAST` (`workers.rounds`).
 ROOM_SHARE = 4
-"""A learner takes snapshots while those that it holds are less than the model divided by this (`workers.rounds`)."""
 ROOM_LEAST = 2
-"""Or so many."""
+# Bytes per parameter in a checkpoint: value and momentum.
 CHECKPOINT_BYTES = 2 * VALUE_BYTES
-"""Of a parameter in a checkpoint: value and momentum."""
 
 
 def syncer_bytes(params: float, learners: int, codec: str, outer: OuterName, share: float = 1.0) -> float:
-    """Memory of one syncer that serves so much of the model, at most: when all of its windows are open at once.
+    """Return the peak memory of one syncer that serves the share `share` of the model, with all of its windows open at
+    once.
 
-    So it is when a run ends, and after an outage. Kept between merges are values, momentum, and the values of the
-    version before, by which stale deltas are rebased.
+    That is the case when a run ends, and after an outage. Between merges a syncer keeps the values, the momentum, and
+    the values of the previous version, which it needs to rebase stale deltas.
     """
     kept, made = 3 * VALUE_BYTES, (2 + (outer == "halley")) * VALUE_BYTES
     return SYNCER_SPARE * share * params * (kept + CODECS[codec] * learners + made) + SYNCER_PROCESS_BYTES
 
 
 def syncer_share(fragments: int, syncers: int) -> float:
-    """Of the model, that one of so many syncers must have room for: one of the others may have died."""
+    """Return the share of the model that each of `syncers` must have room for, given that one of them may die."""
     return math.ceil(fragments / max(1, syncers - 1)) / fragments
 
 
 def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) -> float:
-    """Memory that one rank of a learner needs beside its training: `docs/explanation/ranks.md`.
+    """Return the memory that one rank of a learner needs in addition to its training (`docs/explanation/ranks.md`).
 
-    Bases and residuals of what it serves, and while nothing is merged what two deltas of each have lost; of one
-    fragment the wire and the pulled global; snapshots, of one fragment or of as many as there is room for while the bus
-    is away. Of several ranks each has of an exact snapshot the wire only, and its rows of what all serve, both ways.
+    A rank holds, for the fragments that it serves, the bases, the residuals, and (as long as nothing is merged) the
+    quantization errors of two deltas each; for one fragment the wire buffer and the pulled global; and snapshots, of
+    one fragment or of as many as there is room for while the bus is unavailable. With several ranks, a rank holds only
+    the wire buffer of an exact snapshot, and in both directions its rows of what all ranks serve.
     """
     lost = 0 if codec in EXACT else VALUE_BYTES
     kept = (VALUE_BYTES + 3 * lost) * math.ceil(fragments / ranks)
@@ -57,5 +59,5 @@ def exchange_bytes(params: float, fragments: int, codec: str, ranks: int = 1) ->
 
 
 def learner_bytes(params: float, fragments: int, codec: str, ranks: int = 1) -> float:
-    """Memory of one rank of a learner without its training: the exchange, and the process itself."""
+    """Return the memory of one rank of a learner without its training: the exchange plus the process itself."""
     return exchange_bytes(params, fragments, codec, ranks) + LEARNER_PROCESS_BYTES

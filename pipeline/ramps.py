@@ -1,67 +1,72 @@
-"""How long the interval is in the course of a run, as a function of a fragment's version. Pure.
+"""How long the sync interval is in the course of a run, as a function of a fragment's version. Pure.
 
-A version counts the outer steps of its fragment, is in every head, header and tape record, and goes back when the bus
-does: so windows of different fragments, a restarted syncer, a learner that joins and a replay all find the same.
-The one thing that follows from more than the version is the interval where round trips are long: the owner decides it
-with each merge (`stretched`). The head says it to learners and successors, the tape to replays.
+A version counts the outer steps of its fragment. It is in every head, header and tape record, and goes back when Redis
+loses data. Therefore the windows of different fragments, a restarted syncer, a learner that joins and a replay all find
+the same interval. There is one exception: where round trips are long, the fragment's owner decides a longer interval
+with each merge (`stretched`). Learners and later owners read it from the head, replays from the tape.
 """
 
 import math
 
 from diloco.pipeline.messages.spec import SyncSpec
 
+# In steps. Intervals are never stretched beyond this: 156 gained nothing, and longer ones were not measured
+# (docs/results/quality-choices.md).
 LONGEST = 96
-"""Steps. No interval is made longer: 156 gained nothing, more were not measured (docs/results/quality-choices.md)."""
 
 
 def interval_at(sync: SyncSpec, version: int) -> int:
-    """Inner steps between two syncs of a fragment whose base has this version.
+    """Return the inner steps between two syncs of a fragment whose base has this version.
 
-    It begins at `first_interval`, doubles with every `doubling` outer steps, and stays at `sync_interval` (H).
+    The interval begins at `first_interval`, doubles after every `doubling` outer steps, and ends at `sync_interval`
+    (H).
     """
     doubled = version // sync.doubling
-    if not sync.first_interval or doubled >= sync.sync_interval.bit_length():  # doubled so often, 1 is above H
+    if not sync.first_interval or doubled >= sync.sync_interval.bit_length():  # so many doublings exceed H even from 1
         return sync.sync_interval
     return min(sync.sync_interval, sync.first_interval << doubled)
 
 
 def interval_in_force(sync: SyncSpec, version: int, told: int) -> int:
-    """The interval of a base: what its head says, or as planned, if that says 0 (installed)."""
+    """Return the interval of a base: `told` by its head, or the planned one if that is 0 (the head was not merged)."""
     return told or interval_at(sync, version)
 
 
 def is_stretched(sync: SyncSpec, version: int, told: int) -> bool:
-    """Whether the interval of a base is longer than planned, by round trips."""
+    """Return whether the interval of a base is longer than planned because of long round trips."""
     return interval_in_force(sync, version, told) > interval_at(sync, version)
 
 
 def overlap_in_force(sync: SyncSpec, version: int, told: int) -> int:
-    """Tau of a base whose head says this interval: as many times longer as that is, and whole."""
+    """Return tau of a base, lengthened by the same factor as its interval and rounded up."""
     return math.ceil(sync.overlap_steps * interval_in_force(sync, version, told) / interval_at(sync, version))
 
 
 def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
-    """`interval_at`, made longer where round trips take long.
+    """Return the interval for a version: `interval_at`, lengthened if round trips are long.
 
     Args:
-        sync: tau, `stretch`, and what `interval_at` needs.
-        version: of the base.
-        round_trip: steps, that in which a learner adopts among them (`syncer.committing.RoundTrips`).
+        sync: tau, `stretch`, and the settings that `interval_at` needs.
+        version: version of the base.
+        round_trip: length of a round trip in steps, including the step at which a learner adopts the global
+            (`syncer.committing.RoundTrips`).
     """
     planned = interval_at(sync, version)
     return lengthened(planned, sync.sync_interval, sync.overlap_steps, round_trip) if sync.stretch else planned
 
 
 def lengthened(interval: int, sync_interval: int, overlap_steps: int, round_trip: float) -> int:
-    """A planned interval, made longer where round trips take long.
+    """Lengthen a planned interval where round trips are long.
 
-    What is trained in a round trip is overwritten. It is no greater a share than where a round trip takes one step; and
-    once the interval is H, no greater a share than tau of H; as far as `LONGEST` goes.
+    What a learner trains during a round trip is overwritten. The interval is chosen such that the overwritten share is
+    no greater than with round trips of one step, and, once the interval is H, no greater than tau/H. `LONGEST` is the
+    limit.
 
     Args:
-        interval: as planned.
-        sync_interval, overlap_steps: H and tau. With tau = 0 nothing is to be hidden: it is as planned.
-        round_trip: as `stretched`.
+        interval: the planned interval.
+        sync_interval: H.
+        overlap_steps: tau. With tau = 0 there is nothing to hide, and the interval is returned unchanged.
+        round_trip: as in `stretched`.
     """
     if not overlap_steps:
         return interval

@@ -1,4 +1,4 @@
-"""What Redis holds for a run: one count for the planner, the syncer before it begins, and the docs. Pure."""
+"""How much memory Redis needs for a run. The planner, the syncer's start-up check and the docs share this count. Pure."""
 
 from typing import get_args
 
@@ -8,33 +8,34 @@ from diloco.pipeline.payload.codec import payload_bytes
 from diloco.pipeline.settings import SyncSettings, defaults
 
 _MANY = 2**20
+# Bytes per element of a delta, by codec.
 CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
-"""Bytes of an element of a delta."""
 KEY_FRAMES: int = defaults(SyncSettings)["key_frame_interval"]
+# Globals held per fragment: the present one, the one that it replaced, and the next one while it is uploaded.
 GLOBALS_HELD = 3
-"""Of each fragment: the present one, the one that it replaced, and the next one while it is uploaded."""
+# Outer states held per fragment: the present one and the next one. The replaced one is deleted at once.
 STATES_HELD = 2
-"""Of its outer state, which goes as it is replaced: the present one and the next one."""
+# Bytes per element of a global, of the outer state and of the inner optimizer's moments: all are float32.
 VALUE_BYTES = 4
-"""Of an element of a global, of the outer state and of the inner optimizer's moments: all are float32."""
+# Offers of moments that lie on the bus at a time.
 OFFERS = 2
-"""Of moments, that lie on the bus at a time."""
+# Moments per parameter: Adam's two. No usual optimizer has more.
 MOMENTS = 2
-"""Of Adam, which keeps as many as any usual optimizer."""
+# Room for everything that is not a payload.
 RESERVE_BYTES = 32 * 2**20
-"""For everything that is not a payload."""
+# The machine should have this many times maxmemory: while a child process of Redis writes a snapshot to disk or to a
+# replica, values that a round replaces exist twice (copy on write).
 MACHINE_TIMES = 2
-"""Memory of its machine, in maxmemory: while a child of Redis writes all that it holds to disk or to a replica, what
-a round replaces is there twice."""
 
 
 def redis_bytes(
     elements: float, learners: int, codec: str, global_codec: str, key_frame_interval: int = KEY_FRAMES
 ) -> float:
-    """Memory of Redis (`redis_holds` in words), of all nodes of a cluster together.
+    """Return the memory that Redis needs, over all nodes of a cluster together (`redis_holds` lists the parts in
+    words).
 
-    All learners' deltas of all fragments are counted, as they are there when syncers have been away. Globals in two
-    parts count as one. Globals that are updates have those of two key frames beside them.
+    The count includes a delta of every learner for every fragment, because they pile up while no syncer runs. A global
+    in two parts counts as one. With int8 globals, the updates of two key frame intervals are added.
     """
     each = (GLOBALS_HELD + STATES_HELD) * VALUE_BYTES + CODECS[codec] * learners
     if global_codec == "int8":
@@ -43,17 +44,20 @@ def redis_bytes(
 
 
 def round_bytes(elements: float, learners: int, codec: str) -> float:
-    """What is uploaded in a round: a delta of each learner, the next global and its outer state, of all fragments."""
+    """Return the bytes uploaded in a round: for all fragments a delta per learner, the next global and its outer state."""
     return elements * (CODECS[codec] * learners + 2 * VALUE_BYTES)
 
 
 def offered_bytes(elements: float) -> float:
-    """Of it, the offers of moments: a learner whose moments are of more than `MOST_OFFERED_BYTES` makes none."""
+    """Return the part of `redis_bytes` for offers of moments.
+
+    A learner whose moments exceed `MOST_OFFERED_BYTES` makes no offer.
+    """
     return OFFERS * min(MOMENTS * VALUE_BYTES * elements, MOST_OFFERED_BYTES)
 
 
 def redis_holds(learners: int, global_codec: str) -> str:
-    """What `redis_bytes` counts."""
+    """Return in words what `redis_bytes` counts."""
     updates = ", int8 updates of two key frames" if global_codec == "int8" else ""
     deltas = f"{learners} deltas{updates}"
     return f"{GLOBALS_HELD} globals, {STATES_HELD} momenta, {deltas}, {OFFERS} offers of moments, a reserve"

@@ -1,4 +1,4 @@
-"""What has failed is tried again, after waits that double up to a longest one."""
+"""Retries with exponential backoff."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -10,24 +10,24 @@ from diloco.pipeline.errors import BusError, BusUnavailable, PeerError, SpecMism
 T = TypeVar("T")
 Errors = type[BaseException] | tuple[type[BaseException], ...]
 
+# A wait may end a rounding error before its deadline. A loop that waited again for the rest could then spin for ever.
 LEAST_S = 1e-3
-"""A finer wait could end a rounding error early, for ever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """Waits between tries that fail one after the other: each twice the one before, and none above `most_s`."""
+    """Exponential backoff: each wait is twice the one before, up to `most_s`."""
 
     first_s: float
     most_s: float
 
     def waits(self) -> "Waits":
-        """From the first one on."""
+        """Return the waits from the first one on."""
         return Waits(self)
 
 
 class Waits(Iterator[float]):
-    """Endless, in seconds."""
+    """An endless iterator of waits in seconds."""
 
     def __init__(self, backoff: Backoff) -> None:
         self._backoff, self._next_s = backoff, backoff.first_s
@@ -37,29 +37,29 @@ class Waits(Iterator[float]):
         return wait_s
 
     def after(self, lasted_s: float) -> float:
-        """The next one; after a try that had gone well for longer than any wait, the first."""
+        """Return the next wait. After a try that ran longer than the longest wait, the backoff starts again."""
         if lasted_s > self._backoff.most_s:
             self._next_s = self._backoff.first_s
         return next(self)
 
 
 class Retries:
-    """The waits of several fragments, each for itself. Whoever tries them keeps the time."""
+    """Backoff for several fragments, independently of each other. The caller passes in the time."""
 
     def __init__(self, backoff: Backoff) -> None:
         self._backoff = backoff
         self._again: dict[int, tuple[float, Iterator[float]]] = {}
-        """When one that failed is tried again, and the waits after that."""
+        """By failed fragment: when it may be tried again, and the waits after that."""
 
     def choose(self, wanted: Iterable[int], now: float) -> tuple[int | None, float | None]:
-        """The first fragment that may be tried now; else None, and the seconds until one may (None: none is wanted)."""
+        """Return (a fragment that may be tried now, None), or (None, seconds until one may be; None if none is wanted)."""
         due = {p: self._again[p][0] if p in self._again else now for p in wanted}
         if ready := [p for p, at in due.items() if at <= now]:
             return min(ready), None
         return None, max(LEAST_S, min(due.values()) - now) if due else None
 
     def tried(self, p: int, done: bool, now: float) -> None:
-        """A try ended."""
+        """Record that a try of fragment `p` ended; if it was not successful, the fragment's next wait begins."""
         _, waits = self._again.pop(p, (now, self._backoff.waits()))
         if not done:
             self._again[p] = now + next(waits), waits
@@ -74,7 +74,12 @@ async def retry(
 ) -> T:
     """Call until it returns.
 
-    failed: told the error and the wait before the next try, s. unless: those of `errors` that are raised.
+    Args:
+        call: the call.
+        waits: the backoff.
+        errors: errors after which the call is repeated.
+        failed: called with the error and the wait before the next try, in seconds.
+        unless: subset of `errors` that is raised instead.
     """
     loop = asyncio.get_running_loop()
     while True:
@@ -90,30 +95,30 @@ async def retry(
 
 
 class Outages:
-    """What one party asks of the bus is asked again until it answers; failed calls are logged and counted."""
+    """Repeats one party's calls of the bus until they succeed, and logs and counts the failed ones."""
 
     BACKOFF = Backoff(0.1, 2.0)
 
     def __init__(self, log: Any) -> None:
         self._log = log
         self.count = 0
-        """Calls that found no bus, since joining."""
+        """Calls that found the bus unavailable, since joining."""
         self.gap = False
-        """Work was broken off by one: what was told meanwhile is not known. Reset by whoever reads all anew."""
+        """An outage interrupted work, so messages may have been missed. Whoever reads everything again resets it."""
 
     async def retry(self, call: Callable[..., Awaitable[Any]], *args: Any, unless: Errors = ()) -> Any:
         """Call until the bus answers.
 
         Raises:
-            unless: these are not for trying again.
+            unless: these errors are raised, not retried.
         """
         return await retry(lambda: call(*args), self.BACKOFF.waits(), BusError, self._failed, unless)
 
     async def forever(self, work: Callable[[], Awaitable[None]]) -> Never:
-        """Do a work of which there is always more; begin it again whenever the bus or a peer breaks it off.
+        """Run `work`, which ends only by an error, and restart it whenever the bus or a peer interrupts it.
 
         Raises:
-            SpecMismatch: the run is another one by now.
+            SpecMismatch: the bus now holds another run.
         """
 
         def failed(error: BaseException, wait_s: float) -> None:
@@ -125,7 +130,7 @@ class Outages:
             await retry(work, waits, (BusError, PeerError), failed, SpecMismatch)
 
     def told(self, error: BaseException, **where: Any) -> None:
-        """Log an error, by itself where it is tried again by another way than `retry`."""
+        """Log an error. Called directly where something other than `retry` repeats the work."""
         self._log.warning(outage_event(error), error=str(error), **where)
 
     def _failed(self, error: BaseException, wait_s: float, **where: str) -> None:

@@ -1,4 +1,4 @@
-"""What a plan is for: a model, and what carries and merges it. Pure."""
+"""The input of a plan: a model, and the machines and links that train it. Pure."""
 
 import math
 from itertools import pairwise
@@ -11,24 +11,24 @@ from diloco.pipeline.outer_cost import transformer_operations
 from diloco.pipeline.settings import Settings
 from diloco.pipeline.units import Amount, BitRate, Span, written
 
+# The smallest and largest model that is planned for.
 LEAST_PARAMS, MOST_PARAMS = 1e4, 1e13
-"""Of a model that a plan is for."""
+# In bit/s. A smaller number is one whose unit was left out.
 LEAST_LINK = 1e3
-"""Of a link, bit/s: less is a number whose unit was left out."""
+# How much larger than the model its layers may be: people round the number of parameters.
 MOST_IN_LAYERS = 1.1
-"""Of a model's parameters, as people round them."""
+# Pairs (parameters, layers): the smallest as in arXiv:2005.14165, Table 2.1; the others as in arXiv:2501.18512. 10B and
+# 100B are assumed.
 _LAYERS = ((125e6, 12), (1e9, 24), (10e9, 48), (100e9, 108))
-"""Parameters and layers: the smallest as in arXiv:2005.14165, Table 2.1; the others as in arXiv:2501.18512. Assumed for
-10B and 100B."""
 
 
 class Site(Settings):
-    """A model, and what carries and merges it. Durations are seconds."""
+    """A model, and the machines and links that train it. Durations are in seconds."""
 
     section = "Model and link"
 
     from_environment = False
-    """Variables of a real run are about something else."""
+    """A plan is not a run: `DILOCO_*` variables of a real run do not apply."""
 
     params: Amount = Field(70e9, ge=LEAST_PARAMS, le=MOST_PARAMS, description="Parameters of the model. Assumed")
     layers: int = Field(0, ge=0, le=10_000, description="Its layers; 0: from its width, or as usual. Assumed")
@@ -58,7 +58,7 @@ class Site(Settings):
 
 
 def layers_of(params: float) -> int:
-    """Layers of a model of that many parameters, between the known sizes by logarithms."""
+    """Return the number of layers of a model with this many parameters, interpolating known sizes logarithmically."""
     x = min(max(params, _LAYERS[0][0]), _LAYERS[-1][0])
     (low, few), (high, many) = next(pair for pair in pairwise(_LAYERS) if x <= pair[1][0])
     share = math.log(x / low) / math.log(high / low)
@@ -66,10 +66,10 @@ def layers_of(params: float) -> int:
 
 
 def shape_of(site: Site) -> tuple[float, float]:
-    """Width and layers of a site's model, the ones that are not told from 12 n^2 parameters a layer.
+    """Return width and layers of a site's model. What is not given follows from 12 n^2 parameters per layer.
 
     Raises:
-        UsageError: so many layers of that width have more parameters than the model.
+        UsageError: the given layers and width make more parameters than the model has.
     """
     layers = site.layers or (site.params / 12 / site.width**2 if site.width else layers_of(site.params))
     width = site.width or math.sqrt(site.params / 12 / layers)
@@ -82,10 +82,10 @@ def shape_of(site: Site) -> tuple[float, float]:
 
 
 def params_of(site: Site) -> float:
-    """Parameters of a site's model: as told, else those of its layers, where these and their width are told.
+    """Return the parameters of a site's model: as given, or else computed from layers and width if both are given.
 
     Raises:
-        UsageError: fewer or more than a plan is for.
+        UsageError: the computed number is outside the range that is planned for.
     """
     if "params" in site.model_fields_set or not (site.layers and site.width):
         return site.params
@@ -99,5 +99,5 @@ def params_of(site: Site) -> float:
 
 
 def outer_operations(site: Site, outer: OuterName) -> float:
-    """Operations of one outer step of all fragments, without what is done to each element once."""
+    """Return the operations of one outer step of all fragments, without elementwise work."""
     return transformer_operations(*shape_of(site), outer)

@@ -1,4 +1,4 @@
-"""Where settings come from beside flags: `DILOCO_*` variables and a TOML file, and names misspelt there."""
+"""Settings from `DILOCO_*` variables and a TOML file, and the search for misspelt names there."""
 
 import os
 import re
@@ -12,37 +12,39 @@ from diloco.pipeline.errors import UsageError
 
 ENV_PREFIX = "DILOCO_"
 
+# Prefixes of other `DILOCO_*` variables of this project, which are not settings.
 _NO_SETTINGS = ("launcher_pid", "ranks_at_work", "test_")
-"""Beginnings of the names of other `DILOCO_*` variables of this project."""
+# Names with at least this `difflib` ratio differ by a slip of the finger.
 _MISSPELT = 0.82
-"""Names that have so much in common differ by a slip; `difflib` counts."""
+# Names with at least this ratio are close enough to suggest.
 NEAR = 0.7
-"""So much, and it is worth naming."""
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float) -> str | None:
-    """The known name that is most alike, if `difflib` finds it this much alike."""
+    """Return the known name that is most similar, if its `difflib` ratio is at least `cutoff`."""
     return next(iter(get_close_matches(name.lower(), sorted(known), 1, cutoff)), None)
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """What to add to a name that is not known: " (is 'x' meant?)", or nothing."""
+    """Return the hint to append to an unknown name: " (is 'x' meant?)", or "" if no known name is close."""
     near = nearest(name, known, NEAR)
     return f" (is {near!r} meant?)" if near else ""
 
 
 def check_variables(known: Collection[str], wanted: Collection[str] | None = None) -> list[str]:
-    """Look for `DILOCO_*` variables that are no setting of any party.
+    """Find `DILOCO_*` variables that are not settings of any party.
 
-    One that may be meant for other programs is a warning, for instance what Kubernetes says of a service `diloco-...`,
-    or a name of one's own for compose; one that is nearly the name of a setting is taken for that, misspelt.
+    A variable may be meant for another program (Kubernetes sets some for a service `diloco-...`, and a compose file may
+    use some), so it is only a warning. If its name is nearly that of a setting, it is taken for a misspelt setting.
 
-    wanted: only what is nearly one of these counts, and is a warning then.
+    Args:
+        known: names of all settings.
+        wanted: if given, only names close to these are reported, and as warnings.
 
     Returns: warnings.
 
     Raises:
-        UsageError: a variable is misspelt, and nothing is `wanted`.
+        UsageError: a variable is misspelt, and `wanted` is None.
     """
     warnings = []
     for variable in sorted(os.environ):
@@ -65,15 +67,17 @@ def check_variables(known: Collection[str], wanted: Collection[str] | None = Non
 
 
 def read_file(config: Path | None) -> dict[str, Any]:
-    """The table of a settings file; of none, nothing.
+    """Return the table of a settings file; an empty one for None.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     if config is None:
         return {}
     try:
-        if config.is_fifo() and config.parts[1:2] != ("dev",):  # that of a shell, /dev/fd/63, has its writer already
+        if config.is_fifo() and config.parts[1:2] != (
+            "dev",
+        ):  # a shell's <(...), /dev/fd/63, has a writer; another pipe may block
             raise UsageError(f"cannot read settings file {config}: it is a pipe", "give a file of settings in TOML")
         table = tomllib.loads(config.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -84,7 +88,7 @@ def read_file(config: Path | None) -> dict[str, Any]:
 
 
 def place_in(config: Path | None, name: str) -> str:
-    """A settings file, with the line of a key where that is found."""
+    """Return the name of a settings file, with the line of a key if it is found."""
     lines = [] if config is None else config.read_text("utf-8-sig").splitlines()
     key = re.compile(rf"""\s*(["']?){re.escape(name)}\1\s*=""")
     line = next((number for number, text in enumerate(lines, 1) if key.match(text)), None)
@@ -92,15 +96,15 @@ def place_in(config: Path | None, name: str) -> str:
 
 
 class Given(NamedTuple):
-    """A setting that a variable or the settings file gives."""
+    """A setting that comes from a variable or from the settings file."""
 
     where: str
-    """The variable, or the key, its file and line."""
+    """The name of the variable; or the key with its file and line."""
     value: Any
 
 
 def given_outside(names: Collection[str], config: Path | None) -> dict[str, Given]:
-    """Those of some settings, of whichever party, that are given by a variable, or else in the file.
+    """Return those of the named settings that a variable or the file gives; a variable overrides the file.
 
     Raises:
         UsageError: the file cannot be read.

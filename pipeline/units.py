@@ -1,4 +1,7 @@
-"""Numbers as people write them: '2.5M', '200ms', '0.5y', '5Gbps'. Anything else is left for the validator to refuse."""
+"""Numbers in the notation that people use: '2.5M', '200ms', '0.5y', '5Gbps'.
+
+Parsers return anything else unchanged, for the validator to refuse.
+"""
 
 import math
 import re
@@ -17,33 +20,35 @@ _NUMBER = r"\s*([0-9.]+(?:e[+-]?[0-9]{1,2})?)\s*"
 
 
 def scaled(value: Any, suffix: str, units: Mapping[str, int | str]) -> Any:
-    """The number before a unit times what the unit stands for, an int if it is whole.
+    """Return the number times its unit, as an int if it is whole.
 
     Args:
-        value: text, or anything else, which stays as it is.
-        suffix: pattern of the units, with one group.
-        units: name in lower case -> an integer, or a decimal fraction.
+        value: text; anything else is returned unchanged.
+        suffix: regular expression of the units, with one group.
+        units: unit in lower case -> its factor, an integer or a decimal fraction.
     """
     if not isinstance(value, str) or not (match := re.fullmatch(_NUMBER + suffix, value.strip(), re.IGNORECASE)):
         return value
     unit = units.get((match[2] or "").lower())
     try:
-        number = value if unit is None else Decimal(match[1]) * Decimal(unit)  # 2.3 x 1e6 is no whole float
+        number = (
+            value if unit is None else Decimal(match[1]) * Decimal(unit)
+        )  # as floats, 2.3 * 1e6 is not a whole number
     except InvalidOperation:  # '1.2.3'
         return value
     return number if not isinstance(number, Decimal) else int(number) if number == int(number) else float(number)
 
 
 def parse_count(value: Any) -> Any:
-    """'2.5M', '4e3', '70B', '150k' or a plain number: k, M, B and T are 10^3, 10^6, 10^9 and 10^12."""
+    """Parse '2.5M', '4e3', '70B', '150k' or a plain number: k, M, B and T are 10^3, 10^6, 10^9 and 10^12."""
     return scaled(value, "([kmbt]?)", _COUNTS)
 
 
 def parse_whole(value: Any) -> Any:
-    """Text as a whole number, as `parse_count` reads it; what is no text stays as it is.
+    """Parse text as a whole number in the notation of `parse_count`; anything but text is returned unchanged.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the text is not a whole number.
     """
     if not isinstance(value, str):
         return value
@@ -54,7 +59,7 @@ def parse_whole(value: Any) -> Any:
 
 
 def parse_duration(value: Any) -> Any:
-    """'200ms', '10s', '5m', '1h' or a number of seconds."""
+    """Parse '200ms', '10s', '5m', '1h' or a number of seconds."""
     return scaled(value, "(ms|s|m|h)?", _UNITS_S)
 
 
@@ -72,15 +77,15 @@ _BITS: dict[str, int | str] = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 1
 
 
 def parse_span(value: Any) -> Any:
-    """'200ms', '10s', '5m', '1h', '30d', '0.5y' or a number of seconds."""
+    """Parse '200ms', '10s', '5m', '1h', '30d', '0.5y' or a number of seconds."""
     return scaled(value, "(ms|s|min|m|h|d|y)?", _SPANS_S)
 
 
 def parse_rate(value: Any) -> Any:
-    """'5Gbps', '800Mbit/s' or a number of bits per second.
+    """Parse '5Gbps', '800Mbit/s' or a number of bits per second.
 
     Raises:
-        ValueError: it is text, and none of these.
+        ValueError: the text is none of them.
     """
     read = scaled(value, "([kmgt]?)(?:bps|bit/s)?", _BITS)
     if isinstance(read, str) and not re.fullmatch(r"\s*[+-]?[0-9.]+\s*|nan|[+-]?inf", read, re.IGNORECASE):
@@ -88,17 +93,17 @@ def parse_rate(value: Any) -> Any:
     return read
 
 
+# By parser: examples of its notation, for messages.
 EXAMPLES: dict[Any, str] = {
     parse_count: "150k, 2.5M or 70B",
     parse_duration: "200ms, 10s or 5m",
     parse_span: "10s, 30d or 0.5y",
     parse_rate: "5Gbps or 800Mbit/s",
 }
-"""How what each of them reads is written, for messages."""
 
 
 def written(amount: float, suffixes: str = "TBMk") -> str:
-    """A number as people write it, to six digits: '70B', '3.3B', '150k', '0.5'; with TGMk of a rate."""
+    """Format a number to six digits: '70B', '3.3B', '150k', '0.5'. For rates pass 'TGMk'."""
     for suffix, unit in zip(suffixes, (1e12, 1e9, 1e6, 1e3), strict=True):
         if abs(amount) >= unit:
             return f"{amount / unit:g}{suffix}"
@@ -106,30 +111,30 @@ def written(amount: float, suffixes: str = "TBMk") -> str:
 
 
 def as_bytes(amount: float) -> str:
-    """Bytes for people: '250MB'."""
+    """Format a number of bytes: '250MB'."""
     return written(float(f"{amount:.3g}"), "TGMk") + "B"
 
 
 def as_maxmemory(amount: float) -> str:
-    """At least so many bytes, as Redis reads them: '2500mb', of 2^20 each."""
+    """Format a number of bytes as Redis reads it: '2500mb', in units of 2^20 bytes, rounded up."""
     return f"{math.ceil(amount / 2**20)}mb"
 
 
 def as_rate(bytes_per_s: float) -> str:
-    """Bytes a second as a line's rate for people: '83Mbit/s'."""
+    """Format bytes per second as a bit rate: '83Mbit/s'."""
     return written(float(f"{8 * bytes_per_s:.3g}"), "TGMk") + "bit/s"
 
 
+# Seconds; accepts '200ms', '10s', '5m', '1h', '30d', '0.5y'.
 Span = Annotated[float, BeforeValidator(parse_span), Field(ge=0, allow_inf_nan=False)]
-"""Seconds; accepts '200ms', '10s', '5m', '1h', '30d', '0.5y'."""
+# A count; accepts '70B', '150k', '10e9'.
 Amount = Annotated[float, BeforeValidator(parse_count), Field(gt=0, allow_inf_nan=False)]
-"""A count; accepts '70B', '150k', '10e9'."""
+# Bits per second; accepts '5Gbps', '800Mbit/s'.
 BitRate = Annotated[float, BeforeValidator(parse_rate), Field(gt=0, allow_inf_nan=False)]
-"""Bits per second; accepts '5Gbps', '800Mbit/s'."""
 
 
 def duration(seconds: float | None) -> str:
-    """'1:02:03', '2:03'; '-' for None, and for what is longer than ten thousand years or no number."""
+    """Format seconds as '1:02:03' or '2:03'; '-' for None, NaN, and anything longer than ten thousand years."""
     if seconds is None or not abs(seconds) <= MOST_S:
         return "-"
     minutes, rest = divmod(round(seconds), 60)
@@ -138,7 +143,7 @@ def duration(seconds: float | None) -> str:
 
 
 def count(number: float) -> str:
-    """'950', '12.3k', '2.50M'."""
+    """Format a number as '950', '12.3k', '2.50M'."""
     for limit, suffix, digits in ((1e9, "G", 2), (1e6, "M", 2), (1e4, "k", 1)):
         if number >= limit:
             return f"{number / (1e3 if suffix == 'k' else limit):.{digits}f}{suffix}"
@@ -146,5 +151,5 @@ def count(number: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """'1 learner', '2 learners', '0 learners'."""
+    """Format a number with a noun: '1 learner', '2 learners', '0 learners'."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

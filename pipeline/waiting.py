@@ -1,4 +1,4 @@
-"""Waiting for the first of several events, and work that goes on for the time of a block. asyncio."""
+"""Waiting for the first of several events, and background work for the duration of a block. asyncio."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -7,12 +7,12 @@ from typing import Any
 
 from diloco.pipeline.bus.ports import Clock
 
+# A wait may end a rounding error before its deadline. A loop that waited again for the rest could then spin for ever.
 TICK_S = 1e-3
-"""Deadlines are met to this; a finer wait could end a rounding error early, for ever."""
 
 
 async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> None:
-    """Until one of the events is set, or the time is over; None: however long that takes."""
+    """Wait until one of the events is set or the timeout expires (None: no timeout)."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -22,7 +22,7 @@ async def first_of(*events: asyncio.Event, timeout_s: float | None = None) -> No
 
 
 async def woken_or_done(wake: asyncio.Event, task: asyncio.Task[None], timeout_s: float) -> None:
-    """Until an event is set, a task is done, or the time is over; the task goes on."""
+    """Wait until the event is set, the task is done, or the timeout expires. The task is not cancelled."""
     waiting = asyncio.ensure_future(wake.wait())
     try:
         await asyncio.wait({waiting, task}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -31,7 +31,10 @@ async def woken_or_done(wake: asyncio.Event, task: asyncio.Task[None], timeout_s
 
 
 async def pause(wake: asyncio.Event, goes_on: Callable[[], bool], clock: Clock, pause_s: float) -> None:
-    """So long, or until it shall not go on, which is asked whenever `wake` is set; it is set afterwards."""
+    """Sleep for `pause_s`, or until `goes_on()` is false; it is asked again each time `wake` is set.
+
+    `wake` is always set on return, so that the caller's own wait does not miss a wake-up that this function consumed.
+    """
     until = clock.now() + pause_s
     while goes_on() and (left_s := until - clock.now()) > TICK_S:
         wake.clear()
@@ -41,7 +44,10 @@ async def pause(wake: asyncio.Event, goes_on: Callable[[], bool], clock: Clock, 
 
 @asynccontextmanager
 async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Work that goes on for the time of a block. If any of it fails, the block ends by its error."""
+    """Run coroutines in the background for the duration of a block, and cancel them at its end.
+
+    If one of them fails, the block is cancelled and its error is raised.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(work) for work in works]

@@ -1,4 +1,4 @@
-"""What a value may be, and what is wrong with one that pydantic has refused, in the words of this project."""
+"""Messages about values that pydantic has refused, and about the values that a field takes."""
 
 from typing import Any, Literal, get_args, get_origin
 
@@ -9,6 +9,7 @@ from pydantic_core import ErrorDetails
 from diloco.pipeline.units import EXAMPLES, written
 
 _WHOLE, _NUMBER, _SWITCH = "not a whole number", "not a number", "neither true nor false"
+# By pydantic's error type: what is wrong, and what is allowed instead, to be formatted with the error's context.
 _WORDS = {
     "greater_than": ("too small", "more than {gt}"),
     "greater_than_equal": ("too small", "at least {ge}"),
@@ -29,34 +30,33 @@ _WORDS = {
     "missing": ("missing", ""),
     "extra_forbidden": ("unknown", ""),
 }
-"""By pydantic's name of the error: what is wrong, and what is allowed instead, with the error's context."""
 
 OTHERS = "another build may"
+# The most characters of a number that are shown.
 LONGEST = 40
-"""Characters of a number that are shown."""
 
 
 def allowed(field: FieldInfo) -> str:
-    """What a field takes, in words, for messages and help: of several bounds on one side the closest one."""
+    """Return in words which values a field takes, for messages and help; of several bounds on one side, the tightest."""
     if get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(field.annotation)))
 
     def bounds(**words: str) -> list[tuple[Any, str]]:
-        """Those that the field has, and how each is said."""
+        """Return the bounds that the field has, each with its words."""
         found = ((getattr(rule, name, None), word) for name, word in words.items() for rule in field.metadata)
         return [one for one in found if one[0] is not None]
 
     least, most = bounds(gt="more than {}", ge="at least {}"), bounds(lt="less than {}", le="at most {}")
-    # Of equal ones the first: it leaves the bound itself out.
+    # Sorting is stable, so of two equal bounds the strict one (gt, lt) wins: it was listed first.
     closest = [*sorted(least, key=lambda one: -one[0])[:1], *sorted(most, key=lambda one: one[0])[:1]]
     closest += bounds(min_length="at least {} characters")
     return ", ".join(word.format(written(bound) if isinstance(bound, float) else bound) for bound, word in closest)
 
 
 def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
-    """What is wrong, and what is allowed.
+    """Return what is wrong with a value, and what is allowed.
 
-    field: whose value it is; None: not known, and the one rule that was broken is named alone.
+    field: the field of the value. None: it is not known, and only the rule that was broken is named.
     """
     said = problem["msg"].removeprefix("Value error, ").replace("Input should be", "not").rstrip(".")
     wrong, rule = _WORDS.get(problem["type"], (said, ""))
@@ -67,13 +67,13 @@ def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
         if wrong == _NUMBER:
             read = [rule.func for rule in field.metadata if isinstance(rule, BeforeValidator)]
             wrong += "".join(f", such as {EXAMPLES[one]}" for one in read if one in EXAMPLES)
-        # A pattern says nothing to people.
+        # A regular expression means little to most people: the field's description says more.
         takes = str(field.description) if problem["type"] == "string_pattern_mismatch" else allowed(field)
     return f"{wrong} (allowed: {takes})" if takes else wrong
 
 
 def complaint(error: ValidationError) -> str:
-    """What is wrong with a message or a file, and whether another build may have written it."""
+    """Return what is wrong with a message or a file, and whether another build may have written it."""
     first = error.errors(include_url=False)[0]
     where, what = ".".join(str(part)[:80] for part in first["loc"]), told(first)[:400]
     if first["type"] == "literal_error" and where.endswith("format"):
