@@ -5,9 +5,7 @@ import time
 
 
 def fast_loop() -> asyncio.AbstractEventLoop:
-    """Return a new event loop: uvloop's if it is installed (several times faster on large socket writes), else
-    asyncio's.
-    """
+    """Return a new event loop: uvloop's (several times faster on large socket writes) if installed, else asyncio's."""
     try:
         import uvloop
     except ImportError:

@@ -9,9 +9,7 @@ from typing import Any, Self
 
 
 class DilocoError(Exception):
-    """Base of all errors that this project raises on purpose: what was found, a remedy, and what a server or library
-    said.
-    """
+    """Base of all errors raised on purpose: what was found, a remedy, and what a server or library said."""
 
     def __init__(self, found: str = "", remedy: str = "", said: str = "") -> None:
         """Set the parts of the message; `said` is a server's or library's own words, which come last."""
@@ -34,7 +32,7 @@ class UsageError(DilocoError):
 
 
 def missing(package: str, extra: str, what: str) -> str:
-    """Return the message for an optional package that `what` needs; `extra` is this project's extra that installs it."""
+    """Return the message for an optional package that `what` needs; this project's `extra` installs it."""
     return f"{what} needs {package}, which is not installed: pip install 'diloco[{extra}]'"
 
 

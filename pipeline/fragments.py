@@ -1,10 +1,10 @@
-"""The layout: which tensor belongs to which fragment, and where in the fragment's flat vector it lies.
+"""The layout of a model: which tensor is in which fragment, and where in the fragment's flat vector it lies. Pure.
 
-Balanced tensor fragmentation (paper, fragments): whole tensors, largest first, each into the smallest
-fragment so far (LPT, peak within 4/3 of the optimum). Where an embedding is too large for that, those tensors that are
-merged by rows fill the fragments up to one level, and lie in several of them (ours). Average-only tensors, a model's
-buffers, have the last fragment to themselves: what is never quantized or accelerated shares no payload with what is.
-Pure.
+Balanced tensor fragmentation (paper, fragments) assigns whole tensors, largest first, each to the fragment that is
+smallest so far (LPT, peak within 4/3 of the optimum). Where an embedding is too large for that, tensors that are merged
+by rows are split over several fragments, which fills all fragments to one level (our addition). Average-only tensors (a
+model's buffers) have the last fragment to themselves: tensors that are never quantized or accelerated share no payload
+with tensors that are.
 """
 
 import math
@@ -21,16 +21,16 @@ from diloco.pipeline.messages.spec import SyncSpec, TensorSpec
 from diloco.pipeline.messages.wire import AVERAGED, MergeName, MergeRule
 from diloco.pipeline.payload.codec import digest_of
 
+# A tensor of up to this many mean fragments is left whole.
 LEVEL = 1.1
-"""A tensor of up to so many mean fragments has room in one."""
 
 
 def merge_rule(merge: MergeName, embedding: bool, dims: int) -> MergeRule:
-    """How a run merges a trained tensor of so many dimensions: embeddings by the mean in any case (paper, merging).
+    """Return how a run merges a trained tensor with `dims` dimensions. Embeddings always use the mean (paper, merging).
 
-    A row of an embedding moves only where its token occurs, and the direction of a row that hardly moved is noise. An
-    output head tied to one is that embedding's own tensor. Every row of an untied one gets a gradient at every step,
-    like those of any matrix.
+    A row of an embedding changes only where its token occurs, and the direction of a row that hardly changed is noise.
+    An output head tied to an embedding is the same tensor as it. In an untied head every row gets a gradient at every
+    step, like the rows of any matrix.
     """
     if merge == "mean" or embedding:
         return "mean"
@@ -39,7 +39,7 @@ def merge_rule(merge: MergeName, embedding: bool, dims: int) -> MergeRule:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A tensor's place, or that of some rows of it, in its fragment's flat vector: elements [start, stop)."""
+    """The place of a tensor, or of some of its rows, in its fragment's flat vector: elements [start, stop)."""
 
     tensor: TensorSpec
     start: int
@@ -47,17 +47,17 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """The tensor's; with its rows, where it is a part of one (`TensorSpec.part`)."""
+        """The tensor's name, with the rows if this is a part of it (`TensorSpec.part`)."""
         return self.tensor.part
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of what lies here."""
+        """Shape of the part that lies here."""
         return self.tensor.held
 
     @property
     def within(self) -> slice:
-        """Which elements of the whole tensor these are, where it is flat."""
+        """The slot's elements as a slice of the whole flattened tensor."""
         first = 0 if self.tensor.rows is None else self.tensor.rows[0] * math.prod(self.tensor.shape[1:])
         return slice(first, first + self.stop - self.start)
 
@@ -69,7 +69,7 @@ class FragmentLayout:
     id: int
     slots: tuple[Slot, ...]
     averaged: bool = field(init=False)
-    """Its tensors are average-only; in a spec's layout all of them are, or none is."""
+    """True if its tensors are average-only. In a spec's layout either all tensors of a fragment are, or none."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "averaged", any(slot.tensor.rule in AVERAGED for slot in self.slots))
@@ -80,10 +80,10 @@ class FragmentLayout:
         return self.slots[-1].stop if self.slots else 0
 
     def sync(self, run: SyncSpec) -> SyncSpec:
-        """The constants that hold for this fragment, of a run's.
+        """Return the run's settings with the changes that apply to this fragment.
 
-        Average-only tensors are exact both ways, since a variance of a few thousandths may lie beside one of thousands.
-        Their outer step goes all the way to the mean.
+        Average-only tensors are exact in both directions, because a variance of a few thousandths may lie beside one of
+        thousands. Their outer step goes all the way to the mean.
         """
         if not self.averaged:
             return run
@@ -97,17 +97,17 @@ class Layout:
 
     fragments: tuple[FragmentLayout, ...]
     digest: bytes
-    """Travels in every delta's header."""
+    """Digest of the tensor table; every delta's header has it."""
     elements: int = field(init=False)
-    """Of the whole model."""
+    """Elements of the whole model."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "elements", sum(f.elements for f in self.fragments))
 
     def whole(self, flats: Iterable[npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
-        """Every whole tensor by name, of its own shape.
+        """Return every whole tensor by name, in its own shape.
 
-        flats: of each fragment its vector (elements,). A tensor that lies in one of them shares its memory.
+        flats: one vector (elements,) per fragment. A tensor that lies in a single fragment shares the vector's memory.
         """
         found: dict[str, npt.NDArray[np.float32]] = {}
         for fragment, flat in zip(self.fragments, flats, strict=True):
@@ -122,7 +122,7 @@ class Layout:
         return found
 
     def only(self, names: Iterable[str]) -> "Layout":
-        """The same fragments with these tensors alone, one after another; a fragment may have none."""
+        """Return the same fragments with only these tensors, one after another; a fragment may be left without any."""
         kept = set(names)
         fragments = []
         for fragment in self.fragments:
@@ -132,27 +132,30 @@ class Layout:
 
     @property
     def trained(self) -> "Layout":
-        """Without the average-only fragment, which is the last, and with the digest of all."""
+        """The layout without the average-only fragment, which is the last; the digest stays the same."""
         return Layout(tuple(fragment for fragment in self.fragments if not fragment.averaged), self.digest)
 
 
 def fragments_of(wanted: int, tensors: int, averaged: int = 0) -> int:
-    """How many fragments a model has of which nobody asked for a number: as many as wanted, one a tensor at most.
+    """Return the number of fragments for a model whose user gave none: as many as wanted, at most one per tensor.
 
-    tensors, averaged: trained and average-only ones.
+    Args:
+        wanted: the usual number.
+        tensors: number of trained tensors.
+        averaged: number of average-only tensors.
     """
     return min(max(wanted, 1 + bool(averaged)), tensors + bool(averaged))
 
 
 def balance(sizes: Iterable[tuple[str, int]], fragments: int, averaged: Collection[str] = ()) -> dict[str, int]:
-    """Assign tensors (name, elements) to fragments 0..fragments-1: largest first, into the smallest so far.
+    """Assign tensors (name, elements) to fragments 0..fragments-1: largest first, each to the smallest fragment so far.
 
-    Ties go by name and by fragment id, so that every learner finds the same layout.
+    Ties are broken by name and by fragment id, so that every learner computes the same layout.
 
-    averaged: names of the average-only tensors; if there are any, they have the last fragment to themselves.
+    averaged: names of the average-only tensors. If there are any, they have the last fragment to themselves.
 
     Raises:
-        UsageError: fewer tensors than fragments, or none is left for the trained ones.
+        UsageError: there are fewer tensors than fragments, or no fragment is left for the trained ones.
     """
     ordered, left = _largest_first(sizes), fragments - bool(averaged)
     if not 0 < left <= len(ordered):
@@ -168,7 +171,7 @@ def balance(sizes: Iterable[tuple[str, int]], fragments: int, averaged: Collecti
 
 
 def _largest_first(sizes: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-    """Ties by name."""
+    """Sort by size, and by name where sizes are equal."""
     return sorted(sizes, key=lambda item: (-item[1], item[0]))
 
 
@@ -182,13 +185,14 @@ def _spread(ordered: Iterable[tuple[str, int]], fragments: int) -> dict[str, int
 
 
 def level(tensors: Iterable[TensorSpec], heads: Collection[str] = ()) -> tuple[TensorSpec, ...]:
-    """A balanced table whose fragments are as equal as its tensors allow.
+    """Return a balanced table whose fragments are as equal in size as its tensors allow.
 
-    Where a tensor that is merged by rows has no room in a fragment (`LEVEL`), all that are so merged are poured over
-    the others up to one level, and cut at the nearest row. The others stay whole: their norms and orthogonalised steps
-    need them so. A table that this does not help comes back as it is.
+    If a tensor that is merged by rows is too large for a fragment (`LEVEL`), all such tensors are distributed over the
+    fragments to one level, and cut at the nearest row. The others stay whole, because their norms and orthogonalised
+    steps need all of the tensor. If this makes no improvement, the table is returned unchanged.
 
-    heads: names of tensors that are merged by rows if they have no room: not orthogonalised, and RDA of each row.
+    heads: names of tensors that are merged by rows if they are too large: without orthogonalisation, and with RDA per
+    row.
     """
     table = tuple(tensors)
     before = _loads(table)
@@ -215,8 +219,8 @@ def level(tensors: Iterable[TensorSpec], heads: Collection[str] = ()) -> tuple[T
     return tuple(cut) if len(after) == len(before) and max(after) < max(before) else table
 
 
+# The rule that replaces a tensor's rule when its rows are merged independently.
 _OF_ROWS: dict[MergeRule, MergeRule] = {"mean": "mean", "rda": "rda-row", "rda-row": "rda-row"}
-"""What takes the place of a rule where rows are merged each by itself."""
 
 
 def _by_rows(tensor: TensorSpec) -> TensorSpec:
@@ -224,7 +228,7 @@ def _by_rows(tensor: TensorSpec) -> TensorSpec:
 
 
 def _loads(tensors: Iterable[TensorSpec]) -> list[int]:
-    """Elements of each fragment that has trained ones."""
+    """Return the elements of each fragment that has trained tensors."""
     load: dict[int, int] = {}
     for tensor in tensors:
         if tensor.rule not in AVERAGED:
@@ -233,7 +237,7 @@ def _loads(tensors: Iterable[TensorSpec]) -> list[int]:
 
 
 def _room(load: Sequence[int], elements: int) -> list[int]:
-    """What of so many elements each fragment takes until all have the same, or more of their own."""
+    """Distribute `elements` over fragments so that all reach the same level; fragments already above it get none."""
     full = 0
     for count, below in enumerate(accumulate(sorted(load)), 1):
         full = -(-(below + elements) // count)
@@ -243,7 +247,7 @@ def _room(load: Sequence[int], elements: int) -> list[int]:
 
 
 def _cut(tensor: TensorSpec, ends: Sequence[int]) -> Iterator[TensorSpec]:
-    """A tensor's rows, those before the element ends[p + 1] in fragment p."""
+    """Split a tensor by rows: those between the elements ends[p] and ends[p + 1] go to fragment p."""
     rows, row = tensor.shape[0], math.prod(tensor.shape[1:])
     cuts = [min(max((end + row // 2) // row, 0), rows) for end in ends]
     for p, (first, last) in enumerate(pairwise(cuts)):
@@ -253,7 +257,7 @@ def _cut(tensor: TensorSpec, ends: Sequence[int]) -> Iterator[TensorSpec]:
 
 
 def layout_of(tensors: Iterable[TensorSpec]) -> Layout:
-    """Layout of a spec's tensor table: within a fragment, tensors keep the table's order."""
+    """Return the layout of a spec's tensor table. Within a fragment, tensors keep the table's order."""
     table = tuple(tensors)
     members: dict[int, list[TensorSpec]] = {}
     for tensor in table:

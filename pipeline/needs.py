@@ -1,8 +1,9 @@
-"""What a run needs: sync interval, fragments, codec; memory, bytes and cores of the syncers and of Redis. Pure.
+"""What a run needs: sync interval, fragments and codec; memory, bandwidth and cores of the syncers and of Redis. Pure.
 
-H follows from what the globals take of a learner's link; the codec, P and the threads of an outer step from whether a
-fragment's round trip hides behind tau steps; syncers and Redis nodes from traffic, memory and operations. `diloco plan`
-shows it, the syncer checks its Redis by it, and `diloco simulate plan` adds how many learners the goodput wants.
+H follows from the share of a learner's link that the globals take; the codec, P and the threads of an outer step follow
+from whether a fragment's round trip is hidden behind tau steps; syncers and Redis nodes follow from traffic, memory and
+operations. `diloco plan` prints the result, the syncer checks its Redis with it, and `diloco simulate plan` adds how
+many learners the goodput requires.
 """
 
 import math
@@ -25,24 +26,25 @@ from diloco.pipeline.settings import SyncSettings, defaults
 from diloco.pipeline.site import Site, outer_operations, shape_of
 from diloco.pipeline.units import as_bytes, as_rate, written
 
+# The defaults of a run. A plan changes them only where it must.
 USUAL = defaults(SyncSettings)
-"""What a run has if nobody says otherwise: a plan departs from it only where it must."""
 INTERVALS = (USUAL["sync_interval"], 32, 48, 64, 96, 128, 192, 256, 384, 512)
 FRAGMENTS = (USUAL["fragments"], 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 TENSORS_A_LAYER = 7
+# Usable share of a link, of a machine's memory and of its cores. The rest is for the backlog after an outage. Assumed.
 LINK_SHARE = 0.7
-"""Of a link, a machine's memory and its cores: the rest is for what waits after an outage. Assumed"""
 
 
 class Global(NamedTuple):
-    """Bytes of an element of a global."""
+    """Bytes per element of a global, by purpose."""
 
     pulled: float
-    """By each learner."""
+    """Pulled by each learner."""
     rest: float
-    """What the syncer writes beside it, so that the values stay exact; of key frames on the average."""
+    """Written by the syncer in addition, so that the values stay exact; for key frames it is an average over the
+    interval."""
     momentum: float
-    """What the syncer writes for whoever takes over."""
+    """Written by the syncer for a successor."""
 
 
 _UPDATE = CODECS["int8"]
@@ -51,54 +53,54 @@ GLOBALS: dict[str, Global] = {
     "bf16": Global(2.0, 2.0, 4.0),
     "int8": Global(_UPDATE, 4 / KEY_FRAMES, _UPDATE + 4 / KEY_FRAMES),
 }
+# Codecs that a plan may choose, the paper's main setting first. Paper: 4 bits cost vision quality (34.4 for 36.6).
 BY_CHOICE = ("bf16", "int8", "int4")
-"""Codecs that are chosen from, the paper's main setting first. Paper: 4 bits cost vision quality (34.4 for 36.6)."""
+# In steps. A round trip may exceed its limit by this much, which is rounding error.
 ROUNDING = 1e-9
-"""Of a step: a round trip that is longer by no more has the length that it should have."""
 OUTER_SETTINGS = ("outer_lr", "outer_momentum", "outer_warmup")
+# Of one node through a Python client, measured with values of 1 MiB.
 REDIS_BYTES_PER_S = 1.1 * 2**30
-"""Of one node, through a Python client, measured at 1 MiB a value."""
+# maxmemory of a Redis node (its machine has `MACHINE_TIMES` as much), and memory of a syncer's machine. Assumed.
 REDIS_MEMORY_BYTES, SYNCER_MEMORY_BYTES = 256e9, 512e9
-"""maxmemory of a Redis node, whose machine has `MACHINE_TIMES` as much; memory of a syncer's machine. Assumed"""
+# Network bandwidth of a syncer's machine. Assumed.
 SYNCER_BYTES_PER_S = 100e9 / 8
-"""Network of a syncer's machine. Assumed"""
+# Core seconds per parameter and round for a learner's exchange. Measured at 100M (docs/results/performance.md).
 LEARNER_S = 3.4e-9
-"""Of a core, for a parameter and round of a learner's exchange. Measured at 100M (docs/results/performance.md)"""
+# Settings that go with that outer optimizer and differ from the defaults (docs/results/quality.md).
 OF_NESTEROV = {"outer_momentum": 0.5, "outer_warmup": 24}
-"""What goes with that outer step and is not the default (docs/results/quality.md)."""
 
 
 def busiest_share(fragments: int, ranks: int) -> float:
-    """Of a learner's bytes and cores, those of the rank that serves most fragments."""
+    """Return the share of a learner's traffic and cores that falls to the rank that serves the most fragments."""
     return math.ceil(fragments / ranks) / fragments
 
 
 class Pace(NamedTuple):
-    """How often, in how many parts and in which type deltas travel."""
+    """How often deltas travel, in how many fragments, and in which codec."""
 
     interval: int
     fragments: int
     codec: str
     global_codec: str
     threads: int
-    """Of a syncer's products of matrices."""
+    """Threads of a syncer's matrix products."""
     outer_s: float
-    """Outer step of one fragment on these."""
+    """Outer step of one fragment on these threads, in seconds."""
     trip_s: float
-    """Of one fragment: upload, merge, pull."""
+    """Round trip of one fragment in seconds: upload, merge, outer step, pull."""
     why: dict[str, str]
     warnings: list[str]
 
 
 def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_codec: str, outer: OuterName) -> Pace:
-    """H, P and codecs for a site.
+    """Choose H, P and codecs for a site.
 
     Args:
-        site: what there is.
-        learners: in a merge, at most.
+        site: the model, and the machines and links.
+        learners: most learners in a merge.
         overlap_steps: tau.
-        codec: one of `CODECS`, or auto: bf16, unless a fragment's round trip cannot hide with it and can with less.
-        global_codec: one of `GLOBALS`, or auto: as usual, unless H has to be longer for it than with fewer bytes.
+        codec: one of `CODECS`, or auto: bf16, unless a fragment's round trip is hidden only with fewer bytes.
+        global_codec: one of `GLOBALS`, or auto: the default, unless fewer bytes allow a shorter H.
         outer: the outer optimizer.
     """
     if global_codec == "auto":
@@ -124,25 +126,25 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     step_s = alone_s / site.syncer_cores
 
     def fragmented(name: str) -> tuple[int, str, float]:
-        """The fewest fragments whose round trip is hidden; if none, the most."""
+        """Return (fragments, codec, round trip): the fewest fragments whose round trip is hidden, or else the most."""
         fitting = [p for p in FRAGMENTS if p <= most] or [most]
         trips = {p: round_trip_s(site, learners, p, CODECS[name], pulled, step_s / p) for p in fitting}
         fragments = next((p for p, trip_s in trips.items() if not beyond(trip_s)), fitting[-1])
         return fragments, name, trips[fragments]
 
     def beyond(trip_s: float) -> int:
-        """Steps by which it is too long."""
+        """Return by how many steps a round trip is too long."""
         return max(0, math.ceil((trip_s - hidden_s) / site.step_time - ROUNDING))
 
     tried = [fragmented(one) for one in (BY_CHOICE if codec == "auto" else [codec])]
-    fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the first
+    fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the preferred codec
     if beyond(trip_s):
         warnings.append(
             f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may hide behind: "
             f"the run makes its rounds longer, {in_force(interval, overlap_steps, trip_s / site.step_time)} steps for "
             f"{interval}, which costs quality"
         )
-    # Threads that wait for each other are lost to other fragments: no more than it takes.
+    # BLAS threads that wait for each other are lost to other fragments, so this is the smallest number that is enough.
     rest_s = hidden_s - (trip_s - step_s / fragments)
     needed = alone_s / fragments / rest_s if rest_s > 0 else math.inf
     threads = max(1, min(site.syncer_cores, math.ceil(min(needed, site.syncer_cores))))
@@ -183,7 +185,10 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
 
 
 def _with_fewest_steps(site: Site, learners: int, overlap_steps: int, codec: str, outer: OuterName) -> Pace:
-    """`pace_of` with the usual globals, or in 8 bits both ways where that makes H shorter: longer ones cost quality."""
+    """Return `pace_of` with the usual globals, or with 8 bits in both directions if that makes H shorter.
+
+    A longer H costs quality, so fewer bits are chosen only where they allow a shorter one.
+    """
     usual = pace_of(site, learners, overlap_steps, codec, USUAL["global_codec"], outer)
     if usual.interval == INTERVALS[0]:
         return usual
@@ -199,14 +204,14 @@ def _with_fewest_steps(site: Site, learners: int, overlap_steps: int, codec: str
 
 
 def in_force(interval: int, overlap_steps: int, trip_steps: float) -> int:
-    """Steps between two syncs of a fragment, where a round trip takes so many: they adopt in one more."""
+    """Return the interval that a run stretches to if a round trip takes `trip_steps`; adoption takes one step more."""
     return lengthened(interval, interval, overlap_steps, 1 + trip_steps)
 
 
 def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled: float, outer_s: float) -> float:
-    """Of a fragment: its upload, the merge of so many learners, the outer step, and the pull.
+    """Return the seconds of a fragment's round trip: upload, merge of all learners, outer step, and pull.
 
-    wire, pulled: bytes of an element, of a delta and of a global.
+    wire, pulled: bytes per element of a delta and of a global.
     """
     elements = site.params / fragments
     merge_s = learners * elements * wire / site.merge_rate / site.syncer_cores
@@ -215,7 +220,7 @@ def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled:
 
 
 class Party(NamedTuple):
-    """What machines of one kind take, each of them."""
+    """What each of `machines` machines of one kind needs."""
 
     name: str
     machines: int
@@ -224,12 +229,12 @@ class Party(NamedTuple):
     bytes_per_s: float
     """In and out together."""
     training_bytes: float = 0.0
-    """Of a learner, beside `memory_bytes`: parameters, gradients and AdamW's moments, without activations."""
+    """For a learner, in addition to `memory_bytes`: parameters, gradients and AdamW's moments, without activations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run of so many learners takes."""
+    """What a run with this many learners needs."""
 
     learners: int
     sync_interval: int
@@ -238,31 +243,31 @@ class Needs:
     global_codec: str
     outer: OuterName
     width: float
-    """Of the model, as told or as usual."""
+    """Of the model: as given, or the usual one."""
     layers: float
     threads: int
-    """Of a syncer's products of matrices (OPENBLAS_NUM_THREADS)."""
+    """Threads of a syncer's matrix products (OPENBLAS_NUM_THREADS)."""
     syncers: int
     redis_nodes: int
     round_s: float
     interval_in_force: int
-    """To which a run makes its interval longer, since its round trips take so long."""
+    """The interval that a run stretches to because of its round trips."""
     merged_share: float
-    """Of what is trained: the rest is trained in round trips, and overwritten."""
+    """Share of the training that is merged. The rest is trained during round trips, and overwritten."""
     up_bytes: float
-    """That a learner sends in a round."""
+    """Sent by a learner in a round."""
     down_bytes: float
     link: float
-    """Of a learner, bit/s each way."""
+    """Of a learner, in bit/s each way."""
     link_load: float
-    """Of its busier direction."""
+    """Load of the link's busier direction."""
     round_trip_s: float
     outer_s: float
-    """Of it, the outer step."""
+    """The outer step's part of the round trip."""
     syncer_cores: float
     """All syncers together, merging and stepping without a pause."""
     syncer_memory_bytes: float
-    """Of each syncer, when one of the others has died."""
+    """Of each syncer after one of the others has died."""
     checkpoint_bytes: float
     redis_memory_bytes: float
     redis_bytes_per_s: float
@@ -273,7 +278,7 @@ class Needs:
     warnings: list[str] = field(default_factory=list)
 
     def lines(self) -> str:
-        """What it comes to, for people."""
+        """Return a summary for people."""
         up, down = (as_rate(one / self.round_s) for one in (self.up_bytes, self.down_bytes))
         from_h = "" if self.interval_in_force == self.sync_interval else f"{self.sync_interval} to "
         return (
@@ -299,9 +304,16 @@ def needs_of(
     ranks: int = 1,
     precision: Precision = "fp32",
 ) -> Needs:
-    """Memory, bytes and cores of a run at this pace; the other arguments as `pace_of` had them.
+    """Return memory, traffic and cores of a run at this pace. The other arguments must be those given to `pace_of`.
 
-    ranks: of each learner; they share its parameters, gradients and moments (FSDP2).
+    Args:
+        site: the model, and the machines and links.
+        pace: returned by `pace_of`.
+        learners: most learners in a merge.
+        overlap_steps: tau.
+        outer: the outer optimizer.
+        ranks: ranks of each learner, which share its parameters, gradients and moments (FSDP2).
+        precision: of the learners' training.
     """
     wire, shown = CODECS[pace.codec], GLOBALS[pace.global_codec]
     width, layers = shape_of(site)
@@ -317,7 +329,7 @@ def needs_of(
     outer_cores = outer_operations(site, outer) / round_s / CORE_FLOPS
     cores = learners * up_bytes_per_s / site.merge_rate + outer_cores
     syncer_traffic = learners * up_bytes_per_s + own_bytes_per_s
-    most, room = pace.fragments + 1, SYNCER_MEMORY_BYTES * LINK_SHARE  # beyond that, more than one would stand by
+    most, room = pace.fragments + 1, SYNCER_MEMORY_BYTES * LINK_SHARE  # with more, more than one would be a standby
 
     def memory_of(count: int) -> float:
         return syncer_bytes(site.params, learners, pace.codec, outer, syncer_share(pace.fragments, count))
@@ -405,9 +417,9 @@ def needs_of(
     )
 
 
+# Fields of a plan that are choices, each explained in `why`, with their names for people.
 CHOSEN = {
     **{"learners": "M", "sync_interval": "H", "fragments": "P", "codec": "codec"},
     "global_codec": "globals",
     **{"threads": "threads", "syncers": "syncers", "redis_nodes": "Redis nodes"},
 }
-"""Fields of a plan that are choices, each with its `why`, and their names for people."""

@@ -218,7 +218,7 @@ def _helps(
 
 
 def _longer(sync: SyncSpec, worst: Pace, step_s: float, together_s: float) -> int | None:
-    """Return the shortest interval beyond H that a plan may have and at which this merge fits; None if there is none."""
+    """Return the shortest interval beyond H of a plan at which this merge fits; None if there is none."""
 
     def fits(interval: int) -> bool:
         room_s = max(sync.overlap_steps, ROOM * interval) * step_s

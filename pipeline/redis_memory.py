@@ -1,4 +1,4 @@
-"""How much memory Redis needs for a run. The planner, the syncer's start-up check and the docs share this count. Pure."""
+"""How much memory Redis needs for a run: one count for the planner, the syncer's start-up check, the docs. Pure."""
 
 from typing import get_args
 
@@ -44,7 +44,7 @@ def redis_bytes(
 
 
 def round_bytes(elements: float, learners: int, codec: str) -> float:
-    """Return the bytes uploaded in a round: for all fragments a delta per learner, the next global and its outer state."""
+    """Return the bytes uploaded in a round: for all fragments, a delta per learner, the next global and outer state."""
     return elements * (CODECS[codec] * learners + 2 * VALUE_BYTES)
 
 

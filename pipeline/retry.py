@@ -52,7 +52,7 @@ class Retries:
         """By failed fragment: when it may be tried again, and the waits after that."""
 
     def choose(self, wanted: Iterable[int], now: float) -> tuple[int | None, float | None]:
-        """Return (a fragment that may be tried now, None), or (None, seconds until one may be; None if none is wanted)."""
+        """Return (a fragment to try now, None), or (None, seconds until one may be tried; None: none is wanted)."""
         due = {p: self._again[p][0] if p in self._again else now for p in wanted}
         if ready := [p for p, at in due.items() if at <= now]:
             return min(ready), None

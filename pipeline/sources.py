@@ -75,9 +75,8 @@ def read_file(config: Path | None) -> dict[str, Any]:
     if config is None:
         return {}
     try:
-        if config.is_fifo() and config.parts[1:2] != (
-            "dev",
-        ):  # a shell's <(...), /dev/fd/63, has a writer; another pipe may block
+        # The pipe of a shell's <(...), /dev/fd/63, has a writer already. Reading any other one may block.
+        if config.is_fifo() and config.parts[1:2] != ("dev",):
             raise UsageError(f"cannot read settings file {config}: it is a pipe", "give a file of settings in TOML")
         table = tomllib.loads(config.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

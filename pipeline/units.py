@@ -31,9 +31,7 @@ def scaled(value: Any, suffix: str, units: Mapping[str, int | str]) -> Any:
         return value
     unit = units.get((match[2] or "").lower())
     try:
-        number = (
-            value if unit is None else Decimal(match[1]) * Decimal(unit)
-        )  # as floats, 2.3 * 1e6 is not a whole number
+        number = value if unit is None else Decimal(match[1]) * Decimal(unit)  # a float 2.3 * 1e6 is not whole
     except InvalidOperation:  # '1.2.3'
         return value
     return number if not isinstance(number, Decimal) else int(number) if number == int(number) else float(number)

@@ -37,7 +37,7 @@ LONGEST = 40
 
 
 def allowed(field: FieldInfo) -> str:
-    """Return in words which values a field takes, for messages and help; of several bounds on one side, the tightest."""
+    """Return in words which values a field takes. Of several bounds on one side the tightest counts."""
     if get_origin(field.annotation) is Literal:
         return "one of " + ", ".join(map(str, get_args(field.annotation)))
 

@@ -1,1 +1,1 @@
-"""What is written to disk: JSON without surprises, lines that are appended, digests of files."""
+"""Files on disk: strict JSON, appending, atomic replacement, safetensors and digests."""

@@ -1,4 +1,4 @@
-"""Where people say that something lies: a folder, or an address of an object store. Pure."""
+"""Locations as people give them: a folder, or an address of an object store. Pure."""
 
 import re
 from pathlib import Path
@@ -6,13 +6,13 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
+# A folder, or an address such as s3://bucket/path.
 Address = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, Path) else given)]
-"""A folder, or an address such as s3://bucket/path."""
 
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]+:/")
 
 
 def is_address(place: str) -> bool:
-    """Whether it is meant for one, with a slash too few or not: a folder of such a name is ./s3:/name."""
+    """Return whether this is meant as an address, even with a slash missing. (Write such a folder as ./s3:/name.)"""
     return _ADDRESS.match(place) is not None

@@ -1,14 +1,14 @@
-"""Appending to a file all of something or nothing, also where the disk is full."""
+"""Appending to a file completely or not at all, even when the disk is full."""
 
 import io
 from contextlib import suppress
 
 
 def append_whole(file: io.FileIO, data: bytes) -> None:
-    """Append to a file that was opened for that, without a buffer, and that nobody else writes.
+    """Append to an unbuffered file opened for appending, of which this is the only writer.
 
     Raises:
-        OSError: it cannot be written; the file ends as before.
+        OSError: the file cannot be written; it is truncated to its previous end.
     """
     end, rest = file.seek(0, io.SEEK_END), memoryview(data)
     try:

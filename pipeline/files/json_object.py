@@ -1,4 +1,4 @@
-"""JSON files that hold one object: those of an output folder, configs of other programs."""
+"""JSON files that hold one object: files of an output folder, and configuration of other programs."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ from diloco.pipeline.errors import UsageError
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """What a file says.
+    """Return the object in a file.
 
     Raises:
-        UsageError: it cannot be read, or is no object.
+        UsageError: the file cannot be read, or does not hold an object.
     """
     try:
         found = json.loads(file.read_bytes())

@@ -1,21 +1,21 @@
-"""Files that are whole or not there: written beside, synced, then renamed."""
+"""Atomic replacement of files: a temporary file is written and synced, then renamed."""
 
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+# Prefix of temporary files. One that remains is from a writer that was killed.
 TEMPORARY = ".writing-"
-"""How the name of a file begins that is not whole yet: one that is left is of a writer that was killed."""
 
 Part = bytes | memoryview
 
 
 def replace(path: Path, parts: Iterable[Part]) -> None:
-    """Write a file whole or not at all: a temporary one beside it, synced, takes its place.
+    """Write a file atomically: a temporary file beside it is written and synced, then takes its place.
 
     Raises:
-        OSError: what was there is there still.
+        OSError: the file cannot be written; the previous one is unchanged.
     """
     descriptor, temporary = tempfile.mkstemp(prefix=TEMPORARY, dir=path.parent)
     try:
@@ -28,7 +28,7 @@ def replace(path: Path, parts: Iterable[Part]) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
+    folder = os.open(path.parent, os.O_RDONLY)  # sync the folder too: otherwise a crash may undo the rename
     try:
         os.fsync(folder)
     finally:
@@ -36,7 +36,7 @@ def replace(path: Path, parts: Iterable[Part]) -> None:
 
 
 def digested(parts: Iterable[Part], update: Callable[[Part], None]) -> Iterator[Part]:
-    """The same parts, each given to a digest as it goes by."""
+    """Yield the same parts, and pass each to a digest."""
     for part in parts:
         update(part)
         yield part

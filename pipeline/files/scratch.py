@@ -1,7 +1,8 @@
-"""Folders in the making, of which those of killed writers go when the next writer begins.
+"""Temporary folders that are cleared by the next writer if their own writer was killed.
 
-A writer holds a lock on its folder, which ends with the process, however it ends: so nobody's clock, and no pid of
-another container, is needed to tell the dead from the living. Where the file system has no locks nothing is cleared.
+A writer holds a lock on its folder, which the kernel releases however the process ends. So a dead writer is recognised
+without comparing clocks, and without pids, which mean nothing across containers. On a file system without locks nothing
+is cleared.
 """
 
 import fcntl
@@ -17,10 +18,10 @@ PREFIX = ".writing-"
 
 @contextmanager
 def scratch_folder(directory: Path) -> Iterator[Path]:
-    """A new folder in `directory`, for the block to fill and rename; it goes if the block raises.
+    """Create a folder in `directory` for the block to fill and rename; delete it if the block raises.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     _clear(directory)
     folder, descriptor = _locked(directory)
@@ -36,9 +37,9 @@ def scratch_folder(directory: Path) -> Iterator[Path]:
 def _locked(directory: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=directory))
-        with suppress(FileNotFoundError):  # another writer took it for a dead one's before it was locked
+        with suppress(FileNotFoundError):  # another writer cleared it before it was locked: try again
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(OSError):  # no locks here
+            with suppress(OSError):  # no locks on this file system
                 fcntl.flock(descriptor, fcntl.LOCK_EX)
             if folder.exists():
                 return folder, descriptor
@@ -47,7 +48,7 @@ def _locked(directory: Path) -> tuple[Path, int]:
 
 def _clear(directory: Path) -> None:
     for folder in directory.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # its writer lives, or another one clears it too
+        with suppress(OSError):  # its writer is alive and holds the lock, or another process clears it too
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""The one way to write JSON: what is not a number there (NaN, infinity) becomes null. Pure.
+"""JSON output with null in place of NaN and infinities. All JSON of this project is written here. Pure.
 
-Losses and norms of a learner that diverges are NaN or infinite. Python's own `json` writes words for them that no
-other parser takes.
+Losses and norms of a diverging learner are NaN or infinite. Python's `json` would write `NaN` and `Infinity`, which
+other parsers reject.
 """
 
 import json
@@ -18,7 +18,7 @@ def _finite(value: Any) -> Any:
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """As `json.dumps`, with its options."""
+    """Encode like `json.dumps`, with the same options."""
     try:
         return json.dumps(value, allow_nan=False, **options)
     except ValueError:
@@ -26,5 +26,5 @@ def dumps(value: Any, **options: Any) -> str:
 
 
 def number(value: float | None) -> float:
-    """A float that was written so, read again: null was not a number."""
+    """Return a float that was read back: null stands for NaN."""
     return math.nan if value is None else value

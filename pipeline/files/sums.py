@@ -1,6 +1,6 @@
-"""Digests of a folder's files, in a file that `sha256sum -c SHA256SUMS` reads too.
+"""Digests of a folder's files, in the format of `sha256sum -c SHA256SUMS`.
 
-They guard against damage, not against forgery.
+They protect against damage, not against forgery.
 """
 
 import hashlib
@@ -9,35 +9,35 @@ from pathlib import Path
 from diloco.pipeline.errors import UsageError
 
 SUMS_FILE = "SHA256SUMS"
+# Files with these suffixes must be listed. Other files, which people may add, need not be.
 CHECKED = (".safetensors", ".json")
-"""Files of these kinds must be named there; people may put others beside them."""
 
 
 def file_sha256(path: Path) -> str:
-    """Digest of a file's bytes, in hex.
+    """Return the digest of a file's bytes in hex.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def write_sums(folder: Path) -> None:
-    """Write the digests of all files that the folder has now.
+    """Write the digests of all files that are in the folder now.
 
     Raises:
-        OSError: one cannot be read, or this one not be written.
+        OSError: a file cannot be read, or the digests cannot be written.
     """
     names = sorted(file.name for file in folder.iterdir() if file.name != SUMS_FILE)
     (folder / SUMS_FILE).write_text("".join(f"{file_sha256(folder / name)}  {name}\n" for name in names))
 
 
 def parse_sums(text: str, where: object) -> dict[str, str]:
-    """Digests in hex by file name, of the file's text.
+    """Parse the text of a digest file to hex digests by file name.
 
     Raises:
-        UsageError: it is damaged; `where` says which one it is.
+        UsageError: it is damaged; the message names it by `where`.
     """
     sums = {}
     for line in text.splitlines():
@@ -49,17 +49,17 @@ def parse_sums(text: str, where: object) -> dict[str, str]:
 
 
 def damaged(file: object) -> UsageError:
-    """What to raise of a file with another digest."""
+    """Return the error for a file whose digest differs."""
     return UsageError(
         f"{file} is damaged: it does not have the digest that {SUMS_FILE} says; take another checkpoint or copy"
     )
 
 
 def check_sums(folder: Path) -> bool:
-    """Compare all files with their digests; False if the folder has no digests.
+    """Verify the digests of all files. Return False if the folder has no digests.
 
     Raises:
-        UsageError: naming the file that is missing, cannot be read, or is another one.
+        UsageError: a file is missing, cannot be read, or differs; the message names it.
     """
     if not (folder / SUMS_FILE).is_file():
         return False

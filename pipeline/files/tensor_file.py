@@ -1,4 +1,4 @@
-"""safetensors files, tensor by tensor as bytes: of every type, also those that numpy has not.
+"""safetensors files, read and written as raw bytes per tensor, so any element type is supported, numpy's or not.
 
 A file is the length of its header (8 bytes, little-endian), the header as JSON, and the tensors' bytes.
 """
@@ -16,45 +16,45 @@ from pydantic import BaseModel, TypeAdapter
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 
+# The limit of the format's own library.
 MOST_HEADER_BYTES = 100_000_000
-"""As the format's own library has it."""
 METADATA = "__metadata__"
 _LENGTH = 8
+# Bits per element by type. Types that are newer than this table are accepted without a check of their size.
 _BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
     "F8_E5M2FNUZ": 8, "F8_E4M3FNUZ": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-"""Of an element, by type; a type that is newer than this is taken as it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor, row by row."""
+    """One tensor, in row-major order."""
 
     dtype: str
-    """As the format names it: F32, BF16 ..."""
+    """The format's name of the type: F32, BF16 ..."""
     shape: tuple[int, ...]
     nbytes: int
     read: Callable[[], Any]
-    """Its bytes, as a buffer."""
+    """Returns its bytes, as a buffer."""
 
 
 class _Entry(BaseModel):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
-    """First byte, and the one after the last, behind the header."""
+    """First byte and the one after the last, relative to the end of the header."""
 
 
 _HEADER = TypeAdapter(dict[str, _Entry])
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, memory-mapped: their bytes are read when asked for.
+    """Return the tensors of a file by name. The file is memory-mapped, so bytes are read on access.
 
     Raises:
-        UsageError: it cannot be read, or is no such file.
+        UsageError: the file cannot be read, or is not a safetensors file.
     """
     try:
         with path.open("rb") as file:
@@ -64,10 +64,10 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def tensors_in(whole: memoryview) -> dict[str, Tensor]:
-    """The tensors of a file's bytes, which they share.
+    """Return the tensors in a file's bytes, sharing that memory.
 
     Raises:
-        ValueError: these are no such file's.
+        ValueError: the bytes are not a safetensors file.
     """
     start = _LENGTH + int.from_bytes(whole[:_LENGTH], "little")
     if not _LENGTH < start <= min(len(whole), MOST_HEADER_BYTES):
@@ -93,24 +93,24 @@ def _mapped(data: memoryview, entry: _Entry) -> Tensor:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a new file, one tensor after the other, as transformers and peft read it.
+    """Write a new file, in the form that transformers and peft read.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file exists or cannot be written.
     """
     with path.open("xb") as file:
         file.writelines(parts_of(tensors))
 
 
 def parts_of(tensors: Mapping[str, Tensor]) -> Iterator[Any]:
-    """A file's bytes, as buffers: the header, then one tensor after the other, each read in its turn."""
+    """Yield a file's bytes as buffers: the header, then each tensor, which is read only when its turn comes."""
     header: dict[str, Any] = {METADATA: {"format": "pt"}}
     begin = 0
     for name, tensor in tensors.items():
         header[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (begin, begin + tensor.nbytes)}
         begin += tensor.nbytes
     encoded = dumps(header).encode()
-    encoded += b" " * (-len(encoded) % _LENGTH)  # what follows is aligned
+    encoded += b" " * (-len(encoded) % _LENGTH)  # pad it, so that the tensors are aligned
     yield len(encoded).to_bytes(_LENGTH, "little") + encoded
     for tensor in tensors.values():
         yield tensor.read()

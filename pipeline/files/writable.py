@@ -1,4 +1,4 @@
-"""Whether files can be written, asked before anything is computed that goes into them; and who may not."""
+"""Early checks that files can be written, before hours of work go into them; and messages about missing permissions."""
 
 import os
 import pwd
@@ -8,13 +8,13 @@ from pathlib import Path
 
 from diloco.pipeline.errors import UsageError
 
+# Prefix of the temporary folders of a check; they are deleted at once.
 TRIED = ".tried-"
-"""How the name of what is written to try a place begins; it goes at once."""
 TRIED_BYTES = 4096
 
 
 def check_files(*files: Path | None) -> None:
-    """Without making them.
+    """Check that files can be written, without creating them.
 
     Raises:
         UsageError: one cannot be written.
@@ -31,11 +31,13 @@ def check_files(*files: Path | None) -> None:
 
 
 def try_folder(path: Path, *files: str) -> None:
-    """Write to a folder, or to the one that it would be made in; nothing is left there. files: it opens those there.
+    """Write to a folder, or to the place where it would be created, and delete what was written.
+
+    files: existing files in the folder that are opened for writing.
 
     Raises:
-        UsageError: this process's user may not.
-        OSError: nothing can be written there now, such as on a full disk.
+        UsageError: this process's user lacks the permission.
+        OSError: writing fails for another reason, such as a full disk.
     """
     path = path.absolute()
     there = _nearest(path)
@@ -55,13 +57,13 @@ def try_folder(path: Path, *files: str) -> None:
 
 
 def said(error: OSError) -> str:
-    """What is wrong, for people: of a file that is another user's, what to do about it too."""
+    """Return what is wrong, for people; if the file belongs to another user, with a remedy."""
     theirs = isinstance(error, PermissionError) and isinstance(error.filename, str)
     return str(denied(Path(error.filename)) if theirs else error)
 
 
 def denied(path: Path) -> UsageError:
-    """What to raise where this process's user may not read or write a path, or make it."""
+    """Return the error for a path that this process's user may not read, write or create."""
     there = _nearest(path.absolute())
     found, user = there.lstat(), os.geteuid()
     who, whose = _name(user), _name(found.st_uid)
@@ -71,12 +73,12 @@ def denied(path: Path) -> UsageError:
 
 
 def _nearest(path: Path) -> Path:
-    """Itself, or the folder above it that is there; a link to nothing is in the way."""
+    """Return the path itself, or its closest parent that exists. A dangling link counts, as it is in the way."""
     return next(one for one in (path, *path.parents) if os.path.lexists(one))
 
 
 def _name(uid: int) -> str:
     try:
         return f"user {pwd.getpwuid(uid).pw_name} ({uid})"
-    except KeyError:  # of a container
+    except KeyError:  # in a container, a uid need not have a name
         return f"user {uid}"

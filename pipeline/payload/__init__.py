@@ -1,1 +1,1 @@
-"""Tensors as bytes: codecs and chunks. Pure."""
+"""Conversion of tensors to bytes and back: codecs and chunks. Pure."""

@@ -1,14 +1,14 @@
-"""Large arrays whose memory is used again as soon as nobody refers to them.
+"""A pool for large arrays, whose memory is reused as soon as nothing refers to them.
 
-Fresh memory costs as much as the work done in it: the kernel clears each page when it is first touched. A fragment goes
-through arrays of a few sizes over and over, so what one round leaves is what the next one takes. Nobody gives anything
-back: an array's memory is free once the array, and all that views it, are gone. No more is held than a quarter above
-what was ever in use at once: before new memory is made, free memory is let go of, oldest first. And what was in
-nobody's use for a minute goes back to the kernel, a piece with each array that is asked for: a syncer that serves all
-fragments for a while, since another one died, needs more at once than it ever does after.
+Fresh memory costs as much as the work done in it, because the kernel clears each page when it is first touched. A
+fragment uses arrays of a few sizes over and over, so each round can reuse what the previous one left. There is no call
+to return memory: an array's memory is free once the array and all views of it are gone. The pool holds at most a
+quarter more than was ever in use at once: before it makes new memory, it releases free memory, oldest first. Memory
+that was unused for a minute goes back to the kernel, one piece with each request. (A syncer that serves all fragments
+for a while, because another one died, needs more at once than it ever does afterwards.)
 
-Fragments differ a little in size, so each array is made with address space for one that is a quarter larger: only what
-was touched is memory.
+Fragments differ a little in size, so each array gets address space for one that is a quarter larger. Only pages that
+were touched take memory.
 """
 
 import mmap
@@ -25,56 +25,59 @@ import numpy.typing as npt
 
 Bytes = npt.NDArray[np.uint8]
 
+# Smaller arrays are left to numpy's allocator.
 LEAST_BYTES = 2**20
-"""Smaller arrays are left to the allocator."""
+# Free memory is reused for an array up to this factor larger or smaller. The same factor limits what the pool holds,
+# relative to the most ever in use.
 ROOM = 1.25
-"""Free memory is taken for what is larger or smaller by this factor; and as much is held over the most in use."""
+# Longer than any round in which the cost of fresh pages matters: clearing a page once a minute costs nothing.
 IDLE_S = 60.0
-"""Longer than rounds take whose cost counts: clearing a page a minute costs nothing."""
 
 
 class _Piece(NamedTuple):
-    """Memory of the allocator's, of which the first `touched` bytes are more than addresses."""
+    """A mapping whose first `touched` bytes take memory; the rest is only address space."""
 
     raw: Bytes
     touched: int
     since_s: float
-    """When it came into use, or into nobody's."""
+    """When it was last taken or released."""
 
 
 class Buffers:
-    """A pool, of any thread."""
+    """A pool that any thread may use."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """now: a clock, s, which finalizers may ask."""
+        """Create an empty pool; `now` is a clock in seconds, which is also called from finalizers."""
         self._now = now
         self._free: list[_Piece] = []
-        """In the order in which they came free."""
+        """Free pieces, in the order in which they were released."""
         self._back: deque[_Piece] = deque()
-        """Filled by finalizers, which may run anywhere, so without a lock."""
+        """Pieces released by finalizers, which may run at any point, also while this thread holds the lock. So they
+        take no lock and only append here, which is atomic; `empty` collects the pieces."""
         self._lock = threading.Lock()
         self._held = self._most_used = 0
 
     @property
     def free_bytes(self) -> int:
-        """Held, and in nobody's use."""
+        """Bytes that are held and unused."""
         return _touched((*self._free, *self._back))
 
     def empty(self, nbytes: int) -> Bytes:
-        """An array (nbytes,) of uint8 with anything in it."""
+        """Return an uninitialised array (nbytes,) of uint8."""
         if nbytes < LEAST_BYTES:
             return np.empty(nbytes, np.uint8)
         with self._lock:
             while self._back:
                 self._free.append(self._back.popleft())
             now_s = self._now()
-            if self._free and now_s - self._free[0].since_s > IDLE_S:  # one at a time: it takes the kernel a while
+            if self._free and now_s - self._free[0].since_s > IDLE_S:  # one per call: unmapping is slow
                 self._held -= self._free.pop(0).touched
             found = self._fitting(nbytes) or _Piece(_fresh(int(ROOM * nbytes)), 0, now_s)
             piece = found._replace(touched=max(found.touched, nbytes))
             self._held += piece.touched - found.touched
             self._most_used = max(self._most_used, self._held - _touched(self._free))
-        # Its base is no array: so numpy keeps this very object alive for every view of it.
+        # numpy collapses chains of views to the base *array*. The base of `handed` is a memoryview, so every view of it
+        # keeps `handed` itself alive, and the finalizer cannot run while any view can still be used.
         handed: Bytes = np.frombuffer(memoryview(piece.raw)[:nbytes], np.uint8)  # type: ignore[arg-type]  # its stubs
         weakref.finalize(handed, self._came_free, piece).atexit = False
         return handed
@@ -83,9 +86,12 @@ class Buffers:
         self._back.append(piece._replace(since_s=self._now()))
 
     def _fitting(self, nbytes: int) -> _Piece | None:
-        """A free one that will do, of all the one with the least to touch or to leave; else makes way for a new one."""
+        """Remove and return the free piece that fits best; if none fits, release memory to make way for a new one.
+
+        The best piece needs no untouched pages, and is closest in size.
+        """
         fitting = [
-            (one.touched < nbytes, abs(one.touched - nbytes), -at)  # the last to come free: others may idle away
+            (one.touched < nbytes, abs(one.touched - nbytes), -at)  # ties: the last released, so that others idle
             for at, one in enumerate(self._free)
             if nbytes <= one.raw.nbytes and one.touched <= ROOM * nbytes
         ]
@@ -98,10 +104,10 @@ class Buffers:
 
 
 def _fresh(nbytes: int) -> Bytes:
-    """Memory of the kernel's, which has it back as soon as it is let go of: the allocator would keep it."""
-    raw = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)  # of this process alone, as the allocator's is
+    """Map memory that returns to the kernel as soon as it is released; the allocator would keep it."""
+    raw = mmap.mmap(-1, nbytes, access=mmap.ACCESS_COPY)  # private to this process
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel that has none
+        with suppress(OSError):  # a kernel without huge pages
             raw.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(raw, np.uint8)
 
@@ -110,11 +116,11 @@ def _touched(pieces: Iterable[_Piece]) -> int:
     return sum(piece.touched for piece in pieces)
 
 
+# One pool per process, like the allocator.
 _buffers = Buffers()
-"""Of this process, as the allocator is."""
 
 
 def pooled(elements: int, dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
-    """An array (elements,) with anything in it, as `np.empty`."""
+    """Return an uninitialised array (elements,), like `np.empty`, from the process's pool."""
     kind = np.dtype(dtype)
     return _buffers.empty(elements * kind.itemsize).view(kind)

@@ -1,11 +1,12 @@
-"""Messages to bytes and back; vectors to chunks and back. Pure: numpy, msgpack and xxhash only.
+"""Conversion of messages to bytes and of vectors to chunks, and back. Pure: numpy, msgpack and xxhash only.
 
 A payload is a flat array, or a vector in one of `quantize`'s codes, cut into chunks of `chunk_bytes`. Each chunk
 carries its digest; the last one also carries the digest over all chunk digests, which is the payload's digest. Nothing
 here unpickles.
 
-A chunk is msgpack (`messages.payload.Chunk`), and is read however it is written. Ours are all written alike, so the
-bytes around the data are known beforehand (`heading`, `ending`), and the data are sent and read without a copy.
+A chunk is a msgpack map (`messages.payload.Chunk`), and any valid encoding of it is accepted. Chunks written here are
+all laid out alike, so the bytes around the data are known in advance (`heading`, `ending`), and the data can be sent
+and received without a copy.
 """
 
 import reprlib
@@ -30,29 +31,29 @@ from diloco.pipeline.wrong_values import complaint
 
 M = TypeVar("M", bound=Message)
 
+# The most entries of a map in a message.
 MAX_FIELDS = 256
-"""Of any map in a message."""
 
+# Element type on the wire, for codecs that have one. The other codecs are in `quantize`.
 DTYPES: dict[str, np.dtype[Any]] = {"fp32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
-"""Element type on the wire of each codec that has one; the others are `quantize`'s."""
 
+# A flat vector (elements,) in its wire format: in either case `vector[start:stop]` is an array.
 Vector = npt.NDArray[Any] | Quantized
-"""A flat vector (elements,) as it travels: `vector[start:stop]` is an array in either case."""
 
 _tape: TypeAdapter[TapeRecord] = TypeAdapter(TapeRecord)
 
 
 def encode(message: Message) -> bytes:
-    """Message to msgpack."""
+    """Encode a message in msgpack."""
     packed: bytes = msgpack.packb(message.model_dump())
     return packed
 
 
 class _Shown(reprlib.Repr):
-    """A peer's value in few characters, however large it is."""
+    """Shortens a peer's value for a message, however large it is."""
 
     def repr_bytes(self, value: bytes, _: int) -> str:
-        """reprlib has none of its own for bytes."""
+        """Shorten bytes, for which reprlib has no method."""
         return repr(value[: self.maxstring])
 
 
@@ -60,11 +61,11 @@ _shown = _Shown().repr
 
 
 def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
-    """What msgpack makes of it, with no more objects, and no longer arrays, than the kind has.
+    """Decode msgpack with no more objects, and no longer arrays, than `kind` allows.
 
-    A peer can announce a large array in a few bytes, inside another one, and msgpack makes room for all of them first.
-    So a message that may have arrays is walked through before, which makes nothing: afterwards all that it announces
-    is known to be there.
+    A peer can announce a large array in a few bytes, nested in others, and msgpack allocates all of them before it
+    finds that the elements are missing. Therefore a message that may have arrays is first skipped over, which allocates
+    nothing and fails if announced elements are missing.
     """
     what, parts = kind.__name__, kind.max_parts
     if len(data) > limit:
@@ -103,12 +104,12 @@ def _complaint(what: str, error: ValidationError) -> BadMessage:
 
 
 def decode(kind: type[M], data: bytes, limit: int | None = None) -> M:
-    """msgpack to a message of `kind`.
+    """Decode msgpack to a message of `kind`.
 
-    limit: of its bytes, where that is lower than the kind's own (`Message`).
+    limit: most bytes, if that is lower than the kind's own limit (`Message`).
 
     Raises:
-        BadMessage: not msgpack, too large, or a field out of bounds.
+        BadMessage: not msgpack, too large, or a field is out of bounds.
     """
     raw = _unpack(kind, data, kind.max_bytes if limit is None else min(limit, kind.max_bytes))
     try:
@@ -118,12 +119,12 @@ def decode(kind: type[M], data: bytes, limit: int | None = None) -> M:
 
 
 def decode_tape(data: bytes) -> TapeRecord:
-    """msgpack to a tape record of whichever kind.
+    """Decode msgpack to a tape record of any kind.
 
     Raises:
-        BadMessage: as `decode`.
+        BadMessage: as in `decode`.
     """
-    raw = _unpack(Committed, data, Committed.max_bytes)  # the largest of them
+    raw = _unpack(Committed, data, Committed.max_bytes)  # the kind with the highest limits
     try:
         return _tape.validate_python(raw)
     except ValidationError as error:
@@ -132,12 +133,12 @@ def decode_tape(data: bytes) -> TapeRecord:
 
 # --- chunks ---------------------------------------------------------------------------------------
 
+# Chunks with less data are joined: the copy costs less than sending separate parts.
 LEAST_PARTS = 64 * 1024
-"""Chunks with less data are made whole: a copy costs less than to handle parts."""
 
 
 class ChunkParts(NamedTuple):
-    """An encoded chunk in three pieces."""
+    """An encoded chunk in three parts, so that its data need not be copied."""
 
     head: bytes
     data: memoryview
@@ -145,11 +146,11 @@ class ChunkParts(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all three."""
+        """Length of all three parts."""
         return len(self.head) + self.data.nbytes + len(self.tail)
 
     def joined(self) -> bytes:
-        """In one."""
+        """Return the three parts in one."""
         return b"".join(self)
 
 
@@ -157,13 +158,13 @@ Encoded = bytes | ChunkParts
 
 
 def heading(index: int, size: int) -> bytes:
-    """What stands before `size` bytes of data in chunk `index`."""
+    """Return the bytes that precede `size` bytes of data in chunk `index`."""
     number = bytes([index]) if index < 2**7 else _sized(index, 0xCC)
     return _INDEX + number + _DATA + _sized(size, 0xC4)
 
 
 def _sized(number: int, kind: int) -> bytes:
-    """A number in 1, 2 or 4 bytes, after the type of msgpack that says in how many: `kind` and the two after it."""
+    """Encode a number in 1, 2 or 4 bytes; msgpack's types for these lengths are `kind`, `kind` + 1 and `kind` + 2."""
     if number < 2**8:
         return struct.pack(">BB", kind, number)
     return struct.pack(">BH", kind + 1, number) if number < 2**16 else struct.pack(">BI", kind + 2, number)
@@ -180,13 +181,13 @@ DIGEST_BYTES = 16
 
 
 def ending(digest: bytes, total: bytes | None) -> bytes:
-    """What stands after the data."""
+    """Return the bytes that follow the data."""
     made: bytes = _DIGEST + digest + (_NO_TOTAL if total is None else _TOTAL + total)
     return made
 
 
 def read_ending(tail: bytes) -> tuple[bytes, bytes | None] | None:
-    """Digest and total of what `ending` made; None if it is not from there."""
+    """Return digest and total from bytes that `ending` made; None for any others."""
     digest, rest = tail[len(_DIGEST) : len(_DIGEST) + DIGEST_BYTES], tail[len(_DIGEST) + DIGEST_BYTES :]
     if not tail.startswith(_DIGEST) or len(digest) < DIGEST_BYTES:
         return None
@@ -197,18 +198,18 @@ def read_ending(tail: bytes) -> tuple[bytes, bytes | None] | None:
     return None
 
 
+# Callback for when more chunks of a payload are complete. The thread that writes the payload calls it.
 Grown = Callable[[], object]
-"""Called when more chunks of a payload are whole, by the thread that writes it."""
 
 
 def nobody() -> None:
-    """Nobody waits for what is written."""
+    """Do nothing: nobody waits for the payload to grow."""
 
 
 class Payload:
-    """The bytes of a payload that are written from front to back, and the digests of the chunks that are whole.
+    """A payload that is written from front to back, with the digests of its complete chunks.
 
-    One thread writes, another may encode what is there.
+    One thread writes it, and another may at the same time encode the chunks that are complete.
     """
 
     def __init__(self, data: memoryview, chunk_bytes: int, grown: Grown = nobody) -> None:
@@ -219,16 +220,16 @@ class Payload:
 
     @property
     def ready(self) -> int:
-        """Chunks that are whole."""
+        """Number of complete chunks."""
         return len(self._digests)
 
     @property
     def digest(self) -> bytes:
-        """The payload's, once all chunks are whole (`payload_digest`)."""
+        """The payload's digest once all chunks are complete (`payload_digest`)."""
         return self._total.digest()
 
     def grow_to(self, upto: int) -> None:
-        """All bytes before `upto` are as they will be."""
+        """Declare all bytes before `upto` final: they are not written again."""
         before = len(self._digests)
         while (index := len(self._digests)) < self.chunks:
             stop = min((index + 1) * self._chunk_bytes, len(self._data))
@@ -236,12 +237,12 @@ class Payload:
                 break
             digest = xxhash.xxh3_128_digest(self._data[index * self._chunk_bytes : stop])
             self._total.update(digest)
-            self._digests.append(digest)  # last: whoever sees the last one may ask for the total
+            self._digests.append(digest)  # after the total: a reader that sees the last digest may encode the total
         if len(self._digests) > before:
             self._grown()
 
     def encoded(self, index: int) -> Encoded:
-        """A chunk that is whole; joined, it is `messages.payload.Chunk` in msgpack."""
+        """Return a complete chunk; its parts joined are `messages.payload.Chunk` in msgpack."""
         piece = self._data[index * self._chunk_bytes : (index + 1) * self._chunk_bytes]
         tail = ending(self._digests[index], self.digest if index == self.chunks - 1 else None)
         parts = ChunkParts(heading(index, len(piece)), piece, tail)
@@ -249,7 +250,10 @@ class Payload:
 
 
 def split_chunk(encoded: bytes | memoryview, index: int, size: int) -> tuple[memoryview, bytes, bytes | None] | None:
-    """Data (not copied), digest and total of chunk `index`, if it has `size` bytes of data and is written as here."""
+    """Return data (not copied), digest and total of chunk `index`.
+
+    None if the chunk does not have `size` bytes of data, or is laid out differently from chunks written here.
+    """
     head, view = heading(index, size), memoryview(encoded)
     if view[: len(head)] != head:
         return None
@@ -261,7 +265,7 @@ def split_chunk(encoded: bytes | memoryview, index: int, size: int) -> tuple[mem
 
 
 class _Plain:
-    """A codec with an element type."""
+    """A codec whose elements have a numpy type."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._dtype = dtype
@@ -297,38 +301,38 @@ _CODECS |= {kind: _Blocks(kind) for kind in KINDS}
 
 
 def payload_bytes(elements: int, codec: Codec) -> int:
-    """Size of a payload of `elements`."""
+    """Return the size of a payload in bytes."""
     return _CODECS[codec].nbytes(elements)
 
 
 def held(size: int, elements: int, codec: Codec) -> int:
-    """How many of a vector's elements the first `size` bytes of its payload hold."""
+    """Return how many elements of a vector the first `size` bytes of its payload hold."""
     return _CODECS[codec].held(size, elements)
 
 
 def chunk_count(elements: int, codec: Codec, chunk_bytes: int) -> int:
-    """How many chunks a payload of `elements` has; an empty fragment is not allowed."""
+    """Return the number of chunks of a payload; an empty fragment is not allowed."""
     return -(-payload_bytes(elements, codec) // chunk_bytes)
 
 
 def as_vector(data: npt.NDArray[np.uint8], elements: int, codec: Codec, sound: int = 0) -> Vector:
-    """A payload's bytes (`payload_bytes`,) as the vector that they are, sharing their memory.
+    """Return a payload's bytes (`payload_bytes`,) as a vector that shares their memory.
 
-    sound: as `Quantized`.
+    sound: as in `Quantized`.
 
     Raises:
-        BadPayload: as `Quantized`.
+        BadPayload: as in `Quantized`.
     """
     return _CODECS[codec].vector(data, elements, sound)
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
-    """xxh3-128."""
+    """Return the xxh3-128 digest."""
     return xxhash.xxh3_128_digest(data)
 
 
 def payload_digest(data: memoryview, chunk_bytes: int) -> bytes:
-    """Digest of a payload: xxh3-128 over its chunk digests."""
+    """Return the digest of a payload: xxh3-128 over its chunk digests."""
     total = xxhash.xxh3_128()
     for at in range(0, len(data), chunk_bytes):
         total.update(digest_of(data[at : at + chunk_bytes]))
@@ -336,33 +340,33 @@ def payload_digest(data: memoryview, chunk_bytes: int) -> bytes:
 
 
 def as_bytes(vector: Vector) -> memoryview:
-    """The bytes of a contiguous array, or of a vector as it came, without a copy."""
+    """Return the bytes of a contiguous array, or of a vector in its wire format, without a copy."""
     array = vector.wire if isinstance(vector, Quantized) else vector
     return memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]  # numpy's stubs lack Buffer
 
 
 class PayloadReader:
-    """Puts a payload together from its chunks; bounds come from the spec, never from the peer."""
+    """Assembles a payload from its chunks. All sizes follow from the spec, never from what the peer says."""
 
     def __init__(self, elements: int, codec: Codec, chunk_bytes: int) -> None:
         self._elements, self._codec, self._sound = elements, codec, 0
         self.chunk_bytes = chunk_bytes
         self._size = payload_bytes(elements, codec)
-        self._data = np.empty(0, np.uint8)  # memory for all of it is taken for the first sound chunk
+        self._data = np.empty(0, np.uint8)  # allocated when the first chunk is verified
         self._total = xxhash.xxh3_128()
         self.expected = chunk_count(elements, codec, chunk_bytes)
         self.received = 0
 
     @property
     def complete(self) -> bool:
-        """All chunks are in and verified."""
+        """True if all chunks are here and verified."""
         return self.received == self.expected
 
     def feed(self, encoded: bytes | memoryview) -> None:
-        """Take the next chunk.
+        """Verify and store the next chunk.
 
         Raises:
-            BadPayload: out of order, of the wrong size, or corrupt.
+            BadPayload: it is out of order, of the wrong size, or corrupt.
         """
         start = self.received * self.chunk_bytes
         size = min(self.chunk_bytes, self._size - start)
@@ -379,7 +383,7 @@ class PayloadReader:
             raise BadPayload("the payload fails its digest over all chunks")
 
     def _decoded(self, encoded: bytes, size: int) -> tuple[bytes, bytes, bytes | None]:
-        """Data, digest and total of a chunk that is written in another way than ours, or is not what is due."""
+        """Return data, digest and total of a chunk in another layout than ours; raise if it is not the next one."""
         try:
             chunk = decode(Chunk, encoded, self.chunk_bytes + CHUNK_EXTRA_BYTES)
         except BadMessage as error:
@@ -392,35 +396,35 @@ class PayloadReader:
 
     @property
     def digest(self) -> bytes:
-        """The payload's digest, once complete."""
+        """The payload's digest, once it is complete."""
         return self._total.digest()
 
     def so_far(self) -> Vector:
-        """What is here and verified: the first elements of `vector`.
+        """Return the verified part: the first elements of `vector`.
 
         Raises:
-            BadPayload: as `vector`.
+            BadPayload: as in `vector`.
         """
         here = held(self.received * self.chunk_bytes, self._elements, self._codec)
         sound, self._sound = self._sound, here
         return as_vector(self._data[: payload_bytes(here, self._codec)], here, self._codec, sound)
 
     def vector(self) -> Vector:
-        """The flat vector (elements,), sharing the reader's memory.
+        """Return the flat vector (elements,), which shares the reader's memory.
 
         Raises:
-            BadPayload: not all of it is here, or a scale in it is none.
+            BadPayload: chunks are missing, or a scale is invalid.
         """
         if not self.complete:
             raise BadPayload(f"{self.received} of {self.expected} chunks are here")
         return as_vector(self._data, self._elements, self._codec)
 
     def array(self) -> npt.NDArray[Any]:
-        """The same in a codec that has an element type: an array (elements,) of it.
+        """Return the payload as an array (elements,), for a codec that has an element type.
 
         Raises:
-            BadPayload: as `vector`.
-            KeyError: the codec has none.
+            BadPayload: as in `vector`.
+            KeyError: the codec has no element type.
         """
         self.vector()
         return self._data.view(DTYPES[self._codec])

@@ -1,20 +1,20 @@
-"""Deltas in 8 or 4 bits an element: blocks of whole numbers. Pure numpy.
+"""Quantization of deltas to 8 or 4 bits per element, in blocks with a common scale. Pure numpy.
 
     int8   -127..127 times the scale; the error of an element is at most 0.4 % of its block's largest
-    int4   -7..7 times the scale, two a byte; at most 7.2 % of it
+    int4   -7..7 times the scale, two per byte; at most 7.2 %
 
-Elements are taken in blocks of `BLOCK`; the last one is filled up with zeros. 256 elements a block cost 0.8 % (int8) or
-1.6 % (int4) for the scales; halving the blocks would double that, and doubling them would let one large element
-silence twice as many others. A scale in bfloat16 has float32's range in half of its bytes, and rounding it *up* keeps
-the largest element within the codes, so nothing is ever clipped.
+A block has `BLOCK` elements; the last one is padded with zeros. With 256 elements per block, the scales add 0.8 %
+(int8) or 1.6 % (int4). Half the block would double that, and in twice the block one large element would silence twice
+as many others. A scale in bfloat16 has float32's range in half of its bytes. It is rounded *up*, which keeps the
+largest element within the codes, so nothing is ever clipped.
 
-On the wire `GROUP` elements follow each other: first the scales of their blocks, in bfloat16, then their codes. So the
-first bytes are known when the first elements are, and are of use before the last have come; and the size is a function
-of the number of elements alone.
+On the wire each `GROUP` of elements is stored together: first the scales of its blocks, in bfloat16, then the codes. So
+the first bytes are final once the first elements are known, and can be decoded before the last ones arrive; and the
+size depends only on the number of elements.
 
-Rounding is to nearest, ties to even: equal arrays give equal bytes. A block that is nowhere as large as `LEAST` is
-zero, which keeps subnormal numbers out; one with an element that is not finite gets a scale that is not, so that
-whoever decodes it sees so. All of it is single float32 operations, element by element: what is decoded is the same on
+Rounding is to nearest, ties to even: equal arrays give equal bytes. A block whose largest element is below `LEAST` is
+coded as zero, which keeps subnormal numbers out. A block with an element that is not finite gets a scale that is not
+finite, so that the decoder can see it. All operations are elementwise in float32, so the decoded values are the same on
 every machine.
 """
 
@@ -29,21 +29,22 @@ from diloco.pipeline.errors import BadPayload
 Kind = Literal["int8", "int4"]
 KINDS: Final[tuple[Kind, ...]] = ("int8", "int4")
 
+# Elements per scale.
 BLOCK = 256
-"""Elements with one scale."""
 
+# Blocks whose largest element is smaller are coded as zero: they are noise, and the reciprocals of their scales would
+# not be finite.
 LEAST = 2.0**-100
-"""A block with nothing as large has no scale: its elements are noise, and their reciprocals would not be finite."""
 
+# Elements processed at a time, chosen such that a few arrays of this size fit in the cache.
 GROUP = 256 * BLOCK
-"""Elements worked on at a time: a few arrays of so many stay in the cache."""
 
 _ELEMENTS_A_BYTE: Final[dict[Kind, int]] = {"int8": 1, "int4": 2}
+# Per block.
 _SCALE_BYTES = 2
-"""Of one block."""
 
+# The largest code.
 _LARGEST: Final[dict[Kind, int]] = {"int8": 127, "int4": 7}
-"""Largest code times the scale."""
 
 Float32 = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -53,7 +54,7 @@ _INFINITE = np.uint32(0x7F800000)
 
 
 def _pairs() -> npt.NDArray[np.uint64]:
-    """(256,) the two elements that a byte of int4 stands for: float32 next to each other, the low nibble's first."""
+    """Return (256,): for each int4 byte its two elements as adjacent float32 numbers, the low nibble's first."""
     nibbles, byte = np.arange(16), np.arange(256)
     values = np.where(nibbles < 8, nibbles, nibbles - 16)
     both = np.stack([values[byte & 15], values[byte >> 4]], axis=1).astype(np.float32)
@@ -68,57 +69,59 @@ def _blocks(elements: int) -> int:
 
 
 def _code_bytes(kind: Kind) -> int:
-    """Of one block."""
+    """Return the bytes of one block's codes."""
     return BLOCK // _ELEMENTS_A_BYTE[kind]
 
 
 def wire_bytes(elements: int, kind: Kind) -> int:
-    """Size of a vector of `elements` on the wire."""
+    """Return the size in bytes of a vector on the wire."""
     return _blocks(elements) * (_SCALE_BYTES + _code_bytes(kind))
 
 
 def decodable(size: int, elements: int, kind: Kind) -> int:
-    """How many of a vector's elements its first `size` bytes hold: whole groups, or all."""
+    """Return how many elements the first `size` bytes of a vector hold: whole groups, or all."""
     if size >= wire_bytes(elements, kind):
         return elements
     return size // wire_bytes(GROUP, kind) * GROUP
 
 
 class _Group:
-    """One group's place on the wire; the arrays share the wire's memory."""
+    """One group's place on the wire. The arrays share the wire's memory."""
 
     def __init__(self, wire: Bytes, start: int, elements: int, kind: Kind) -> None:
-        """start: its first element, of `elements` of the vector."""
+        """Locate the group that begins at element `start` of a vector of `elements`."""
         blocks, at = _blocks(min(GROUP, elements - start)), wire_bytes(start, kind)
         codes_at, self.end = at + blocks * _SCALE_BYTES, at + wire_bytes(blocks * BLOCK, kind)
         self.scales = wire[at:codes_at].view(ml_dtypes.bfloat16)
         """(blocks,)"""
         self.codes = wire[codes_at : self.end].reshape(blocks, _code_bytes(kind))
-        """(blocks, bytes of one)"""
+        """(blocks, bytes per block)"""
 
 
 # --- encoding ----------------------------------------------------------------------------------------
 
 
 class Encoding:
-    """A vector that is being encoded from front to back, `GROUP` elements at a time."""
+    """A vector that is encoded from front to back, `GROUP` elements at a time."""
 
     def __init__(self, elements: int, kind: Kind, wire: Bytes | None = None) -> None:
-        """wire: (`wire_bytes`,) to write to; None: new memory."""
+        """Begin a vector; `wire` (`wire_bytes`,) is the array to write to, or None for a new one."""
         self._elements, self._kind, self._at = elements, kind, 0
         self.wire: Bytes = np.empty(wire_bytes(elements, kind), np.uint8) if wire is None else wire
-        """Written from the front on."""
+        """Filled from front to back."""
         shape = min(GROUP // BLOCK, _blocks(elements)), BLOCK
         self._values, self._work = np.empty(shape, np.float32), np.empty(shape, np.float32)
         self._codes = np.empty(shape, np.uint8)
 
     def add(self, piece: npt.NDArray[Any], error: Float32 | None = None, decoded: Float32 | None = None) -> int:
-        """Encode the next `GROUP` elements, or the rest if it is less; returns how much of `wire` is final now.
+        """Encode the next `GROUP` elements, or the last ones if there are fewer; return how many bytes of `wire` are
+        final.
 
         Args:
             piece: (elements,) float32 or bfloat16, contiguous.
-            error: (elements,), overwritten with what the code loses, `piece` less what is decoded; it may be `piece`.
-            decoded: (elements,), overwritten with what whoever decodes it will have.
+            error: (elements,), overwritten with the quantization error, `piece` minus the decoded values; may be
+                `piece` itself.
+            decoded: (elements,), overwritten with the decoded values.
         """
         group = _Group(self.wire, self._at, self._elements, self._kind)
         if len(piece) != min(GROUP, self._elements - self._at):
@@ -135,7 +138,7 @@ class Encoding:
         return group.end
 
     def _encode(self, piece: npt.NDArray[Any], scales: npt.NDArray[Any], out: Bytes) -> None:
-        """A piece (elements,) into its scales (blocks,) and codes (blocks, bytes of one)."""
+        """Encode a piece (elements,) to its scales (blocks,) and codes (blocks, bytes per block)."""
         blocks = len(scales)
         if piece.dtype == np.float32 and len(piece) == blocks * BLOCK:
             values = piece.reshape(blocks, BLOCK)
@@ -148,7 +151,7 @@ class Encoding:
         magnitudes = np.bitwise_and(values.view(np.uint32), _MAGNITUDE, out=work.view(np.uint32))
         largest = magnitudes.max(axis=1)
         sound = largest < _INFINITE
-        if not sound.all():  # rare: such a delta will be refused
+        if not sound.all():  # rare: the syncer will refuse such a delta
             values = np.where(sound[:, None], values, np.float32(0))
         found, codes = self._scales(largest.view(np.float32)), self._codes[:blocks]
         with np.errstate(divide="ignore"):
@@ -160,23 +163,25 @@ class Encoding:
         np.copyto(scales.view(np.uint16), np.where(sound, upper, 0x7FC0), "unsafe")
         if self._kind == "int4":
             np.bitwise_and(codes, np.uint8(15), out=codes)
-            words = codes.view("<u2")  # (low, high) nibbles in one word: both in its lower byte
+            # A word of two codes has the low nibble in one byte and the high nibble in the other.
+            words = codes.view("<u2")
             words |= words >> np.uint16(4)
             np.copyto(out, words, casting="unsafe")
         else:
             np.copyto(out, codes)
 
     def _scales(self, largest: Float32) -> Float32:
-        """Scales (blocks,) of blocks with these largest magnitudes; each one is a bfloat16."""
+        """Return the scales (blocks,) for blocks with these largest magnitudes, each one exact in bfloat16."""
         exact = (largest / np.float32(_LARGEST[self._kind])).view(np.uint32)
         rounded_up = ((exact + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000)).view(np.float32)
         return np.where(largest >= LEAST, rounded_up, np.float32(0))
 
 
 def encode(values: npt.NDArray[Any], kind: Kind, error: Float32 | None = None) -> Bytes:
-    """A flat vector as its bytes on the wire (`wire_bytes`,); equal vectors give equal bytes.
+    """Return a flat vector's bytes on the wire (`wire_bytes`,). Equal vectors give equal bytes.
 
-    error: (elements,), overwritten with what the code loses, `values` less what is decoded; it may be `values`.
+    error: (elements,), overwritten with the quantization error, `values` minus the decoded values; may be `values`
+    itself.
     """
     encoding = Encoding(len(values), kind)
     for start in range(0, len(values), GROUP):
@@ -189,30 +194,31 @@ def encode(values: npt.NDArray[Any], kind: Kind, error: Float32 | None = None) -
 
 
 def _decode(group: _Group, kind: Kind, out: Float32) -> None:
-    """Whole blocks into `out` (blocks * BLOCK,)."""
+    """Decode whole blocks to `out` (blocks * BLOCK,)."""
     rows = out.reshape(-1, BLOCK)
     if kind == "int8":
         np.copyto(rows, group.codes.view(np.int8))
     else:
         np.take(_PAIRS, group.codes, out=rows.view(np.uint64), mode="clip")
-    with np.errstate(over="ignore", invalid="ignore"):  # whoever takes it from a peer looks at what came out
+    with np.errstate(over="ignore", invalid="ignore"):  # callers check a peer's values after decoding
         np.multiply(rows, group.scales.astype(np.float32)[:, None], out=rows)
 
 
 class Quantized:
-    """A flat vector (elements,) as it came: `vector[start:stop]` decodes that part of it, as a new float32 array."""
+    """A flat vector (elements,) in its wire format; `vector[start:stop]` decodes that part to a new float32 array."""
 
     def __init__(self, wire: Bytes, elements: int, kind: Kind, sound: int = 0) -> None:
-        """A vector.
+        """Wrap a vector's bytes, and check its scales.
 
         Args:
             wire: (`wire_bytes`,) kept, not copied.
-            elements: how many.
-            kind: of code.
-            sound: the scales of so many elements were looked at before.
+            elements: number of elements.
+            kind: the code.
+            sound: number of leading elements whose scales were checked before.
 
         Raises:
-            BadPayload: of another size, or a scale is negative. What is not finite decodes to what is not finite.
+            BadPayload: the size is wrong, or a scale is negative. A scale that is not finite decodes to values that are
+                not.
         """
         if len(wire) != wire_bytes(elements, kind):
             raise BadPayload(f"{len(wire)} bytes, and {elements} elements in {kind} have {wire_bytes(elements, kind)}")

@@ -1,1 +1,1 @@
-"""What every process needs of its machine: cores, logs, output, an end in order."""
+"""Process set-up: cores, logs, output, signals."""

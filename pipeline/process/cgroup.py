@@ -1,7 +1,7 @@
-"""What a process may take of its machine's memory and cores: the limits of its control groups, of either version.
+"""Limits of memory and cores that control groups of either version set for this process.
 
-A group has no more than the groups around it, whatever its own files say: the lowest limit on the way up rules. What
-lies above a container's own tree is not to be seen in it, and its own limits are those of the tree's top.
+A group is also bound by the groups around it, whatever its own files say, so the lowest limit on the way up counts.
+Groups above a container's root are not visible inside it; the container's own limits are at the root of its tree.
 """
 
 import math
@@ -14,31 +14,31 @@ OWN = Path("/proc/self/cgroup")
 
 
 class Limits(NamedTuple):
-    """inf: none is set, or none can be read."""
+    """Limits; inf if none is set or none can be read."""
 
     memory_bytes: float
     cores: float
 
 
 def limits(root: Path = ROOT, own: Path = OWN) -> Limits:
-    """The lowest of this process's groups.
+    """Return the lowest limits of this process's groups.
 
     Args:
-        root: where the trees are.
-        own: which groups this process is in, a line each: number, controllers ("" of version 2), path.
+        root: where the cgroup trees are mounted.
+        own: file that lists this process's groups, one per line: number, controllers ("" in version 2), path.
     """
     memory, cores = [math.inf], [math.inf]
     for group in _groups(root, own):
         memory += _numbers(group / "memory.max") or _numbers(group / "memory.limit_in_bytes")
         quota = _numbers(group / "cpu.max")
         quota = quota or _numbers(group / "cpu.cfs_quota_us") + _numbers(group / "cpu.cfs_period_us")
-        if len(quota) == 2 and quota[0] > 0:  # -1 is version 1's word for none
+        if len(quota) == 2 and quota[0] > 0:  # version 1 writes -1 for no limit
             cores.append(quota[0] / quota[1])
     return Limits(min(memory), min(cores))
 
 
 def _groups(root: Path, own: Path) -> Iterator[Path]:
-    """Folders of this process's groups and of all around them, there or not."""
+    """Yield the folders of this process's groups and of all groups around them; some may not exist."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:

@@ -1,8 +1,10 @@
-"""Ctrl-C while a command is imported, which is most of its first second: nothing is begun then, so the process ends.
+"""Ctrl-C while a command's modules are imported, which is most of its first second: the process ends at once.
 
-An exception would come up as an import's traceback, or be taken by a library for a part of itself that is missing.
+Nothing has begun by then, so nothing is lost. KeyboardInterrupt would instead show up as an import's traceback, or a
+library might catch it and conclude that an optional part of it is missing.
 
-And Ctrl-C once a command has ended: the interpreter takes a while to end too, and would be killed by it.
+The module also covers Ctrl-C after a command has finished, while the interpreter shuts down: it must not change the
+exit status.
 """
 
 import os
@@ -11,8 +13,8 @@ import sys
 from contextlib import suppress
 from types import FrameType
 
+# The exit status that shells report for a process ended by Ctrl-C (128 + SIGINT).
 INTERRUPTED_STATUS = 130
-"""As shells have it, of a process that Ctrl-C has ended."""
 
 
 def _end(number: int, frame: FrameType | None) -> None:
@@ -20,20 +22,20 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def end_at_once() -> None:
-    """From now on Ctrl-C ends this process without a word; where it is ignored, as by `nohup`, it stays so."""
+    """Make Ctrl-C end this process silently; where SIGINT is ignored, as by `nohup`, it stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_again() -> None:
-    """From now on it interrupts the main thread as usual, if it was as above."""
+    """Make Ctrl-C raise KeyboardInterrupt again, if `end_at_once` had changed that."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def end_with(status: int) -> None:
-    """From now on Ctrl-C ends this process at once with its exit status, which stands: all is done and said."""
-    with suppress(OSError, ValueError):  # closed, or nobody reads it
+    """Make Ctrl-C end this process at once with `status`: all work and output is done."""
+    with suppress(OSError, ValueError):  # it is closed, or its reader is gone
         sys.stdout.flush()
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, lambda *_: os._exit(status))

@@ -1,4 +1,4 @@
-"""Log set-up of a process: readable on a terminal, one JSON object a line anywhere else."""
+"""Logging of a process: readable lines on a terminal, one JSON object per line anywhere else."""
 
 import sys
 import time
@@ -10,14 +10,15 @@ import structlog
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.process.output import outlive_errors_reader
 
+# Events of `outage_event`. Each task of a party meets an outage by itself and retries several times a second, so the
+# same line would be repeated very often.
 OUTAGES = frozenset({"bus_unavailable", "bus_full", "scripts_missing"})
-"""Events of `outage_event`: each of a party's works meets with an outage, and tries again some times a second."""
+# A line about a continuing outage is repeated at most this often.
 OUTAGE_AGAIN_S = 10.0
-"""An outage is said again after so long."""
 
 
 class _OutagesOnce:
-    """Drops a line about an outage that was there a moment ago in the same words."""
+    """Drops a line about an outage if the same line was logged less than `OUTAGE_AGAIN_S` ago."""
 
     def __init__(self) -> None:
         self._said_s: dict[tuple[Any, ...], float] = {}
@@ -34,13 +35,11 @@ class _OutagesOnce:
 
 
 def configure(level: str, stream: TextIO | None = None) -> None:
-    """Send structlog's lines to `stream` (default: standard error).
+    """Send structlog's lines to `stream` (default: standard error). Repeated lines about an outage are dropped.
 
     Args:
-        level: least severe line shown: debug, info, warning or error.
-        stream: where to; a terminal gets colours and aligned columns, the rest JSON with UTC times.
-
-    What an outage has each work say again and again stands there once in `OUTAGE_AGAIN_S`.
+        level: least severe level shown: debug, info, warning or error.
+        stream: the output; a terminal gets colours and aligned columns, anything else JSON with UTC times.
     """
     outlive_errors_reader()
     target = sys.stderr if stream is None else stream
@@ -62,5 +61,5 @@ def configure(level: str, stream: TextIO | None = None) -> None:
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.PrintLoggerFactory(target),
-        cache_logger_on_first_use=False,  # tests configure again, and a line is rare
+        cache_logger_on_first_use=False,  # tests configure again, and lines are rare enough
     )

@@ -1,7 +1,7 @@
-"""Standard streams that are there, whatever a process was started with, and output and error that outlive who reads
-them: a closed terminal or pipe, a full disk end no training.
+"""Standard streams that always exist, and output that survives its reader.
 
-What can be written no more goes to a file instead (a refuge), else nowhere.
+A closed terminal, a closed pipe or a full disk must not end a training run. Output that can no longer be written goes
+to a file instead (the refuge), or nowhere.
 """
 
 import errno
@@ -11,33 +11,33 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+# Errors after which a stream is redirected: the pipe's reader has ended, or the terminal is closed.
 _GONE = (errno.EPIPE, errno.EIO)
-"""The pipe's reader has ended; the terminal is closed."""
 
 _NOWHERE = Path(os.devnull)
 _refuge = _NOWHERE
 
 
 class _Lasting(io.FileIO):
-    """A descriptor that is never closed, and to which writing never fails."""
+    """A raw stream whose descriptor is never closed, and whose writes never fail."""
 
     def write(self, data: "bytes | bytearray | memoryview") -> int | None:  # type: ignore[override]  # what is written
         left = memoryview(data).cast("B")
         for refuge in (_refuge, _NOWHERE):
             try:
                 written = super().write(left)
-                return len(data) if written is None else len(data) - len(left) + written  # None: it is full
+                return len(data) if written is None else len(data) - len(left) + written  # None: a pipe is full
             except OSError as error:
                 if error.errno not in _GONE:
                     break  # a full disk: these bytes are lost, later ones may not be
                 _redirect(self.fileno(), refuge)
-                while left and left[0] & 0xC0 == 0x80:  # the reader had the first bytes of this character
+                while left and left[0] & 0xC0 == 0x80:  # the first bytes of this character went to the reader
                     left = left[1:]
         return len(data)
 
 
 def _redirect(descriptor: int, file: Path) -> None:
-    """Whoever writes to the descriptor from now on writes to the end of the file."""
+    """Make the descriptor refer to the end of `file`, for all later writes to it."""
     try:
         there = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     except OSError:
@@ -47,9 +47,10 @@ def _redirect(descriptor: int, file: Path) -> None:
 
 
 def open_all() -> None:
-    """As a process begins: streams that are closed (`>&-`) lead nowhere, and what a stream has no character for is `?`.
+    """Open closed standard streams (`>&-`) on /dev/null, and print `?` for characters that a stream cannot encode.
 
-    Else the next file or socket would get the descriptor, which uvloop takes for the stream's, and ends the process.
+    Must be called first in a process. Otherwise the next file or socket would get the free descriptor 0, 1 or 2, which
+    uvloop takes for a standard stream, and ends the process.
     """
     while (there := os.open(_NOWHERE, os.O_RDWR)) <= 2:
         os.set_inheritable(there, True)
@@ -62,7 +63,7 @@ def open_all() -> None:
 
 
 def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
-    if stream is None:  # it was closed before a program of the user's own began
+    if stream is None:  # it was closed before a user's own program started
         return _NOWHERE.open("w")
     stream.flush()
     raw: io.RawIOBase = _Lasting(descriptor, "w", closefd=False)
@@ -71,11 +72,11 @@ def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
 
 
 def outlive_readers(refuge: Path | None = None) -> None:
-    """Have `sys.stdout` and `sys.stderr` go on when nobody reads them any more, and what they are told go to `refuge`.
+    """Make writes to `sys.stdout` and `sys.stderr` go to `refuge` once their reader is gone.
 
-    May be called again, for another refuge. Streams that somebody has put in their place stay.
+    May be called again with another refuge. Streams that somebody has replaced are left alone.
     """
-    global _refuge  # one for both streams, as there is one of each for a process
+    global _refuge  # per process, like the streams themselves
     _refuge = refuge or _refuge
     if sys.stdout is sys.__stdout__:
         sys.stdout = _lasting(sys.stdout, 1)
@@ -83,6 +84,6 @@ def outlive_readers(refuge: Path | None = None) -> None:
 
 
 def outlive_errors_reader() -> None:
-    """The same for `sys.stderr` alone, of a command whose output is for its reader."""
+    """Do the same for `sys.stderr` alone, in a command whose standard output only matters to its reader."""
     if sys.stderr is sys.__stderr__:
         sys.stderr = _lasting(sys.stderr, 2)

@@ -1,4 +1,4 @@
-"""Names of parties to which nobody has given one."""
+"""Default names of parties."""
 
 import os
 import re
@@ -6,6 +6,9 @@ import socket
 
 
 def own_name(nonce: str) -> str:
-    """Of this process: host, process id, some of a nonce. A host's name may have characters that a party's has not."""
+    """Return a name for this process: host, process id, and a part of the nonce.
+
+    Characters of the host name that a party's name may not have become "-".
+    """
     host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())
     return f"{host[:40]}-{os.getpid()}-{nonce[:6]}"

@@ -1,1 +1,1 @@
-"""Payloads on their way to the bus and from it, and the formats in which globals lie there."""
+"""Upload and download of payloads over the bus, and the formats of globals there."""

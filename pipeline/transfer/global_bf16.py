@@ -1,8 +1,8 @@
-"""Globals in two halves of 16 bits (`halves`): the rounded values, and the rest that they lack. Pure.
+"""Globals in two halves of 16 bits (`halves`): the rounded values, and the rest that rounding removed. Pure.
 
-Learners train from the rounded values: they are the base that deltas are measured from, so a delta holds what was
-trained and nothing of the rounding. Whoever keeps the values (syncers, checkpoints, the evaluator) reads both payloads
-and has them bit for bit: deltas are added to what was never rounded, and no error adds up.
+Learners train from the rounded values. These are also the base that deltas are measured from, so a delta contains what
+was trained and no rounding error. Parties that keep the values (syncers, checkpoints, the evaluator) read both payloads
+and have them bit for bit: deltas are added to values that were never rounded, so no error accumulates.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ class _Writer(Fp32Writer):
 
     def written(self, stop: int) -> int:
         self._halves.grow_to(self.values, stop)
-        return super().written(stop)  # whose payload has the digest of the exact values
+        return super().written(stop)  # the exact values are not uploaded, but their digest is the head's
 
     def uploads(self, version: int) -> dict[Kind, Payload]:
         return {"global": self._halves.high, "rest": self._halves.low}
 
 
 class Bf16Globals(GlobalFormat):
-    """As `GlobalFormat`."""
+    """Globals as bf16 values and the 16 bits that these lack."""
 
     def writer(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> GlobalWriter:
         return _Writer(fragment, elements, sync, grown)
@@ -54,8 +54,8 @@ class Bf16Globals(GlobalFormat):
         head = source.head
         reader = await source.pull(head.payload, "bf16")
         values: Float32 = await source.work(widened, reader.array())
-        del reader  # many owners begin at once: no more than one half of each fragment is here beside its values
-        rest = await source.pull(head.rest, "bf16")  # as many bytes
+        del reader  # free it now: many fragments are read at once, so each holds at most one half besides its values
+        rest = await source.pull(head.rest, "bf16")  # 16 bits of any kind: "bf16" only gives the size
         check(head, await source.work(_completed, values, rest.array(), source.sync.chunk_bytes), head.digest)
         return values
 

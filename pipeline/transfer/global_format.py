@@ -1,15 +1,15 @@
-"""How a run's globals lie on the bus: what every format is asked, by those who publish and those who read. Pure.
+"""The interface of the formats in which a run's globals lie on the bus, and the plainest format, fp32. Pure.
 
-The plainest, fp32, stands here; `global_bf16` and `global_int8` are the others, and `global_formats` is their table. A
-new one is a file and a line there.
+`global_bf16` and `global_int8` are the others, and `global_formats` is their table. A new format is a new file and a
+line in that table.
 
 A published version has payloads of these kinds, which are also the names of their keys:
 
-    global     what learners pull, or the key frame that updates lead on from
+    global     what learners pull, or the key frame on which the updates build
     rest       what the global payload lacks of the exact values
     update     the step that led to the version, quantized
-    merged     the pseudogradient of that step, quantized, where the update does not tell it
-    momentum   the outer optimizer's
+    merged     the pseudogradient of that step, quantized, if it cannot be computed from the update
+    momentum   the outer optimizer's momentum
 """
 
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ Kind = Literal["global", "rest", "update", "merged", "momentum"]
 
 
 class Held(NamedTuple):
-    """Values (elements,) that somebody has, by version and digest."""
+    """Values (elements,) that a caller already has, with their version and digest."""
 
     version: int
     digest: bytes
@@ -41,30 +41,30 @@ class Held(NamedTuple):
 
 
 def alone(staged: Mapping[Kind, Staged], payloads: Mapping[Kind, Payload]) -> Published:
-    """A version that needs no other one; `payloads`: what was staged."""
+    """Return what a head names for a version that depends on no other; `payloads` are those that were staged."""
     rest = staged.get("rest")
     lacking = None if rest is None else Rest(rest.key, rest.chunks, payloads["global"].digest)
     return Published(staged["global"], lacking, staged.get("momentum"))
 
 
 def published_by(head: Head, elements: int, sync: SyncSpec) -> Published:
-    """What a head names already."""
+    """Return what a head already names."""
     rest = Rest(head.rest, head.chunks, head.payload_digest or b"") if head.rest else None
     momentum = Staged(head.momentum, chunk_count(elements, "fp32", sync.chunk_bytes)) if head.momentum else None
     return Published(Staged(head.payload, head.chunks), rest, momentum, head.updates, head.behind)
 
 
 def key_of(keys: RunKeys, kind: Kind, fragment: int, version: int, nonce: str) -> str:
-    """Where a payload of a version lies."""
+    """Return the key of a version's payload."""
     key: str = getattr(keys, f"{kind}_payload")(fragment, version, nonce)
     return key
 
 
 def check(head: Head, digest: bytes, due: bytes) -> None:
-    """Whether what was pulled is what the head says.
+    """Compare the digest of what was pulled with the digest that is due for the head.
 
     Raises:
-        BadPayload: it is not.
+        BadPayload: they differ.
     """
     if digest != due:
         raise BadPayload(f"the payload of fragment {head.fragment} version {head.version} is not its head's")
@@ -74,20 +74,20 @@ def check(head: Head, digest: bytes, due: bytes) -> None:
 
 
 class Momentum(NamedTuple):
-    """The outer optimizer's momentum, b' = mu b + D, of a whole fragment or of some of its elements."""
+    """The outer optimizer's momentum, b' = mu b + D, of a whole fragment or some of its elements."""
 
     before: Float32 | None
-    """(elements,) b; None: zeros."""
+    """(elements,) b; None means zeros."""
     after: Float32
-    """(elements,), overwritten with the new b; it may be `before`."""
+    """(elements,), overwritten with b'; may be `before` itself."""
     mu: float
 
     def part(self, piece: slice) -> "Momentum":
-        """Of some elements, sharing memory."""
+        """Return the momentum of some elements, sharing memory."""
         return Momentum(None if self.before is None else self.before[piece], self.after[piece], self.mu)
 
     def add(self, pseudogradient: Float32) -> None:
-        """Make it what it is after a step of this pseudogradient D (elements,)."""
+        """Compute the momentum after a step with the pseudogradient D (elements,)."""
         if self.before is None:
             self.after.fill(0)
         else:
@@ -95,13 +95,13 @@ class Momentum(NamedTuple):
         np.add(self.after, pseudogradient, out=self.after)
 
     def follow(self, step: Float32, lr: float) -> None:
-        """Make it what it is after a step of which only this is known: what was subtracted from the values.
+        """Compute the momentum after a step from what was subtracted from the values.
 
-        With Nesterov's step s = lr (D + mu b') (`syncer.merging.outer`) the momentum follows from it:
+        With Nesterov's step s = lr (D + mu b') (`syncer.merging.outer`) the momentum follows from the step:
 
             D = (s/lr - mu^2 b) / (1 + mu)   so   b' = (mu b + s/lr) / (1 + mu)
 
-        A matrix that was orthogonalised does not tell D, so there D itself must be known.
+        The step of an orthogonalised matrix does not determine D, so `add` is needed there.
 
         step: (elements,), overwritten.
         """
@@ -118,63 +118,64 @@ class Momentum(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What an outer step goes from."""
+    """The inputs of an outer step besides the pseudogradient."""
 
     theta: Float32
-    """(elements,) values before it."""
+    """(elements,) values before the step."""
     lr: float
     momentum: Momentum | None
-    """None: the step keeps none."""
+    """None if the step keeps no momentum."""
 
 
 class StepWriter(Protocol):
-    """A writer while the outer step is taken."""
+    """Receives the progress of an outer step while it is computed."""
 
     def reduced(self) -> None:
-        """All of the pseudogradient is where the values will be, and no element of it has been stepped yet."""
+        """The pseudogradient is complete in the array of the values, and no element has been stepped yet."""
 
     def written(self, stop: int) -> int:
-        """All elements before `stop` are as the outer step makes them. How many are values now, with their momentum."""
+        """The outer step has written all elements before `stop`. Return how many are final, with their momentum."""
 
 
 class GlobalWriter(ABC):
-    """The values of a version in the making, written from front to back, and its payloads while they grow."""
+    """The values of a new version, written from front to back, and its payloads, which can be uploaded as they grow."""
 
     takes_steps: ClassVar[bool] = False
-    """It is given what the outer step subtracts from the values before, and makes the values of it."""
+    """True if the outer step writes what is to be subtracted from the old values, and the writer computes the new ones.
+    """
 
     def __init__(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> None:
         self._fragment, self._elements, self._sync, self._grown = fragment, elements, sync, grown
         self.values: Float32 = pooled(elements, np.float32)
-        """(elements,) first the pseudogradient, then the steps or the values."""
+        """(elements,) first the pseudogradient, then the steps or the new values, in place."""
         self.exact = Payload(as_bytes(self.values), sync.chunk_bytes, grown)
-        """Of the values; not every format uploads it."""
+        """Payload of the values. Not every format uploads it; its digest is the head's in any case."""
 
     @abstractmethod
     def prepare(self, *, averaged: bool, told: bool) -> None:
-        """Before the uploads begin: what the step will be.
+        """Announce the kind of step, before the uploads begin.
 
         Args:
-            averaged: it only averages learners: no momentum is left after it.
-            told: the momentum can be followed from the step alone.
+            averaged: the step only averages learners, and leaves no momentum.
+            told: the momentum can be computed from the step alone.
         """
 
     @abstractmethod
     def step_writer(self, step: Step) -> StepWriter:
-        """What writes this step; once for a writer."""
+        """Return the writer for this step. Called once."""
 
     def is_alone(self, version: int) -> bool:
-        """Whether a version is published such that it needs no other one."""
+        """Return whether a version is published in full, so that it depends on no other one."""
         return True
 
     @abstractmethod
     def uploads(self, version: int) -> dict[Kind, Payload]:
-        """What of a version goes to the bus, beside the momentum."""
+        """Return the payloads of a version to upload, besides the momentum."""
 
     def published(self, head: Head, staged: Mapping[Kind, Staged]) -> Published:
-        """What the next head names.
+        """Return what the next head names.
 
-        staged: all uploads, with the momentum where the version is alone and has one.
+        staged: all uploads, including the momentum if the version is published in full and has one.
         """
         return alone(staged, self.uploads(head.version + 1))
 
@@ -183,58 +184,58 @@ class GlobalWriter(ABC):
 
 
 class Source(Protocol):
-    """By what a format reads one head's payloads."""
+    """Access to one head's payloads, from which a format reads."""
 
     @property
     def head(self) -> Head:
-        """What is read."""
+        """The head to read."""
 
     @property
     def sync(self) -> SyncSpec:
-        """The run's."""
+        """The run's settings."""
 
     async def pull(self, key: str, codec: Codec) -> PayloadReader:
-        """A payload of the fragment's elements.
+        """Pull a payload with the fragment's number of elements.
 
         Raises:
-            BadPayload: as `payloads.pull`.
+            BadPayload: as in `payloads.pull`.
         """
 
     async def pull_momentum(self) -> Float32 | None:
-        """The momentum (elements,) that the head names; None: zeros. As `pull`."""
+        """Pull the momentum (elements,) that the head names; None means zeros. Raises as `pull`."""
 
     def work(self, heavy: Callable[..., Any], *args: Any) -> Awaitable[Any]:
-        """Runs heavy work where it holds up nobody."""
+        """Run heavy work where it does not block the event loop."""
 
 
 class GlobalFormat(ABC):
-    """One way in which globals lie on the bus. All that read raise BadPayload if what is there is not the head's."""
+    """One format of globals on the bus. All reads raise BadPayload if what is there does not have the head's digest."""
 
     follows: ClassVar[bool] = False
-    """Whoever has a version before may go on from it."""
+    """True if a reader that has an earlier version can continue from it."""
 
     @abstractmethod
     def writer(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> GlobalWriter:
-        """A version in the making."""
+        """Return a writer for a new version."""
 
     @abstractmethod
     def whole(self, values: Float32) -> Mapping[Kind, npt.NDArray[Any]]:
-        """The payloads of values (elements,) that are all here, published alone."""
+        """Return the payloads that publish these values (elements,) in full."""
 
     @abstractmethod
     async def exact(self, source: Source) -> Float32:
-        """The values (elements,), bit for bit as they were merged, in an array that nobody else has."""
+        """Return the values (elements,), bit for bit as they were merged, in an array that nothing else refers to."""
 
     @abstractmethod
     async def shown(self, source: Source, held: Held | None) -> Float32:
-        """The values that learners train from, as `exact`. held: what is here already; it is left as it is."""
+        """Return the values that learners train from, in a new array. `held` are values at hand, not to be changed."""
 
     async def state(self, source: Source) -> tuple[Float32, Float32 | None]:
-        """The exact values and the momentum; None: zeros."""
+        """Return the exact values and the momentum (None: zeros)."""
         return await self.exact(source), await source.pull_momentum()
 
     def sizes(self, head: Head, elements: int) -> dict[str, int]:
-        """Bytes of each payload of values that a head names; what goes together counts as one."""
+        """Return the bytes of each payload of values that a head names; payloads that belong together count as one."""
         return {head.payload: 4 * elements} | ({head.rest: 0} if head.rest else {})
 
 
@@ -242,16 +243,16 @@ class GlobalFormat(ABC):
 
 
 class Fp32Writer(GlobalWriter):
-    """As `GlobalWriter`."""
+    """Writer of fp32 globals: the values are the payload."""
 
     def prepare(self, *, averaged: bool, told: bool) -> None:
-        """As `GlobalWriter`: all steps are alike."""
+        """Do nothing: all kinds of steps are written alike."""
 
     def step_writer(self, step: Step) -> StepWriter:
         return self
 
     def reduced(self) -> None:
-        """As `StepWriter`."""
+        """Do nothing: the pseudogradient is not published."""
 
     def written(self, stop: int) -> int:
         self.exact.grow_to(self.values.itemsize * stop)
@@ -262,7 +263,7 @@ class Fp32Writer(GlobalWriter):
 
 
 class Fp32Globals(GlobalFormat):
-    """As `GlobalFormat`."""
+    """Globals in fp32: the payload has the values, and nothing else is needed."""
 
     def writer(self, fragment: int, elements: int, sync: SyncSpec, grown: Grown) -> GlobalWriter:
         return Fp32Writer(fragment, elements, sync, grown)

@@ -1,9 +1,9 @@
 """The formats in which globals lie on the bus, by the run's `global_codec`. Pure.
 
-global_codec   the global payload              beside it
+global_codec   the global payload              in addition
 fp32           the values                      nothing
-bf16           the values, rounded             the rest: what they lack
-int8           the values of a key frame       the last updates, of which some led to it
+bf16           the values, rounded             the rest: what rounding removed
+int8           the values of a key frame       the last updates, some of which led to the key frame
 """
 
 from collections.abc import Mapping

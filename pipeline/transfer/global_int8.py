@@ -1,7 +1,8 @@
-"""Globals as updates (`updates`) of a key frame in float32. Pure.
+"""Globals as int8 updates (`updates`) of a key frame in float32. Pure.
 
-The values are what the updates lead to, so all have the same. A learner that has one of the versions before pulls the
-updates that it lacks; whoever has none of them, or cannot get them, pulls the key frame and those after it.
+The values are defined as what the updates lead to, so every reader has the same. A learner that has one of the previous
+versions pulls the updates since then. A reader that has none of them, or cannot get the updates, pulls the key frame
+and the updates after it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,18 +31,17 @@ from diloco.pipeline.transfer.global_format import (
 )
 from diloco.pipeline.transfer.updates import CodedGradient, CodedStep, StepCoder, advance, gather
 
+# How many updates are kept for learners that have an older version. More of them would be more bytes than the values.
 KEPT_UPDATES = 4
-"""The last so many updates stay for learners that have not the version before: more of them are more bytes than the
-values."""
 
 
 def key_frame_due(sync: SyncSpec, fragment: int, version: int) -> bool:
-    """Whether a version is published whole: fragments take turns."""
+    """Return whether a version is published in full. Fragments take turns."""
     return (version + fragment) % sync.key_frame_interval == 0
 
 
 def updates_after(head: Head, held: Held | None) -> tuple[Update, ...]:
-    """The updates that lead from what somebody holds to a head; none if it holds no base of any of them."""
+    """Return the updates that lead from held values to a head; empty if none of them starts from these values."""
     count = 0 if held is None else head.version - held.version
     if held is None or not 0 < count <= len(head.updates) or head.updates[-count].base != held.digest:
         return ()
@@ -56,7 +56,7 @@ class _StepWriter:
         self._values, self._exact, self._coder, self._gradient = values, exact, coder, gradient
 
     def reduced(self) -> None:
-        """A step that is not told by its update is one of what the pseudogradient's code stands for."""
+        """Quantize the pseudogradient if it is published, so that the step uses the values that readers will decode."""
         if self._gradient is not None:
             self._gradient.replace(self._values)
 
@@ -73,7 +73,7 @@ class _Writer(GlobalWriter):
         super().__init__(fragment, elements, sync, grown)
         self._step = CodedStep(elements, sync.chunk_bytes, grown)
         self._gradient: CodedGradient | None = None
-        """Where the update does not tell it."""
+        """The pseudogradient, if it has to be published because the update does not determine it."""
         self._averaged = False
 
     def prepare(self, *, averaged: bool, told: bool) -> None:
@@ -110,7 +110,7 @@ class _Writer(GlobalWriter):
 
 
 class Int8Globals(GlobalFormat):
-    """As `GlobalFormat`."""
+    """Globals as a key frame and int8 updates."""
 
     follows: ClassVar[bool] = True
 
@@ -118,7 +118,7 @@ class Int8Globals(GlobalFormat):
         return _Writer(fragment, elements, sync, grown)
 
     def whole(self, values: Float32) -> Mapping[Kind, npt.NDArray[Any]]:
-        """As `GlobalFormat`: a key frame."""
+        """Return a key frame."""
         return {"global": values}
 
     async def exact(self, source: Source) -> Float32:
@@ -142,7 +142,7 @@ class Int8Globals(GlobalFormat):
                 await _check_values(source, values)
                 return values
             except BadPayload:
-                pass  # one of them has gone, or led elsewhere: a key frame begins anew
+                pass  # an update has expired, or led to other values: start from the key frame
         return await self.exact(source)
 
     def sizes(self, head: Head, elements: int) -> dict[str, int]:
@@ -163,9 +163,15 @@ async def _follow(
     told: bool,
     own: bool = True,
 ) -> tuple[Float32, Float32 | None]:
-    """Values and momentum after some updates.
+    """Apply updates, and return values and momentum.
 
-    told: the momentum is wanted, and the run has one. own: the arrays may be written to.
+    Args:
+        source: where the updates are read.
+        theta: (elements,) values before them.
+        momentum: (elements,) momentum before them; None means zeros.
+        updates: the updates, in order.
+        told: the momentum is wanted, and the run has one.
+        own: the arrays may be overwritten.
     """
     lr, mu = source.sync.outer_lr, source.sync.outer_momentum
     for update in updates:

@@ -1,14 +1,14 @@
-"""A float32 vector in two halves of 16 bits each, which together are it, bit for bit. Pure: numpy only.
+"""A float32 vector in two halves of 16 bits each, from which it is restored bit for bit. Pure: numpy only.
 
     high   bfloat16: the values rounded to nearest, ties away from zero
     low    the lower 16 bits of the float32
 
-As whole numbers, bits = (high << 16) + low with low taken as signed, -32768..32767, modulo 2^32. Ties are not rounded
-to even: then both the tie above an even number and the one below it would become that number, which makes 65537 floats,
-one more than 16 bits can tell apart. Values from 3.396e38 on, which float32 still has, round to infinity.
+As integers, bits = (high << 16) + low modulo 2^32, with low as a signed number, -32768..32767. Ties are not rounded to
+even: then the tie above an even number and the one below it would both become that number, which makes 65537 floats,
+one more than 16 bits can tell apart. Values from 3.396e38 on, which are finite in float32, round to infinity.
 
-So whoever reads `high` alone has the values to 8 bits in half of the bytes, and whoever needs them exactly reads both,
-as many bytes as the float32 has.
+A reader of `high` alone has the values to 8 bits in half of the bytes. A reader of both has them exactly, in as many
+bytes as the float32 vector.
 """
 
 import ml_dtypes
@@ -21,17 +21,17 @@ from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, nobody
 Float32 = npt.NDArray[np.float32]
 Half = npt.NDArray[np.uint16]
 
+# Elements processed at a time, such that intermediate arrays stay in the cache.
 BLOCK = 128 * 1024
-"""Elements worked on at a time, so that what lies between two steps stays in the cache."""
+# Bytes per element in either half.
 ITEM = 2
-"""Bytes of an element in either half."""
 
 _BITS = np.uint32(16)
 _HALF = np.uint32(0x8000)
 
 
 def split(values: Float32, high: Half, low: Half) -> None:
-    """Both halves of `values`; all are (elements,)."""
+    """Split `values` into both halves; all three are (elements,)."""
     scratch = np.empty(min(BLOCK, len(values)), np.uint32)
     for start in range(0, len(values), BLOCK):
         piece = slice(start, start + BLOCK)
@@ -44,7 +44,7 @@ def split(values: Float32, high: Half, low: Half) -> None:
 
 
 def widened(high: npt.NDArray[np.generic]) -> Float32:
-    """The rounded values (elements,) that the high half, of 16 bits an element, holds."""
+    """Return the rounded values (elements,) from the high half, which has 16 bits per element."""
     values = pooled(len(high), np.float32)
     for start in range(0, len(high), BLOCK):
         piece = slice(start, start + BLOCK)
@@ -53,7 +53,7 @@ def widened(high: npt.NDArray[np.generic]) -> Float32:
 
 
 def complete(values: Float32, low: npt.NDArray[np.generic]) -> None:
-    """Make rounded values (elements,), as `widened` gave them, those that they were rounded from, in place.
+    """Restore in place the exact values (elements,) from rounded ones that `widened` returned.
 
     low: (elements,) of 16 bits each.
     """
@@ -66,17 +66,17 @@ def complete(values: Float32, low: npt.NDArray[np.generic]) -> None:
 
 
 class Halves:
-    """Both halves of a vector that is being written from front to back, as payloads."""
+    """Both halves of a vector that is written from front to back, as payloads."""
 
     def __init__(self, elements: int, chunk_bytes: int, grown: Grown = nobody) -> None:
-        """grown: as `Payload`."""
+        """Allocate both halves; `grown` is called as in `Payload`."""
         self._high, self._low = pooled(elements, np.uint16), pooled(elements, np.uint16)
         self._done = 0
         self.high = Payload(as_bytes(self._high), chunk_bytes, grown)
         self.low = Payload(as_bytes(self._low), chunk_bytes, grown)
 
     def grow_to(self, values: Float32, stop: int) -> None:
-        """All of `values` (elements,) before `stop` are as they will be."""
+        """Declare all of `values` (elements,) before `stop` final."""
         piece = slice(self._done, stop)
         split(values[piece], self._high[piece], self._low[piece])
         self._done = stop

@@ -1,6 +1,6 @@
-"""Payloads over the bus, in bounded pieces: never one huge value, never a huge pipeline. asyncio.
+"""Transfer of payloads over the bus in bounded pieces: never one huge value, never a huge pipeline. asyncio.
 
-Those of deltas, and global fragments in the run's format (`global_formats`).
+It covers the payloads of deltas, and global fragments in the run's format (`global_formats`).
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from diloco.pipeline.transfer.global_format import (
 )
 from diloco.pipeline.transfer.global_formats import FORMATS
 
+# Most bytes in flight per payload.
 PIECE_BYTES = 4 * 2**20
-"""Bytes in flight at a time."""
 
+# How long one read waits for the next chunk of a payload that is still being uploaded.
 BLOCK_S = 1.0
-"""How long one read waits for the next chunk of a payload that is still being uploaded."""
+# While a payload is pulled, its expiry is extended to at least this.
 KEPT_S = 60.0
-"""What a pull needs lives on for so long at least."""
 
 
 def _piece(chunk_bytes: int) -> int:
@@ -42,10 +42,11 @@ def _piece(chunk_bytes: int) -> int:
 async def pull(
     bus: PayloadStore, key: str, elements: int, codec: Codec, chunk_bytes: int, extend_s: float = KEPT_S
 ) -> PayloadReader:
-    """Read a payload that is complete on the bus; one that takes several reads is kept from expiring meanwhile.
+    """Read a payload that is complete on the bus. If that takes several reads, each extends its expiry.
 
     Raises:
-        BadPayload: missing, incomplete (a replaced payload may have gone: read the head again) or corrupt.
+        BadPayload: the payload is missing, incomplete (a replaced payload may have been deleted: read the head again)
+            or corrupt.
     """
     reader = PayloadReader(elements, codec, chunk_bytes)
     several = reader.expected > _piece(chunk_bytes)
@@ -55,7 +56,7 @@ async def pull(
 
 
 async def _feed(bus: PayloadStore, key: str, reader: PayloadReader, extend_s: float) -> None:
-    """A call of its own, so that what came is let go of before more is asked for."""
+    """Read and verify one piece. This is a function of its own so that the piece is freed before the next is read."""
     limit = _piece(reader.chunk_bytes)
     chunks = await bus.read_chunks(key, reader.received, limit, reader.chunk_bytes, extend_s=extend_s)
     if not chunks:
@@ -65,10 +66,11 @@ async def _feed(bus: PayloadStore, key: str, reader: PayloadReader, extend_s: fl
 
 
 async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncIterator[Sequence[bytes | memoryview]]:
-    """The chunks that a reader lacks, while they are being uploaded, however long that takes: the caller has the
-    deadline, and feeds the reader before it asks for more.
+    """Yield the chunks that a reader lacks, while they are still being uploaded, without a time limit.
+
+    The caller has the deadline, and must feed the reader before it asks for more.
     """
-    limit, block_s = _piece(reader.chunk_bytes), 0.0  # what is there waits for nobody who waits for what is not
+    limit, block_s = _piece(reader.chunk_bytes), 0.0  # never block for chunks that are there already
     while not reader.complete:
         if chunks := await bus.read_chunks(key, reader.received, limit, reader.chunk_bytes, block_s=block_s):
             yield chunks
@@ -76,12 +78,12 @@ async def arriving(bus: PayloadStore, key: str, reader: PayloadReader) -> AsyncI
 
 
 async def push(bus: PayloadStore, key: str, array: npt.NDArray[Any], chunk_bytes: int, ttl_s: float) -> Staged:
-    """Upload a flat array (elements,) under a fresh key; it expires unless a commit makes it stay."""
+    """Upload a flat array (elements,) under a fresh key, which expires unless a commit makes it stay."""
     return await push_payload(bus, key, Payload(as_bytes(array), chunk_bytes), chunk_bytes, ttl_s)
 
 
 async def push_payload(bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float) -> Staged:
-    """As `push`, of a payload whose bytes are all there and none of whose chunks is whole yet."""
+    """Upload like `push` a payload whose bytes are all final, and of which no chunk was completed (hashed) yet."""
     sent, piece = 0, _piece(chunk_bytes)
     while sent < payload.chunks:
         payload.grow_to(min((sent + piece) * chunk_bytes, payload.nbytes))
@@ -92,10 +94,10 @@ async def push_payload(bus: PayloadStore, key: str, payload: Payload, chunk_byte
 async def push_growing(
     bus: PayloadStore, key: str, payload: Payload, chunk_bytes: int, ttl_s: float, more: asyncio.Event
 ) -> Staged:
-    """As `push`, of a payload that is still being written; `more` is set when more of it is, or of another one."""
+    """Upload like `push` a payload that is still being written; `more` is set when it, or another one, has grown."""
     sent, piece = 0, _piece(chunk_bytes)
     while sent < payload.chunks:
-        more.clear()
+        more.clear()  # before `ready` is read: growth after that read sets it again, and no wake-up is lost
         if payload.ready < min(sent + piece, payload.chunks):
             await more.wait()
         else:
@@ -109,8 +111,8 @@ async def _write(bus: PayloadStore, key: str, payload: Payload, first: int, ttl_
     return first + len(batch)
 
 
+# Runs heavy work in another thread.
 Offload = Callable[..., Awaitable[Any]]
-"""Runs heavy work in another thread."""
 
 
 # --- globals, published ------------------------------------------------------------------------------
@@ -127,9 +129,18 @@ async def push_global(
     offload: Offload,
     momentum: Float32 | None = None,
 ) -> Published:
-    """Upload a version that is here in full, such that it needs no other one, for a commit.
+    """Upload the full values of a version, so that it depends on no other one, for a commit.
 
-    nonce: the same one and the same values may be uploaded again. momentum: (elements,); None: zeros.
+    Args:
+        bus: the run's bus.
+        fragment: the fragment.
+        version: the version.
+        nonce: part of the keys; a repeated upload with the same nonce must have the same values.
+        values: (elements,) exact values.
+        sync: the run's settings.
+        ttl_s: expiry of the keys in seconds.
+        offload: runs heavy work.
+        momentum: (elements,); None means zeros.
     """
     staged = dict[Kind, Staged]()
     arrays = await offload(_whole, values, momentum, sync)
@@ -141,7 +152,7 @@ async def push_global(
 
 
 def _whole(values: Float32, momentum: Float32 | None, sync: SyncSpec) -> dict[Kind, npt.NDArray[Any]]:
-    """All payloads of a version, published alone."""
+    """Return all payloads of a version that is published in full."""
     arrays = dict(FORMATS[sync.global_codec].whole(values))
     if momentum is not None:
         arrays["momentum"] = momentum
@@ -154,23 +165,23 @@ def _whole(values: Float32, momentum: Float32 | None, sync: SyncSpec) -> dict[Ki
 async def pull_state(
     bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload
 ) -> tuple[Float32, Float32 | None]:
-    """The values (elements,) and the momentum (elements,) (None: zeros) at a head, as they were merged.
+    """Return the exact values (elements,) and the momentum (elements,) (None: zeros) at a head.
 
     offload: runs heavy work.
 
     Raises:
-        BadPayload: as `pull`, or the values do not have the head's digest. The head may have moved: read it again.
+        BadPayload: as in `pull`, or the values do not have the head's digest. The head may have moved: read it again.
     """
     return await FORMATS[sync.global_codec].state(_Source(bus, head, elements, sync, offload))
 
 
 async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
-    """The values (elements,) at a head, bit for bit as they were merged.
+    """Return the values (elements,) at a head, bit for bit as they were merged.
 
-    offload: as `pull_state`.
+    offload: runs heavy work.
 
     Raises:
-        BadPayload: as `pull_state`.
+        BadPayload: as in `pull_state`.
     """
     return await FORMATS[sync.global_codec].exact(_Source(bus, head, elements, sync, offload))
 
@@ -184,19 +195,26 @@ async def pull_shown(
     extend_s: float = KEPT_S,
     held: Held | None = None,
 ) -> Float32:
-    """The values (elements,) that learners train from at a head, in an array that nobody else has.
+    """Return the values (elements,) that learners train from at a head, in an array that nothing else refers to.
 
-    offload, extend_s: as `pull_state`; as `pull`. held: what is here already; it is left as it is.
+    Args:
+        bus: the run's bus.
+        head: the head.
+        elements: of the fragment.
+        sync: the run's settings.
+        offload: runs heavy work.
+        extend_s: as in `pull`.
+        held: values that the caller has already; they stay unchanged.
 
     Raises:
-        BadPayload: as `pull_state`.
+        BadPayload: as in `pull_state`.
     """
     return await FORMATS[sync.global_codec].shown(_Source(bus, head, elements, sync, offload, extend_s), held)
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """As `global_format.Source`, of a bus."""
+    """`global_format.Source` that reads from a bus."""
 
     bus: Bus
     head: Head

@@ -1,13 +1,12 @@
-"""Globals as updates: what an outer step subtracts, in int8 block scales (`quantize`). Pure: numpy only.
+"""Updates: what an outer step subtracts from the values, in int8 with block scales (`quantize`). Pure: numpy only.
 
-The update *is* the step: values := values of the version before - what its code stands for, in float32. So whoever has
-a version and the updates after it has the later ones bit for bit, and no error of rounding adds up. What the code
-loses of a step, at most half a scale, is not made up for: the pseudogradients that come next are measured from the
-values as they are.
+The update *is* the step: values := previous values - decoded update, in float32. So a reader with some version and the
+updates after it computes the later versions bit for bit, and no rounding error accumulates. What quantization loses of
+a step, at most half a scale, is not added back later: the next pseudogradients are measured from the actual values.
 
-The momentum goes with the steps that were taken (`Momentum.follow`), and costs nothing beside them. A step that only
-averaged leaves none. An orthogonalised step does not say what it was made from: there the pseudogradient D is
-quantized first, and lies on the bus beside the update, for whoever follows the momentum.
+The momentum is computed from the steps that were taken (`Momentum.follow`), so it needs no upload of its own. A step
+that only averaged leaves no momentum. An orthogonalised step does not determine the pseudogradient D it was made from.
+In that case D is quantized before the step, and lies on the bus beside the update for readers that need the momentum.
 """
 
 import numpy as np
@@ -19,7 +18,10 @@ from diloco.pipeline.transfer.global_format import Float32, Momentum
 
 
 def gather(before: Float32 | None, mu: float, merged: Vector) -> Float32:
-    """The momentum after a pseudogradient (elements,) as it came, in new memory. before: (elements,) or None: zeros."""
+    """Return the momentum after a step with the pseudogradient `merged` (elements,), in new memory.
+
+    before: (elements,) momentum before the step; None means zeros.
+    """
     momentum = Momentum(before, pooled(len(merged), np.float32), mu)
     for start in range(0, len(merged), GROUP):
         piece = slice(start, start + GROUP)
@@ -34,10 +36,14 @@ def advance(
     outer: tuple[float, float] | None = None,
     own: bool = False,
 ) -> tuple[Float32, Float32 | None]:
-    """Values and momentum one update further.
+    """Return values and momentum after one update.
 
-    outer: learning rate and momentum, where the momentum follows from the update; None: it stays. own: all arrays may
-    be written to; else they are left as they are.
+    Args:
+        theta: (elements,) values before it.
+        before: (elements,) momentum before it; None means zeros.
+        update: (elements,) the update.
+        outer: learning rate and momentum, if the momentum follows from the update; None: the momentum stays.
+        own: the arrays may be overwritten; otherwise they stay unchanged.
     """
     values, momentum, lr = theta if own else pooled(len(theta), np.float32), None, 1.0
     if outer is not None:
@@ -53,35 +59,35 @@ def advance(
 
 
 class _Coding:
-    """A vector that is being quantized from front to back, and its payload."""
+    """A vector that is quantized from front to back, and its payload."""
 
     def __init__(self, elements: int, chunk_bytes: int, grown: Grown = nobody) -> None:
-        """grown: as `Payload`."""
+        """Allocate the payload; `grown` is called as in `Payload`."""
         wire = pooled(wire_bytes(elements, "int8"), np.uint8)
         self._encoding, self._elements = Encoding(elements, "int8", wire), elements
         self.payload = Payload(as_bytes(wire), chunk_bytes, grown)
 
 
 class CodedGradient(_Coding):
-    """A pseudogradient that is quantized where it lies."""
+    """A pseudogradient that is quantized in place."""
 
     def replace(self, values: Float32) -> None:
-        """Make values (elements,) what their code stands for."""
+        """Replace values (elements,) by what their quantized form decodes to."""
         for start in range(0, self._elements, GROUP):
             piece = values[start : start + GROUP]
             self.payload.grow_to(self._encoding.add(piece, decoded=piece))
 
 
 class CodedStep(_Coding):
-    """An update: a step that is quantized, and taken as its code says."""
+    """An update: the step is quantized, and its decoded form is what the values change by."""
 
     def coder(self, theta: Float32, lr: float, momentum: Momentum | None) -> "StepCoder":
-        """What codes it, from these values (elements,); momentum: None where the update does not tell it."""
+        """Return a coder for a step from `theta` (elements,); momentum: None if it does not follow from the update."""
         return StepCoder(self._encoding, self.payload, theta, lr, momentum)
 
 
 class StepCoder:
-    """An update that is being made from front to back, while the steps in an array become the values after them."""
+    """Quantizes a step from front to back, and replaces the step in its array by the values after it."""
 
     def __init__(
         self, encoding: Encoding, payload: Payload, theta: Float32, lr: float, momentum: Momentum | None
@@ -92,7 +98,7 @@ class StepCoder:
         self._done = 0
 
     def written(self, steps: Float32, stop: int) -> int:
-        """Elements of `steps` (elements,) before `stop` are there; how many of it are values now: whole groups."""
+        """Process `steps` (elements,), final before `stop`; return how many are values now, in whole groups."""
         elements = len(self._theta)
         while self._done < elements and (upto := min(self._done + GROUP, elements)) <= stop:
             piece, step = slice(self._done, upto), self._step[: upto - self._done]
