@@ -131,16 +131,8 @@ async def push_global(
 ) -> Published:
     """Upload the full values of a version, so that it depends on no other one, for a commit.
 
-    Args:
-        bus: the run's bus.
-        fragment: the fragment.
-        version: the version.
-        nonce: part of the keys; a repeated upload with the same nonce must have the same values.
-        values: (elements,) exact values.
-        sync: the run's settings.
-        ttl_s: expiry of the keys in seconds.
-        offload: runs heavy work.
-        momentum: (elements,); None means zeros.
+    `nonce` is part of the keys: a repeated upload with the same nonce must have the same values. `momentum` is
+    (elements,); None means zeros.
     """
     staged = dict[Kind, Staged]()
     arrays = await offload(_whole, values, momentum, sync)
@@ -176,9 +168,7 @@ async def pull_state(
 
 
 async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
-    """Return the values (elements,) at a head, bit for bit as they were merged.
-
-    offload: runs heavy work.
+    """Return the values (elements,) at a head, bit for bit as they were merged. `offload` runs heavy work.
 
     Raises:
         BadPayload: as in `pull_state`.
@@ -197,14 +187,7 @@ async def pull_shown(
 ) -> Float32:
     """Return the values (elements,) that learners train from at a head, in an array that nothing else refers to.
 
-    Args:
-        bus: the run's bus.
-        head: the head.
-        elements: of the fragment.
-        sync: the run's settings.
-        offload: runs heavy work.
-        extend_s: as in `pull`.
-        held: values that the caller has already; they stay unchanged.
+    offload: runs heavy work. extend_s: as in `pull`. held: values that the caller has already; they stay unchanged.
 
     Raises:
         BadPayload: as in `pull_state`.

@@ -1,1 +1,1 @@
-"""What a run looks like from outside: status, merged shares, the ledger."""
+"""Read-only views of a run: status, merged shares, the token ledger, and the page."""

@@ -1,21 +1,21 @@
-"""Where every trained token went: merged, overwritten, rejected, died, or pending. Pure.
+"""The token ledger: whether each trained token was merged, overwritten, rejected, died, or is pending. Pure.
 
-Counted in token-elements (tokens times elements of the fragment they trained), because a delta carries one
-fragment only; divided by the elements of the model at the end. For one incarnation of a learner:
+The unit is token-elements (tokens times the elements of the fragment they trained), because a delta carries one
+fragment only; reports divide by the model's elements at the end. For one incarnation of a learner:
 
     trained   = overwritten + published + unpublished
     published = merged + rejected + offered + missing
 
-`trained`, `overwritten` and `published` are its own last words; `merged` and `rejected` stand on the tape, `offered`
-are the headers still on the streams. What is left over in the two lines has an honest name or none:
+`trained`, `overwritten` and `published` are from its last report; `merged` and `rejected` are from the tape; `offered`
+are the headers still on the streams. The remainders of the two lines, `unpublished` and `missing`, are explained as:
 
-    rejected     as the tape tells; and `missing`, where refusals became so many that it tells of them no more
-    pending      offered; and all that is left over of a live learner, which may still publish it
+    rejected     as on the tape; and `missing`, if refusals became so many that the tape stopped listing them
+    pending      offered; and the remainders of a live learner, which it may still publish
     died         lost with a learner that was killed, or with the last second of a bus that came back without it
-    unaccounted  anything else: published more than trained, merged more than published, or a gap of a learner that
-                 left in order while nothing was lost by a fault. It means a bug; the ledger closes if there is none.
+    unaccounted  anything else: more published than trained, more merged than published, or a remainder of a learner
+                 that left in order while no fault lost anything. It means a bug: without one it is 0.
 
-Only the surviving history counts: a merge that the bus lost, and that was made again or never, is no merge.
+Only the surviving history counts: a merge that the bus lost, whether it was repeated or not, does not count as merged.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,22 +26,22 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeRecord
 from diloco.pipeline.view.ledger_inputs import Incarnation, LedgerInputs
 
+# Why tokens are not merged, by the names in reports.
 CAUSES = ("overwritten", "rejected", "died", "pending", "unaccounted")
-"""Why tokens are not merged, as reports name them."""
 
 
 @dataclass(slots=True)
 class Account:
-    """One incarnation of a learner, in token-elements unless a name says otherwise."""
+    """The account of one incarnation of a learner, in token-elements unless stated otherwise."""
 
     learner: str
     incarnation: str
     left: bool = False
-    """It left in order, so its report is complete."""
+    """It left in order, so its last report is complete."""
     live: bool = False
-    """The run goes on, and so does it."""
+    """The run is not finished, and the learner is still in it."""
     bus_lost: bool = False
-    """The bus was away, or came back at an earlier state: it may have lost what it had acknowledged."""
+    """The bus was unavailable, or came back at an earlier state, so it may have lost acknowledged writes."""
     tokens: int = 0
     """Trained, in tokens."""
     trained: int = 0
@@ -51,35 +51,35 @@ class Account:
     rejected: int = 0
     offered: int = 0
     arrived_by_fragment: dict[int, int] = field(default_factory=dict)
-    """Tokens of each fragment that arrived at the syncer: merged, rejected, or still on the stream."""
+    """By fragment: tokens that reached the syncer, that is, were merged, rejected, or are still on the stream."""
     merged_by_fragment: dict[int, int] = field(default_factory=dict)
 
     @property
     def unpublished(self) -> int:
-        """Trained, and neither overwritten nor published."""
+        """Trained, but neither overwritten nor published."""
         return self.trained - self.overwritten - self.published
 
     @property
     def missing(self) -> int:
-        """Published, and neither merged nor rejected nor on a stream."""
+        """Published, but neither merged nor rejected nor on a stream."""
         return self.published - self.merged - self.rejected - self.offered
 
     @property
     def pending(self) -> int:
-        """May still be merged."""
+        """Part that may still be merged."""
         rest = max(0, self.unpublished) + max(0, self.missing)
         return self.offered + (rest if self.live and not self.left else 0)
 
     @property
     def died(self) -> int:
-        """Lost with the learner or with the bus."""
+        """Part that was lost with the learner or with the bus."""
         if self.left:
             return max(0, self.missing) if self.bus_lost else 0
         return 0 if self.live else max(0, self.unpublished) + max(0, self.missing)
 
     @property
     def unaccounted(self) -> int:
-        """What the causes leave over; 0 unless there is a bug (two that cancel out still show in `problems`)."""
+        """The remainder after all causes: 0 unless there is a bug. (Bugs that cancel out still show in `problems`.)"""
         known = self.merged + self.overwritten + self.rejected + self.died + self.pending
         return self.trained - known
 
@@ -90,15 +90,17 @@ class Account:
 def surviving(
     records: Iterable[TapeRecord], heads: Iterable[tuple[int, int, bytes]] = ()
 ) -> tuple[list[Committed], bool]:
-    """The merges that hold, and whether any was lost with the bus.
+    """Return the merges that are part of the present history, and whether the bus lost any.
 
-    Where a server was replaced while others still wrote to it, records of both histories stand between each other.
-    So the merges that lead to a head are followed back from it; only where that is not known their order decides.
+    When a server was replaced while parties still wrote to the old one, records of both histories are interleaved on
+    the tape. So the merges that lead to a head are followed backwards from it. Only where a head is unknown, the order
+    decides.
 
     Args:
-        records: each fragment's in the order of its tape. One may stand there again: an archive that was begun anew.
-        heads: (fragment, version, digest) at the end, as far as known: what does not lead there is lost, also if the
-            tape ends before it says so.
+        records: each fragment's in the order of its tape. Repeated records are possible, if an archive was started
+            again.
+        heads: (fragment, version, digest) at the end, as far as known. Merges that do not lead there are lost, even if
+            the tape ends before it says so.
     """
     histories: dict[int, dict[int, Committed]] = {}
     made: dict[tuple[int, int, bytes], Committed] = {}
@@ -118,7 +120,8 @@ def surviving(
         elif isinstance(record, Committed):
             there = histories.setdefault(record.fragment, {}).get(record.version)
             made_as = record.fragment, record.version, record.digest
-            if record.base_digest is not None or made_as not in made:  # else it was put back, which is no merge
+            # A repeated record without a base is of a syncer that put the version back, which is no merge.
+            if record.base_digest is not None or made_as not in made:
                 made[made_as] = record
             put_back = there is not None and record.base_digest is None and record.digest == there.digest
             if not put_back and there != record:
@@ -135,7 +138,7 @@ def surviving(
 
 
 def _back_from(made: Mapping[tuple[int, int, bytes], Committed], head: tuple[int, int, bytes]) -> dict[int, Committed]:
-    """By version: the merges that led to a head, as far back as they are known without a gap."""
+    """Return by version the merges that led to a head, as far back as they are known without a gap."""
     found: dict[int, Committed] = {}
     fragment, version, digest = head
     while (one := made.get((fragment, version, digest))) is not None:
@@ -150,10 +153,10 @@ def _back_from(made: Mapping[tuple[int, int, bytes], Committed], head: tuple[int
 
 
 def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout: Layout) -> list[Account]:
-    """The account of every incarnation that reported, stands on the tape or has a header on a stream.
+    """Return the account of every incarnation that has a report, a record on the tape, or a header on a stream.
 
-    records: the tape of this part of the run, lost history included. In a finished run what is on the streams came too
-    late, and is as good as rejected.
+    records: the tape of this part of the run, lost history included. In a finished run, the headers on the streams came
+    too late and count as rejected.
     """
     records = list(records)
     commits, lost = surviving(records, ledger_inputs.heads)
@@ -179,7 +182,7 @@ def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout:
         one.tokens, one.overwritten, one.published = report.tokens, report.overwritten, report.published
         one.bus_lost = lost or report.outages > 0
     for key, one in found.items():
-        # The bus may have lost a report that a killed learner does not repeat: what arrived was trained.
+        # The bus may have lost a report, and a killed learner does not repeat it. At least what arrived was trained.
         if key not in reported or (bus_lost and not one.left):
             one.bus_lost = True
             one.published = max(one.published, one.merged + one.rejected + one.offered)
@@ -192,8 +195,11 @@ def accounts(records: Iterable[TapeRecord], ledger_inputs: LedgerInputs, layout:
 
 
 class _Books:
-    """What became of the deltas of each incarnation, fragment and base. All deltas on one base are one training:
-    a later one holds all that an earlier one did, so only the most that came of it counts."""
+    """The fate of deltas by fragment, incarnation and base.
+
+    All deltas of an incarnation on one base contain the same training: a later one includes an earlier one. So only the
+    largest number of tokens counts, and merged takes precedence over offered, and offered over rejected.
+    """
 
     def __init__(self, layout: Layout) -> None:
         self._elements = {fragment.id: fragment.elements for fragment in layout.fragments}
@@ -202,7 +208,7 @@ class _Books:
         self._refused: dict[tuple[int, str, str, int], int] = {}
 
     def merge(self, fragment: int, learner: str, incarnation: str, base: int, tokens: int) -> None:
-        """Tokens of a delta on a base are in a merge that holds."""
+        """A delta's tokens are part of a surviving merge."""
         self._merged[fragment, learner, incarnation, base] = tokens
 
     def offer(self, fragment: int, learner: str, incarnation: str, base: int, tokens: int) -> None:
@@ -210,7 +216,7 @@ class _Books:
         self._most(self._offered, (fragment, learner, incarnation, base), tokens)
 
     def refuse(self, fragment: int, learner: str, incarnation: str, base: int, tokens: int) -> None:
-        """A delta was refused; another of the same training may have been merged, or may still be."""
+        """A delta was refused. Another delta of the same training may have been merged, or may still be."""
         self._most(self._refused, (fragment, learner, incarnation, base), tokens)
 
     @staticmethod
@@ -218,7 +224,7 @@ class _Books:
         column[key] = max(column.get(key, 0), tokens)
 
     def close(self) -> dict[Incarnation, Account]:
-        """Accounts with what arrived of them."""
+        """Return the accounts, with what arrived from each incarnation."""
         found: dict[Incarnation, Account] = {}
         for key in sorted({*self._merged, *self._offered, *self._refused}):
             fragment, learner, incarnation, _ = key
@@ -239,7 +245,7 @@ class _Books:
 
 
 def problems(parts: Iterable[Account]) -> list[str]:
-    """Why the ledger does not close, one line each; empty: every token-element is accounted for."""
+    """Return why the ledger does not close, one line each; empty if every token-element is accounted for."""
     found = []
     for one in parts:
         who = f"{one.learner}/{one.incarnation}"
@@ -259,7 +265,7 @@ def problems(parts: Iterable[Account]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Sums over accounts: tokens = merged + all of lost, in whole tokens; the same in `elements` without rounding."""
+    """Sums over accounts in whole tokens, with tokens = merged + all of lost; in `elements` without rounding."""
 
     tokens: int
     merged: int
@@ -270,8 +276,11 @@ class Totals:
 
 
 def totals(parts: Iterable[Account], layout: Layout) -> Totals:
-    """Sum up, rounded as the status rounds. Each number is less than a token from its exact value, where the ledger
-    closes; an unaccounted token-element shows as a token."""
+    """Sum up accounts, rounded in the same way as the status.
+
+    If the ledger closes, each number is less than a token from its exact value. A single unaccounted token-element
+    shows as one token.
+    """
     parts, size = list(parts), layout.elements
     tokens = sum(part.tokens for part in parts)
     exact = {cause: sum(getattr(part, cause) for part in parts) for cause in ("merged", *CAUSES)}
@@ -289,21 +298,21 @@ def totals(parts: Iterable[Account], layout: Layout) -> Totals:
 
 
 def not_merged_by_fragment(part: Account, layout: Layout) -> dict[str, int]:
-    """Tokens of one incarnation that no merge of each fragment holds, whatever the cause."""
+    """Return for each fragment the tokens of one incarnation that no merge holds, whatever the cause."""
     return {
         str(fragment.id): part.tokens - part.merged_by_fragment.get(fragment.id, 0) for fragment in layout.fragments
     }
 
 
 def in_whole_tokens(exact: Sequence[int], elements: int, most: int) -> list[int]:
-    """Token-elements of each kind in tokens of a model of so many elements, all together `most` of them at most.
+    """Convert token-elements of several kinds to tokens of a model with `elements` elements, at most `most` together.
 
-    Their sums are rounded, not each of them: of what is all accounted for no token is left over.
+    The running sums are rounded, not each number, so no token is left over where everything is accounted for.
     """
     sums = [min(most, part // elements) for part in accumulate(exact)]
     return [b - a for a, b in pairwise((0, *sums))]
 
 
 def whole_tokens(by_fragment: Sequence[int] | Mapping[int, int], layout: Layout) -> int:
-    """Tokens of the whole model that tokens of each fragment (by id) amount to."""
+    """Return how many tokens of the whole model the tokens of each fragment (by id) amount to."""
     return sum(by_fragment[fragment.id] * fragment.elements for fragment in layout.fragments) // layout.elements

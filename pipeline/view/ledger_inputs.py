@@ -1,4 +1,4 @@
-"""What a run's bus holds for its ledger at one moment: reports, heads, and headers that nobody has merged yet."""
+"""What a run's bus has for the ledger at one moment: reports, heads, and headers that are not merged yet."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.run import LearnerReport, Phase
 
+# (learner, incarnation)
 Incarnation = tuple[str, str]
-"""(learner, incarnation)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,31 +17,34 @@ class LedgerInputs:
     """What is known of a run besides its tape."""
 
     reports: tuple[LearnerReport, ...] = ()
-    """The last of each incarnation, of this part of the run."""
+    """The last report of each incarnation in this part of the run."""
     heads: tuple[tuple[int, int, bytes], ...] = ()
     """(fragment, version, digest)"""
     offers: tuple[DeltaHeader, ...] = ()
     """Headers still on the streams."""
     live: frozenset[Incarnation] = frozenset()
-    """Incarnations that may still publish: heard from lately, not left, in a run that is not finished."""
+    """Incarnations that may still publish: heard from lately and not left, in a run that is not finished."""
     here: frozenset[str] = frozenset()
-    """Learners that were heard from lately and have not left: perhaps they are about to."""
+    """Learners that were heard from lately and have not left, even if the run is finished: they may be about to leave.
+    """
     finished: bool = True
-    """Nothing will be merged any more."""
+    """No more merges will be made."""
 
 
 async def read_ledger_inputs(bus: Bus, fragments: int, live_s: float, gone: Collection[str] = ()) -> LedgerInputs:
-    """What the bus's run has now. Read its tape before, so that no merge is on the tape and not in a head.
+    """Read the present state of the bus's run.
 
-    live_s: a learner not heard from for this long is not live. gone: learners known to be dead.
+    Read the tape first: then each merge on the tape is also in a head.
+
+    live_s: a learner that was silent for this long is not live. gone: learners known to be dead.
 
     Raises:
         BusError: the bus cannot be read.
     """
     state = await bus.read_state()
     finished = state is not None and state.phase is Phase.FINISHED
-    # Headers before reports, as they are written the other way round; heads before headers, so that what is merged
-    # meanwhile is at worst counted as pending.
+    # A learner writes the report that counts a delta before the delta's header. So headers are read before reports, and
+    # every header is counted. Heads are read before headers, so a merge made in between at worst counts as pending.
     heads = [head for head in await bus.read_heads(range(fragments)) if head is not None]
     offers: list[DeltaHeader] = []
     for p in range(fragments):

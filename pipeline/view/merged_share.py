@@ -1,16 +1,16 @@
-"""The merged share: how much of what the learners train comes into the global. Pure.
+"""The merged share: how much of what the learners train gets into the global. Pure.
 
-    since the start   merged / trained tokens of the whole run, earlier parts of a resumed one included
-    recent            the same of what both grew by in the last five minutes (`RECENT_S`)
+    since the start   merged / trained tokens of the whole run, including earlier parts of a resumed one
+    recent            the same for the last five minutes (`RECENT_S`): growth of merged / growth of trained
     pending           pending / trained tokens: what may still be merged (`status`)
 
-Tokens are those of the whole model: a fragment counts by its share of it. What was trained a moment ago is pending, so
-in a run's first minutes merged / trained is low however well all goes: there `pending` says how much may still come.
-The recent share has as much pending at its end as at its beginning, and is right without it. It is at most 1, also
-where what was trained before is merged now.
+Tokens are tokens of the whole model: a fragment counts by its share of it. What was trained a moment ago is pending, so
+in the first minutes of a run merged / trained is low even if all goes well; `pending` then says how much may still
+come. The recent share needs no such correction, because about as much is pending at its end as at its beginning. It is
+at most 1, even if the period merges what was trained before it.
 
-The lead notes (Unix time, trained, merged) in the run's state every `SAMPLE_S`. So whoever reads the state and the
-heads knows the recent share, whichever syncer leads, and also when none does any more.
+The lead syncer writes a sample (Unix time, trained, merged) to the run's state every `SAMPLE_S`. So any reader of the
+state and the heads can compute the recent share, whichever syncer leads, or if none does.
 """
 
 from collections.abc import Sequence
@@ -20,27 +20,30 @@ from diloco.pipeline.messages.wire import MOST_SAMPLES
 
 SAMPLE_S = 15.0
 RECENT_S = 300.0
+# No recent share is given for a shorter time, because merges come in lumps.
 LEAST_S = 30.0
-"""Nothing is said of a shorter time: merges come in lumps."""
+# If at most this share of the tokens was trained before the recent period, the period counts as the whole run.
 NEARLY_NONE = 0.1
-"""Of the tokens: if no more than this share was trained before, the last minutes are the whole run."""
 
+# (Unix time, trained tokens, merged tokens) of the whole run.
 Sample = tuple[float, int, int]
-"""(Unix time, trained tokens, merged tokens) of the whole run."""
 
 
 def _sound(samples: Sequence[Sample], now: Sample) -> list[Sample]:
-    """Those before now: a bus that came back at an earlier state, or another machine's clock, leaves others."""
+    """Return the samples that are not after `now` in any component.
+
+    Others were left by a bus that came back at an earlier state, or by another machine's clock.
+    """
     return [one for one in samples if all(was <= at for was, at in zip(one, now, strict=True))]
 
 
 def sample_due(samples: Sequence[Sample], unix_s: float) -> bool:
-    """Whether the lead should note another sample."""
+    """Return whether the lead should write another sample."""
     return not samples or not 0 <= unix_s - samples[-1][0] < SAMPLE_S
 
 
 def with_sample(samples: Sequence[Sample], now: Sample) -> tuple[Sample, ...]:
-    """The samples with one more: those of the last `RECENT_S`, and the one before."""
+    """Return the samples with one more: those of the last `RECENT_S`, and the one before them."""
     kept = [*_sound(samples, now), now]
     while len(kept) > 1 and (now[0] - kept[1][0] >= RECENT_S or len(kept) > MOST_SAMPLES):
         del kept[0]
@@ -48,9 +51,10 @@ def with_sample(samples: Sequence[Sample], now: Sample) -> tuple[Sample, ...]:
 
 
 def recent_share(samples: Sequence[Sample], now: Sample) -> tuple[float | None, float]:
-    """(Merged over trained since about `RECENT_S` ago, over how many seconds that is).
+    """Return (growth of merged / growth of trained over about `RECENT_S`, the actual period in seconds).
 
-    In a younger run it is since the first sample. None: nothing was trained, or the time is too short to tell.
+    In a younger run the period begins at the first sample. The share is None if nothing was trained, or the period is
+    too short.
     """
     before = _before(samples, now)
     span_s, trained, merged = (at - was for was, at in zip(before, now, strict=True))
@@ -58,27 +62,27 @@ def recent_share(samples: Sequence[Sample], now: Sample) -> tuple[float | None, 
 
 
 def _before(samples: Sequence[Sample], now: Sample) -> Sample:
-    """The sample that the recent share counts from."""
+    """Return the sample at which the recent period begins."""
     sound = _sound(samples, now)
     return next((one for one in reversed(sound) if now[0] - one[0] >= RECENT_S), sound[0] if sound else now)
 
 
 class MergedShare(TypedDict):
-    """Shares of the trained tokens, JSON-able; None: nothing is known yet."""
+    """Shares of the trained tokens, JSON-able; None if nothing is known yet."""
 
     since_start: float | None
     pending: float | None
     recent: float | None
     recent_s: float
-    """Seconds that the recent one is about."""
+    """Length of the recent period in seconds."""
     recent_is_all: bool
-    """They are all of the run, or nearly: it says what `since_start` says already."""
+    """The recent period is the whole run, or nearly, so `recent` says the same as `since_start`."""
 
 
 def shares(samples: Sequence[Sample], now: Sample, pending: int = 0) -> MergedShare:
-    """All three.
+    """Return all three shares.
 
-    samples: noted by the lead, oldest first. now: time and totals.
+    samples: written by the lead, oldest first. now: present time and totals.
     """
     _, trained, merged = now
     recent, recent_s = recent_share(samples, now)

@@ -1,12 +1,11 @@
-"""A run's status (`Status`, JSON-able): for `diloco status`, the HTTP side, the display and the report.
+"""A run's status (`Status`, JSON-able) for `diloco status`, the HTTP endpoint, the display and the report. Pure.
 
-Pure; `status_reader` gathers what it needs from the bus. Token accounting, over the whole model:
-tokens = merged + overwritten + rejected + died + pending. The first three are counted where they happen. The rest
-is training that has not been merged. What a learner that is not heard from any more had not published "died" with it;
-of what was published and is not merged nobody can tell without the tape whether it was lost, so while the run goes on
-it is "pending", as is all that a live learner may still publish. Once the run is finished nothing will come any more,
-and the rest "died" (or was lost before this part of a resumed run began). The report, which reads the tape, is exact
-(`pipeline.view.ledger`).
+`status_reader` reads the input from the bus. Tokens are accounted for over the whole model: tokens = merged +
+overwritten + rejected + died + pending. The first three are counted where they happen; the rest is training that was
+not merged. What a silent learner had not published "died" with it. Whether something that was published and not merged
+was lost cannot be told without the tape. So as long as the run goes on it is "pending", like everything that a live
+learner may still publish. Once the run is finished nothing more can come, and the rest "died" (or was lost before this
+part of a resumed run began). The report reads the tape, and is exact (`pipeline.view.ledger`).
 """
 
 from collections import Counter
@@ -29,7 +28,7 @@ NOTHING_TOLD = trouble.Told()
 
 
 class LearnerStatus(TypedDict):
-    """One incarnation of a learner: its last report."""
+    """The last report of one incarnation of a learner."""
 
     id: str
     incarnation: str
@@ -42,11 +41,11 @@ class LearnerStatus(TypedDict):
     step_s: float
     versions: list[int]
     age_s: float
-    """Since the report, by the server's clock."""
-    # A rank of a data-parallel baseline says nothing of these.
+    """Seconds since the report, by the server's clock."""
+    # A rank of a data-parallel baseline does not report the following.
     step_s_median: NotRequired[float]
     pull_s: NotRequired[float]
-    """From a head that it saw to the fragment's global pulled."""
+    """Seconds from the first sight of a head until the fragment's global was pulled."""
     blocked_s: NotRequired[float]
     wall_s: NotRequired[float]
     host: NotRequired[str]
@@ -54,7 +53,7 @@ class LearnerStatus(TypedDict):
     ranks: NotRequired[int]
     """Processes that train as this learner."""
     moments: NotRequired[str]
-    """Where its optimizer's came from, as `Learner.recovered`; "": it has not said."""
+    """Where its optimizer moments came from, as in `Learner.recovered`; "" if it has not said."""
 
 
 class WindowStatus(TypedDict):
@@ -67,7 +66,7 @@ class WindowStatus(TypedDict):
     quorum: int
     reason: str
     doubted: list[str]
-    """Learners whose deltas disagree with all others' again and again."""
+    """Learners that the window does not wait for, because their last deltas were refused, late, or missing."""
     deadline_in_s: float | None
     merge_s: float
     outer_s: float
@@ -79,27 +78,28 @@ class FragmentStatus(TypedDict):
     id: int
     version: int
     interval: int
-    """Inner steps between two syncs for who trains on this version: planned, or stretched by round trips."""
+    """Inner steps between two syncs of learners that train on this version: planned, or stretched by long round trips.
+    """
     asked_interval: int
-    """H, the interval that was asked for, in inner steps; 0: not known."""
+    """H, the interval that the settings ask for, in inner steps; 0 if unknown."""
     digest: str
     """Hex."""
     merged_deltas: int
     merged_tokens: int
     rejected_tokens: int
     refused: dict[str, int]
-    """Deltas refused, by reason."""
+    """Refused deltas by reason."""
     averaged: bool
     """Its tensors are average-only."""
     window: WindowStatus
 
 
 class SyncerStatus(TypedDict):
-    """A syncer that is here."""
+    """A syncer that is present."""
 
     id: str
     leads: bool
-    """It serves fragment 0."""
+    """It owns fragment 0."""
     fragments: list[int]
 
 
@@ -113,12 +113,12 @@ class EvaluationStatus(TypedDict):
 
 
 class OuterStep(TypedDict):
-    """How the outer step of the fragment that is worst off fits into a round (`pipeline.pacing`)."""
+    """How the outer step of the slowest fragment fits into a round (`pipeline.pacing`)."""
 
     outer_s: float
     room_s: float
     share: float
-    """Of the room; above 1 it does not fit."""
+    """Share of the room; above 1 the step does not fit."""
 
 
 class TokensLost(TypedDict):
@@ -131,13 +131,13 @@ class TokensLost(TypedDict):
 
 
 class Status(TypedDict):
-    """A run's status. The names are what users read at `/status` and from `diloco status --json`."""
+    """A run's status. Users read these names at `/status` and from `diloco status --json`."""
 
     run: str
     own_loop: bool
-    """Its learners are programs of the user's own: no command of ours starts one."""
+    """Its learners are the user's own programs: no command of this project starts one."""
     phase: str
-    """Of `Phase`, or "waiting"."""
+    """A value of `Phase`, or "waiting"."""
     reason: str
     tokens: int
     budget_tokens: int
@@ -147,16 +147,16 @@ class Status(TypedDict):
     outer_steps: int
     tokens_lost: TokensLost
     refused: dict[str, int]
-    """Deltas refused, by reason."""
+    """Refused deltas by reason."""
     elapsed_s: float
-    """The run's time: since its first parameters were there; of one that ends or has ended, to the last word of a
-    learner that has trained in it. Report, page and display mean the same by it."""
+    """The run's time since its first parameters were on the bus. If the run is ending or has ended, the time stops at
+    the last report of a learner that trained. The report, the page and the display use the same definition."""
     learners: list[LearnerStatus]
     syncers: list[SyncerStatus]
     fragments: list[FragmentStatus]
     evaluation: EvaluationStatus | None
     outer_step: OuterStep | None
-    """None: not known yet."""
+    """None if not known yet."""
     warnings: list[str]
 
 
@@ -186,12 +186,12 @@ def _learner(seen: SeenReport, live_s: float) -> LearnerStatus:
 
 
 def is_missed(learner: LearnerStatus) -> bool:
-    """Whether it is silent, and nobody knows that it is not to come back."""
+    """Return whether a learner is silent without having left."""
     return not (learner["live"] or learner["left"])
 
 
 def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
-    """One entry a learner: its newest incarnation (the one heard from last), in the order of their names."""
+    """Return one entry per learner, its newest incarnation (the one heard from last), sorted by name."""
     newest: dict[str, LearnerStatus] = {}
     for learner in learners:
         before = newest.get(learner["id"])
@@ -201,7 +201,7 @@ def present(learners: list[LearnerStatus]) -> list[LearnerStatus]:
 
 
 def speed(learners: list[LearnerStatus]) -> float:
-    """Tokens per second of all that are live; of one that came back, only the life it has now."""
+    """Return the tokens per second of all live learners. Only a learner's present incarnation counts."""
     return sum(one["tokens_per_s"] for one in present(learners) if one["live"])
 
 
@@ -235,7 +235,7 @@ def _fragment(head: Head, sync: SyncSpec | None, layout: Layout | None, now_unix
 
 
 def merged_tokens(layout: Layout, heads: Sequence[Head]) -> int:
-    """Merged tokens of the whole model: a fragment counts by its share of it."""
+    """Return the merged tokens of the whole model, in which a fragment counts by its share of the elements."""
     elements = [fragment.elements for fragment in layout.fragments]
     return sum(head.merged_tokens * elements[head.fragment] for head in heads) // layout.elements
 
@@ -248,9 +248,10 @@ def _tokens(
     live_s: float,
     away: Collection[int],
 ) -> tuple[int, int, TokensLost]:
-    """(trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of it.
+    """Return (trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of the
+    elements.
 
-    While some heads cannot be asked for, no less is merged than the lead has noted last.
+    If some heads cannot be read, merged is at least what the lead last wrote to the state.
     """
     reports = [seen for seen in reports if seen.counts_in(state)]
     base, written = (0, 0) if state is None else (state.base_tokens, state.tokens)
@@ -270,7 +271,7 @@ def _tokens(
         dead = [seen.report for seen in reports if not (seen.report.left or is_live(seen, live_s))]
         unpublished = sum(max(0, one.tokens * total - one.overwritten - one.published) for one in dead) // total
         earlier_lost = sum(earlier) // total
-    # What a checkpoint lacked of what was trained before it will not come any more.
+    # Tokens trained before the checkpoint of a resumed run, and not merged in it, can no longer arrive.
     before = 0 if state is None else max(0, base - state.base_merged - earlier_lost)
     rest = max(0, tokens - merged - overwritten - rejected)
     finished = state is not None and state.phase is Phase.FINISHED
@@ -279,7 +280,7 @@ def _tokens(
 
 
 def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s: float) -> float:
-    """The run's time, as `Status.elapsed_s` defines it."""
+    """Return the run's time as defined by `Status.elapsed_s`."""
     if state is None:
         return 0.0
     trained = (seen.age_s for seen in reports if seen.report.step)
@@ -288,7 +289,7 @@ def _elapsed_s(state: RunState | None, reports: Sequence[SeenReport], now_unix_s
 
 
 def _syncers(syncers: Mapping[str, str], holders: Sequence[str | None]) -> list[SyncerStatus]:
-    """Who serves which fragments; the one of fragment 0 leads."""
+    """Return which syncer owns which fragments; the owner of fragment 0 leads."""
     return [
         {
             "id": name,
@@ -315,11 +316,11 @@ def build_status(
     takes_writes: bool = True,
     away: Collection[int] = (),
 ) -> Status:
-    """The status from its parts.
+    """Build the status from its parts.
 
-    `syncers`: nonce -> name of those that are here; `holders`: under which nonce each fragment's lease is held;
-    `told`: what events say of learners; `away`: fragments whose heads could not be asked for.
-    Before a spec and a state exist the phase is "waiting", and the shape is the same.
+    `syncers`: nonce -> name of those present; `holders`: by fragment, the nonce that holds its lease; `told`: what
+    events say about learners; `away`: fragments whose heads could not be read. Before a spec and a state exist, the
+    phase is "waiting", and the status has the same fields.
     """
     present = [head for head in heads if head is not None]
     layout = layout_of(spec.tensors) if spec is not None else None
@@ -358,7 +359,7 @@ def build_status(
         warnings += [str(one) for one in (slow, long) if one]
         warnings += trouble.crowded(here)
     elapsed_s = _elapsed_s(state, reports, now_unix_s)
-    # Reports newer than the state are believed, but not where the lead sets aside a part of what they say.
+    # Reports may be newer than the state, so they count for progress, unless the lead excludes some of their tokens.
     counted = state.counted_tokens if state is not None and state.set_aside else tokens
     samples, began = (state.samples, state.started_unix_s) if state is not None else ((), now_unix_s)
     merged_share = shares(samples, (began + elapsed_s, tokens, merged), lost["pending"])

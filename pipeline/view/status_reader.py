@@ -1,4 +1,4 @@
-"""Reads the status of a run from its bus."""
+"""Reading of a run's status from its bus."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -19,12 +19,12 @@ from diloco.pipeline.view.status import NOTHING_TOLD, Status, build_status
 
 
 def _recent(clock: Clock) -> str:
-    """Cursor before what a stream got in the last hour: one of a long run is not read from its start each time."""
+    """Return a stream cursor of one hour ago, so that a long run's stream is not read from its start each time."""
     return f"{max(0, int((clock.unix() - trouble.RECENT_S) * 1000))}-0"
 
 
 async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
-    """The newest one."""
+    """Return the newest evaluation."""
     last: Evaluation | None = None
     for start in (_recent(clock), START):
         cursor = start
@@ -38,11 +38,11 @@ async def _last_evaluation(bus: Bus, clock: Clock) -> Evaluation | None:
 def as_heard(
     reports: Sequence[SeenReport], info: BusInfo, live_s: float, answers_s: float = math.inf
 ) -> list[SeenReport]:
-    """Reports with their ages, without the time in which nobody could write: who was not let is not silent.
+    """Return reports with their ages reduced by the time in which nobody could write, which does not count as silence.
 
-    That time lies between the last report and when the bus took writes again, if none has come since.
+    If no report has come since the bus accepts writes again, that time lasts from the last report until then.
 
-    answers_s: for how long the bus has answered without a break, as far as the caller knows.
+    answers_s: for how long the bus has answered without interruption, as far as the caller knows.
     """
     writable_s = min(info.up_s, answers_s) if info.takes_writes else 0.0
     away_s = min((seen.age_s for seen in reports), default=0.0) - writable_s
@@ -52,25 +52,28 @@ def as_heard(
 
 
 def redis_fill(info: BusInfo, spec: Spec, live: Collection[str]) -> Finding:
-    """How full the run's Redis is, as `server.fill_of_run`."""
+    """Return how full the run's Redis is, as in `server.fill_of_run`."""
     return fill_of_run(info, layout_of(spec.tensors).elements, len(live), spec.sync)
 
 
 class StatusReader:
-    """Reads the status of the bus's run, each time anew, but for events that it has read before."""
+    """Reads the status of the bus's run. Each read is complete, except that events are only read once."""
 
     def __init__(self, bus: Bus, clock: Clock, live_s: float | None = None) -> None:
-        """live_s: a learner not heard from for this long is not live; None: what the run's syncers go by, as its state
-        says."""
+        """Create a reader.
+
+        live_s: a learner that was silent for this long is not live. None: the value of the run's syncers, from its
+        state.
+        """
         self._bus, self._clock, self._live_s = bus, clock, live_s
         self._told, self._cursor = NOTHING_TOLD, START
 
     async def read(self, answers_s: float = math.inf) -> Status:
-        """The status now. answers_s: as `as_heard`.
+        """Return the status now. `answers_s`: as in `as_heard`.
 
         Raises:
             BusError: the bus cannot be read.
-            BadMessage: what is stored there is not a run of this build.
+            BadMessage: what is stored is not a run of this build.
         """
         bus, clock = self._bus, self._clock
         data = await bus.read_spec()
@@ -86,7 +89,7 @@ class StatusReader:
 
 
 async def read_status(bus: Bus, clock: Clock, live_s: float | None = None, answers_s: float = math.inf) -> Status:
-    """As `StatusReader`, once."""
+    """Read the status once, like `StatusReader.read`."""
     return await StatusReader(bus, clock, live_s).read(answers_s)
 
 
@@ -100,18 +103,18 @@ async def read_status_of(
     told: trouble.Told,
     answers_s: float = math.inf,
 ) -> tuple[Status, list[Head | None], RunState | None]:
-    """As `read_status`, for who knows what changes seldom; with the heads and the state that it is of.
+    """Read the status for a caller that already has the parts that seldom change; return it with its heads and state.
 
-    bus: groups set, if there is a spec. told: what events say of learners. answers_s: as `as_heard`.
+    bus: its groups are set if there is a spec. told: what events say about learners. answers_s: as in `as_heard`.
     """
-    # Totals of heads before those of reports: what was merged was reported as trained earlier.
+    # Heads are read before reports: tokens are reported as trained before they are merged, so merged <= trained.
     fragments = range(0 if spec is None else spec.sync.fragments)
     unreadable = list[BadMessage]()
-    there = await by_group(bus.keys, fragments, bus.read_heads, unreadable.append)  # who is away is among the warnings
+    there = await by_group(bus.keys, fragments, bus.read_heads, unreadable.append)  # absent servers become warnings
     heads = [there.get(p) for p in fragments]
     held = await by_group(bus.keys, fragments, bus.read_leases)
     syncers = await bus.read_syncers()
-    if strays := [p for p, holder in held.items() if holder not in (None, *syncers)]:  # or one has parted in between
+    if strays := [p for p, holder in held.items() if holder not in (None, *syncers)]:  # or its syncer has just left
         held |= await by_group(bus.keys, strays, bus.read_leases)
     holders = [held.get(p) for p in fragments]
     reports = await bus.read_reports()

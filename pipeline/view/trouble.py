@@ -1,4 +1,4 @@
-"""What a run waits for, or has lost, and learners that stall each other: for the status, in words. Pure."""
+"""Warnings of the status: what a run waits for or has lost, and learners that stall each other. Pure."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,26 +15,27 @@ from diloco.pipeline.messages.run import (
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.units import duration
 
+# Prefix of the reason of a run that waits, unless the bus has lost a part of the run.
 AWAITED = "waiting for"
-"""How the reason begins of a run that waits, unless the bus has lost a part of it."""
 
+# Missing scripts and changes of the server are only reported for this long.
 RECENT_S = 3600.0
-"""Scripts that were missed longer ago, or a server that has changed, do not count."""
+# The most learners and changes of the server that are remembered.
 MOST_TOLD = 512
-"""Learners, and changes of the server."""
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a run's events say of learners."""
+    """What a run's events say about learners and the server."""
 
     scriptless: Mapping[str, float] = field(default_factory=dict)
-    """Who does not find its scripts at Redis, by when it told it last, in Unix seconds: anything else ends that."""
+    """Learners that do not find their scripts at Redis, with the Unix time of their last event about it. Any other
+    event of a learner ends that."""
     changes: tuple[float, ...] = ()
-    """When another server came, or one was restarted, lately; in Unix seconds."""
+    """When the server was replaced or restarted lately, in Unix seconds."""
 
     def after(self, events: Iterable[Event], now_s: float) -> "Told":
-        """With what later events say; now_s: Unix seconds."""
+        """Return this with later events added. `now_s` is in Unix seconds."""
         scriptless, changes = dict(self.scriptless), list(self.changes)
         for event in events:
             scriptless.pop(event.who, None)
@@ -47,7 +48,7 @@ class Told:
 
 
 def changed(told: Told, now_s: float) -> str:
-    """That Redis was another server or was restarted, lately; "" if not. now_s: Unix seconds."""
+    """Return a warning if Redis failed over or was restarted lately, else "". `now_s` is in Unix seconds."""
     if not told.changes:
         return ""
     times, last_s = len(told.changes), max(0.0, now_s - max(told.changes))
@@ -59,7 +60,7 @@ def changed(told: Told, now_s: float) -> str:
 
 
 def crowded(reports: Sequence[SeenReport]) -> list[str]:
-    """Machines on which learners have more threads together than there are cores, and could have fewer."""
+    """Return a warning for each machine whose learners together have more threads than cores, and could have fewer."""
     by_host: dict[str, list[SeenReport]] = {}
     for seen in reports:
         if all(seen.report.threads):
@@ -77,7 +78,7 @@ def crowded(reports: Sequence[SeenReport]) -> list[str]:
 
 
 def without_scripts(learners: Iterable[str]) -> str:
-    """What is to be done about them; "" if there are none."""
+    """Return a warning with a remedy for learners without scripts; "" if there are none."""
     names = sorted(learners)
     if not names:
         return ""
@@ -91,9 +92,9 @@ def without_scripts(learners: Iterable[str]) -> str:
 def awaited(
     spec: Spec | None, state: RunState | None, syncers: Mapping[str, str] | None, live: int, takes_writes: bool = True
 ) -> str:
-    """What a run waits for that has not begun, or that nobody is at work on; "" of any other.
+    """Return what a run waits for if it has not begun or nobody works on it, else "".
 
-    takes_writes: whether the bus does; while it does not, nobody can say that it is here.
+    takes_writes: whether the bus accepts writes. If it does not, no party can report that it is there.
     """
     if not takes_writes and (state is None or state.phase is not Phase.FINISHED):
         return f"{AWAITED} Redis, which refuses all writes"
@@ -104,7 +105,7 @@ def awaited(
 
 
 def strays(syncers: Mapping[str, str] | None, holders: Sequence[str | None]) -> str:
-    """Leases that are held by none of the syncers that are here; "" if there are none, or no syncers."""
+    """Return a warning about leases held by none of the present syncers; "" if there are none, or no syncers."""
     found = {p: holder for p, holder in enumerate(holders) if holder not in (None, *(syncers or ()))} if syncers else {}
     if not found:
         return ""
@@ -116,7 +117,7 @@ def strays(syncers: Mapping[str, str] | None, holders: Sequence[str | None]) -> 
 
 
 def unreachable(away: Iterable[int]) -> str:
-    """What is not known of a run whose bus has several servers; "" if all is. away: fragments whose server is."""
+    """Return a warning about the fragments `away`, whose server of a bus with several does not answer; else ""."""
     named = ", ".join(map(str, sorted(away)))
     if not named:
         return ""
@@ -133,9 +134,9 @@ def gone(
     tokens: int,
     away: Collection[int] = (),
 ) -> str:
-    """What the bus has lost of a run that has trained, and what to do; "" if nothing.
+    """Return what the bus has lost of a run that has trained, with a remedy; "" if nothing.
 
-    away: fragments whose heads could not be asked for.
+    away: fragments whose heads could not be read.
     """
     if not tokens or (state is not None and state.phase is Phase.FINISHED):
         return ""

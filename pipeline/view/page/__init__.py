@@ -1,1 +1,1 @@
-"""The page of a run: its model, what is said of it in one sentence, and the files that a browser gets."""
+"""The page of a run: its model, the sentence that sums up the run, and the files that a browser gets."""

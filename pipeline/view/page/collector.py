@@ -1,7 +1,7 @@
-"""Reads a run for its page, and hands the page's model to whoever follows it; for `/metrics` too. asyncio.
+"""Reads a run for its page and for `/metrics`, and sends the page's model to all that follow it. asyncio.
 
-It only reads, with no more rights than a viewer. A look takes what is so now (heads, reports, state, leases) and what
-has come since the last one (tape, events, evaluations). What came of it is encoded once, for all that follow.
+It only reads, with a viewer's rights. Each look reads the present state (heads, reports, state, leases) and what is new
+since the last look (tape, events, evaluations). The result is encoded once for all followers.
 """
 
 import asyncio
@@ -31,30 +31,30 @@ from diloco.pipeline.view.status_reader import read_status_of, redis_fill
 
 Entry = TypeVar("Entry", tuple[str, Event], tuple[str, Evaluation])
 
+# Seconds between two looks, with and without followers.
 WATCHED_S, UNWATCHED_S = 0.5, 2.0
-"""Time between two looks, while somebody follows and while nobody does."""
+# Seconds until the next look after one that failed because of a bug.
 AGAIN_S = 10.0
-"""Until the next look after one that a mistake of ours has kept from its end."""
+# The server's own state is read at most this often.
 INFO_S = 2.0
-"""The server is asked about itself no more often."""
+# The most entries of a stream in one look. The next looks read the rest.
 MOST_READ = 50_000
-"""Entries of a stream in one look: what is more is read in the next ones."""
+# Drawing this many entries would block the event loop noticeably, so it is done in a thread.
 MANY = 2000
-"""Drawing so many entries takes long enough to hold others up."""
+# Updates kept for pages that reconnect. A page that has missed more gets a snapshot.
 KEPT_PATCHES, KEPT_BYTES = 240, 8 * 2**20
-"""For pages that were away: they get what they have missed. Who has missed more gets a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What is sent: one server-sent event."""
+    """One server-sent event."""
 
     number: int
     data: bytes
 
 
 class Collector:
-    """Follows one run for as long as `run` goes on."""
+    """Follows one run as long as `run` runs."""
 
     def __init__(
         self,
@@ -65,15 +65,16 @@ class Collector:
         idle_s: float = UNWATCHED_S,
         way: Way | None = None,
     ) -> None:
-        """Make one that has read nothing yet.
+        """Create a collector that has read nothing yet.
 
         Args:
-            bus: the run's.
-            clock: of the event loop.
-            epoch: letters and digits that no other collector has: numbers of updates are its own.
-            live_s: a learner not heard from for this long is not live; None: what the run's syncers go by.
-            idle_s: time between two looks while nobody follows.
-            way: to the run's Redis: the page says how others can join.
+            bus: the run's bus.
+            clock: the event loop's clock.
+            epoch: letters and digits that no other collector has, since update numbers are only unique within a
+                collector.
+            live_s: a learner that was silent for this long is not live. None: the value of the run's syncers.
+            idle_s: seconds between two looks without followers.
+            way: how parties reach the run's Redis, so that the page can say how to join.
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
         self._new_reader = partial(RunReader, bus, clock, live_s)
@@ -89,7 +90,7 @@ class Collector:
         self._away_since: float | None = None
 
     async def run(self) -> None:
-        """Look again and again, until cancelled."""
+        """Look repeatedly until cancelled."""
         while True:
             if not await self.look():
                 await asyncio.sleep(AGAIN_S)
@@ -102,13 +103,15 @@ class Collector:
             self._wanted.clear()
 
     async def look(self) -> bool:
-        """Take one look, and tell those who follow. False: a mistake of ours kept it from that, which is said instead,
-        and the next look reads all anew."""
+        """Take one look, and send the result to the followers.
+
+        If a bug makes it fail, send that instead and return False; the next look reads everything again.
+        """
         try:
             await self._look()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
-            trace = None if isinstance(error, DilocoError) else error  # which is refused, and says all
+            trace = None if isinstance(error, DilocoError) else error  # its message says all that a trace would
             structlog.get_logger().error("page_failed", error=text, retry_s=AGAIN_S, exc_info=trace)
             self._reader = self._new_reader()
             self._begin_anew()
@@ -125,7 +128,7 @@ class Collector:
             if look.anew:
                 self._begin_anew()
             self.reading.see(look)
-            if len(look.records) > MANY and not self._number:  # nobody has the model yet
+            if len(look.records) > MANY and not self._number:  # no update was sent, so nothing uses the model meanwhile
                 await asyncio.to_thread(self.model.see, look)
             else:
                 self.model.see(look)
@@ -138,7 +141,10 @@ class Collector:
         self._publish(self.model.patch())
 
     def _begin_anew(self) -> None:
-        """Who follows gets a snapshot: no patch leads there."""
+        """Start a new model. Followers then get a snapshot, because no patch leads to it.
+
+        The gap in the update numbers makes `follow` notice.
+        """
         self.model = self._new_model()
         self._updates.clear()
         self._bytes, self._number = 0, self._number + 1
@@ -158,7 +164,7 @@ class Collector:
         return f"id: {self._epoch}-{self._number}\nevent: {kind}\ndata: {data}\n\n".encode()
 
     async def follow(self, last_id: str) -> AsyncIterator[bytes]:
-        """Server-sent events, without end: what came after the id; if that is not known any more, a snapshot first."""
+        """Yield server-sent events without end: those after `last_id`, or a snapshot first if some were dropped."""
         self._followers += 1
         try:
             self._wanted.set()
@@ -171,7 +177,7 @@ class Collector:
             while True:
                 news = self._news
                 missed = [one for one in self._updates if one.number > number]
-                if missed and missed[0].number > number + 1:  # it reads so slowly that some are gone
+                if missed and missed[0].number > number + 1:  # it reads so slowly that some updates were dropped
                     number = self._number
                     yield self._snapshot()
                     continue
@@ -184,13 +190,13 @@ class Collector:
             self._followers -= 1
 
     def _snapshot(self) -> bytes:
-        """Encoded once, for all that ask between two looks."""
+        """Return a snapshot, encoded once for all requests between two looks."""
         if self._whole.number != self._number:
             self._whole = Update(self._number, self._event("snapshot", self.model.snapshot()))
         return self._whole.data
 
     def _known(self, last_id: str) -> int | None:
-        """The number of an id, if all that came after it is still here."""
+        """Return the number in an id, if all later updates are still kept; else None."""
         epoch, _, number = last_id.partition("-")
         if epoch != self._epoch or not (number.isascii() and number.isdigit() and len(number) < 16):
             return None
@@ -199,7 +205,7 @@ class Collector:
 
 
 class RunReader:
-    """Reads what a look needs, and remembers how far it has read."""
+    """Reads what a look needs, and remembers how far each stream was read."""
 
     def __init__(self, bus: Bus, clock: Clock, live_s: float | None) -> None:
         self._bus, self._clock, self._live_s = bus, clock, live_s
@@ -207,24 +213,24 @@ class RunReader:
         self._spec: Spec | None = None
         self._shares: dict[int, float] = {}
         self._tape: dict[int, TapeEntry | None] = {}
-        """By group: what was read last."""
+        """By group: the entry that was read last."""
         self._cursors = {"events": START, "evaluations": START}
         self._server_id = ""
-        """Of the server that all of this was read from; empty: perhaps another one is there by now."""
+        """Id of the server that all of this was read from; empty if another one may have replaced it."""
         self._anew = False
         self._evaluation: Evaluation | None = None
         self._told = NOTHING_TOLD
         self._info: BusInfo | None = None
         self._asked_s = 0.0
         self._answers_from_s: float | None = -math.inf
-        """Since when the bus has answered; None: it did not, the last time."""
+        """Since when the bus has answered; None if the last call failed."""
 
     async def look(self) -> Look:
-        """Read what has come since the last look; all of it anew from another server that lacks some of it.
+        """Read what is new since the last look, or everything again if another server lacks some of what was read.
 
         Raises:
-            BusError: the bus cannot be read. What was read so far of the streams is read again.
-            PeerError: what is stored there is not a run of this build.
+            BusError: the bus cannot be read. The cursors stay where they were, so streams are read again.
+            PeerError: what is stored is not a run of this build.
         """
         try:
             return await self._look()
@@ -294,7 +300,7 @@ class RunReader:
         return self._info
 
     async def _lost(self, away: set[int]) -> bool:
-        """Whether what was read last is not there any more: see `tape_reading`. away: as `lost`."""
+        """Return whether an entry that was read last is missing now (see `tape_reading`). `away`: as in `lost`."""
         if await lost(self._bus, [last for last in self._tape.values() if last is not None], away):
             return True
         for stream, read in (("events", self._bus.read_events), ("evaluations", self._bus.read_evaluations)):

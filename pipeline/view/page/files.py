@@ -1,7 +1,7 @@
-"""The files of the page: what a browser asks for, and the same as one file that needs no server.
+"""The page's static files, served one by one or combined into a single file that needs no server.
 
-There is no build: `static/` is what browsers run. For the one file the modules are put one after the other, without
-their imports and exports: so no two of them may have a name in common (a test holds that).
+There is no build step: browsers run `static/` directly. For the single file, the modules are concatenated without their
+imports and exports, so no two of them may define the same name (a test checks that).
 """
 
 import base64
@@ -13,16 +13,16 @@ from typing import Any
 
 from diloco.pipeline.files.strict_json import dumps
 
+# Content-Security-Policy of everything that is served: nothing from other hosts, nothing inline.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Content-Security-Policy of all that is served: nothing from elsewhere, nothing inline."""
+# In order of concatenation: each module imports only modules before it.
 MODULES = (
     *("palette.js", "words.js", "model.js", "stream.js"),
     *("layers.js", "lanes.js", "charts.js", "panels.js", "app.js"),
 )
-"""Each imports only those before it."""
 PLOT, PLOT_STYLE, STYLE, PAGE = "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css", "page.css", "index.html"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html"}
 
@@ -33,21 +33,21 @@ def _read(name: str) -> str:
 
 @cache
 def served() -> dict[str, tuple[str, bytes]]:
-    """Path -> content type and content. They tell nothing of any run."""
+    """Return path -> (content type, content). The files are the same for all runs."""
     names = (*MODULES, PLOT, PLOT_STYLE, STYLE)
     found = {f"/page/{name}": (TYPES[name[name.rindex(".") :]], _read(name).encode()) for name in names}
     return {"/": (TYPES[".html"], _read(PAGE).encode()), **found}
 
 
 def one_file(model: Any, title: str) -> str:
-    """The page of a run that is over, with its model in it: one HTML file, which asks nobody for anything."""
+    """Return the page of a finished run with its model inside: one HTML file, which makes no requests."""
     styles = "\n".join(map(_read, (PLOT_STYLE, STYLE)))
     plot, page = _read(PLOT), "\n".join(_without_imports(_read(name)) for name in MODULES)
     policy = (
         f"default-src 'none'; script-src {_hash(plot)} {_hash(page)}; style-src {_hash(styles)}; img-src data:; "
         "base-uri 'none'; form-action 'none'"
     )
-    data = dumps(model, separators=(",", ":")).replace("<", "\\u003c")  # nothing in it can end the element
+    data = dumps(model, separators=(",", ":")).replace("<", "\\u003c")  # no text in it can close the element
     text = _read(PAGE)
     text = re.sub(r" *<(?:script|link)[^>]*(?:></script>|>)\n", "", text)
     head = f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n<style>{styles}</style>\n'

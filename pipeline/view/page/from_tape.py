@@ -1,4 +1,4 @@
-"""A page of a run of which nothing is left but its tape: merges, refusals, and who took part in them. Pure."""
+"""The page of a run of which only the tape is left: merges, refusals, and the learners in them. Pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ NOTE = (
 
 @dataclass(slots=True)
 class _Life:
-    """One incarnation of a learner, by its contributions."""
+    """One incarnation of a learner, as known from its contributions."""
 
     learner: str
     incarnation: str
@@ -55,7 +55,7 @@ def _learner(life: _Life, now_s: float) -> LearnerStatus:
         "incarnation": life.incarnation,
         "live": False,
         "left": life.left,
-        "step": life.merges,  # it made some: how many is not known
+        "step": life.merges,  # not 0: it has made steps, but the tape does not say how many
         "tokens": 0,
         "tokens_per_s": 0.0,
         "loss": None,
@@ -100,9 +100,9 @@ def model_of_tape(
     events: Sequence[Event] = (),
     evaluations: Sequence[Evaluation] = (),
 ) -> Model | None:
-    """The page's model; None: nothing was merged.
+    """Return the page's model; None if nothing was merged.
 
-    records: each fragment's in order. layout: None: not known, and all fragments count alike.
+    records: each fragment's in order. layout: None if unknown; then all fragments count alike.
     """
     merges = [one for one in records if isinstance(one, Committed) and one.contributions]
     if not merges:
@@ -157,7 +157,7 @@ def model_of_tape(
 
 
 def _shares(layout: Layout | None, last: Mapping[int, Committed]) -> dict[int, float]:
-    """Of the model, by fragment."""
+    """Return each fragment's share of the model."""
     if layout is None:
         return {fragment: 1 / len(last) for fragment in last}
     return {one.id: one.elements / layout.elements for one in layout.fragments}

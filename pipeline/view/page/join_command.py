@@ -1,4 +1,4 @@
-"""The command that starts a party of a run, for whoever looks at its page to paste. Pure; it never has a secret."""
+"""The command that starts a party of a run, for people to copy from the page. Pure. It never contains a secret."""
 
 import shlex
 from collections.abc import Mapping
@@ -18,31 +18,31 @@ class Started:
     """How a learner was started on this machine."""
 
     options: tuple[str, ...]
-    """Its name too."""
+    """Command line options, including its name."""
     environ: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its own, none a secret."""
+    """Its own environment variables, none of them secret."""
     folder: str = ""
-    """Where it was started, if its settings are of there."""
+    """The folder where it was started, if its settings depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a party reaches the Redis of a run."""
+    """How a party reaches a run's Redis."""
 
     url: str = ""
-    """Without secrets: names in capitals are to be filled in; "": not known."""
+    """The URL without secrets, with words in capitals to be filled in; "" if unknown."""
     environ: Mapping[str, str] | None = None
-    """Variables that a party needs; None: the URL is no secret, and may be a flag."""
+    """Variables that a party needs. None: the URL is no secret, and may be a flag."""
     where: str = ""
-    """From where it goes, if not from everywhere; and what is to be filled in."""
+    """From where the URL works, if not from everywhere, and what has to be filled in."""
     program: str = "diloco"
-    """As a shell on this page's machine finds it."""
+    """The program's name in a shell on this page's machine."""
     own: Mapping[str, Started] = field(default_factory=dict)
     """By learner: how it was started."""
 
     @classmethod
     def of(cls, url: str) -> "Way":
-        """That of a Redis URL as the page's server has it, whose secrets are left out; none of a malformed one."""
+        """Create one from the page server's Redis URL, without its secrets; an empty one if the URL is malformed."""
         try:
             parts = urlsplit(url)
             hosts = () if parts.scheme == "unix" else Hosts.of(parts).hosts
@@ -72,9 +72,9 @@ class Way:
         return cls(shown, environ if secret or files else None, where + fill + (", and your FILE" if files else ""))
 
     def start(self, party: str, run: str, again: str = "", own_loop: bool = False) -> tuple[str, str]:
-        """(what starts a party where no command of ours does, "" otherwise; that command, or "").
+        """Return (what a person has to start, if no command of this project does, else ""; the command, or "").
 
-        again: the learner of this name. own_loop: learners are programs of the user's own.
+        again: name of a learner to start again. own_loop: learners are the user's own programs.
         """
         if party == "learner" and own_loop and again not in self.own:
             named = f", with DILOCO_LEARNER_ID={again} (or learner_id={again!r})" if again else ""
@@ -82,7 +82,7 @@ class Way:
         return "", self.command(party, run, again)
 
     def command(self, party: str, run: str, again: str = "") -> str:
-        """The one that starts a party; `again`: the learner of this name."""
+        """Return the command that starts a party; `again` is the name of a learner to start again."""
         started = self.own.get(again, Started(("--learner-id", again)))
         environ = {**(self.environ or {}), **started.environ}
         told = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
@@ -96,6 +96,6 @@ class Way:
         return into + " ".join(words)
 
     def from_where(self, again: str = "") -> str:
-        """Where that command can be given: who was started here has its files here."""
+        """Return where that command works. A learner that was started on this machine has its files here."""
         here = again in self.own and not self.where.startswith(HERE_ALONE)
         return (HERE_ALONE if here else "") + self.where

@@ -1,6 +1,6 @@
-"""What is drawn in a learner's lane and in a fragment's strip, from the tape and from what is so now. Pure.
+"""Drawing of learners' lanes and fragments' strips, from the tape and from the present status. Pure.
 
-Every time that comes from a message is a peer's word: none is drawn later than now.
+Times in messages come from peers and may be wrong: none is drawn later than now.
 """
 
 from collections.abc import Sequence
@@ -10,27 +10,27 @@ from diloco.pipeline.messages.tape import Committed, Rejected, Rewound, TapeReco
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
 
+# A learner reports three times a second. If none arrives for this long, its lane has a gap.
 SILENT_S = 1.0
-"""A learner reports three times a second: not heard from for longer, its lane has a gap."""
+# A condition that holds at two looks is drawn as continuous if they are at most this far apart.
 GLANCE_S = 5.0
-"""What is so at two looks no further apart was so in between."""
+# A learner that makes no step for the time of this many steps, and for `STALLED_S`, is drawn as waiting.
 STALLED_STEPS = 4
-"""A learner that makes no step in the time of so many, and in `STALLED_S`, waits for something."""
 STALLED_S = 5.0
 
 
 class Of(IntFlag):
-    """A learner's lane; `lanes.js` has the same numbers."""
+    """Bits of a learner's lane; the same numbers as in `lanes.js`."""
 
     TRAINING = 1
     PUBLISHING = 2
-    """A delta of it is in a window."""
+    """One of its deltas is in a window."""
     ADOPTING = 4
-    """There is a head that it has not adopted yet."""
+    """A head exists that it has not adopted yet."""
     WAITING = 8
-    """It reports, and makes no step."""
+    """It reports, but makes no step."""
     GONE = 16
-    """Not heard from, and it has not left."""
+    """It is silent and has not left."""
     MERGED = 32
     REFUSED = 64
     BEGAN = 128
@@ -38,7 +38,7 @@ class Of(IntFlag):
 
 
 class In(IntFlag):
-    """A fragment's strip; `lanes.js` has the same numbers."""
+    """Bits of a fragment's strip; the same numbers as in `lanes.js`."""
 
     COLLECTING = 1
     GRACE = 2
@@ -54,12 +54,12 @@ STATES = {"collecting": In.COLLECTING, "grace": In.GRACE, "uploading": In.UPLOAD
 
 
 def learner_lane(learner: str) -> str:
-    """Name of a learner's lane."""
+    """Return the name of a learner's lane."""
     return f"L/{learner}"
 
 
 def fragment_lane(fragment: int) -> str:
-    """Name of a fragment's strip."""
+    """Return the name of a fragment's strip."""
     return f"F/{fragment}"
 
 
@@ -69,7 +69,7 @@ def _mark(times: Sequence[Timeline], lane: str, begin_s: float, end_s: float, bi
 
 
 def draw_record(times: Sequence[Timeline], record: TapeRecord, shown: "Shown", now_s: float) -> None:
-    """What a record of the tape tells of lanes and strips."""
+    """Draw a record of the tape in lanes and strips."""
     at, strip = min(record.unix_s, now_s), fragment_lane(record.fragment)
     fragment = shown.fragment(record.fragment)
 
@@ -101,29 +101,29 @@ def draw_record(times: Sequence[Timeline], record: TapeRecord, shown: "Shown", n
 
 
 class Shown:
-    """Which learners and fragments have a lane: those that came first, up to a bound."""
+    """The learners and fragments that have a lane: the first ones, up to a bound."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._learners: dict[str, None] = {}
 
     def learner(self, name: str) -> bool:
-        """Whether it is shown; it is from now on, if there is room."""
+        """Return whether a learner has a lane, and give it one if there is room."""
         if name not in self._learners and len(self._learners) < self._most:
             self._learners[name] = None
         return name in self._learners
 
     def has_learner(self, name: str) -> bool:
-        """The same, of a name that may be anybody's: a refused header's is not checked."""
+        """Return whether a learner has a lane, without giving it one: a refused header may have any name in it."""
         return name in self._learners
 
     def fragment(self, number: int) -> bool:
-        """Whether it is shown."""
+        """Return whether a fragment has a strip."""
         return number < self._most
 
 
 class LearnerLife:
-    """One learner as it was last heard, to tell what it does now."""
+    """The last known state of one learner, from which its present activity is derived."""
 
     def __init__(self) -> None:
         self._incarnation = ""
@@ -135,9 +135,9 @@ class LearnerLife:
     def draw(
         self, times: Sequence[Timeline], learner: LearnerStatus, publishing: bool, behind: int, now_s: float, over: bool
     ) -> Of:
-        """Go on with its lane; what it does now.
+        """Continue its lane, and return what it does now.
 
-        behind: fragments whose head it has not adopted. over: the run is finished: nobody is missed.
+        behind: number of fragments whose head it has not adopted. over: the run is finished, so silence is no gap.
         """
         lane, heard_s, before_s = learner_lane(learner["id"]), now_s - learner["age_s"], self._heard_s
         if learner["incarnation"] != self._incarnation:
@@ -158,7 +158,7 @@ class LearnerLife:
         stalled = not self._step or heard_s - self._stepped_s > max(STALLED_S, STALLED_STEPS * learner["step_s"])
         does = Of.WAITING if stalled else Of.TRAINING
         silent_s = heard_s - before_s
-        if silent_s < 2 * SILENT_S or made * learner["step_s"] > silent_s / 2:  # it went on while nothing was heard
+        if silent_s < 2 * SILENT_S or made * learner["step_s"] > silent_s / 2:  # it was active in between
             _mark(times, lane, before_s, heard_s, does, clear=Of.GONE)
         else:
             _mark(times, lane, heard_s, heard_s, does)
@@ -171,8 +171,10 @@ class LearnerLife:
         return does | more
 
     def begin(self, times: Sequence[Timeline], learner: LearnerStatus, now_s: float) -> None:
-        """Draw an incarnation that was not known, from its first step to its last word; and that none was there before,
-        unless the one before has left in order."""
+        """Draw a new incarnation from its first step to its last report, and the gap before it.
+
+        There is no gap if the previous incarnation left in order.
+        """
         lane, heard_s = learner_lane(learner["id"]), now_s - learner["age_s"]
         began_s = heard_s - learner.get("wall_s", 0.0)
         if self._incarnation and not self._left and began_s > self._heard_s + SILENT_S:
@@ -185,15 +187,15 @@ class LearnerLife:
 
 
 class WindowLife:
-    """One fragment's window as it was last seen."""
+    """The last known state of one fragment's window."""
 
     def __init__(self) -> None:
         self._bits, self._seen_s = In(0), 0.0
         self.opened = -1, 0.0
-        """By the tape: of which version a window was opened last, and when."""
+        """From the tape: the version whose window was opened last, and when."""
 
     def draw(self, times: Sequence[Timeline], fragment: FragmentStatus, now_s: float) -> None:
-        """Go on with its strip: what is as it was a moment ago was so all the while."""
+        """Continue its strip. A state that is unchanged since the last look is drawn as continuous."""
         bits = STATES.get(fragment["window"]["state"], In(0))
         if bits:
             since_s = self._seen_s if bits == self._bits and now_s - self._seen_s < GLANCE_S else now_s

@@ -1,4 +1,4 @@
-"""The last look at a run, for the syncer's `/metrics`: who asks for them reads no bus. Pure."""
+"""The last look at a run, from which the syncer's `/metrics` are served without reading the bus again. Pure."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,28 +10,29 @@ from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.view.page.model import Look
 from diloco.pipeline.view.status import LearnerStatus, is_missed, present
 
+# A learner that was silent for longer is left out: each container brings a new name, and the names would pile up.
 SHOWN_S = 600.0
-"""A learner that is not heard from for longer is gone: names of containers come new with each, and would pile up."""
+# At most this many are listed, the ones heard from last. Counts include all learners.
 MOST_LEARNERS = 1024
-"""Those heard from last. Numbers of learners are of all."""
 
 
 @dataclass(slots=True)
 class Reading:
-    """What was so at the last look, and since when each fragment has had its version."""
+    """The last look, and values that need more than one look."""
 
     look: Look | None = None
-    """None: none was taken yet."""
+    """None before the first look."""
     merged_unix_s: dict[int, float] = field(default_factory=dict)
-    """By fragment: when it was first seen at a higher version; before that, when it was first seen."""
+    """By fragment: when its version was first seen to rise; until then, when the fragment was first seen."""
     rewound_unix_s: float = -math.inf
-    """When the bus was last found at an earlier state, by the tape: whichever syncer found it, in whichever life."""
+    """When the bus was last found at an earlier state, according to the tape, by any syncer."""
     cosines: dict[str, float] = field(default_factory=dict)
-    """By learner: of its last merged delta with the others of its window, by the tape; none if it was alone there."""
+    """By learner: the cosine of its last merged delta with the others of its window, from the tape; none if it was the
+    only one."""
     _versions: dict[int, int] = field(default_factory=dict)
 
     def see(self, look: Look) -> None:
-        """Take the next look."""
+        """Record the next look."""
         self.look = look
         rewound = [one.unix_s for one in look.records if isinstance(one, Rewound)]
         self.rewound_unix_s = max([self.rewound_unix_s, *rewound])
@@ -47,7 +48,7 @@ class Reading:
             self._versions[p] = version
 
     def learners(self) -> list[LearnerStatus]:
-        """One entry a learner: those that are there, and those that fell silent not long ago."""
+        """Return one entry per learner: those present, and those that fell silent recently."""
         if self.look is None:
             return []
         there = present(self.look.status["learners"])
@@ -55,21 +56,21 @@ class Reading:
         return sorted(found, key=lambda one: one["age_s"])[:MOST_LEARNERS]
 
     def counted(self) -> dict[str, int]:
-        """How many learners, by what they are: live, silent (also those long gone), left."""
+        """Return how many learners are live, silent (however long ago), or left."""
         found = {"live": 0, "silent": 0, "left": 0}
         for one in present(self.look.status["learners"]) if self.look is not None else ():
             found["live" if one["live"] else "silent" if is_missed(one) else "left"] += 1
         return found
 
     def behind(self, learner: LearnerStatus) -> int:
-        """Versions from a learner's base to the head, of the fragment where they are most."""
+        """Return how many versions a learner's base is behind the head, for the fragment where that is most."""
         heads = {} if self.look is None else {one["id"]: one["version"] for one in self.look.status["fragments"]}
         return max((heads.get(p, v) - v for p, v in enumerate(learner["versions"]) if v >= 0), default=0)
 
     def step_s(self) -> float | None:
-        """Of the usual learner that is live; if none is, of all that were: Redis keeps their last words.
+        """Return the median step time of the live learners; if none is live, of all, whose last reports Redis keeps.
 
-        An alert goes by it, which must not end because nobody is left.
+        An alert depends on it, and must not end only because no learner is left.
         """
         learners = present(self.look.status["learners"]) if self.look is not None else []
         known = known_steps(one["step_s"] for one in learners if one["live"])

@@ -1,7 +1,7 @@
-"""The page's model: what a browser is told of a run, as one snapshot and patches to it. Pure.
+"""The page's model: the data about a run that a browser gets, as one snapshot and patches to it. Pure.
 
-`see` takes a look at the run; `snapshot` and `patch` say what came of it, JSON-able and of bounded size. Names and
-reasons in it are other parties' text: the page shows them as text, never as HTML.
+`see` takes a look at the run; `snapshot` and `patch` return the result, JSON-able and of bounded size. Names and
+reasons in it are text from other parties: the page shows them as text, never as HTML.
 """
 
 import math
@@ -20,14 +20,15 @@ from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.page.verdict import Beside, Verdict, said, verdict
 from diloco.pipeline.view.status import LearnerStatus, Status, present, speed
 
+# Bucket length in seconds: of the last minutes, always; of the whole run, at first.
 FINE_S, COARSE_S = 0.5, 0.25
-"""Length of a bucket of the last minutes, always; of the whole run, at first."""
+# The most learners, and the most fragments, with a lane. Sums include all.
 MOST_LANES = 512
-"""Learners, and fragments, that have a lane. The sums are of all."""
 MOST_MARKS = 400
 MOST_LOSSES = 2000
+# Of a run that claims to have begun earlier, only this much is drawn.
 OLDEST_S = 400 * 86400.0
-"""A run that says it began earlier is drawn from here on."""
+# Events that are marked on the page, with their labels.
 NAMES = {
     "learner_joined": "joined",
     "learner_started": "started again",
@@ -39,47 +40,46 @@ NAMES = {
     "evaluator_died": "died",
     REDIS_CHANGED: "failed over or was restarted",
 }
-"""Events that are marked, and how."""
+# Events after which a learner falls silent, so that its silence is not marked as well.
 ENDS = ("learner_killed", "learner_died")
-"""Those after which a learner falls silent: that it does is no news."""
 
 Model = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was read of a run at one moment, and what has come since the last one."""
+    """What was read of a run at one moment, and what is new since the last look."""
 
     now_s: float
     """Unix time."""
     status: Status
     anew: bool = False
-    """Another server is there, which lacks some of what was told: what follows is all that it has, from its start."""
+    """Another server is there, which lacks some of what was read before: this look has everything from the start."""
     info: BusInfo | None = None
     nearly_full: bool = False
-    """Redis' memory, by `server.fill_of_run`."""
+    """Redis' memory is nearly full, by `server.fill_of_run`."""
     shares: Mapping[int, float] = field(default_factory=dict)
-    """Of the model, by fragment."""
+    """Each fragment's share of the model."""
     heads: Sequence[tuple[int, int, bytes]] = ()
     """(fragment, version, digest)"""
     began_s: float | None = None
-    """When the run's first learner began, as its state says."""
+    """When the run's first learner began, from the run's state."""
     origin_s: float | None = None
-    """The same of the run that it resumed, if any: what is told of it goes on."""
+    """The same for the run that this one resumed, if any, whose sums it continues."""
     records: Sequence[TapeRecord] = ()
-    """Of the tape, since the last look; each fragment's in order."""
+    """Tape records since the last look; each fragment's are in order."""
     events: Sequence[Event] = ()
     evaluations: Sequence[Evaluation] = ()
 
 
 class PageModel:
-    """One run, as the page shows it."""
+    """One run as the page shows it."""
 
     def __init__(self, run: str, way: Way | None = None) -> None:
-        """way: to the run's Redis."""
+        """Create an empty model; `way` says how parties reach the run's Redis."""
         self._run, self._way = run, way or Way()
         self._times: tuple[Timeline, Timeline] | None = None
-        """The last minutes, and the whole run."""
+        """Timelines of the last minutes and of the whole run."""
         self._shown, self._lives = Shown(MOST_LANES), dict[str, LearnerLife]()
         self._windows: dict[int, WindowLife] = {}
         self._marks: deque[Model] = deque(maxlen=MOST_MARKS)
@@ -87,19 +87,19 @@ class PageModel:
         self._refused: Counter[str] = Counter()
         """Since the last merge."""
         self._still_s: float | None = None
-        """Since when there was no merge."""
+        """Time since when nothing was merged although learners train."""
         self._outer_steps = 0
         self._origin_s: float | None = None
-        """When the run began: 0:00 of all times that the page shows."""
+        """When the run began: 0:00 on the page."""
         self._ended_s: dict[str, float] = {}
         self._drawn_s = 0.0
-        """Up to when the run is drawn."""
+        """Time up to which the run is drawn."""
         self._status: Status | None = None
         self.over = False
         """The run was finished at the last look."""
         self._notes: list[str] = []
         self._now: Model = {}
-        """As the last patch left it."""
+        """The state after the last patch."""
         self._new_marks: list[Model] = []
         self._losses_anew, self._new_losses = False, list[tuple[float, int, float]]()
         self._next: Model = self._head(said("note", "Nothing is known of the run yet."), 0.0)
@@ -110,7 +110,7 @@ class PageModel:
         """Take a look."""
         over = look.status["phase"] == Phase.FINISHED
         if over and self.over and not (look.records or look.events or look.evaluations):
-            return  # what is over stands still
+            return  # a finished run no longer changes
         self.over = over
         if over:
             look = _at_its_end(look, self._drawn_s)
@@ -156,18 +156,18 @@ class PageModel:
         }
 
     def away(self, now_s: float, since_s: float, error: str, spoilt: bool = False, remedy: str = "") -> None:
-        """The bus could not be read; of a run that is over that is no news. Arguments as in `Beside`."""
+        """Note that the bus could not be read; ignored if the run is over. Arguments are as in `Beside`."""
         if self.over:
             return
         beside = Beside(away_s=max(0.0, now_s - since_s), away=error, spoilt=spoilt, remedy=remedy)
         self._next = self._next | self._head(verdict(self._status, beside), now_s)
 
     def failed(self, now_s: float, error: str) -> None:
-        """A mistake of ours kept a look from being shown."""
+        """Note that a bug prevented a look from being shown."""
         self._next = self._next | self._head(verdict(None, Beside(failed=error)), now_s)
 
     def _begin(self, look: Look) -> None:
-        """Draw what was before the first look."""
+        """Draw what happened before the first look."""
         now_s, status = look.now_s, look.status
         firsts = [one.unix_s for one in (*look.records, *look.events, *look.evaluations)]
         firsts += [now_s - one["age_s"] - one.get("wall_s", 0.0) for one in status["learners"]]
@@ -187,7 +187,7 @@ class PageModel:
                 self._lives.setdefault(learner["id"], LearnerLife()).begin(self._times, learner, now_s)
 
     def _count(self, look: Look) -> None:
-        """Since when nothing was merged, though learners train; and what was refused meanwhile."""
+        """Track since when nothing was merged although learners train, and what was refused meanwhile."""
         steps = look.status["outer_steps"]
         trains = any(one["live"] and one["step"] for one in look.status["learners"])
         for record in look.records:
@@ -203,7 +203,7 @@ class PageModel:
         self._outer_steps = steps
 
     def _draw_learners(self, status: Status, now_s: float) -> Model:
-        """Rows by learner, and their lanes."""
+        """Draw the learners' lanes, and return their rows by name."""
         assert self._times is not None  # noqa: S101  # since it has begun
         lives = Counter(one["id"] for one in status["learners"])
         over = status["phase"] == Phase.FINISHED
@@ -218,7 +218,7 @@ class PageModel:
             life = self._lives.setdefault(name, LearnerLife())
             does = life.draw(self._times, learner, name in members, behind, now_s, over)
             silent, heard_s = not (learner["live"] or learner["left"] or over), now_s - learner["age_s"]
-            if silent and self._ended_s.get(name, -math.inf) < heard_s:  # nobody has told that it ended
+            if silent and self._ended_s.get(name, -math.inf) < heard_s:  # no event has said that it ended
                 self._ended_s[name] = now_s
                 self._mark(heard_s, "went silent", name, "")
             rows[name] = _learner(learner, does, behind, lives[name], now_s)
@@ -252,7 +252,7 @@ class PageModel:
         }
 
     def snapshot(self) -> Model:
-        """All of it, as the last patch left it; without a patch there is nothing."""
+        """Return everything as of the last patch; empty before the first one."""
         fine, coarse = self._times or (None, None)
         return self._now | {
             "marks": list(self._marks),
@@ -262,7 +262,7 @@ class PageModel:
         }
 
     def patch(self) -> Model:
-        """What is new since the last one. Rows by name, of known ones the fields that changed; who is gone is null."""
+        """Return what changed since the last patch. Rows are by name, with changed fields only; null: a row is gone."""
         before, now = self._now, self._next
         found: Model = {"now_s": now["now_s"]}
         for name, value in now.items():
@@ -284,9 +284,10 @@ class PageModel:
 
 
 def _at_its_end(look: Look, drawn_s: float) -> Look:
-    """A look at a run that is over, as of its end: however late it is, time is drawn up to there.
+    """Return a look at a finished run as if taken at its end, so that time is drawn up to there, however late the look
+    is.
 
-    The end is the last that was told of the run, and not before `drawn_s`.
+    The end is the latest time known of the run, and not before `drawn_s`.
     """
     if look.began_s is None:
         return look
@@ -360,7 +361,7 @@ def _fragments(status: Status, now_s: float) -> Model:
 
 
 def _sums(status: Status) -> dict[str, float | None]:
-    """What is drawn by time."""
+    """Return the numbers that are drawn over time."""
     return {
         "tokens": status["tokens"],
         "merged": status["merged_tokens"],

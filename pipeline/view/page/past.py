@@ -1,9 +1,9 @@
-"""What a run's bus tells of the time before anybody looked: sums by time from tape, reports and evaluations. Pure.
+"""The history of a run before the page's first look, from tape, reports and evaluations. Pure.
 
-merged, rejected, merges   the tape, exactly, as far back as it goes; earlier ones are in the sums from its begin on
-trained                    reports: a line from an incarnation's first step to its last word
-loss                       evaluations
-overwritten, died, pending only their sums now are known: by time from the first look on
+merged, rejected, merges   exact from the tape, as far back as it goes; earlier ones are added to the sums at its start
+trained                    from reports: a straight line from an incarnation's first step to its last report
+loss                       from evaluations
+overwritten, died, pending only the present sums are known, so they are drawn from the first look on
 """
 
 from collections import defaultdict
@@ -14,16 +14,16 @@ from diloco.pipeline.view.ledger import surviving
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import Status
 
+# (Unix time, increase) pairs.
 Steps = list[tuple[float, float]]
-"""(Unix time, by how much it grew)"""
 
 
 def grown(
     records: Sequence[TapeRecord], heads: Iterable[tuple[int, int, bytes]], share: Mapping[int, float]
 ) -> Mapping[str, Steps]:
-    """By what each record made sums grow, in tokens of the whole model: merged, rejected, merges.
+    """Return the increases by each record in tokens of the whole model, for merged, rejected, and merges.
 
-    records: each fragment's in order. share: of the model, by fragment.
+    records: each fragment's in order. share: each fragment's share of the model.
     """
     merged: Steps = []
     merges: Steps = []
@@ -38,7 +38,7 @@ def grown(
 
 
 def put_sums(times: Sequence[Timeline], grew: Mapping[str, Steps], now: Mapping[str, float], now_s: float) -> None:
-    """Sums by time, such that they end at what they are now."""
+    """Draw sums over time such that they end at their present values."""
     for name, steps in grew.items():
         total = now[name] - sum(by for _, by in steps)
         if steps:
@@ -49,7 +49,7 @@ def put_sums(times: Sequence[Timeline], grew: Mapping[str, Steps], now: Mapping[
 
 
 def put_trained(times: Sequence[Timeline], status: Status, now_s: float) -> None:
-    """Trained tokens by time: each incarnation's on a line from its first step to its last word."""
+    """Draw trained tokens over time: each incarnation's are a line from its first step to its last report."""
     slopes: dict[float, float] = defaultdict(float)
     end = 0.0
     for learner in status["learners"]:
@@ -62,7 +62,7 @@ def put_trained(times: Sequence[Timeline], status: Status, now_s: float) -> None
     for one in times:
         total, slope, before_s = status["tokens"] - end, 0.0, min(slopes, default=now_s)
         bends = sorted(slopes.items())
-        one.reach(now_s)  # else all is put that slides out again: a second for each week that a learner says it ran
+        one.reach(now_s)  # slide first: otherwise buckets are drawn only to slide out (1 s per week of a run)
         at_s = max(before_s, one.begins_s)
         while at_s < now_s:
             while bends and bends[0][0] <= at_s:
@@ -79,7 +79,7 @@ def _put(times: Sequence[Timeline], name: str, unix_s: float, value: float) -> N
 
 
 def notes(records: Sequence[TapeRecord], status: Status, began_s: float, now_s: float) -> list[str]:
-    """What of the history could not be had, for people."""
+    """Return notes, for people, about parts of the history that are not available."""
     found = []
     merged = [one for one in records if isinstance(one, Committed) and one.contributions]
     if status["outer_steps"] > len(merged):

@@ -1,8 +1,8 @@
-"""What happened when, in buckets of equal length: lanes of bits and series of numbers, in bounded memory. Pure.
+"""Events and numbers over time, in buckets of equal length and in bounded memory. Pure.
 
-A lane has a byte a bucket, whose bits say what was so at any time in it. A series has the last number of each bucket,
-or None. The page has two of them: one that slides, fine and of the last minutes, and one of the whole run, whose
-buckets double in length whenever there are too many of them.
+A lane has a byte per bucket, whose bits say what was the case at any time in it. A series has the last number of each
+bucket, or None. The page has two timelines: a sliding one of the last minutes with short buckets, and one of the whole
+run, whose buckets double in length whenever there are too many.
 """
 
 import math
@@ -13,27 +13,27 @@ MOST_BUCKETS = 1200
 
 
 class Timeline:
-    """Times are Unix times; what lies before the beginning, or before what is kept, is left out."""
+    """Lanes and series. All times are Unix times; anything before the first kept bucket is dropped."""
 
     def __init__(self, begin_s: float, step_s: float, sliding: bool, most: int = MOST_BUCKETS) -> None:
         self.step_s, self._sliding, self._most = step_s, sliding, most
         self.first = math.floor(begin_s / step_s)
-        """Number of the first bucket that is kept; bucket n begins at n x `step_s`."""
+        """Number of the first bucket that is kept. Bucket n begins at n * `step_s`."""
         self.lanes: dict[str, bytearray] = {}
         self.series: dict[str, list[float | None]] = {}
         self._changed: dict[tuple[str, str], tuple[int, int]] = {}
-        """(kind, name) -> numbers of the first and the last bucket changed since the last patch."""
+        """(kind, name) -> numbers of the first and the last bucket that changed since the last patch."""
         self._anew = True
 
     @property
     def begins_s(self) -> float:
-        """Where what is kept begins."""
+        """When the first kept bucket begins."""
         return self.first * self.step_s
 
     # --- writing ------------------------------------------------------------------------------------------
 
     def mark(self, lane: str, begin_s: float, end_s: float, bits: int, clear: int = 0) -> None:
-        """Set bits in all buckets from one time to another, both included, and take others away."""
+        """Set `bits` and clear `clear` in all buckets between two times, both included."""
         last = self._number(end_s)
         first = max(self._number(begin_s), self.first)
         if last < first:
@@ -41,13 +41,13 @@ class Timeline:
         cells = self.lanes.setdefault(lane, bytearray())
         missing = last - self.first + 1 - len(cells)
         cells.extend(bytes(max(0, missing)))
-        bits, keep = int(bits), 0xFF & ~int(clear)  # flags of an enum are far slower
+        bits, keep = int(bits), 0xFF & ~int(clear)  # plain ints: operations on enum flags are far slower
         for at in range(first - self.first, last - self.first + 1):
             cells[at] = cells[at] & keep | bits
         self._touch(("lanes", lane), first, last)
 
     def put(self, name: str, unix_s: float, value: float | None) -> None:
-        """A number of a series at a time; what is none is left out."""
+        """Set a series at one time; None and numbers that are not finite are ignored."""
         if value is None or not math.isfinite(value):
             return
         number = self._number(unix_s)
@@ -59,7 +59,7 @@ class Timeline:
         self._touch(("series", name), number, number)
 
     def reach(self, unix_s: float) -> None:
-        """Have room up to a time, before what is earlier is written."""
+        """Make room up to a time, before earlier buckets are written."""
         self._number(unix_s)
 
     def _touch(self, key: tuple[str, str], first: int, last: int) -> None:
@@ -67,7 +67,7 @@ class Timeline:
         self._changed[key] = min(before[0], first), max(before[1], last)
 
     def _number(self, unix_s: float) -> int:
-        """Of the bucket at a time, for which there is room afterwards."""
+        """Return the number of the bucket at a time, after making room for it."""
         while (number := math.floor(unix_s / self.step_s)) - self.first >= self._most:
             if self._sliding:
                 self._slide(number - self.first - self._most + 1)
@@ -76,7 +76,7 @@ class Timeline:
         return number
 
     def _slide(self, count: int) -> None:
-        """Drop the oldest buckets, some more than need be: not a few at every step."""
+        """Drop the oldest buckets, a few more than necessary, so that this is not needed at every step."""
         count += self._most // 20
         self.first += count
         for cells in self.lanes.values():
@@ -85,8 +85,8 @@ class Timeline:
             del values[:count]
 
     def _double(self) -> None:
-        """Make one bucket of two, everywhere."""
-        lead = self.first % 2  # the first one is the second of its pair
+        """Combine each pair of buckets into one."""
+        lead = self.first % 2  # 1: the first bucket is the second of its pair
         for lane, cells in self.lanes.items():
             padded = bytes(lead) + cells + bytes((lead + len(cells)) % 2)
             self.lanes[lane] = bytearray(a | b for a, b in zip(padded[::2], padded[1::2], strict=True))
@@ -100,7 +100,7 @@ class Timeline:
     # --- reading ------------------------------------------------------------------------------------------
 
     def whole(self) -> dict[str, Any]:
-        """All of it, JSON-able; lanes in base64."""
+        """Return everything, JSON-able, with lanes in base64."""
         return {
             "step_s": self.step_s,
             "first": self.first,
@@ -109,9 +109,10 @@ class Timeline:
         }
 
     def patch(self) -> dict[str, Any]:
-        """What has changed since the last patch: buckets of lanes and series by name, from a number on; or all of it.
+        """Return the changes since the last patch: for each lane or series the first number and the buckets; or
+        everything.
 
-        Whoever applies it drops what lies before `first`.
+        The receiver drops buckets before `first`.
         """
         changed, anew = self._changed, self._anew
         self._changed, self._anew = {}, False

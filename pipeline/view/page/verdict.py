@@ -1,6 +1,7 @@
-"""One sentence that says how a run is; and, if nothing is merged, why, and what to do. Pure.
+"""One sentence on the state of a run and, if nothing is merged, the reason and a remedy. Pure.
 
-What stands further up is worse, or makes what is below it moot: the first that holds is said.
+Causes are checked in order, worse ones first, and ones that make later checks meaningless; the first that applies is
+stated.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +14,16 @@ from diloco.pipeline.units import count, counted, duration
 from diloco.pipeline.view.page.join_command import Way
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, is_missed, present
 
+# Shorter silences of a server are not mentioned.
 AWAY_S = 3.0
-"""A server that does not answer for less is not worth a word."""
 LEAST_PATIENCE_S = 10.0
+# If nothing was merged for this many rounds, something is wrong.
 ROUNDS = 3
-"""Nothing was merged for so many rounds: something is wrong."""
 MOST_NAMED = 3
+# Prefix of the warning of `pacing.slow_merges`.
 SLOW = "merges take longer"
-"""How `pacing.slow_merges` begins."""
 
+# Remedies for refused deltas, by reason.
 REMEDIES: Mapping[str, str] = {
     "non_finite": "their losses are NaN or infinite: lower the learning rate, or start these learners again",
     "merge_not_finite": "merged, they would overflow: lower the outer learning rate",
@@ -33,19 +35,18 @@ REMEDIES: Mapping[str, str] = {
     "bad_message": "they are of another build: start them with this one",
     "flood": "they send far more than they train: start them with this build",
 }
-"""What to do about deltas that are refused, by reason."""
 
 
 class Verdict(TypedDict):
-    """How the run is."""
+    """The state of the run."""
 
     level: str
     """"well", "note", "bad", or "over"."""
     text: str
     do: str
-    """What to do; "": nothing."""
+    """The remedy; "" if none is needed."""
     command: str
-    """That does it, to be pasted; "": none."""
+    """A command to copy that does it; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +54,36 @@ class Beside:
     """What is known besides the status."""
 
     away_s: float = 0.0
-    """For how long Redis has not answered."""
+    """Seconds for which Redis has not answered."""
     away: str = ""
-    """What came instead of an answer."""
+    """The error in place of an answer."""
     spoilt: bool = False
-    """It is an answer, which cannot be read."""
+    """Redis answered, but its data cannot be read."""
     remedy: str = ""
-    """What to do about that, where it is known."""
+    """The remedy for that, if known."""
     failed: str = ""
-    """What kept the page from being made."""
+    """The error that prevented the page from being made."""
     unmerged_s: float = 0.0
-    """Since the last merge, or the first step before there was any."""
+    """Seconds since the last merge, or since the first step if there was none."""
     refused: Mapping[str, int] = field(default_factory=dict)
     """Deltas refused since then, by reason."""
     redis_share: float | None = None
-    """Used of Redis' memory, where it is nearly full."""
+    """Used share of Redis' memory, if it is nearly full."""
     way: Way = field(default_factory=Way)
-    """To the run's Redis."""
+    """How parties reach the run's Redis."""
 
 
 def patience_s(status: Status) -> float:
-    """How long a run may go without a merge: some rounds of the usual learner at the longest interval."""
+    """Return how long a run may go without a merge: some rounds of the median learner at the longest interval."""
     steps = [one["step_s"] for one in status["learners"] if one["live"] and one["step_s"]]
     interval = max((one["interval"] for one in status["fragments"]), default=0)
     return max(LEAST_PATIENCE_S, ROUNDS * interval * median(steps) if steps else 0.0)
 
 
 def verdict(status: Status | None, beside: Beside) -> Verdict:
-    """The sentence.
+    """Return the sentence.
 
-    status: the last that could be read; None: none yet.
+    status: the last one that could be read; None if there is none yet.
     """
     if beside.failed:
         return _bad(
@@ -170,7 +171,7 @@ def _finished(status: Status) -> Verdict:
 
 
 def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus]) -> Verdict:
-    """Somebody trains, a quorum is there, a syncer too: so what is it?"""
+    """Find the reason if learners train, a quorum and a syncer are present, and still nothing is merged."""
     since = f"Nothing was merged for {_time(beside.unmerged_s)}"
     if beside.refused:
         reason, times = max(beside.refused.items(), key=lambda item: (item[1], item[0]))
@@ -204,7 +205,7 @@ def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus
 def _merging(
     status: Status, beside: Beside, learners: Sequence[LearnerStatus], live: Sequence[LearnerStatus]
 ) -> Verdict:
-    """Well, with what is to be known all the same."""
+    """Return that the run is well, or a note on something that needs attention."""
     if beside.redis_share is not None:
         return said(
             "note",
@@ -233,7 +234,7 @@ def _merging(
 
 
 def said(level: str, text: str, do: str = "", command: str = "") -> Verdict:
-    """A verdict; what is not given is nothing."""
+    """Return a verdict."""
     return Verdict(level=level, text=text, do=do, command=command)
 
 
@@ -244,7 +245,7 @@ def _bad(text: str, do: str, command: str = "") -> Verdict:
 def _start(
     status: Status, beside: Beside, party: str = "learner", what: str = "Start one", again: str = ""
 ) -> tuple[str, str]:
-    """What to do, and the command that does it; none of learners that are programs of the user's own."""
+    """Return a remedy and the command for it; no command for learners that are the user's own programs."""
     program, command = beside.way.start(party, status["run"], again, status["own_loop"])
     return f"{what}: {program}." if program else f"{what}{beside.way.from_where(again)}:", command
 
@@ -252,7 +253,7 @@ def _start(
 def _again(
     status: Status, beside: Beside, learners: Sequence[LearnerStatus], otherwise: str = "Start one"
 ) -> tuple[str, str]:
-    """As `_start`, of the first learner that is missed; otherwise: what to do if none is."""
+    """Return `_start` for the first silent learner, or with `otherwise` as the remedy if there is none."""
     gone = [one["id"] for one in learners if is_missed(one)]
     if not gone:
         return _start(status, beside, what=otherwise)
@@ -269,12 +270,12 @@ def _learners(count: int, one: str = "trains", more: str = "train") -> str:
 
 
 def _silent(learners: Sequence[LearnerStatus]) -> str:
-    """'learner-1 (silent for 0:12) and 2 more'"""
+    """Return for example 'learner-1 (silent for 0:12) and 2 more'."""
     gone = [f"{one['id']} (silent for {_time(one['age_s'])})" for one in learners if is_missed(one)]
     named = ", ".join(gone[:MOST_NAMED])
     return named if len(gone) <= MOST_NAMED else f"{named} and {len(gone) - MOST_NAMED} more"
 
 
 def _time(seconds: float) -> str:
-    """'12 s', '2:03', '1:02:03'."""
+    """Format seconds as '12 s', '2:03', '1:02:03'."""
     return f"{seconds:.0f} s" if seconds < 60 else duration(seconds)
