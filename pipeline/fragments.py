@@ -161,7 +161,7 @@ def balance(sizes: Iterable[tuple[str, int]], fragments: int, averaged: Collecti
     if not 0 < left <= len(ordered):
         what = f"{len(ordered)} trained tensors, and each fragment needs one"
         if averaged:
-            what = f"{what}, but the last: that has the {len(averaged)} buffers, which are averaged"
+            what = f"{what}, except the last, which has the {len(averaged)} averaged buffers"
         fitting = len(ordered) + bool(averaged) if left > 0 else 2
         raise UsageError(
             f"fragments={fragments}, but the model has {what}: "

@@ -74,7 +74,7 @@ def settings_of(method: str, learners: int | None, tensors: int | None = None) -
     meant = dict(METHODS[method].settings)
     if meant.get("quorum") == ALL:
         if learners is None:
-            raise UsageError(f"method={method} has all learners in each merge: say how many there are by quorum=")
+            raise UsageError(f"method={method} merges all learners: say how many there are with quorum=")
         meant["quorum"] = learners
     if tensors is not None and "fragments" in meant:
         meant["fragments"] = fragments_of(meant["fragments"], tensors)

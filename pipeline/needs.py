@@ -140,7 +140,7 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     fragments, chosen, trip_s = min(tried, key=lambda one: beyond(one[2]))  # of equal ones the preferred codec
     if beyond(trip_s):
         warnings.append(
-            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps it may hide behind: "
+            f"a fragment's round trip takes {trip_s:.1f} s, more than the {overlap_steps} steps that can hide it: "
             f"the run makes its rounds longer, {in_force(interval, overlap_steps, trip_s / site.step_time)} steps for "
             f"{interval}, which costs quality"
         )
@@ -348,7 +348,7 @@ def needs_of(
     memory = memory_of(count)
     if max(syncers.values()) > most or memory > room:
         warnings.append(
-            f"{pace.fragments} fragments are for {most} syncers at most, which are too small: {as_bytes(memory)} of "
+            f"{pace.fragments} fragments allow {most} syncers at most, which are too small: {as_bytes(memory)} of "
             f"{as_bytes(room)} each; more fragments, or larger machines"
         )
     if ranks > pace.fragments:

@@ -121,7 +121,7 @@ def long_rounds(asked: int, intervals: Iterable[int]) -> str | None:
     if not asked or longest <= LONG_ROUND * asked:
         return None
     return (
-        f"rounds take {longest} inner steps, {asked} were asked for, since merges are back that late: a nearer Redis, "
+        f"rounds take {longest} inner steps, {asked} were asked for, because merges arrive late: a nearer Redis, "
         "a smaller codec or longer steps (a larger batch) shorten them (doc: watch.md)"
     )
 

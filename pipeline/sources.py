@@ -62,7 +62,7 @@ def check_variables(known: Collection[str], wanted: Collection[str] | None = Non
         elif wanted is None:
             near = nearest(name, known, NEAR)
             hint = f"; the nearest is {ENV_PREFIX}{near.upper()}" if near else ""
-            warnings.append(f"the variable {variable} is no setting{hint}")
+            warnings.append(f"the variable {variable} is not a setting{hint}")
     return warnings
 
 
@@ -82,7 +82,7 @@ def read_file(config: Path | None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read settings file {config}: {error}") from error
     if inner := next((name for name, value in table.items() if isinstance(value, dict)), None):
-        raise UsageError(f"{config}: [{inner}] is a table, and settings are in none", "leave that line out")
+        raise UsageError(f"{config}: [{inner}] is a table, but settings stand outside tables", "leave that line out")
     return table
 
 

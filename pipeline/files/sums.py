@@ -43,7 +43,7 @@ def parse_sums(text: str, where: object) -> dict[str, str]:
     for line in text.splitlines():
         digest, blanks, name = line.partition("  ")
         if not blanks or Path(name).name != name:
-            raise UsageError(f"{where} is damaged: {line!r:.80} is no digest and name")
+            raise UsageError(f"{where} is damaged: {line!r:.80} is not a digest and a name")
         sums[name] = digest
     return sums
 

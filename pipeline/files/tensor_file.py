@@ -85,10 +85,10 @@ def tensors_in(whole: memoryview) -> dict[str, Tensor]:
 def _mapped(data: memoryview, entry: _Entry) -> Tensor:
     begin, end = entry.data_offsets
     if not 0 <= begin <= end <= len(data):
-        raise ValueError("a tensor lies beyond its end")
+        raise ValueError("a tensor's bytes are outside of it")
     bits = _BITS.get(entry.dtype)
     if min(entry.shape, default=0) < 0 or (bits and 8 * (end - begin) != bits * math.prod(entry.shape)):
-        raise ValueError(f"{end - begin} bytes are no {entry.dtype} {entry.shape}")
+        raise ValueError(f"{end - begin} bytes are not a tensor {entry.dtype} {entry.shape}")
     return Tensor(entry.dtype, entry.shape, end - begin, lambda: data[begin:end])
 
 

@@ -27,7 +27,7 @@ def check_files(*files: Path | None) -> None:
         if not file.absolute().parent.is_dir():
             raise UsageError(f"{file}: there is no folder {file.parent}")
         if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
-            raise UsageError(f"{file}: it may not be written")
+            raise UsageError(f"{file}: no permission to write it")
 
 
 def try_folder(path: Path, *files: str) -> None:

@@ -95,7 +95,7 @@ def _unpack(kind: type[Message], data: bytes, limit: int) -> Any:
             max_ext_len=0,
         )
     except Exception as error:  # msgpack raises ValueError kinds, RecursionError and UnicodeDecodeError
-        raise BadMessage(f"{what} is no msgpack within its bounds: {error}") from error
+        raise BadMessage(f"{what} is not msgpack within its bounds: {error}") from error
 
 
 def _complaint(what: str, error: ValidationError) -> BadMessage:
@@ -373,14 +373,14 @@ class PayloadReader:
         found = None if self.complete else split_chunk(encoded, self.received, size)
         data, digest, total = found or self._decoded(bytes(encoded), size)
         if digest_of(data) != digest:
-            raise BadPayload(f"chunk {self.received} fails its digest")
+            raise BadPayload(f"chunk {self.received} does not match its digest")
         if not self.received:
             self._data = pooled(self._size)
         self._data[start : start + size] = np.frombuffer(data, np.uint8)
         self._total.update(digest)
         self.received += 1
         if self.complete and total != self._total.digest():
-            raise BadPayload("the payload fails its digest over all chunks")
+            raise BadPayload("the payload does not match its digest over all chunks")
 
     def _decoded(self, encoded: bytes, size: int) -> tuple[bytes, bytes, bytes | None]:
         """Return data, digest and total of a chunk in another layout than ours; raise if it is not the next one."""

@@ -221,7 +221,7 @@ class Quantized:
                 not.
         """
         if len(wire) != wire_bytes(elements, kind):
-            raise BadPayload(f"{len(wire)} bytes, and {elements} elements in {kind} have {wire_bytes(elements, kind)}")
+            raise BadPayload(f"{len(wire)} bytes for {elements} elements in {kind}, not {wire_bytes(elements, kind)}")
         self.wire, self._elements, self._kind = wire, elements, kind
         for start in range(sound - sound % GROUP, elements, GROUP):
             negative = _Group(wire, start, elements, kind).scales.view(np.int16) < 0
@@ -234,7 +234,7 @@ class Quantized:
     def __getitem__(self, part: slice) -> Float32:
         start, stop, step = part.indices(self._elements)
         if step != 1:
-            raise ValueError("only whole stretches can be decoded")
+            raise ValueError("only slices with step 1 can be decoded")
         origin = start - start % BLOCK
         out = np.empty(_blocks(max(stop - origin, 0)) * BLOCK, np.float32)
         at = origin

@@ -67,7 +67,7 @@ def check(head: Head, digest: bytes, due: bytes) -> None:
         BadPayload: they differ.
     """
     if digest != due:
-        raise BadPayload(f"the payload of fragment {head.fragment} version {head.version} is not its head's")
+        raise BadPayload(f"the payload of fragment {head.fragment} version {head.version} does not match its head")
 
 
 # --- the momentum ------------------------------------------------------------------------------------

@@ -347,8 +347,8 @@ def build_status(
     warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
     doubted = sorted(names_here & {learner for head in present for learner in head.window.doubted})
     if doubted and goes_on:
-        why = "their last deltas were refused, came too slowly, or did not come"
-        warnings.append(f"not waited for, since {why}: {', '.join(doubted)}")
+        why = "their last deltas were refused, late, or missing"
+        warnings.append(f"not waited for, because {why}: {', '.join(doubted)}")
     room = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):
         paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]

@@ -54,7 +54,7 @@ def changed(told: Told, now_s: float) -> str:
     times, last_s = len(told.changes), max(0.0, now_s - max(told.changes))
     often = "once" if times == 1 else f"{times} times"
     return (
-        f"Redis failed over or was restarted {often} in the last hour, last {duration(last_s)} ago: the last moments "
+        f"Redis failed over or was restarted {often} in the last hour, last {duration(last_s)} ago: the last writes "
         "before it may be lost (`primary_moved` in logs says which server came)"
     )
 
@@ -123,7 +123,7 @@ def unreachable(away: Iterable[int]) -> str:
         return ""
     return (
         f"the server of fragments {named} does not answer, so nothing is merged there until it is back or a replica "
-        "has its place; nothing of them is lost as far as is known, but their figures are old here, or missing"
+        "has its place; as far as is known nothing of them is lost, but their figures here are old or missing"
     )
 
 
@@ -146,5 +146,5 @@ def gone(
     what = f"the heads of fragments {', '.join(missing)} are" if spec is not None else "the run's spec is"
     return (
         f"{what} not on the bus, so nothing is merged there: a syncer that served the run puts back what it knows, its "
-        "learners what they have adopted. If that takes longer than a minute, see that `diloco syncer` runs"
+        "learners what they have adopted. If that takes longer than a minute, check that `diloco syncer` runs"
     )

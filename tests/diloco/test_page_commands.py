@@ -82,7 +82,7 @@ def test_a_page_is_made_of_a_tape(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.splitlines()[-1] == page.as_uri()
     told = model_in(page)
     assert told["sentence"]["text"] == (  # type: ignore[index]
-        "By its tape the run made 3 merges of 1 learner in 0:20: 1500 tokens merged, 0 rejected."
+        "According to its tape the run made 3 merges of 1 learner in 0:20: 1500 tokens merged, 0 rejected."
     )
     assert list(told["learners"]) == ["anna"]  # type: ignore[call-overload]
 

@@ -113,7 +113,7 @@ def test_a_token_that_is_too_short_is_told_the_least_length(
         (["run", "--lease-s", "1e300"], "lease_s='1e300': too large (allowed: more than 0.1, at most 3600)"),
         *((["plan", "--link", given], "5Gbps or 800Mbit/s") for given in ("fast", "5 Gbyte/s")),
         (["plan", "--link", "5"], "at least 1k"),
-        (["learner", "--device", "tpu"], "device='tpu': not of the form that it takes (allowed: auto, cpu, cuda, "),
+        (["learner", "--device", "tpu"], "device='tpu': not in the expected format (allowed: auto, cpu, cuda, "),
         (
             ["doctor", "--params", "huge"],
             "--params huge: not a number, such as 150k, 2.5M or 70B (allowed: ",

@@ -72,8 +72,8 @@ def test_a_redis_that_answers_what_nobody_can_read() -> None:
     """It is there, so nobody is sent to look after it."""
     said = verdict(status(TWO), Beside(away_s=1.0, away="BadMessage: spec: ...", spoilt=True))
     assert said["level"] == "bad"
-    assert said["text"].startswith("What is on Redis of the run cannot be read (BadMessage: spec")
-    assert said["do"].startswith("See which party writes that")
+    assert said["text"].startswith("The run's data on Redis cannot be read (BadMessage: spec")
+    assert said["do"].startswith("Find out who writes it")
     told = verdict(None, Beside(away_s=1.0, away="OtherFormat: ...", spoilt=True, remedy="take a build that reads it"))
     assert told["do"] == "Take a build that reads it."
 
@@ -121,7 +121,7 @@ def test_a_run_that_nobody_is_at_work_on() -> None:
 
 def test_a_run_that_comes_to_its_end() -> None:
     said = verdict(status(TWO, samples.run_state(phase=Phase.DRAINING, reason="budget spent")), Beside())
-    assert said["text"] == "The run comes to its end (budget spent): last deltas merge."
+    assert said["text"] == "The run is ending (budget spent): the last deltas are merged."
 
 
 def test_a_finished_run() -> None:
@@ -212,8 +212,8 @@ def test_deltas_that_are_refused(reason: RefusalReason) -> None:
 @pytest.mark.parametrize(
     ("state", "why"),
     [
-        ("merging", "the syncer is at a merge"),
-        ("uploading", "uploads are awaited"),
+        ("merging", "the syncer is merging"),
+        ("uploading", "the syncer waits for uploads"),
         ("grace", "a grace window is open"),
         ("collecting", "windows wait for more deltas"),
     ],
@@ -228,7 +228,7 @@ def test_a_window_that_does_not_come_to_its_end(state: str, why: str) -> None:
 
 def test_no_delta_comes() -> None:
     said = verdict(status(TWO), STUCK)
-    assert said["text"] == "Nothing was merged for 1:30: no delta comes, though 2 learners train."
+    assert said["text"] == "Nothing was merged for 1:30: no delta arrives, though 2 learners train."
     still = [samples.seen("l0", step=0)]
     assert "no learner has made a step yet" in verdict(status(still), STUCK)["text"]
 

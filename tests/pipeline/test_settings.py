@@ -211,7 +211,7 @@ def test_every_bounded_field_says_what_it_takes():
         (Annotated[int, Field(gt=2)], 2, "too small (allowed: more than 2)"),
         (Annotated[float, Field(le=2)], 3, "too large (allowed: at most 2)"),
         (Annotated[list[int], Field(min_length=1)], [], "too short (allowed: at least 1)"),
-        (Annotated[str, Field(pattern="^a$")], "b", "not of the form that it takes"),
+        (Annotated[str, Field(pattern="^a$")], "b", "not in the expected format"),
         (Literal["a", "b"], "c", "no such choice (allowed: 'a' or 'b')"),
         *((int, value, "not a whole number") for value in ("x", 1.5, None, "9" * 5000)),
         (bool, "x", "neither true nor false"),

@@ -99,9 +99,7 @@ def test_refused_deltas_are_counted_by_reason_and_doubted_learners_named():
     status = build(heads=heads, reports=[samples.seen("l3")])
     assert status["refused"] == {"absurd_norm": 1, "non_finite": 7}
     assert status["fragments"][0]["refused"] == {"non_finite": 2, "absurd_norm": 1}
-    assert status["warnings"] == [
-        "not waited for, since their last deltas were refused, came too slowly, or did not come: l3"
-    ]
+    assert status["warnings"] == ["not waited for, because their last deltas were refused, late, or missing: l3"]
     assert build(heads=heads, reports=[samples.seen()])["warnings"] == [], "it is gone: nobody would wait for it anyway"
     assert build(heads=heads, state=samples.run_state(phase=Phase.FINISHED))["warnings"] == []
 

@@ -124,7 +124,7 @@ def test_buffers_have_the_last_fragment_to_themselves_exactly_and_without_moment
     assert all(one.sync(run) is run and not one.averaged for one in trained)
     assert layout.trained.fragments == tuple(trained)
     for fragments, say in ((1, 2), (9, 7)):
-        with pytest.raises(UsageError, match=f"the 2 buffers, which are averaged: say fragments={say}"):
+        with pytest.raises(UsageError, match=f"the 2 averaged buffers: say fragments={say}"):
             tensor_table(normed(), SyncSettings(fragments=fragments))
 
 

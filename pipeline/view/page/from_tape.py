@@ -13,8 +13,8 @@ from diloco.pipeline.view.page.verdict import said
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, build_status
 
 NOTE = (
-    "Made from the tape: of learners it knows what they brought to merges, from the first of them to the last. What "
-    "was trained and not published, bytes and memory are on no tape."
+    "Made from the tape, which only knows learners from their first merged delta to their last. What "
+    "was trained and not published, bytes and memory are not on a tape."
 )
 
 
@@ -121,7 +121,7 @@ def model_of_tape(
     newest = evaluations[-1] if evaluations else None
     status |= {
         "phase": Phase.FINISHED.value,
-        "reason": "as its tape has it",
+        "reason": "according to its tape",
         "tokens": round(sums["merged"] + sums["rejected"]),
         "merged_tokens": round(sums["merged"]),
         "tokens_lost": {"overwritten": 0, "rejected": round(sums["rejected"]), "died": 0, "pending": 0},
@@ -149,7 +149,7 @@ def model_of_tape(
     model.patch()
     names = {life.learner for life in lives}
     text = (
-        f"By its tape the run made {counted(len(merges), 'merge')} of {counted(len(names), 'learner')} in "
+        f"According to its tape the run made {counted(len(merges), 'merge')} of {counted(len(names), 'learner')} in "
         f"{duration(now_s - begun_s)}: "
         f"{count(sums['merged'])} tokens merged, {count(sums['rejected'])} rejected."
     )

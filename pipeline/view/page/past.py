@@ -84,13 +84,13 @@ def notes(records: Sequence[TapeRecord], status: Status, began_s: float, now_s: 
     merged = [one for one in records if isinstance(one, Committed) and one.contributions]
     if status["outer_steps"] > len(merged):
         found.append(
-            f"The tape on Redis has {len(merged)} of {status['outer_steps']} merges, the last ones. What is earlier is "
-            "in the sums, not drawn: with --tape-dir 10,000 entries stay there for each fragment group, without it "
-            "those of ten minutes."
+            f"The tape on Redis has {len(merged)} of {status['outer_steps']} merges, the last ones. Earlier ones "
+            "count in the sums, but are not drawn: with --tape-dir Redis keeps 10,000 entries for each fragment group, "
+            "without it those of ten minutes."
         )
     if began_s < now_s - 5 and status["tokens"]:
         found.append(
-            "Overwritten, died and pending tokens are told apart from where this page's server began to look. Bytes "
-            "and Redis' memory are known from there, too. Before, trained tokens are a line for each learner's life."
+            "Overwritten, died and pending tokens are shown separately from when this page's server began to look, and "
+            "so are bytes and Redis' memory. Before that, each learner's trained tokens are drawn as a straight line."
         )
     return found

@@ -26,13 +26,13 @@ SLOW = "merges take longer"
 # Remedies for refused deltas, by reason.
 REMEDIES: Mapping[str, str] = {
     "non_finite": "their losses are NaN or infinite: lower the learning rate, or start these learners again",
-    "merge_not_finite": "merged, they would overflow: lower the outer learning rate",
-    "absurd_norm": "what they have trained is far from all others: look at their data and learning rate",
-    "too_stale": "they are slower than the rest by more than a round: give them less to do a step, or a larger H",
+    "merge_not_finite": "a merge with them would overflow: lower the outer learning rate",
+    "absurd_norm": "their deltas are far from all others: look at their data and learning rate",
+    "too_stale": "they are slower than the rest by more than a round: give them less work per step, or a larger H",
     "wrong_layout": "they have another model than the run: start them with the run's",
-    "bad_payload": "their uploads come damaged or incomplete: look at the network between them and Redis",
+    "bad_payload": "their uploads arrive damaged or incomplete: look at the network between them and Redis",
     "upload_timeout": "their uploads do not arrive in time: look at their link to Redis",
-    "bad_message": "they are of another build: start them with this one",
+    "bad_message": "they run another build: start them with this one",
     "flood": "they send far more than they train: start them with this build",
 }
 
@@ -87,13 +87,13 @@ def verdict(status: Status | None, beside: Beside) -> Verdict:
     """
     if beside.failed:
         return _bad(
-            f"This page could not be made ({beside.failed}): nothing is known here of how the run is.",
-            "It is made anew from time to time. The log of whoever serves it has more, for a report of the mistake.",
+            f"This page could not be made ({beside.failed}), so the state of the run is not known here.",
+            "It is tried again from time to time. The log of the page's server has the details for a bug report.",
         )
     if beside.spoilt and beside.away:
-        do = beside.remedy or "see which party writes that: one of another build, or somebody who is not of the run"
+        do = beside.remedy or "find out who writes it: a party of another build, or one that does not belong to the run"
         return _bad(
-            f"What is on Redis of the run cannot be read ({beside.away}): nothing is known of how it is.",
+            f"The run's data on Redis cannot be read ({beside.away}), so its state is not known.",
             f"{do[0].upper()}{do[1:]}.",
         )
     if beside.away_s > AWAY_S or (status is None and beside.away):
@@ -127,7 +127,7 @@ def _of_run(status: Status, beside: Beside) -> Verdict:
             *_start(status, beside, "syncer"),
         )
     if phase in (Phase.DRAINING, Phase.CLOSING):
-        return said("note", f"The run comes to its end ({status['reason']}): last deltas merge.")
+        return said("note", f"The run is ending ({status['reason']}): the last deltas are merged.")
     if not live:
         return _bad(
             f"No learner is left, so nothing is trained: {_silent(learners) or 'all have left'}.",
@@ -182,14 +182,14 @@ def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus
         )
     still = [one["id"] for one in live if not one["step"]]
     if len(still) == len(live):
-        return _bad(f"{since}: no learner has made a step yet.", "Look at their logs: data or devices keep them.")
+        return _bad(f"{since}: no learner has made a step yet.", "Look at their logs: data or devices delay them.")
     by_state: dict[str, list[FragmentStatus]] = {}
     for fragment in status["fragments"]:
         by_state.setdefault(fragment["window"]["state"], []).append(fragment)
     for state, why, do in (
-        ("merging", "the syncer is at a merge", "See its log, and whether its machine is busy (doc: watch.md)."),
-        ("uploading", "uploads are awaited", "Look at the links of the learners named to Redis."),
-        ("grace", "a grace window is open", "See the syncer's log: a grace is no longer than some steps."),
+        ("merging", "the syncer is merging", "See its log, and whether its machine is busy (doc: watch.md)."),
+        ("uploading", "the syncer waits for uploads", "Look at the links of the learners named to Redis."),
+        ("grace", "a grace window is open", "See the syncer's log: a grace lasts a few steps at most."),
         ("collecting", "windows wait for more deltas", "Look at the logs of the learners that are not in them."),
     ):
         if there := by_state.get(state):
@@ -197,7 +197,7 @@ def _nothing_merges(status: Status, beside: Beside, live: Sequence[LearnerStatus
             text = f"{since}: {why} (fragment {fragment['id']}: {fragment['window']['reason']})."
             return _bad(text, do)
     return _bad(
-        f"{since}: no delta comes, though {_learners(len(live))}.",
+        f"{since}: no delta arrives, though {_learners(len(live))}.",
         "Look at the learners' logs: their links to Redis may be cut or too slow.",
     )
 
