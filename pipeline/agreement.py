@@ -80,8 +80,8 @@ WAITING_SYNCER = "a syncer that waits"
 def agree(settings: S, spec: Mapping[str, Any], kind: type[Settings], who: str = "the run") -> S:
     """Return settings with the spec's values in all fields of `kind` (SyncSettings or TrainerSettings).
 
-    A field that was set explicitly must have the spec's value; all others take it. `who` names the source of these
-    values.
+    A field that was set explicitly must have the spec's value; all others take it. `who` names where these values are
+    from.
 
     Raises:
         SpecMismatch: fields differ; the message lists each with both values.

@@ -10,10 +10,10 @@ class Finding(NamedTuple):
 
     level: Level
     about: str
-    """What was checked, in a word or two."""
+    """The thing that was checked, in a word or two."""
     found: str
     remedy: str = ""
-    """What to do about it; empty if nothing is wrong."""
+    """The action to take; empty if nothing is wrong."""
 
     def __str__(self) -> str:
         return f"{self.found}; {self.remedy}" if self.remedy else self.found

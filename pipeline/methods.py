@@ -89,5 +89,5 @@ def meant_by(sync: Mapping[str, Any], tensors: int) -> RunMethod:
     for name in get_args(RunMethod):
         meant = settings_of(name, sync["quorum"], tensors)
         if meant and all(sync[key] == value for key, value in meant.items() if key != "quorum"):
-            return name  # type: ignore[no-any-return]  # one of them
+            return name  # type: ignore[no-any-return]  # a RunMethod
     return "decoupled"

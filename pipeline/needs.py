@@ -1,4 +1,4 @@
-"""What a run needs: sync interval, fragments and codec; memory, bandwidth and cores of the syncers and of Redis. Pure.
+"""Planning of a run: sync interval, fragments and codec; memory, bandwidth and cores of the syncers and of Redis. Pure.
 
 H follows from the share of a learner's link that the globals take; the codec, P and the threads of an outer step follow
 from whether a fragment's round trip is hidden behind tau steps; syncers and Redis nodes follow from traffic, memory and
@@ -220,7 +220,7 @@ def round_trip_s(site: Site, learners: int, fragments: int, wire: float, pulled:
 
 
 class Party(NamedTuple):
-    """What each of `machines` machines of one kind needs."""
+    """The needs of each of `machines` machines of one kind."""
 
     name: str
     machines: int
@@ -234,7 +234,7 @@ class Party(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a run with this many learners needs."""
+    """The needs of a run with this many learners."""
 
     learners: int
     sync_interval: int
@@ -243,7 +243,7 @@ class Needs:
     global_codec: str
     outer: OuterName
     width: float
-    """Of the model: as given, or the usual one."""
+    """The model's width, as given or the usual one."""
     layers: float
     threads: int
     """Threads of a syncer's matrix products (OPENBLAS_NUM_THREADS)."""
@@ -258,7 +258,7 @@ class Needs:
     """Sent by a learner in a round."""
     down_bytes: float
     link: float
-    """Of a learner, in bit/s each way."""
+    """A learner's link, bit/s each way."""
     link_load: float
     """Load of the link's busier direction."""
     round_trip_s: float
@@ -267,7 +267,7 @@ class Needs:
     syncer_cores: float
     """All syncers together, merging and stepping without a pause."""
     syncer_memory_bytes: float
-    """Of each syncer after one of the others has died."""
+    """Memory of each syncer after one of the others has died."""
     checkpoint_bytes: float
     redis_memory_bytes: float
     redis_bytes_per_s: float

@@ -36,9 +36,9 @@ class Pace(NamedTuple):
     fragment: int
     version: int
     merge_s: float
-    """`WindowView.merge_s`."""
+    """The same as `WindowView.merge_s`."""
     outer_s: float = 0.0
-    """`WindowView.outer_s`."""
+    """The same as `WindowView.outer_s`."""
 
     @property
     def takes_s(self) -> float:

@@ -104,7 +104,8 @@ class Outages:
         self.count = 0
         """Calls that found the bus unavailable, since joining."""
         self.gap = False
-        """An outage interrupted work, so messages may have been missed. Whoever reads everything again resets it."""
+        """An outage interrupted work, so messages may have been missed. The task that reads everything again resets it.
+        """
 
     async def retry(self, call: Callable[..., Awaitable[Any]], *args: Any, unless: Errors = ()) -> Any:
         """Call until the bus answers.

@@ -55,4 +55,4 @@ async def meanwhile(*works: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
             for task in tasks:
                 task.cancel()
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        raise errors.exceptions[0] from None  # callers expect the plain error, not a group

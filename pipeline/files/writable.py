@@ -73,7 +73,7 @@ def denied(path: Path) -> UsageError:
 
 
 def _nearest(path: Path) -> Path:
-    """Return the path itself, or its closest parent that exists. A dangling link counts, as it is in the way."""
+    """Return the path itself, or its closest parent that exists; a dangling link counts as existing."""
     return next(one for one in (path, *path.parents) if os.path.lexists(one))
 
 

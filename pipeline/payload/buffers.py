@@ -78,7 +78,7 @@ class Buffers:
             self._most_used = max(self._most_used, self._held - _touched(self._free))
         # numpy collapses chains of views to the base *array*. The base of `handed` is a memoryview, so every view of it
         # keeps `handed` itself alive, and the finalizer cannot run while any view can still be used.
-        handed: Bytes = np.frombuffer(memoryview(piece.raw)[:nbytes], np.uint8)  # type: ignore[arg-type]  # its stubs
+        handed: Bytes = np.frombuffer(memoryview(piece.raw)[:nbytes], np.uint8)  # type: ignore[arg-type]  # numpy's stubs
         weakref.finalize(handed, self._came_free, piece).atexit = False
         return handed
 

@@ -21,7 +21,7 @@ _refuge = _NOWHERE
 class _Lasting(io.FileIO):
     """A raw stream whose descriptor is never closed, and whose writes never fail."""
 
-    def write(self, data: "bytes | bytearray | memoryview") -> int | None:  # type: ignore[override]  # what is written
+    def write(self, data: "bytes | bytearray | memoryview") -> int | None:  # type: ignore[override]  # a buffer
         left = memoryview(data).cast("B")
         for refuge in (_refuge, _NOWHERE):
             try:

@@ -1,4 +1,4 @@
-"""What a run's bus has for the ledger at one moment: reports, heads, and headers that are not merged yet."""
+"""The input of the ledger from a run's bus at one moment: reports, heads, and headers that are not merged yet."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Incarnation = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class LedgerInputs:
-    """What is known of a run besides its tape."""
+    """Facts about a run that are not on its tape."""
 
     reports: tuple[LearnerReport, ...] = ()
     """The last report of each incarnation in this part of the run."""

@@ -26,7 +26,7 @@ MOST_TOLD = 512
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a run's events say about learners and the server."""
+    """Facts about learners and the server from a run's events."""
 
     scriptless: Mapping[str, float] = field(default_factory=dict)
     """Learners that do not find their scripts at Redis, with the Unix time of their last event about it. Any other

@@ -330,7 +330,7 @@ async def test_a_tape_that_was_trimmed_is_said() -> None:
     collector = collector_of(world)
     await collector.look()
     model = collector.model.snapshot()
-    assert any("What is earlier is in the sums" in note for note in model["notes"])
+    assert any("Earlier ones count in the sums" in note for note in model["notes"])
     merged = [one for one in model["coarse"]["series"]["merged"] if one is not None]
     assert merged[-1] == model["totals"]["merged_tokens"]
     assert merged[0] > 0.4 * merged[-1]

@@ -441,7 +441,7 @@ def flip(path: Path) -> None:
         ("globals", lambda path: path.write_bytes(path.read_bytes()[:-400]), "digest|cannot be read"),
         ("state.json", lambda path: rewrite(path, lambda s: s["run"].update(tokens=1)), "does not have the digest"),
         ("SHA256SUMS", Path.unlink, "is missing"),
-        ("SHA256SUMS", lambda path: path.write_text("nothing\n"), "is no digest"),
+        ("SHA256SUMS", lambda path: path.write_text("nothing\n"), "is not a digest"),
         ("SHA256SUMS", lambda path: path.write_text(""), "does not name (globals|fragment)"),
         ("SHA256SUMS", lambda path: path.write_text(path.read_text().splitlines()[0] + "\n"), "does not name"),
         ("SHA256SUMS", lambda path: path.write_text("\u00e9" + path.read_text()[1:]), "does not have the digest"),

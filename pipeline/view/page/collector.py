@@ -156,6 +156,8 @@ class Collector:
         self._bytes += len(update.data)
         while len(self._updates) > KEPT_PATCHES or self._bytes > KEPT_BYTES:
             self._bytes -= len(self._updates.popleft().data)
+        # Wake all present waiters, and leave a fresh event for later ones: with a single event, the first follower that
+        # cleared it could clear it for others that have not run yet.
         self._news.set()
         self._news = asyncio.Event()
 
@@ -175,7 +177,7 @@ class Collector:
                 number = self._number
                 yield self._snapshot()
             while True:
-                news = self._news
+                news = self._news  # taken before the updates are read: one that is published later sets this event
                 missed = [one for one in self._updates if one.number > number]
                 if missed and missed[0].number > number + 1:  # it reads so slowly that some updates were dropped
                     number = self._number
@@ -242,6 +244,7 @@ class RunReader:
         bus = self._bus
         await self._read_spec()
         info = await self._ask_server()
+        # "" until all is read: if a read fails half way, the next look compares with the server again.
         before, self._server_id = self._server_id, ""
         away = set[int]()
         if before != info.server_id and await self._lost(away):
@@ -263,6 +266,7 @@ class RunReader:
             self._answers_from_s = self._clock.now()
         given = self._spec, evaluation, info, self._live_s, told, self._clock.now() - self._answers_from_s
         status, heads, state = await read_status_of(bus, self._clock, *given)
+        # The cursors only move once everything is read: after a failed look, the next one reads the same again.
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
         self._evaluation, self._told = evaluation, told
         self._server_id = "" if away else info.server_id

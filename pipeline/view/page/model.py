@@ -48,7 +48,7 @@ Model = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What was read of a run at one moment, and what is new since the last look."""
+    """The result of one look at a run: its present state, and what is new since the last look."""
 
     now_s: float
     """Unix time."""
@@ -118,7 +118,7 @@ class PageModel:
         self._drawn_s = now_s
         if self._times is None:
             self._begin(look)
-        assert self._times is not None  # noqa: S101  # since it has begun
+        assert self._times is not None  # noqa: S101  # `_begin` has set it
         for record in look.records:
             draw_record(self._times, record, self._shown, now_s)
             if isinstance(record, WindowChanged) and self._shown.fragment(record.fragment):
@@ -204,7 +204,7 @@ class PageModel:
 
     def _draw_learners(self, status: Status, now_s: float) -> Model:
         """Draw the learners' lanes, and return their rows by name."""
-        assert self._times is not None  # noqa: S101  # since it has begun
+        assert self._times is not None  # noqa: S101  # `_begin` has set it
         lives = Counter(one["id"] for one in status["learners"])
         over = status["phase"] == Phase.FINISHED
         heads = {one["id"]: one["version"] for one in status["fragments"]}
@@ -365,7 +365,7 @@ def _sums(status: Status) -> dict[str, float | None]:
     return {
         "tokens": status["tokens"],
         "merged": status["merged_tokens"],
-        **status["tokens_lost"],  # type: ignore[dict-item]  # they are numbers by name
+        **status["tokens_lost"],  # type: ignore[dict-item]  # a TypedDict of ints
         "merges": status["outer_steps"],
         "speed": speed(status["learners"]),
     }
@@ -384,7 +384,7 @@ def _totals(status: Status, info: BusInfo | None) -> Model:
     if info is not None:
         server = {"used": info.used_bytes, "most": info.maxmemory_bytes, "version": info.version}
     return {
-        **{name: status[name] for name in (*names, *more)},  # type: ignore[literal-required]  # they are its names
+        **{name: status[name] for name in (*names, *more)},  # type: ignore[literal-required]  # keys of `Status`
         "elapsed_s": round(status["elapsed_s"], 1),
         "learners": len(present(status["learners"])),
         "fragments": len(status["fragments"]),

@@ -51,7 +51,7 @@ class Verdict(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """What is known besides the status."""
+    """Facts about the run that are not in its status."""
 
     away_s: float = 0.0
     """Seconds for which Redis has not answered."""
