@@ -28,8 +28,7 @@ CHECKPOINT_BYTES = 2 * VALUE_BYTES
 
 
 def syncer_bytes(params: float, learners: int, codec: str, outer: OuterName, share: float = 1.0) -> float:
-    """Return the peak memory of one syncer that serves the share `share` of the model, with all of its windows open at
-    once.
+    """Return the peak memory of a syncer that serves the part `share` of the model: when all of its windows are open.
 
     That is the case when a run ends, and after an outage. Between merges a syncer keeps the values, the momentum, and
     the values of the previous version, which it needs to rebase stale deltas.

@@ -28,7 +28,7 @@ def interval_at(sync: SyncSpec, version: int) -> int:
 
 
 def interval_in_force(sync: SyncSpec, version: int, told: int) -> int:
-    """Return the interval of a base: `told` by its head, or the planned one if that is 0 (the head was not merged)."""
+    """Return the interval of a base: `told` by its head, or the planned one if that is 0 (it was not merged)."""
     return told or interval_at(sync, version)
 
 

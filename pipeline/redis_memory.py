@@ -31,8 +31,7 @@ MACHINE_TIMES = 2
 def redis_bytes(
     elements: float, learners: int, codec: str, global_codec: str, key_frame_interval: int = KEY_FRAMES
 ) -> float:
-    """Return the memory that Redis needs, over all nodes of a cluster together (`redis_holds` lists the parts in
-    words).
+    """Return the memory that Redis needs, over all nodes of a cluster together; `redis_holds` says what it is for.
 
     The count includes a delta of every learner for every fragment, because they pile up while no syncer runs. A global
     in two parts counts as one. With int8 globals, the updates of two key frame intervals are added.

@@ -114,8 +114,7 @@ class Encoding:
         self._codes = np.empty(shape, np.uint8)
 
     def add(self, piece: npt.NDArray[Any], error: Float32 | None = None, decoded: Float32 | None = None) -> int:
-        """Encode the next `GROUP` elements, or the last ones if there are fewer; return how many bytes of `wire` are
-        final.
+        """Encode the next `GROUP` elements, or the rest if there are fewer; return how many bytes of `wire` are final.
 
         Args:
             piece: (elements,) float32 or bfloat16, contiguous.

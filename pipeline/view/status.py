@@ -248,8 +248,7 @@ def _tokens(
     live_s: float,
     away: Collection[int],
 ) -> tuple[int, int, TokensLost]:
-    """Return (trained, merged, lost by cause), in tokens of the whole model: a fragment counts by its share of the
-    elements.
+    """Return (trained, merged, lost by cause) in tokens of the whole model: fragments count by their share of it.
 
     If some heads cannot be read, merged is at least what the lead last wrote to the state.
     """

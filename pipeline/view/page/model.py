@@ -284,8 +284,7 @@ class PageModel:
 
 
 def _at_its_end(look: Look, drawn_s: float) -> Look:
-    """Return a look at a finished run as if taken at its end, so that time is drawn up to there, however late the look
-    is.
+    """Return a look at a finished run as if taken at its end, so that time is drawn up to there.
 
     The end is the latest time known of the run, and not before `drawn_s`.
     """

@@ -109,8 +109,7 @@ class Timeline:
         }
 
     def patch(self) -> dict[str, Any]:
-        """Return the changes since the last patch: for each lane or series the first number and the buckets; or
-        everything.
+        """Return the changes since the last patch, for each lane or series (first number, buckets); or everything.
 
         The receiver drops buckets before `first`.
         """
