@@ -57,7 +57,7 @@ class OtherFormat(BadMessage):
 
 
 class Oversized(BadMessage):
-    """A value is larger than anything that a party of the run writes there. It was not read to its end."""
+    """There is more data than any party of the run writes there. It was not read to its end."""
 
 
 class BadPayload(PeerError):

@@ -29,7 +29,7 @@ def merge_rule(merge: MergeName, embedding: bool, dims: int) -> MergeRule:
     """Return how a run merges a trained tensor with `dims` dimensions. Embeddings always use the mean (paper, merging).
 
     A row of an embedding changes only where its token occurs, and the direction of a row that hardly changed is noise.
-    An output head tied to an embedding is the same tensor as it. In an untied head every row gets a gradient at every
+    An output head that is tied to an embedding is the same tensor. In an untied head every row gets a gradient at every
     step, like the rows of any matrix.
     """
     if merge == "mean" or embedding:

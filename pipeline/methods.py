@@ -40,7 +40,7 @@ METHODS: dict[str, Method] = {
     "decoupled": Method("the defaults"),
     "paper": Method(
         "arXiv:2604.21428 as published, RDA with the mean on embeddings, Nesterov, P = H = 24 (P as many as the model "
-        "has tensors, if fewer), H as it is: neither warm-up nor longer rounds",
+        "has tensors, if fewer), fixed H: neither warm-up nor longer rounds",
         {
             **{"fragments": 24, "sync_interval": 24, "overlap_steps": 2, "quorum": 1, "codec": "bf16"},
             **{"merge": "rda", "weights": "tokens", "outer": "nesterov", "outer_lr": 0.7, "outer_momentum": 0.9},

@@ -2,8 +2,8 @@
 
 A learner trains H steps on a base, publishes a delta, and adopts the new global once it is merged. What it trains in
 between is overwritten: with a round of H steps and a merge of m steps, the share m / (H + m) is lost. Therefore a merge
-may take `ROOM` of a round. It may always take the tau steps that the run plans with, and, while the interval grows,
-never more than the planned interval.
+may take `ROOM` of a round of H steps, or the tau steps that the run plans with if these are more; but never longer than
+the planned interval, which is shorter while it grows.
 """
 
 import math

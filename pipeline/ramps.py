@@ -58,9 +58,9 @@ def stretched(sync: SyncSpec, version: int, round_trip: float) -> int:
 def lengthened(interval: int, sync_interval: int, overlap_steps: int, round_trip: float) -> int:
     """Lengthen a planned interval where round trips are long.
 
-    What a learner trains during a round trip is overwritten. The interval is chosen such that the overwritten share is
-    no greater than with round trips of one step, and, once the interval is H, no greater than tau/H. `LONGEST` is the
-    limit.
+    What a learner trains during a round trip is overwritten. The interval is lengthened until the overwritten share is
+    at most that of a one-step round trip at the planned interval (1/interval), or tau/H if that is more, but never
+    beyond `LONGEST`.
 
     Args:
         interval: the planned interval.

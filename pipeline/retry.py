@@ -10,7 +10,8 @@ from diloco.pipeline.errors import BusError, BusUnavailable, PeerError, SpecMism
 T = TypeVar("T")
 Errors = type[BaseException] | tuple[type[BaseException], ...]
 
-# A wait may end a rounding error before its deadline. A loop that waited again for the rest could then spin for ever.
+# Shortest wait that `choose` returns, s. A timer may fire a rounding error early; a loop that waited for such a tiny
+# rest could spin for ever.
 LEAST_S = 1e-3
 
 

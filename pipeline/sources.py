@@ -82,7 +82,7 @@ def read_file(config: Path | None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"cannot read settings file {config}: {error}") from error
     if inner := next((name for name, value in table.items() if isinstance(value, dict)), None):
-        raise UsageError(f"{config}: [{inner}] is a table, but settings stand outside tables", "leave that line out")
+        raise UsageError(f"{config}: [{inner}] is a table, but settings are top-level keys", "leave that line out")
     return table
 
 

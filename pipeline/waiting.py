@@ -7,7 +7,8 @@ from typing import Any
 
 from diloco.pipeline.bus.ports import Clock
 
-# A wait may end a rounding error before its deadline. A loop that waited again for the rest could then spin for ever.
+# A rest shorter than this, s, counts as over. A timer may fire a rounding error early; a loop that waited for such a
+# tiny rest could spin for ever.
 TICK_S = 1e-3
 
 

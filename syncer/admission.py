@@ -4,6 +4,7 @@ An offer is a delta's header with its stream entry. `window` asks `Admission` be
 `Doubts` tells for which learners no window waits, because of what they sent or failed to send.
 """
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -121,7 +122,7 @@ class Admission:
 
 
 class NextWindow:
-    """Valid offers for the next window, in order: the newest attempt of each training, and a bounded number of them."""
+    """Valid offers for the next window, in order: the newest attempt of each training, `LATE_A_LEARNER` per learner."""
 
     def __init__(self) -> None:
         self._offers: list[Offer] = []
@@ -172,7 +173,7 @@ class NextWindow:
 
 # Refusals in a row, or windows that waited in vain, after which a learner is doubted.
 DOUBTED_AFTER = 3
-# Every so many windows one waits for a silent learner again. Its steps may have become longer than any that the syncer
+# One window in this many waits for a silent learner again. Its steps may have become longer than any that the syncer
 # knows of, and then no window that does not wait for it would ever get its delta.
 ASKED_AGAIN = 16
 # Deltas in a row that are not finite, after which a learner counts as diverged. One or two can be cured by the global
@@ -259,7 +260,7 @@ class Doubts:
         return STRANGERS in self._given_up()
 
     def among(self, learners: Collection[str], known: Collection[str]) -> frozenset[str]:
-        """Return `learners` and, while strangers are not waited for, those given learners that are not in `known`."""
+        """Return the learners in doubt; while strangers are not waited for, also the given ones not in `known`."""
         return self.learners | (frozenset(learners).difference(known) if self.strangers else frozenset())
 
 
@@ -289,3 +290,51 @@ class Diverged:
     def learners(self) -> frozenset[str]:
         """Names of the diverged learners."""
         return frozenset(who for who, times in self._times.items() if max(times.values()) >= NOT_FINITE_MOST)
+
+
+# --- uploads on their way --------------------------------------------------------------------------------
+
+# Least time that an upload is given, s, for a learner whose machine is busy. A learner that was killed while it
+# published can delay a merge for this long.
+LEAST_UPLOAD_S = 1.0
+# Uploads that missed the deadline lengthen it by at most this factor.
+TIMEOUT_FACTOR = 2.0
+# An upload has stopped if nothing came for this many times its last gap between two chunks, or for `TIMEOUT_FACTOR`
+# upload deadlines, whichever is shorter.
+SILENT_CHUNKS = 4
+
+
+class UploadProgress:
+    """Progress of each learner's uploads, in all fragments of one syncer.
+
+    On each of its lanes a learner uploads its deltas in the order of their serials. So a delta of which nothing has
+    come yet is still queued while earlier ones make progress. The silence between two chunks is measured for each
+    learner. However long its gaps are, a learner may be silent for at most `TIMEOUT_FACTOR` upload deadlines.
+    """
+
+    # Bound of the incarnations that are remembered; the ones that were silent for longest are dropped.
+    MOST = 1024
+
+    def __init__(self) -> None:
+        self._last: dict[str, tuple[int, float, float]] = {}
+        """Incarnation -> serial of the delta whose chunk came last, when it came, and the gap before it, s."""
+
+    def heard(self, header: DeltaHeader, now: float) -> None:
+        """Note that a chunk of this delta came."""
+        serial, at, gap_s = self._last.pop(header.incarnation, (header.serial, now, 0.0))
+        self._last[header.incarnation] = header.serial, now, now - at if serial == header.serial else gap_s
+        while len(self._last) > self.MOST:
+            del self._last[next(iter(self._last))]
+
+    def comes(self, header: DeltaHeader, came_s: float, now: float, upload_s: float) -> bool:
+        """Return whether an upload makes progress, or is queued behind earlier ones that do.
+
+        Args:
+            header: of the delta.
+            came_s: when its last chunk came.
+            now: the time.
+            upload_s: the upload deadline, s.
+        """
+        serial, at, gap_s = self._last.get(header.incarnation, (header.serial, -math.inf, 0.0))
+        since = now - max(LEAST_UPLOAD_S, min(SILENT_CHUNKS * gap_s, TIMEOUT_FACTOR * upload_s))
+        return came_s >= since or (serial < header.serial and at >= since)

@@ -123,7 +123,7 @@ def clip_factors(norms: Sequence[float], multiple: float) -> tuple[float, ...]:
 
 
 def phi(x: Float64, zero: float = 0.0) -> Float64:
-    """Return the direction x / ||x||, or zeros if x is no longer than `zero`."""
+    """Return the direction x / ||x||, or zeros if ||x|| <= `zero`."""
     length = float(np.linalg.norm(x))
     return x / length if length > zero else np.zeros_like(x)
 
@@ -180,9 +180,9 @@ def nesterov(theta: Float, b: Float, delta: Float, lr: float, mu: float) -> tupl
 def halley_values(values: Float64) -> Float64:
     """Return the singular values (n,) after one Halley iteration, from those of a matrix of any length.
 
-    They are first scaled so that their fourth powers add up to 1, that is, by the Frobenius length of the Gram matrix.
-    Then none is above 1, and the largest is nearer to 1 than it would be if they were scaled by the Frobenius length of
-    the matrix itself. The more singular values there are, the greater the difference.
+    They are first divided by the square root of the Frobenius length of the Gram matrix, so that their fourth powers
+    add up to 1. Then none is above 1, and the largest is nearer to 1 than it would be if they were divided by the
+    Frobenius length of the matrix itself. The more singular values there are, the greater the difference.
     """
     a, b, c = HALLEY
     given = np.sqrt(phi(values**2))

@@ -153,8 +153,8 @@ class RunningSum:
     The window's sound deltas are summed in the order of their completion, which is also the order of the merge. So it
     makes no difference to any bit how many were summed before the window closed. `session` passes the deltas to sum. A
     sum cannot be undone: if a summed delta has left the window (its learner has published on a newer base), or if a new
-    delta has changed the clip factors of summed ones, the sum is begun anew. All deltas are kept until the commit for
-    that.
+    delta has changed the shares or clip factors of summed ones, the sum is begun anew. All deltas are kept until the
+    commit for that.
     """
 
     def __init__(

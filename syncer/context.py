@@ -11,11 +11,10 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.outer_cost import Speed
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.transfer.payloads import Offload
-from diloco.syncer.admission import Diverged
+from diloco.syncer.admission import Diverged, UploadProgress
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.replay.recording import Recorder
-from diloco.syncer.upload_times import UploadProgress
 
 # `random_hex(n)` returns 2n hex digits for a nonce. It is injected, so that a simulated run can be repeated.
 RandomHex = Callable[[int], str]

@@ -14,15 +14,16 @@ import structlog
 from diloco.pipeline.bus.commits import MOST_HEADERS
 from diloco.pipeline.bus.ports import START, Clock, Offered, Offers, PayloadStore
 from diloco.pipeline.bus.schema import parse_offer_id
+from diloco.pipeline.ema import Ema
 from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.payload.codec import DTYPES, PayloadReader
 from diloco.pipeline.transfer.payloads import Offload, arriving
 from diloco.pipeline.waiting import woken_or_done
-from diloco.syncer.admission import Offer
+from diloco.syncer.admission import LEAST_UPLOAD_S, TIMEOUT_FACTOR, Offer, UploadProgress
+from diloco.syncer.grace import DECAY
 from diloco.syncer.merging.fragment import Delta, FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
-from diloco.syncer.upload_times import UploadEstimator, UploadProgress
 
 # A sound delta, or the reason and detail of its refusal.
 Outcome = Delta | tuple[RefusalReason, str]
@@ -35,6 +36,12 @@ MOST_AT_ONCE = 256
 RETRY_S = 0.2
 # Reading pauses for this long after a flood was cut, since more of it may follow at once.
 FLOODED_S = 0.1
+
+
+# Upload deadline before any upload was measured.
+FIRST_UPLOAD_S = 30.0
+# The upload deadline is this many times the smoothed upload time.
+UPLOAD_FACTOR = 4.0
 
 
 class Arrivals:
@@ -123,6 +130,34 @@ def _of(entry: Offered) -> str:
     return parse_offer_id(entry.entry_id)[0]
 
 
+class UploadEstimator:
+    """Estimate of one fragment's upload time: how long the uploads of a window's fixed set may take."""
+
+    def __init__(self) -> None:
+        self._upload = Ema(DECAY)
+
+    @property
+    def upload_s(self) -> float:
+        """Upload deadline, s: how long the uploads of a fixed set may take."""
+        measured = self._upload.value
+        return FIRST_UPLOAD_S if measured is None else max(LEAST_UPLOAD_S, UPLOAD_FACTOR * measured)
+
+    def observe(self, seconds: float) -> bool:
+        """Take the duration of an upload that has ended; return whether it was within the deadline."""
+        in_time = seconds <= self.upload_s
+        self._upload.observe(seconds)
+        return in_time
+
+    def timed_out(self, waited_s: list[float]) -> None:
+        """Take how long uploads were waited for in vain, s.
+
+        They must lengthen the deadline: on a network that has become slower, no upload would ever be in time otherwise.
+        """
+        most = TIMEOUT_FACTOR * self.upload_s / UPLOAD_FACTOR
+        for seconds in waited_s:
+            self._upload.observe(min(seconds, most))
+
+
 class Downloads:
     """The downloads in flight, and the sound deltas that have arrived."""
 
@@ -184,7 +219,7 @@ class Downloads:
         return found
 
     def timed_out(self, entries: Iterable[str]) -> None:
-        """Lengthen the upload deadline by these uploads, which missed it and are still in flight."""
+        """Lengthen the upload deadline by those of these uploads that are still in flight; all have missed it."""
         now = self._clock.now()
         self._uploads.timed_out([now - self._began[entry_id] for entry_id in entries if entry_id in self._tasks])
 

@@ -99,7 +99,7 @@ class GraceEstimator:
         Args:
             quorum_s: from the window's opening to the K-th header.
             sync_s: the syncer's part of the sync time: uploads, merge, outer step and commit.
-            slowest_s: see `grace_s`; if it is None, the last known one is used.
+            slowest_s: see `grace_s`; if it is None, the last known duration of tau steps is used.
             overlap_steps: see `grace_s`.
         """
         if slowest_s is not None:

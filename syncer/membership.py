@@ -11,14 +11,11 @@ from diloco.pipeline.messages.run import LearnerReport, Phase, RunState, SeenRep
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.messages.wire import MOST_TOKENS
-from diloco.syncer.admission import Offer, Refused
+from diloco.syncer.admission import LEAST_UPLOAD_S, Offer, Refused
 from diloco.syncer.window import Conditions, State, Window
 
 # Interval between two reads of the reports, and so the resolution at which the end of the budget is noticed.
 WATCH_S = 0.25
-# Least time that an upload is given, for a learner whose machine is busy. A learner that was killed while it published
-# can delay a merge for this long.
-LEAST_UPLOAD_S = 1.0
 
 
 @dataclass(slots=True)

@@ -110,7 +110,7 @@ class FragmentOwner:
         self.loaded = None
 
     def look(self) -> None:
-        """Check at once that all payloads are on the bus, since it may have lost something."""
+        """Check head and payloads on the bus at once, since it may have lost something."""
         self.state.mending.due_s = self._clock.now()
         self.wake.set()
 

@@ -71,7 +71,7 @@ class Refusals:
     def _told_of(
         self, at: tuple[int, bytes], learner: str, header: DeltaHeader | None, refused: Refused, tell: bool
     ) -> tuple[Rejected, ...]:
-        """Count and log a refusal; return its record for the tape, or nothing if `TOLD_A_WINDOW` is exceeded."""
+        """Count a refusal; log it and return its record for the tape, unless `tell` is False or enough were told."""
         reason, detail, lost_tokens = refused.reason, refused.detail, refused.lost_tokens
         self._metrics.refusals.labels(reason=reason.value).inc()
         if at != self._at:  # another window: the count begins again

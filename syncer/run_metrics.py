@@ -1,6 +1,6 @@
 """Metrics of the whole run for `/metrics`. Only the lead shows them, so that a sum over syncers counts them once.
 
-They come from the page collector's last reading (`pipeline.view.last_look`), so a scrape reads nothing from Redis.
+They come from the page collector's last reading (`pipeline.view.page.last_look`), so a scrape reads nothing from Redis.
 Their names begin with `diloco_run_`, `diloco_learner_`, `diloco_fragment_` or `diloco_redis_`; all other metrics are of
 one syncer. A separate process that serves the page of a run shows them too.
 """

@@ -29,12 +29,11 @@ from diloco.syncer.committing import (
     payload_key,
 )
 from diloco.syncer.context import SyncerContext
-from diloco.syncer.downloads import Arrivals, Downloads
+from diloco.syncer.downloads import Arrivals, Downloads, UploadEstimator
 from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
 from diloco.syncer.merging.fragment import Delta
 from diloco.syncer.merging.repair import Repair
 from diloco.syncer.refusals import Refusals
-from diloco.syncer.upload_times import UploadEstimator
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # upper bound of the backoff between merges whose outcome is not finite

@@ -51,11 +51,12 @@ head at all.
 merged, is fixed on entering UPLOADING. While a run drains, any member opens the window, because no delta will be due
 any more.
 
-When the upload deadline passes, two kinds of missing uploads are not refused, but held for the next window if this one
-is merged: a later attempt that replaced a member's delta after M_t was fixed (it has not had the whole upload time),
-and an upload that still makes progress. The window waited in vain for their learners all the same, which counts towards
-doubting them. If fewer than K members have uploaded, and all missing uploads make progress, the deadline is extended,
-unless the delta of another learner waits for the next window.
+When the upload deadline passes, these missing uploads are not refused, but held for the next window if this one is
+merged: a later attempt that replaced a member's delta after M_t was fixed and has not had the whole upload time, an
+upload that still makes progress, and any upload of a doubted learner, for which the window did not wait. For the
+learners of the first two the window waited in vain all the same, which counts towards doubting them. If fewer than K
+members have uploaded, and all missing uploads make progress, the deadline is extended, unless the delta of another
+learner waits for the next window.
 
 After a refusal the window is reopened, so that the learner whose delta was refused publishes again at its next step. It
 is not reopened for a doubted learner, whose deltas might be refused at every step. Such a learner renews its delta as

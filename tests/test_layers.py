@@ -114,7 +114,6 @@ PURE = (
     "syncer/grace.py",
     "syncer/serving/sharing.py",
     "syncer/membership.py",
-    "syncer/upload_times.py",
     "syncer/window.py",
     "workers/encoding.py",
     "workers/exchange/shared.py",

@@ -1,6 +1,6 @@
 """Count inner steps through torch's optimizer step hooks, in loops that are not ours to change.
 
-A step hook runs inside `optimizer.step()`, after the update: behind accumulation and clipping, before schedulers and
+A step hook runs inside `optimizer.step()`, after the update: after accumulation and clipping, before schedulers and
 `zero_grad`. If torch's GradScaler skips a step, it calls no hook. A fused optimizer is always called, and itself leaves
 its parameters unchanged if `found_inf` says so.
 

@@ -176,8 +176,8 @@ class BaseLearner:
     def open(self) -> Self:
         """Join: connect, agree with the run, fetch the model. If this raises, nothing of the learner is left behind.
 
-        `with` does the same, and closes the learner at its end. Without `with`, put `close` into a `finally`: to its
-        run, a program that ends without `close` has been killed.
+        `with` does the same, and closes the learner at its end. Without `with`, put `close` into a `finally`. If a
+        program ends without `close`, the run treats it as killed.
 
         Raises:
             UsageError: the learner was opened before, was closed meanwhile by another thread, or was made in another

@@ -63,7 +63,7 @@ class TorchModel:
         return len(trained_tensors(self._model))
 
     def fitting_fragments(self, wanted: int) -> int:
-        """Return how many of the `wanted` fragments the model can fill (`Proposed.fitting_fragments`)."""
+        """Return the number of fragments if nobody asked for a number (`Proposed.fitting_fragments`)."""
         return fitting_fragments(self._model, wanted)
 
     def tensor_table(self, sync: SyncSettings | SyncSpec, held: Sequence[TensorSpec] = ()) -> tuple[TensorSpec, ...]:
@@ -111,8 +111,8 @@ class Learner(BaseLearner):
             learner_id: must be unique among live learners; default: DILOCO_LEARNER_ID, else host name, process id and a
                 random part.
             sync: the protocol's constants, used if this learner is the first. Default: the run's, else those of a
-                waiting syncer, else the package's defaults. A default number of fragments is reduced to the number of
-                trained tensors.
+                waiting syncer, else the package's defaults. If no number of fragments is given, there are no more than
+                trained tensors (plus one for buffers).
             tokens: the run's budget, in trained tokens of all learners together; "2.5M" is accepted too. The first
                 party that has a budget sets it, by this argument or by `diloco syncer --tokens`; a party with another
                 budget is refused.
@@ -176,7 +176,7 @@ class Learner(BaseLearner):
         self._attached: Attached | None = None
 
     def step(self, tokens: int | torch.Tensor, loss: float | torch.Tensor | None = None) -> None:
-        """Count the inner step just done, adopt what has arrived, publish what is due. Never wait for the network.
+        """Count the inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
 
         Args:
             tokens: number trained in this step: a whole number from 0 (0: the whole batch was masked), also as a numpy

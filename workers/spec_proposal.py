@@ -68,8 +68,8 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
     Args:
         model: already checked.
         given: the learner's arguments.
-        held: the run's spec; None: it has none. A learner with settings of its own takes only the budget from it, and
-            that only if it names none.
+        held: the run's spec; None: it has none. A learner with settings of its own takes only the budget and
+            the number of groups from it, each only if it names none.
         beginning: for a run without a spec: the settings of a waiting syncer, and whether Redis is a cluster.
 
     Raises:

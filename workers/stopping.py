@@ -60,7 +60,10 @@ class Stopping:
 
     @property
     def came(self) -> bool:
-        """True if a signal came, here or (as the ranks have agreed) to another rank. Reading it promises nothing."""
+        """True if a signal came, here or (as the ranks have agreed) to another rank.
+
+        Unlike with `asked`, code that reads this is not expected to end.
+        """
         return bool(self.heard or self._asked)
 
     @property
@@ -80,7 +83,7 @@ class Stopping:
                     signal.signal(number, self._note)
 
     def restore(self) -> None:
-        """Restore the previous handlers. Outside the main thread they stay, and act like the default."""
+        """Restore the default handlers. If another thread calls this, the handler stays and acts like the default."""
         self._over = True
         if threading.current_thread() is threading.main_thread():
             for number in self._installed:

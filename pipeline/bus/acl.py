@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from diloco.pipeline.bus.keys import PREFIX
 
-# User for learners of any name. It has no rights on the syncer's keys, but may change other learners' deltas.
+# User for learners of any name. It cannot write the syncer's keys, but it can change other learners' deltas.
 SHARED_LEARNER = "learner"
 # Commands that a connection needs, and those without a key that scripts call.
 _CONNECT = "+ping +info +select +time +cluster|slots +command"
@@ -96,7 +96,8 @@ def learner(run: str = "*", learner_id: str | None = None) -> User:
             (_CHUNKS, keys.of_groups(f"delta:*:{own}:*")),
             ("+hsetnx +type", keys.of_groups("senders")),
             ("+xadd +type", keys.of_groups("arrivals")),
-            # Keys that all learners may write. Readers validate these values and trust none of them.
+            # Keys that all learners may write (of `holder`, a named learner only its own). Readers validate these
+            # values and trust none of them.
             ("+setnx", keys.of_run("spec")),
             ("+hget +hgetall +hscan +hset +persist +type", keys.of_run("learners", "seen")),
             ("+get +set +type", keys.of_run(f"holder:{own}")),
@@ -147,7 +148,7 @@ def evaluator(run: str = "*") -> User:
 
 
 def viewer(run: str = "*") -> User:
-    """Return the user of `diloco status`, `diloco tape` and dashboards: it reads all about the run but parameters."""
+    """Return the user of `diloco status`, `diloco tape` and dashboards: it reads all about a run except parameters."""
     keys, read = _Patterns(run), "%R~"
     about = ("spec", "state", "learners", "seen", "events", "evaluations", "syncers")
     of_fragments = ("head:*", "lease:*", "deltas:*", "senders", "arrivals", "tape")

@@ -127,7 +127,7 @@ def _opens(line: str) -> bool:
 def _wrong_line(file: Path, number: int, what: str) -> UsageError:
     """Return the error for a line of the users' file, without its passwords.
 
-    number: of the line, from 1. what: the server's text about it.
+    number: line number, from 1. what: what is wrong, possibly in the server's words; any password in it is hidden.
     """
     words = file.read_text().splitlines()[number - 1].split()
     of = f", user {words[1]}" if words[:1] == ["user"] and words[1:] else ""

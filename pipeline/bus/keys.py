@@ -67,7 +67,7 @@ class RunKeys:
     def holder(self, learner: str) -> str:
         """`generation incarnation` of the process that holds this learner's id: only its reports are accepted.
 
-        Each learner has a key of its own, so that with Redis users no learner can displace another.
+        Each learner has a key of its own, so that one with its own Redis user cannot be displaced by another learner.
         """
         return self._of_run(f"holder:{learner}")
 
@@ -103,7 +103,7 @@ class RunKeys:
 
     @property
     def syncers(self) -> str:
-        """Hash: nonce of a syncer -> `until saved name`, its name being the last.
+        """Hash: nonce of a syncer -> `until saved name`, separated by blanks.
 
         until: server time in ms until which it counts as live; saved: tokens of its checkpoint, 0 if it has none.
         """
@@ -142,7 +142,8 @@ class RunKeys:
     def deltas(self, p: int, learner: str) -> str:
         """Stream of one learner's headers for a fragment: one `DeltaHeader` per entry.
 
-        Each learner has a stream of its own, so that with Redis users no learner can trim, block or forge another's.
+        Each learner has a stream of its own, so that no other learner can trim, block or forge the headers of one that
+        has its own Redis user.
         """
         return self._of_group(self.group(p), f"deltas:{p}:{learner}")
 

@@ -63,7 +63,7 @@ async def lost(bus: Tape, entries: Sequence[TapeEntry], away: set[int]) -> set[i
         away: receives the groups whose server does not answer.
 
     Raises:
-        BusError: see `Tape.read_tape`.
+        BusError: the bus cannot be read.
     """
     first: dict[int, TapeEntry] = {}
     before = {one.group: just_before(one.entry_id) for one in entries}

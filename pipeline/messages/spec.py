@@ -91,7 +91,7 @@ class SyncSpec(Message):
     doubling: Annotated[int, Field(ge=1, le=10**6)]
     """Outer steps of each fragment after which a growing interval doubles."""
     outer_warmup: Annotated[int, Field(ge=0, le=10**6)]
-    """First outer steps of each fragment, which only average (`syncer.merging.outer.outer_at`)."""
+    """Number of outer steps at the start of each fragment that only average (`syncer.merging.outer.outer_at`)."""
     weights: WeightsName
     global_codec: GlobalCodec
     """Format of the globals that learners pull (`pipeline.transfer.global_formats`)."""
@@ -180,7 +180,8 @@ def _check_parts(parts: Iterable[TensorSpec]) -> None:
     for part in parts:
         begin, end = part.rows or (0, 0)
         if not part.by_rows or part.whole != first.setdefault(part.name, part).whole:
-            raise ValueError(f"tensor {part.name!r} is split into parts, but not merged by rows, or they disagree")
+            how = "either it is not merged by rows or its parts disagree"
+            raise ValueError(f"tensor {part.name!r} is split by rows, but {how}")
         if not reached.get(part.name, 0) == begin < end <= part.shape[0]:
             raise ValueError(f"tensor {part.name!r}: rows [{begin}, {end}) are not the next of its {part.shape[0]}")
         reached[part.name] = end

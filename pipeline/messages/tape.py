@@ -53,7 +53,7 @@ class Contribution(Message):
     tokens: Count
     weight: Annotated[float, Field(ge=0, le=1)]
     norm: Measure
-    """L2 norm of the whole delta before any scaling."""
+    """L2 norm of the whole delta as it was sent, before any rebase or scaling."""
     rebased: bool = False
     """True if the delta was stale and was rebased: measured from the version into which it was merged."""
     factor: Annotated[float, Field(gt=0, le=1)] = 1.0

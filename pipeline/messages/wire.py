@@ -43,7 +43,7 @@ MAX_TENSORS = 100_000
 MAX_DIMS = 16
 MAX_TEXT_CHARS = 512
 MAX_CHUNKS = 10**6
-# Inner steps between two syncs, or steps that a sync may hide behind.
+# Upper bound on a sync interval, and on tau (the steps during which a sync may run in the background).
 MOST_STEPS = 10**6
 MAX_UPDATES = 64
 # Longest lease: everything that a syncer holds expires within this time unless it is prolonged.

@@ -162,7 +162,8 @@ class Encoding:
         np.copyto(scales.view(np.uint16), np.where(sound, upper, 0x7FC0), "unsafe")
         if self._kind == "int4":
             np.bitwise_and(codes, np.uint8(15), out=codes)
-            # A word of two codes has the low nibble in one byte and the high nibble in the other.
+            # A little-endian word of two codes has the low nibble in its lower byte and the high nibble in its upper
+            # byte. The shift puts both into the lower byte, which the copy keeps.
             words = codes.view("<u2")
             words |= words >> np.uint16(4)
             np.copyto(out, words, casting="unsafe")

@@ -40,7 +40,8 @@ def as_heard(
 ) -> list[SeenReport]:
     """Return reports with their ages reduced by the time in which nobody could write, which does not count as silence.
 
-    If no report has come since the bus accepts writes again, that time lasts from the last report until then.
+    That time lasts from the last report until the bus accepted writes again; it counts only if no report has come
+    since.
 
     answers_s: for how long the bus has answered without interruption, as far as the caller knows.
     """

@@ -226,9 +226,9 @@ def _whole(run: Place) -> list[str]:
 
 
 def newest_of_run(place: Place, run: str) -> Checkpoint | None:
-    """Return the newest checkpoint in a place of the run of this name that began last; None if there is none.
+    """Return a run's newest checkpoint in a place; None if there is none.
 
-    Only its manifest is checked yet.
+    If several runs of this name have saved there, the one that began last counts. Only the manifest is checked yet.
 
     Raises:
         UsageError: it is damaged, or the place cannot be read.

@@ -97,17 +97,17 @@ def kept_names(before: Sequence[str], new: str) -> tuple[list[str], list[str]]:
 
 
 def may_be_left(name: str) -> bool:
-    """Return whether a killed syncer may have left a folder of this name, and not a person or another program."""
+    """Return whether a killed syncer may have left a folder or temporary file of this name, and nobody else."""
     return _LEFT.fullmatch(name) is not None
 
 
 def all_ours(files: Iterable[str]) -> bool:
-    """Return whether all files of a folder have names that this module gives."""
+    """Return whether all files of a folder have names that a syncer gives (unfinished temporary files included)."""
     return all(map(_FILE.fullmatch, files))
 
 
 class Leftovers:
-    """Finds folders that killed writers left, by comparing successive looks at a place.
+    """Finds folders and temporary files that killed writers left, by comparing successive looks at a place.
 
     A folder that is not kept is a leftover if it is old, or if it had the same files at the look before, which was a
     checkpoint earlier. Whole checkpoints are leftovers only if `KEPT` newer ones exist.
@@ -120,7 +120,7 @@ class Leftovers:
         """Return the folders that may be removed.
 
         Args:
-            others: names of the folders that are not kept -> names of the files in each.
+            others: names of what is not kept -> names of the files in each (none in a temporary file).
             old: those of `others` that were not written to for a long time.
             kept: number of kept checkpoints.
         """

@@ -157,7 +157,7 @@ class Folder:
         return (self.path / name).read_bytes()
 
     def write(self, name: str, parts: Iterable[Part]) -> None:
-        """Write a file beside and rename it."""
+        """Write to a temporary file in the folder, then rename it."""
         self.path.mkdir(parents=True, exist_ok=True)
         replace(self.path / name, parts)
 

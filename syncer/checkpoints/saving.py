@@ -121,7 +121,7 @@ async def finish_checkpoint(
 ) -> Place:
     """Save the fragments of a checkpoint that are not saved yet, in this order, and complete it; return its folder.
 
-    Other syncers may save theirs meanwhile: a fragment that is already there when its turn comes is taken.
+    Other syncers may save theirs meanwhile: a fragment that is already there when its turn comes is used.
 
     Raises:
         UsageError: the run has no state or no version 0 yet.

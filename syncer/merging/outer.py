@@ -30,8 +30,8 @@ def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) 
     """Return the outer learning rate and momentum of the step from this version to the next.
 
     The first `outer_warmup` outer steps only average the learners (rate 1, no momentum): while the model changes fast,
-    a step beyond what the learners agree on overshoots. The same holds for the last deltas of a run. If none of them
-    holds half an interval, momentum would add the way of a whole interval to them.
+    a step beyond what the learners agree on overshoots. So does a step in which no delta holds half an interval, as
+    with the last deltas of a run: momentum would add the movement of a whole interval to them.
 
     Args:
         sync: how the run synchronises.
@@ -63,7 +63,10 @@ class PlainStep:
         self.go(start, stop, self._out[start:stop], self._scratch[: stop - start])
 
     def go(self, start: int, stop: int, step: Float32, scratch: Float32) -> None:
-        """Write theta - lr*step of elements [start, stop); step and scratch, both (stop - start,), may be the same."""
+        """Write theta - lr*step of elements [start, stop), or lr*step if theta is None.
+
+        step and scratch, both (stop - start,), may be the same.
+        """
         if self._theta is None:
             np.multiply(step, self._lr, out=self._out[start:stop])
         else:
@@ -130,9 +133,10 @@ def at_length_one(matrix: Float32) -> Float32 | None:
 
 
 def halley_iteration(matrix: Float32) -> Float32:
-    """Return a matrix (rows, columns) with the same singular vectors, and values mostly between 0.4 and 1.
+    """Return a matrix (rows, columns) with the same singular vectors and flattened singular values.
 
-    The result is scaled by an arbitrary factor. `algorithm.HALLEY`'s x (a + b x^2) / (1 + c x^2) equals
+    Up to one common factor, which is not determined, most of these are between 0.4 and 1. A matrix without direction
+    is returned unchanged. `algorithm.HALLEY`'s x (a + b x^2) / (1 + c x^2) equals
     b/c (x + (ac/b - 1) x / (1 + c x^2)). For an n x n matrix that takes 3 2/3 n^3 operations: n^3 for the Gram matrix,
     which is symmetric, and the rest for the division. The products sum in an order that the machine's libraries choose.
     """

@@ -160,7 +160,8 @@ class TapeArchive:
                 continue
             self._reader.passed(theirs[-1])
             newest = self._newest[group]
-            if newest and entry_id(theirs[0].entry_id) <= entry_id(newest[-1]):  # a new server's tape begins
+            # The tape is read from its start again: a new server's, or because the archive file was gone.
+            if newest and entry_id(theirs[0].entry_id) <= entry_id(newest[-1]):
                 newest.clear()
                 self._untrimmed[group] = 0
             newest.extend(entry.entry_id for entry in theirs)

@@ -251,8 +251,8 @@ def replay(
         tape: the run's commits, by time; they are of several histories if the bus was ever rewound.
         progress: called with the number of merges that were done since the last call.
         saved: (fragment, version, digest) of a checkpoint of the run; the tape must have them.
-        before: the recording's files before the tape was read (`list_recording`), for a run that may go on: only these
-            must be on the tape. None: all files must be.
+        before: the recording's files before the tape was read (`list_recording`), for a run that may go on: merges in
+            later files need not be on the tape. None: all files count. Merges that the bus refused never need to be.
 
     Raises:
         UsageError: `directory` is no recording.

@@ -100,7 +100,7 @@ async def _finish(bus: Bus, clock: Clock, nonce: str, fragments: int, known: Run
     outer_steps = sum(head.version for head in heads)
     if state.tokens and len(heads) < fragments:
         lost = sorted({*range(fragments)} - {head.fragment for head in heads})
-        detail = "the bus lost these heads while the run ended: only the last checkpoint before may have them"
+        detail = "the bus lost these heads while the run ended: only the run's last checkpoint may still have them"
         structlog.get_logger().error("heads_lost", fragments=lost, detail=detail)
     structlog.get_logger().info("run_finished", tokens=state.tokens, outer_steps=outer_steps)
     return state

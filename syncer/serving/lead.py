@@ -90,10 +90,10 @@ class Lead:
         )
 
     async def _others_have_more(self) -> bool:
-        """Return whether fresh parameters must wait, because they would replace trained ones, for `PATIENCE_S` at most.
+        """Return whether fresh parameters must wait for trained ones, which they would replace.
 
-        A live learner that has adopted a version of this run uploads it soon, or a syncer that has the run's checkpoint
-        puts it on the bus.
+        A live learner that has a trained version of this run (above 0) uploads it soon, or a syncer that has the run's
+        checkpoint puts it on the bus. After `PATIENCE_S` they wait no longer.
         """
         now = self._clock.now()
         self._asked_since_s = now if self._asked_since_s is None else self._asked_since_s

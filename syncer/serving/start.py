@@ -268,7 +268,7 @@ class Start:
         return OnBus(state, served, whole, older=min(ahead, default=0) < 0, newer=max(ahead, default=0) > 0)
 
     async def _resume(self, checkpoint: Checkpoint, way: Callable[[], Awaitable[Way]]) -> None:
-        """Put a checkpoint on the bus, or wait until another syncer has put its own there, which has more tokens.
+        """Put a checkpoint on the bus, or wait until another syncer has put its own there, which has no fewer.
 
         Args:
             checkpoint: this syncer's.

@@ -256,7 +256,7 @@ async def test_what_no_rank_says_ends_the_learner(sent: bytes) -> None:
     """Sizes without bounds, and what is no question: nothing is made of it, and who sent it is named."""
     async with wired(2) as wires:
         wires[1]._writers[0].write(sent)
-        with pytest.raises(RankGone, match=r"rank 1 of this learner is unreadable"):
+        with pytest.raises(RankGone, match=r"rank 1 of this learner sent unreadable data"):
             await wires[0].watch()
 
 

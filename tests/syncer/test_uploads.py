@@ -15,12 +15,11 @@ from diloco.pipeline.messages.tape import RefusalReason, Rejected
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import held, payload_bytes
 from diloco.pipeline.transfer.payloads import push
-from diloco.syncer.admission import DeltaFormat, Offer
-from diloco.syncer.downloads import Downloads
-from diloco.syncer.membership import LEAST_UPLOAD_S, RunWatch
+from diloco.syncer.admission import LEAST_UPLOAD_S, DeltaFormat, Offer, UploadProgress
+from diloco.syncer.downloads import FIRST_UPLOAD_S, Downloads, UploadEstimator
+from diloco.syncer.membership import RunWatch
 from diloco.syncer.merging.fragment import FragmentState
 from diloco.syncer.merging.merge import DeltaNorms
-from diloco.syncer.upload_times import FIRST_UPLOAD_S, UploadEstimator, UploadProgress
 from diloco.syncer.window import Window
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline

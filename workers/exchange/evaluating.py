@@ -94,7 +94,7 @@ class Evaluating:
         return finished
 
     async def measure(self, bus: Bus) -> float | None:
-        """Return the loss of the parameters that the heads name now, whatever the time; None: there are none yet.
+        """Return the loss of the parameters that the heads name now, ignoring `every_s`; None: there are none yet.
 
         Raises:
             RunReplaced: see `look`.

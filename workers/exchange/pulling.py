@@ -1,6 +1,7 @@
 """Follow the heads, pull the globals that they name, and hand them to the training side. asyncio.
 
-The tape only wakes a learner; the heads are the truth. After any gap in the tape, all heads are read again.
+The tape wakes a learner and reports merges and refusals; what a head says is read from the head itself. After any gap
+in the tape, all heads are read again.
 """
 
 import asyncio
@@ -121,7 +122,7 @@ class Pulling:
         return None not in heads
 
     async def pull_wanted(self) -> None:
-        """Pull each wanted global, one after the other on each lane; runs until cancelled.
+        """Pull each wanted global, one after the other on each lane, until cancelled or an error of the bus.
 
         Raises:
             BusError: call it again.
@@ -154,7 +155,7 @@ class Pulling:
                 self._member.shared.pull_s = self._times.pull_s
             wanted = self._wanted.get(p)
             if wanted is not None and (wanted.version, wanted.digest) == (head.version, head.digest):
-                del self._wanted[p]  # a look during the pull may have put it back; adopting twice would cost training
+                del self._wanted[p]  # also if a look has set it again meanwhile: adopting twice would cost training
             retries.tried(p, pulled, clock.now())
             if not pulled:
                 await self.look([p])

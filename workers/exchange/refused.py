@@ -13,8 +13,8 @@ REMEDIES = {
     "data",
     RefusalReason.ABSURD_NORM: "the delta is far larger than other learners': look at the learning rate and the data",
 }
-# Non-finite deltas of one fragment in a row, after which the learner is healed: the same number after which a syncer no
-# longer counts their tokens. One or two are mended by the next adoption, if the moments are sound.
+# Non-finite deltas of one fragment in a row, after which the learner is told to heal: the same number after which a
+# syncer no longer counts their tokens. One or two are mended by the next adoption, if the moments are sound.
 HEALED_AFTER = 3
 
 
@@ -26,20 +26,20 @@ class Refused:
         self._me, self._log, self._shared = (member.learner, member.incarnation), member.log, member.shared
         self._newest = newest
         self.fragments = set[int]()  # fragments with a refused delta and no merge since
-        # Fragment -> non-finite deltas since one of that fragment was merged, or since the learner was healed.
+        # Fragment -> non-finite deltas since one of that fragment was merged, or since it was told to heal.
         self._not_finite = Counter[int]()
-        # `newest` at the time of the last healing, which not every learner can do; None: none since the last merge of a
-        # delta of `_worst`. Refusals of deltas up to these prove nothing about the healed model.
+        # `newest` when the learner was last told to heal, which ranks cannot do; None: not since a delta of `_worst`
+        # was merged. Refusals of deltas up to these prove nothing about a healed model.
         self._healed: dict[int, tuple[int, int]] | None = None
-        # The fragment that caused the healing. Only its merge proves that the learner is sound again: other fragments
-        # may be merged once more with what they trained before all became NaN.
+        # The fragment because of which it was told to heal. Only its merge proves that the learner is sound again:
+        # other fragments may be merged once more with what they trained before all became NaN.
         self._worst = -1
 
     def refused(self, record: Rejected) -> None:
-        """Handle a refusal. This learner's first one is logged, and the next one after every fragment was merged again.
+        """Handle a refusal. This learner's first is logged, and the next one after all refused fragments were merged.
 
         Raises:
-            LearnerDiverged: its deltas are still not finite after it was healed.
+            LearnerDiverged: its deltas are still not finite after it was told to heal.
         """
         remedy = REMEDIES.get(record.reason)
         if remedy is None or (record.learner, record.incarnation) != self._me:
@@ -58,7 +58,8 @@ class Refused:
         found = f"{HEALED_AFTER} deltas of fragment {fragment} in a row are not finite"
         if self._healed is not None:
             raise LearnerDiverged(
-                f"{found}; it was healed before, and no delta of fragment {self._worst} was merged since", remedy
+                f"{found}; it was told to heal before, and no delta of fragment {self._worst} was merged since",
+                remedy,
             )
         self._not_finite.clear()
         self._healed, self._worst, self._shared.heal = dict(self._newest), fragment, True

@@ -109,7 +109,7 @@ class ShardClaims:
                 elif not self._is_there(claimed.shard, wanted[0]):
                     self._finished.append(claimed.entry_id)
                     await self._settle()
-                # Else: it was taken from us for a while, and is still being read
+                # An entry that is held already was taken from us for a while, and is still being read: nothing to do.
                 elif claimed.entry_id not in self._held:
                     shard = self._held[claimed.entry_id] = claimed.shard
                     self._epochs = max(self._epochs, shard.epoch + 1)

@@ -3,7 +3,7 @@
 Moments of more than `MOST_OFFERED_BYTES` are not requested from peers.
 
 If an optimizer has moments already (for example because a trainer has loaded its own checkpoint), it keeps them, unless
-the state folder has a checkpoint.
+the state folder has a usable checkpoint (this is for `recover="auto"`).
 
 Parameters always come from the heads. At the very start of a run (every head at version 0) there is nothing to recover,
 and no peer is asked. All of this is part of joining, and runs in the exchange thread. The training thread restores what

@@ -103,7 +103,7 @@ class Learner(BaseLearner):
         return self._parameters.params
 
     def step(self, params: Any, tokens: Any, loss: Any = None) -> Any:
-        """Count the inner step just done, adopt what has arrived, publish what is due. Never wait for the network.
+        """Count the inner step just done, adopt what has arrived, publish what is due. Never waits for the network.
 
         It waits until the previous step is done. Otherwise JAX would queue dozens of steps that are trained without
         what arrives meanwhile and then overwritten by it, and their measured times would be those of queuing.

@@ -24,9 +24,9 @@ Taken = tuple[int | None, int]
 class RanksCarrier:
     """An `exchange.carrier.Carrier` over all ranks. What training adopts is the number of a global that all ranks have.
 
-    A server has at most one fragment (or several small ones: `inflight.Room`) that is pulled and not adopted, and the
-    same number that is snapshotted and not uploaded. Snapshots taken while training waits have negative tags, so that
-    they cannot collide with step numbers.
+    A server has at most one fragment that is pulled and not adopted, and at most one that is snapshotted and not
+    uploaded; each may be several small ones instead (`inflight.Room`). Snapshots taken while training waits have
+    negative tags, so that they cannot collide with step numbers.
     """
 
     def __init__(self, wires: Wires, member: Member, under_way: UnderWay) -> None:

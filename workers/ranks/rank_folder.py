@@ -112,7 +112,7 @@ class RankFolder(StateFolder):
             raise StateRefused(f"{self.path} was saved by ranks that held other rows, and some of theirs are missing")
 
     def _newest(self, identity: RunIdentity | None) -> Parts:
-        """Return this run's complete set that has gone furthest, in order of rank; empty if there is none."""
+        """Return this run's complete set that has gone furthest, its first rank first; empty if there is none."""
         sets: dict[str, Parts] = defaultdict(dict)
         for path in [self._all, *sorted(self._all.glob("rank-*-of-*"))]:
             with suppress(StateRefused):  # there is none, or a damaged one

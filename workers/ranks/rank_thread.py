@@ -63,7 +63,7 @@ class RankThread(ExchangeThread):
                 time.sleep(0.05)
 
     def join(self) -> None:
-        """Wait a while until the thread has ended; the ranks part from each other."""
+        """Wait a while for the thread's end, and let go of collectives unless the learner has left (`Meeting.part`)."""
         self.notice()
         if not self.left:
             self._meeting.part()

@@ -38,8 +38,8 @@ MAX_HEAD_BYTES = 16 * 2**20
 # Seconds that the other ranks get to hear why this rank ends (`TOLD_S`), and that a report to the bus may take
 # (`SAID_S`).
 TOLD_S, SAID_S = 5.0, 2.0
-# The kinds of error that travel to the asking rank; every other one travels as UsageError. The sender retries after
-# those of the bus.
+# The kinds of error that travel to the asking rank; every other one travels as UsageError. The asking rank retries
+# after those of the bus.
 KINDS = {kind.__name__: kind for kind in (UsageError, BusError, BusUnavailable, BusFull)}
 _SIZES = struct.Struct("<IQ")
 
@@ -64,8 +64,7 @@ class Wires:
         self.leaving = False
         """True once the ranks leave: connections that end are then no error."""
         self.why = ""
-        """The reason by which all ranks end, once a rank has given one; connections that end then have the same reason.
-        """
+        """The reason for which all ranks end, once a rank has given one. Connections that end then have it too."""
         self._gone_ones = set[int]()
         self._heard_by = {self.rank}
         """Ranks that know the reason."""
@@ -143,7 +142,7 @@ class Wires:
         self._heard_by.add(rank)
 
     async def cause(self, within_s: float) -> str:
-        """Return the reason by which all ranks end if it becomes known within `within_s` seconds, else ""."""
+        """Return the reason for which all ranks end if it becomes known within `within_s` seconds, else ""."""
         with suppress(TimeoutError, DilocoError):
             async with asyncio.timeout(within_s):
                 await asyncio.shield(self._broken)
@@ -229,7 +228,7 @@ class Wires:
         self._gone_ones.add(rank)
         if self.why:
             return RankGone(self.why)
-        how = "is gone" if isinstance(error, (OSError, EOFError)) else f"is unreadable ({error}): it is gone"
+        how = "is gone" if isinstance(error, (OSError, EOFError)) else f"sent unreadable data ({error}): it is gone"
         return RankGone(f"rank {rank} of this learner {how}, and the learner with it: start all of its ranks again")
 
     async def _hear(self, rank: int, reader: asyncio.StreamReader) -> None:

@@ -50,7 +50,7 @@ def load_model(where: str, trainer: object, tensors: Mapping[str, Tensor]) -> Lo
     model = model_of(spec).eval()
     misfit = f"{where} does not fit model {spec['model']!r}"
     try:
-        strange = model.load_state_dict(values, strict=False).unexpected_keys  # it has one name of tied ones
+        strange = model.load_state_dict(values, strict=False).unexpected_keys  # tied tensors are there under one name
     except RuntimeError as error:
         raise UsageError(f"{misfit}: {error}") from error
     if wrong := strange or [name for name, _ in model.named_parameters() if name not in values]:
@@ -172,7 +172,7 @@ def generate(
     generator = torch.Generator(device="cpu").manual_seed(seed)
     out = prompt
     for _ in range(tokens):
-        logits = logits_of(model, out[None, -context:])[0, -1, :vocab].float().cpu()  # there may be more
+        logits = logits_of(model, out[None, -context:])[0, -1, :vocab].float().cpu()  # models may have more entries
         if temperature == 0:
             chosen = logits.argmax()[None]
         else:

@@ -101,7 +101,8 @@ def train_together(
     """Train as one of several ranks, which all end together; return the exit status.
 
     The status tells the launcher whether to restart the ranks. It does so after a crash, such as one of CUDA or NCCL,
-    but not after an error of this project's own (`DilocoError`), which means that the rank was refused.
+    if another rank is gone, or if the run has another spec by now. All other errors of this project (`DilocoError`)
+    are raised: the rank was refused, or its learner cannot go on.
     """
     spec = None
     try:

@@ -149,7 +149,10 @@ class RedisOffers(RedisConnection, Offers):
 
 
 class RedisPayloadStore(RedisConnection, PayloadStore):
-    """Payloads as streams: the chunk of index `i` (from 0) is the entry `{i+1}-0`. Chunks use lanes of their own."""
+    """Payloads as streams: the chunk of index `i` (from 0) is the entry `{i+1}-0`.
+
+    Writes use the bulk lane, reads the payloads lane.
+    """
 
     async def write_chunks(self, key: str, first: int, chunks: Sequence[Encoded], ttl_s: float) -> None:
         schema.check_chunks(first, chunks)

@@ -231,7 +231,7 @@ class ClusterNodes(Nodes):
 
 
 def _read(answers: Iterable[Any], reading: Callable[[Any], T]) -> tuple[list[T], list[BaseException]]:
-    """Parse answers; return the parsed ones and the errors. An unparsable answer counts as "not a sentinel"."""
+    """Parse answers; return the parsed ones and the errors. An unparsable answer becomes a "not a sentinel" error."""
     told, errors = list[T](), list[BaseException]()
     for answer in answers:
         if isinstance(answer, BaseException):

@@ -122,15 +122,15 @@ def translate(error: BaseException, where: str, user: str = "", key: bytes | str
         return _not_let_in(text, where, user)
     if re.search("certificate (has )?expired|certificate is not yet valid", text, re.IGNORECASE):
         remedy = (
-            "have it renewed, or set this machine's clock: then all goes on by itself (a party reads its own one only "
-            "when it starts)"
+            "have it renewed, or set this machine's clock: then all goes on by itself. If it is a party's own "
+            "certificate, start that party again: it is read only at the start"
         )
         return BusUnavailable(f"Redis at {where}: a certificate has expired, or is not valid yet", remedy, text)
     for sign, found, remedy in _TLS:
         if sign.search(text):
             return UsageError(f"Redis at {where}: {found}", remedy, text)
     if isinstance(error, TooMuch):
-        return Oversized(f"Redis at {where} has a larger value there than any party of a run writes", said=text)
+        return Oversized(f"Redis at {where} has more data there than any party of a run writes", said=text)
     if isinstance(error, rx.NoScriptError):
         return scripts_missing(where)
     if code in _FULL:
@@ -204,7 +204,7 @@ def _not_let_in(text: str, where: str, user: str) -> UsageError:
     else:
         of_user = f" of user {user!r}" if user else ""
         found = f"refuses the login{of_user}: name or password is wrong, or the user was deleted"
-    remedy = "set user and password in DILOCO_REDIS_URL, or ask whoever runs it"
+    remedy = "set user and password in DILOCO_REDIS_URL, or ask the server's operator"
     return LoginRefused(f"Redis at {where} {found}", remedy, text.rstrip("."))
 
 

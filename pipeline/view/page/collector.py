@@ -156,8 +156,8 @@ class Collector:
         self._bytes += len(update.data)
         while len(self._updates) > KEPT_PATCHES or self._bytes > KEPT_BYTES:
             self._bytes -= len(self._updates.popleft().data)
-        # Wake all present waiters, and leave a fresh event for later ones: with a single event, the first follower that
-        # cleared it could clear it for others that have not run yet.
+        # Wake all present waiters. Each event is set once and never cleared, so a follower that took it before it read
+        # the updates (see `follow`) cannot miss this one.
         self._news.set()
         self._news = asyncio.Event()
 

@@ -252,7 +252,7 @@ class PageModel:
         }
 
     def snapshot(self) -> Model:
-        """Return everything as of the last patch; empty before the first one."""
+        """Return everything as of the last patch; before the first one there are no rows or totals."""
         fine, coarse = self._times or (None, None)
         return self._now | {
             "marks": list(self._marks),

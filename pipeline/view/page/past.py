@@ -62,7 +62,9 @@ def put_trained(times: Sequence[Timeline], status: Status, now_s: float) -> None
     for one in times:
         total, slope, before_s = status["tokens"] - end, 0.0, min(slopes, default=now_s)
         bends = sorted(slopes.items())
-        one.reach(now_s)  # slide first: otherwise buckets are drawn only to slide out (1 s per week of a run)
+        # Slide first. Otherwise buckets are drawn only to slide out again, which takes a second for each week that a
+        # learner says it ran.
+        one.reach(now_s)
         at_s = max(before_s, one.begins_s)
         while at_s < now_s:
             while bends and bends[0][0] <= at_s:
@@ -90,7 +92,7 @@ def notes(records: Sequence[TapeRecord], status: Status, began_s: float, now_s: 
         )
     if began_s < now_s - 5 and status["tokens"]:
         found.append(
-            "Overwritten, died and pending tokens are shown separately from when this page's server began to look, and "
-            "so are bytes and Redis' memory. Before that, each learner's trained tokens are drawn as a straight line."
+            "Overwritten, died and pending tokens, bytes and Redis' memory are known only since this page's server "
+            "began to look. Before that, the trained tokens of each learner process are drawn as a straight line."
         )
     return found

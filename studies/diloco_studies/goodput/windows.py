@@ -26,9 +26,9 @@ from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.site import outer_operations
 from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Doubts, Offer, Refused
 from diloco.syncer.committing import RoundTrips
+from diloco.syncer.downloads import UploadEstimator
 from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
 from diloco.syncer.membership import RunWatch
-from diloco.syncer.upload_times import UploadEstimator
 from diloco.syncer.window import Conditions, Merge, Reopened, State, Wait, Window
 from diloco.workers.rounds import renewed_after
 from diloco_studies.goodput.constants import Constants
