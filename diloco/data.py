@@ -15,8 +15,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.units import parse_whole, written
 from diloco.workers.trainer.data import bpe
 from diloco.workers.trainer.data.preparing import SAMPLE_BYTES, new_folder, write_shards
-from diloco.workers.trainer.data.shards import Index, check_shards, digest_of_file, read_index
-from diloco.workers.trainer.data.sources import DATA_SET, Source, open_sources, sample
+from diloco.workers.trainer.data.text_sources import DATA_SET, Source, open_sources, sample
+from diloco.workers.trainer.data.token_shards import Index, check_shards, digest_of_file, read_index
 
 USUAL_VOCAB = 32_000
 

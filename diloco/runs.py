@@ -30,7 +30,7 @@ from diloco.pipeline.units import as_bytes, count, counted, duration, parse_coun
 from diloco.pipeline.view.status import Status, present
 from diloco.pipeline.view.status_reader import read_status
 from diloco.pipeline.view.trouble import AWAITED
-from diloco.workers.exchange.connecting import read_run
+from diloco.workers.exchange.redis_access import read_run
 
 LOOK_S = 1.0
 UNREADABLE = "unreadable"

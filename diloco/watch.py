@@ -14,7 +14,7 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, DilocoError, UsageError
 from diloco.pipeline.process import signals
 from diloco.tracking.follow import follow
-from diloco.workers.exchange.connecting import read_run
+from diloco.workers.exchange.redis_access import read_run
 
 # Time between two checks of whether the run is over.
 LOOK_S = 1.0

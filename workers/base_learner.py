@@ -19,10 +19,10 @@ from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.workers.batches import Batches
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.copies.losses import Loss
-from diloco.workers.exchange import connecting
-from diloco.workers.exchange.connecting import in_own_loop
+from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.exchange.newest import Float32, read_newest
+from diloco.workers.exchange.redis_access import in_own_loop
 from diloco.workers.lifecycle import Life
 from diloco.workers.moments.recovery import Source
 from diloco.workers.schedule import FRESH_MOMENTS_STEPS
@@ -42,7 +42,7 @@ class BaseLearner:
         Raises:
             UsageError: there is no Redis URL.
         """
-        self._given, self._url = given, connecting.url_of(given.redis_url)
+        self._given, self._url = given, redis_access.url_of(given.redis_url)
         self.incarnation = secrets.token_hex(8)
         self.id = given.learner_id or own_name(self.incarnation)
         self.left_in_order = False  # set on leaving: everything unpublished was flushed in time
@@ -169,7 +169,7 @@ class BaseLearner:
     @staticmethod
     def read_spec(redis_url: str, run: str) -> Spec | None:
         """Return the spec of a run if it is there, else None; for a trainer that joins without settings of its own."""
-        return connecting.read_spec(redis_url, run)
+        return redis_access.read_spec(redis_url, run)
 
     # --- joining and leaving --------------------------------------------------------------------------
 
@@ -206,10 +206,10 @@ class BaseLearner:
 
     def _proposal(self) -> Spec:
         """Return the spec to propose: it follows the run's spec or, without one, the settings of a waiting syncer."""
-        beginning, url, run, go_on = connecting.Beginning(), self._url, self._given.run, self._life.go_on_joining
-        held = connecting.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
+        beginning, url, run, go_on = redis_access.Beginning(), self._url, self._given.run, self._life.go_on_joining
+        held = redis_access.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
         if held is None:
-            beginning = connecting.wait_for_spec(partial(connecting.read_beginning, url, run), self.id, go_on)
+            beginning = redis_access.wait_for_spec(partial(redis_access.read_beginning, url, run), self.id, go_on)
         return proposal(self._proposed(), self._given, held, beginning)
 
     def __exit__(

@@ -25,8 +25,8 @@ from diloco.pipeline.bus.redis_streams import open_bus
 from diloco.pipeline.errors import BusError, UsageError, outage_event
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import BusSettings, load
-from diloco.workers.exchange.connecting import in_own_loop, read_run, url_of
 from diloco.workers.exchange.evaluating import Evaluating, LossFunction, Measured, follow
+from diloco.workers.exchange.redis_access import in_own_loop, read_run, url_of
 
 EVERY_S = 5.0
 

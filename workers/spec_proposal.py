@@ -13,7 +13,7 @@ from diloco.pipeline.settings import SyncSettings, load
 from diloco.pipeline.sources import ENV_PREFIX
 from diloco.pipeline.wrong_values import told
 from diloco.workers.checks.arguments import Arguments
-from diloco.workers.exchange.connecting import Beginning
+from diloco.workers.exchange.redis_access import Beginning
 
 
 class Proposed(Protocol):

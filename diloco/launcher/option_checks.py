@@ -60,7 +60,7 @@ def check_data(data: str, whose: str = "") -> None:
     """
     if data == "stdlib" or _file(data).exists():
         return
-    from diloco.workers.trainer.data.sources import DATA_SET  # imports numpy
+    from diloco.workers.trainer.data.text_sources import DATA_SET  # imports numpy
 
     if not data.startswith(DATA_SET):
         remedy = "name one, or hf:OWNER/NAME, or leave it out: stdlib"

@@ -17,8 +17,8 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.settings import HttpSettings
+from diloco.pipeline.view.page.assets import one_file
 from diloco.pipeline.view.page.collector import Collector
-from diloco.pipeline.view.page.files import one_file
 from diloco.pipeline.view.page.join_command import Started, Way
 from diloco.pipeline.view.page.model import Model
 from diloco.pipeline.view.status import Status

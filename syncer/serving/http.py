@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from diloco.pipeline.errors import DilocoError, UsageError
 from diloco.pipeline.files.strict_json import dumps
-from diloco.pipeline.view.page.files import POLICY, served
+from diloco.pipeline.view.page.assets import POLICY, served
 
 # Maximum number of open connections.
 CONNECTIONS = 64

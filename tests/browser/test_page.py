@@ -10,8 +10,8 @@ import pytest
 from diloco.pipeline.messages.head import WindowView
 from diloco.pipeline.messages.run import Event
 from diloco.pipeline.messages.tape import RefusalReason
+from diloco.pipeline.view.page.assets import one_file
 from diloco.pipeline.view.page.collector import Collector, Update
-from diloco.pipeline.view.page.files import one_file
 from diloco.pipeline.view.page.join_command import Way
 from diloco.pipeline.view.page.model import Look, PageModel
 from diloco.pipeline.view.status import build_status

@@ -295,7 +295,7 @@ async def test_who_comes_late_sees_the_run_from_its_first_second() -> None:
     assert seconds(came["coarse"], "L/l1", Of.GONE) == pytest.approx(30, abs=4)
     assert seconds(came["coarse"], "L/l0", Of.TRAINING) == pytest.approx(150, abs=4)
     assert came["learners"]["l1"]["lives"] == 2
-    assert any("shown separately from when" in note for note in came["notes"])
+    assert any("are known only since this page" in note for note in came["notes"])
     running.cancel()
     await end(first, second)
 

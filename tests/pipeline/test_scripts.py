@@ -22,7 +22,7 @@ from diloco.pipeline.view.status_reader import read_status
 from diloco.pipeline.view.trouble import Told
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving import service
-from diloco.workers.exchange import connecting
+from diloco.workers.exchange import redis_access
 from tests import HANGING_S, samples
 from tests.pipeline.conftest import Server, as_user
 from tests.pipeline.test_commit_cases import NONCE
@@ -92,7 +92,7 @@ async def test_a_learner_whose_scripts_nobody_loads_waits_and_says_so_in_the_sta
     """It has not joined meanwhile, so nobody waits for it. It goes on by itself once a syncer was there."""
     server.admin.script_flush()
     with structlog.testing.capture_logs() as said:
-        reached = asyncio.create_task(connecting.reach(as_user(server.url, "learner-l0"), server.run, "l0"))
+        reached = asyncio.create_task(redis_access.reach(as_user(server.url, "learner-l0"), server.run, "l0"))
         viewer = await server.bus("viewer")
         async with asyncio.timeout(HANGING_S):
             while not await viewer.read_events():

@@ -11,7 +11,7 @@ RANKS = "diloco.workers.ranks."
 NOT_CONNECTED = "they meet", "it has yet to connect"
 WHILE_JOINING = {
     "they meet": (1, f"{RANKS}found said_by_all 3"),
-    "it has yet to connect": (1, "diloco.workers.exchange.connecting reach 1"),
+    "it has yet to connect": (1, "diloco.workers.exchange.redis_access reach 1"),
     "it uploads version 0": (1, f"{RANKS}part Part._upload_initial 1"),
     "rank 0 looks for moments": (0, f"{RANKS}joined Rank._recover 1"),
     "it enters": (2, f"{RANKS}joined Rank._enter 1"),

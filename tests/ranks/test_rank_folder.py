@@ -10,7 +10,7 @@ import torch
 
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.moments import OptimizerKind
-from diloco.workers.moments.moments import Moments
+from diloco.workers.moments.saved_moments import Moments
 from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateRefused
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.row_ranges import Ranges, local_layout

@@ -9,7 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from diloco.pipeline.view.page.files import MODULES, one_file, served
+from diloco.pipeline.view.page.assets import MODULES, one_file, served
 from diloco.syncer.serving import http
 from diloco.syncer.serving.http import EVENTS
 from tests import HANGING_S

@@ -20,8 +20,8 @@ from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer import data_parallel, evaluator_process, optional, trainer
 from diloco.workers.trainer.data import tokenized
 from diloco.workers.trainer.data.preparing import write_shards
-from diloco.workers.trainer.data.sources import Source
 from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.data.text_sources import Source
 from diloco.workers.trainer.data.tokenized import check_model, open_for
 from diloco.workers.trainer.models import gpt, hf
 from diloco.workers.trainer.models.hf import build_hf

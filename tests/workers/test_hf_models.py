@@ -17,8 +17,8 @@ from diloco.pipeline.settings import EvaluatorProcess, LearnerProcess, LearnerSe
 from diloco.workers.parameters import tensor_table
 from diloco.workers.trainer import optional, trainer
 from diloco.workers.trainer.data import tokenized
-from diloco.workers.trainer.data.shards import read_index
 from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.data.token_shards import read_index
 from diloco.workers.trainer.data.tokenized import open_for
 from diloco.workers.trainer.evaluator_process import built_in
 from diloco.workers.trainer.models import hf, hf_config

@@ -13,9 +13,9 @@ from torch import nn
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.learner import Learner
-from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
 from diloco.workers.moments.peers import Peers
+from diloco.workers.moments.saved_moments import Moments
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, run_virtual
 from tests import samples

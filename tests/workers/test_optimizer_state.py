@@ -13,8 +13,8 @@ from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.copies.snapshots import Snapshot, snapshot_of
 from diloco.workers.moments import optimizer_state
-from diloco.workers.moments.moments import Moments, check
 from diloco.workers.moments.optimizer_state import OptimizerState, recoverable_state
+from diloco.workers.moments.saved_moments import Moments, check
 from diloco.workers.parameters import tensor_table
 from tests.workers.test_parameters import Net, TiedWords
 

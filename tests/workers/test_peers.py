@@ -14,8 +14,8 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.moments import MomentsWish, OptimizerKind
 from diloco.pipeline.messages.run import Phase
 from diloco.workers.moments import peers as module
-from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.peers import Peers
+from diloco.workers.moments.saved_moments import Moments
 from diloco_studies.virtual.memory import MemoryBus, MemoryStore
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time
 from tests import samples

@@ -16,9 +16,9 @@ import pytest
 from diloco.cli import main
 from diloco.pipeline.errors import UsageError
 from diloco.workers.trainer.data import bpe
-from diloco.workers.trainer.data.shards import check_shards, open_shards, read_index
-from diloco.workers.trainer.data.sources import documents, open_sources
 from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.data.text_sources import documents, open_sources
+from diloco.workers.trainer.data.token_shards import check_shards, open_shards, read_index
 from diloco.workers.trainer.sample import words_of
 from tests import HANGING_S
 
@@ -135,7 +135,7 @@ def test_a_separator_in_the_text_is_one(tmp_path) -> None:
 HELD = """
 import signal, sys
 from diloco.cli import main
-from diloco.workers.trainer.data.shards import ShardWriter
+from diloco.workers.trainer.data.token_shards import ShardWriter
 
 add = ShardWriter.add
 

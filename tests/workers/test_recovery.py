@@ -30,9 +30,9 @@ from diloco.workers.learner import Learner
 from diloco.workers.moments import keeper, recovery, state_folder
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.local_state import RecoveryOptions, has_moments, own_moments
-from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.optimizer_state import OptimizerState, StateCopy
 from diloco.workers.moments.recovery import Recovery
+from diloco.workers.moments.saved_moments import Moments
 from diloco.workers.moments.state_folder import SavedState, StateFolder, StateRefused
 from diloco.workers.parameters import tensor_table
 from diloco.workers.rounds import Rounds

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from diloco.cli import main
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.settings import TrainerSettings
-from diloco.workers.trainer.data import sources
+from diloco.workers.trainer.data import text_sources
 from diloco.workers.trainer.data.blocks import Blocks
 from diloco.workers.trainer.data.preparing import new_folder, write_shards
-from diloco.workers.trainer.data.shards import Index, check_shards, is_shards, open_shards, read_index
-from diloco.workers.trainer.data.sources import Source, documents, open_sources, sample
 from diloco.workers.trainer.data.text import open_text
+from diloco.workers.trainer.data.text_sources import Source, documents, open_sources, sample
+from diloco.workers.trainer.data.token_shards import Index, check_shards, is_shards, open_shards, read_index
 from diloco.workers.trainer.recipe import check_text, trainer_spec
 from diloco.workers.trainer.sample import model_of
 from tests.workers.byte_tokenizer import ByteTokenizer, documents_of
@@ -262,7 +262,7 @@ def test_pieces_of_a_file_are_all_of_it(tmp_path_factory, data: bytes, lines: bo
     path.write_bytes(text)
     with pytest.MonkeyPatch.context() as patch:
         for name, size in {"PIECE_BYTES": 64, "_LOOK_BYTES": 32, "_PIECES": 2}.items():
-            patch.setattr(sources, name, size)
+            patch.setattr(text_sources, name, size)
         found = list(documents(open_sources([str(path)], "text", False))) if text else []
     assert "".join(found) == text.decode(errors="replace")
     assert all(len(piece.encode()) <= 3 * (64 + 32) for piece in found)
@@ -276,7 +276,7 @@ def test_a_long_document_is_cut_at_a_line(tmp_path) -> None:
     assert "".join(pieces) == text
     assert 3 < len(pieces) < 6
     assert all(piece.endswith("\n") for piece in pieces)
-    assert list(sources.shortened(text)) == pieces
+    assert list(text_sources.shortened(text)) == pieces
 
 
 def test_folders_globs_and_files_are_read_in_order(tmp_path) -> None:

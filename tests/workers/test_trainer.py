@@ -19,7 +19,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.cores import usable_cores
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, load
-from diloco.workers.exchange.connecting import Beginning
+from diloco.workers.exchange.redis_access import Beginning
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.learner import Learner
 from diloco.workers.parameters import tensor_table

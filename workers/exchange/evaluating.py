@@ -25,7 +25,7 @@ from diloco.pipeline.retry import Backoff
 from diloco.pipeline.transfer.payloads import pull_exact
 from diloco.pipeline.waiting import first_of
 from diloco.workers.checks.arguments import one_number
-from diloco.workers.exchange.connecting import read_run
+from diloco.workers.exchange.redis_access import read_run
 from diloco.workers.names import named_buffers, named_parameters
 from diloco.workers.parameters import FragmentParameters
 

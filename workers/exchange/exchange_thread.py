@@ -17,7 +17,7 @@ from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import OwnThread
 from diloco.workers.device_encoding import OnDevice
 from diloco.workers.encoding import AT_ONCE, Float32, OnHost
-from diloco.workers.exchange import connecting
+from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange import Exchange
 from diloco.workers.exchange.joining import Joining
 from diloco.workers.moments.recovery import Found
@@ -143,7 +143,7 @@ class ExchangeThread:
     async def _join_and_work(self) -> None:
         """Join the run, then work until cancelled."""
         training = self._training
-        bus, scripts = await connecting.reach(self._url, self._run_name, training.learner)
+        bus, scripts = await redis_access.reach(self._url, self._run_name, training.learner)
         encoder = OnDevice(training.parameters.device) if training.encode_on_device else OnHost(AT_ONCE)
         who = training.learner, training.incarnation
         joining = Joining(bus, bus.clock, *who, training.report, encoder=encoder)

@@ -15,7 +15,7 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.transfer.payloads import pull_shown
-from diloco.workers.exchange.connecting import BACKOFF, read_run
+from diloco.workers.exchange.redis_access import BACKOFF, read_run
 from diloco.workers.exchange.spec_check import compare
 
 Float32 = npt.NDArray[np.float32]

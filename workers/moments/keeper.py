@@ -15,9 +15,9 @@ from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.workers.copies.losses import Loss
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.local_state import OwnMoments
-from diloco.workers.moments.moments import Moments
 from diloco.workers.moments.optimizer_state import StateCopy
 from diloco.workers.moments.recovery import Found, Source, torch_rng
+from diloco.workers.moments.saved_moments import Moments
 from diloco.workers.moments.state_folder import SavedState
 from diloco.workers.rounds import Rounds
 

@@ -26,7 +26,7 @@ from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.payload.codec import digest_of
 from diloco.pipeline.wrong_values import complaint
 from diloco.workers.copies.snapshots import Snapshot, snapshot_of
-from diloco.workers.moments.moments import KeptLayout, Moments, of_moment, slots
+from diloco.workers.moments.saved_moments import KeptLayout, Moments, of_moment, slots
 from diloco.workers.moments.trial import trial_shape, trial_states
 from diloco.workers.names import named_parameters
 from diloco.workers.parameters import FragmentTensors, local_of, placed_as

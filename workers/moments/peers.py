@@ -26,7 +26,7 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish, OptimizerKind
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.transfer.payloads import pull, push
-from diloco.workers.moments.moments import Moments, check, of_moment
+from diloco.workers.moments.saved_moments import Moments, check, of_moment
 
 # Time between two looks at the bus for wishes.
 LOOK_S = 1.0

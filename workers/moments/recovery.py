@@ -28,9 +28,9 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
 from diloco.pipeline.messages.run import RunState
 from diloco.workers.moments.local_state import OwnMoments
-from diloco.workers.moments.moments import Moments, check, offered_bytes
 from diloco.workers.moments.optimizer_state import OptimizerState, StateCopy
 from diloco.workers.moments.peers import Peers
+from diloco.workers.moments.saved_moments import Moments, check, offered_bytes
 from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateFolder, StateRefused
 
 Source = Literal["start", "checkpoint", "optimizer", "peer", "fresh"]

@@ -36,7 +36,7 @@ from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.messages.wire import Count, Digest, FirstFormat, Message, PartyId, Text
 from diloco.pipeline.wrong_values import complaint
 from diloco.workers.background import BackgroundThread
-from diloco.workers.moments.moments import Float32, Moments, check, of_moment, slots
+from diloco.workers.moments.saved_moments import Float32, Moments, check, of_moment, slots
 
 STATE_FILE = "state.json"
 LOCK_FILE = ".lock"

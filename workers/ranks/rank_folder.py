@@ -32,7 +32,7 @@ from diloco.pipeline.fragments import Layout, Slot
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.pipeline.messages.spec import TensorSpec
 from diloco.pipeline.payload.codec import digest_of
-from diloco.workers.moments.moments import KeptLayout, Moments, slots
+from diloco.workers.moments.saved_moments import KeptLayout, Moments, slots
 from diloco.workers.moments.state_folder import (
     STATE_FILE,
     RunIdentity,

@@ -12,7 +12,7 @@ from diloco.pipeline.errors import RankGone
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import OwnThread
-from diloco.workers.exchange import connecting
+from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange_thread import ExchangeThread
 from diloco.workers.ranks.lines import TcpLines
 from diloco.workers.ranks.rank_exchange import Working
@@ -91,7 +91,7 @@ class RankThread(ExchangeThread):
 
     async def _join_and_work(self) -> None:
         meeting, training = self._meeting, self._training
-        bus, scripts = await connecting.reach(self._url, self._run_name, training.learner)
+        bus, scripts = await redis_access.reach(self._url, self._run_name, training.learner)
         try:
             most = max(fragment.elements for fragment in self._shares.layout.fragments)
             wires = Wires(TcpLines(meeting.rank, meeting.addresses, meeting.listener, meeting.token), most)

@@ -13,7 +13,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.tensor_file import Tensor
 from diloco.pipeline.wrong_values import complaint
 from diloco.workers.trainer.data import bpe
-from diloco.workers.trainer.data.shards import TOKENIZER_FILE, check_digest, read_index
+from diloco.workers.trainer.data.token_shards import TOKENIZER_FILE, check_digest, read_index
 from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES
 from diloco.workers.trainer.models.named import model_of
 from diloco.workers.trainer.recipe import TrainerSpec, choose_device, logits_of

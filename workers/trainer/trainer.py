@@ -13,7 +13,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.signals import AGAIN_STATUS
 from diloco.pipeline.settings import LearnerProcess, SyncSettings, TrainerSettings
 from diloco.workers.checks.sets import check_set
-from diloco.workers.exchange.connecting import has_version_0, wait_for_spec
+from diloco.workers.exchange.redis_access import has_version_0, wait_for_spec
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD
 from diloco.workers.learner import Learner
 from diloco.workers.schedule import FRESH_MOMENTS_STEPS, learning_rate

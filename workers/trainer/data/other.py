@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data.sources import TABLES, documents, open_sources
+from diloco.workers.trainer.data.text_sources import TABLES, documents, open_sources
 from diloco.workers.trainer.data.tokens import MIN_BYTES, TextData, gather, split
 
 # Tokens read at a time in the search for the largest one. It bounds the memory.

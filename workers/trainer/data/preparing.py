@@ -16,7 +16,8 @@ from typing import Any, Literal
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import dumps
 from diloco.workers.trainer.data import bpe
-from diloco.workers.trainer.data.shards import (
+from diloco.workers.trainer.data.text_sources import Source, documents
+from diloco.workers.trainer.data.token_shards import (
     FORMAT,
     INDEX_FILE,
     TOKENIZER_FILE,
@@ -26,7 +27,6 @@ from diloco.workers.trainer.data.shards import (
     fingerprint_of,
     strange_in,
 )
-from diloco.workers.trainer.data.sources import Source, documents
 from diloco.workers.trainer.data.tokens import BYTES, HELD_OUT, MIN_BYTES, balanced, is_held_out
 
 # Bytes of text that a vocabulary is trained on, from all over the source. They determine the memory of the training.

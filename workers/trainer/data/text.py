@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from diloco.pipeline.errors import UsageError
-from diloco.workers.trainer.data import other, shards
-from diloco.workers.trainer.data.files import PROBE_BYTES, stdlib_files, stdlib_root, visible_files
-from diloco.workers.trainer.data.sources import DATA_SET, TABLES
+from diloco.workers.trainer.data import other, token_shards
+from diloco.workers.trainer.data.text_files import PROBE_BYTES, stdlib_files, stdlib_root, visible_files
+from diloco.workers.trainer.data.text_sources import DATA_SET, TABLES
 from diloco.workers.trainer.data.tokens import BOUNDARY, MIN_BYTES, TextData, gather, split
 
 TOKENS = ".npy"
@@ -21,7 +21,7 @@ TOKENS = ".npy"
 
 def has_tokens(data: str) -> bool:
     """Return whether `data` is tokens already rather than text: a token file, or a folder of token shards."""
-    return Path(data).suffix == TOKENS or shards.is_shards(Path(data))
+    return Path(data).suffix == TOKENS or token_shards.is_shards(Path(data))
 
 
 def open_text(data: str) -> TextData:
@@ -48,8 +48,8 @@ def open_text(data: str) -> TextData:
         if BOUNDARY in text[:PROBE_BYTES]:
             raise UsageError(f"data={data!r} is a binary file; give a text file, a folder of them, or 'stdlib'")
         return split(text, files=1, skipped=0)
-    if shards.is_shards(path):
-        return shards.open_shards(path)
+    if token_shards.is_shards(path):
+        return token_shards.open_shards(path)
     if path.is_dir():
         files = visible_files(path)
         try:

@@ -12,8 +12,8 @@ import xxhash
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.payload.codec import as_bytes, digest_of
 from diloco.workers.trainer.data import bpe
-from diloco.workers.trainer.data.sources import shortened
 from diloco.workers.trainer.data.text import has_tokens, open_text
+from diloco.workers.trainer.data.text_sources import shortened
 from diloco.workers.trainer.data.tokens import BOUNDARY, BYTES, TextData, Tokens
 from diloco.workers.trainer.models.hf_checks import check_fits, config_of
 from diloco.workers.trainer.models.hf_config import EXTRA, HfModel

@@ -18,7 +18,7 @@ import xxhash
 from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.workers.trainer.optional import first_line, library
 
-# Prefix of a model's path or name. The prefix of a data set is the same: `sources.DATA_SET`.
+# Prefix of a model's path or name. The prefix of a data set is the same: `text_sources.DATA_SET`.
 MODEL = "hf:"
 EXTRA = "transformers"
 # Keys of a config that say where it came from, how its numbers were stored, which code to fetch, what the model

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers.permutation import permuted
-from diloco.workers.trainer.data.files import PROBE_BYTES, stdlib_files, visible_files
+from diloco.workers.trainer.data.text_files import PROBE_BYTES, stdlib_files, visible_files
 from diloco.workers.trainer.optional import library
 
 # A longer text counts as several documents of about this size.
