@@ -36,13 +36,13 @@ from diloco.pipeline.tls import OPTIONS, with_tls
 from diloco.pipeline.units import parse_duration, parse_whole
 from diloco.pipeline.wrong_values import told
 
+# Seconds; accepts '200ms', '10s', '5m', '1h'.
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
-"""Seconds; accepts '200ms', '10s', '5m', '1h'."""
 S = TypeVar("S", bound="Settings")
+# Key in a field's `json_schema_extra` that marks an expert setting.
 EXPERT = "expert"
-"""Key in a field's `json_schema_extra` that marks an expert setting."""
+# Length of a lease that nobody asked to be otherwise; the times that follow from a lease are made for it.
 LEASE_S = 5.0
-"""Length of a lease that nobody asked to be otherwise; the times that follow from a lease are made for it."""
 CHUNK_BYTES = 512 * 1024
 LEAVE_S, STATE_S = 20.0, 30.0
 EncodeOn = Literal["auto", "cpu", "device"]
@@ -51,40 +51,40 @@ DEVICES = r"^(auto|mps|cpu(\+cpu)*|cuda(:\d+)?|cuda:\d+(\+cuda:\d+)+)$"  # or a 
 
 
 def expert(default: Any = ..., **rules: Any) -> Any:
-    """As pydantic's `Field`, for a setting that hardly anybody decides: it has no flag."""
+    """Declare a setting that hardly anybody changes (pydantic's `Field`): it gets no flag."""
     return Field(default, json_schema_extra={EXPERT: True}, **rules)
 
 
 def _following(lease: float, least_s: float) -> Any:
-    """As `Field`'s `default_factory`: a time of so many leases, and of no less than with the usual lease."""
+    """Return a `default_factory` for a time of `lease` leases, at least `least_s`."""
     return lambda given: max(least_s, lease * given.get("lease_s", LEASE_S))
 
 
 _file_values: ContextVar[Mapping[str, Any] | None] = ContextVar("file_values", default=None)
+# Names of settings whose variables are ignored.
 _ignored: ContextVar[Collection[str]] = ContextVar("ignored", default=())
-"""Settings of which variables do not count."""
 
 
 def _types(annotation: Any) -> tuple[Any, ...]:
-    """Those of a union, or the one."""
+    """Return the members of a union, or the annotation itself."""
     return get_args(annotation) or (annotation,)
 
 
 class Settings(BaseSettings):
-    """Base: knows which fields were given on purpose (`model_fields_set`)."""
+    """Base class. `model_fields_set` has the fields that were given on purpose."""
 
     model_config = SettingsConfigDict(
         env_prefix=ENV_PREFIX, env_ignore_empty=True, extra="forbid", validate_default=True, allow_inf_nan=False
     )
     from_environment: ClassVar[bool] = True
-    """Whether `DILOCO_*` variables count."""
+    """False: `DILOCO_*` variables are ignored."""
     section: ClassVar[str]
-    """Heading of its settings, in a command's help and in docs/reference/settings.md."""
+    """Heading of the class's settings in `--help` and in docs/reference/settings.md."""
 
     @field_validator("*", mode="before")
     @classmethod
     def _as_people_write(cls, value: Any, info: ValidationInfo) -> Any:
-        """Whole numbers may be '2.5M' or '4e3'; text that cannot be written down again is refused here."""
+        """Accept whole numbers such as '2.5M' or '4e3'; refuse text that cannot be written to a file."""
         if isinstance(value, bool) and bool not in _types(cls.model_fields[str(info.field_name)].annotation):
             raise ValueError("true and false are not its values")
         if isinstance(value, str):
@@ -105,7 +105,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment if it counts, then the TOML file."""
+        """Order the sources: flags, the environment unless it is ignored, the TOML file."""
         from_file = InitSettingsSource(settings_cls, init_kwargs=dict(_file_values.get() or {}))
         if not cls.from_environment:
             return init_settings, from_file
@@ -116,7 +116,7 @@ class Settings(BaseSettings):
 
 
 class ServerSettings(Settings):
-    """How a Redis is reached."""
+    """Address of a Redis server, and how to log."""
 
     section = "Redis"
 
@@ -131,7 +131,7 @@ class ServerSettings(Settings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe log line")
 
     def bus_url(self) -> str | None:
-        """The Redis URL, with its password and its certificate files; None: no Redis was named.
+        """Return the Redis URL with its password and certificate files; None if no Redis was named.
 
         Raises:
             UsageError: certificates for a URL without TLS.
@@ -142,7 +142,7 @@ class ServerSettings(Settings):
 
 
 class BusSettings(ServerSettings):
-    """How a party reaches its run."""
+    """Redis server and name of a run."""
 
     run: PartyName = Field("run", description="Name of the run on that Redis")
 
@@ -153,29 +153,31 @@ class SyncSettings(Settings):
     section = "Synchronisation (equal for all parties)"
 
     method: SyncMethod = Field(
-        "decoupled", description="What other settings are where they are not given (docs/reference/methods.md)"
+        "decoupled", description="Preset for settings that are not given (docs/reference/methods.md)"
     )
     fragments: int = Field(
-        8, ge=1, le=MAX_FRAGMENTS, description="Number of fragments P; unasked, a tensor each at most"
+        8, ge=1, le=MAX_FRAGMENTS, description="Number of fragments P (default: at most one per tensor)"
     )
     sync_interval: int = Field(24, ge=1, le=MOST_STEPS, description="Inner steps H between two syncs of one fragment")
     quorum: int = Field(1, ge=1, le=4096, description="Least number of learners K for a merge")
-    overlap_steps: int = Field(2, ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may hide behind")
-    grace_gamma: float = expert(0.9, ge=0, lt=1, description="Share of the slack used as grace window")
+    overlap_steps: int = Field(
+        2, ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may take in the background"
+    )
+    grace_gamma: float = expert(0.9, ge=0, lt=1, description="Share of the slack that the grace window may use")
     codec: Codec = Field(
         "bf16",
-        description="Deltas on the wire: bf16, fp32, or quantized, with what that loses added to the next delta: int8 "
-        "(half of bf16's bytes), int4 (a quarter)",
+        description="Encoding of deltas: bf16, fp32, int8 (half of bf16's bytes) or int4 (a quarter); the last two "
+        "with error feedback",
     )
     global_codec: GlobalCodec = Field(
         "bf16",
-        description="Globals as learners pull them: bf16, and the syncer's stay fp32; fp32 (twice the bytes); int8 "
-        "(half of bf16's, and the syncer puts as little on the bus): as updates of the version before",
+        description="Encoding of the globals that learners pull: bf16 (the syncer keeps fp32), fp32 (twice the bytes) "
+        "or int8 (half of bf16's bytes, sent as updates of the previous version)",
     )
     # Nobody decides this one and `chunk_bytes`. They stay settings: tests, worlds and benches run with others, and
     # a run's spec says both: what is on the bus, in checkpoints and in recorded deltas was made with these.
     key_frame_interval: int = expert(
-        8, ge=1, le=MAX_UPDATES, description="With int8 globals: outer steps of a fragment between two whole ones"
+        8, ge=1, le=MAX_UPDATES, description="With int8 globals: outer steps of a fragment between two key frames"
     )
     merge: MergeName = Field(
         "mean",
@@ -183,35 +185,37 @@ class SyncSettings(Settings):
         "matrix instead; mean: the weighted mean everywhere",
     )
     weights: WeightsName = expert(
-        "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: each learner alike"
+        "tokens", description="Merge weights. tokens: tokens x tokens per step; equal: the same for all learners"
     )
     delta_clip: float = expert(
-        0, ge=0, le=1e6, description="Deltas count as no longer than so many medians of their window; 0: as they are"
+        0, ge=0, le=1e6, description="Clip each delta to this many times the median norm of its window; 0: no clipping"
     )
     outer: OuterName = Field(
         "halley",
-        description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: its step orthogonalised, each "
-        "matrix by itself and at its own length, which costs the syncer products of matrices "
-        "(docs/results/outer-step.md)",
+        description="Outer optimizer. nesterov: SGD with Nesterov momentum; halley: the same with each matrix's step "
+        "orthogonalised at its own norm, which costs the syncer matrix products (docs/results/outer-step.md)",
     )
     outer_lr: float = Field(1.0, gt=0, le=100, description="Outer learning rate")
     outer_momentum: float = Field(
-        0.7, ge=0, lt=1, description="Outer Nesterov momentum; with outer=nesterov 0.5 is better"
+        0.7, ge=0, lt=1, description="Outer Nesterov momentum (with outer=nesterov, 0.5 is better)"
     )
     outer_warmup: int = expert(
         6,
         ge=0,
         le=10**6,
-        description="First outer steps of each fragment that average only: rate 1, no momentum; with outer=nesterov 24 "
-        "are better",
+        description="Outer steps at the start of each fragment that only average (rate 1, no momentum); with "
+        "outer=nesterov, 24 are better",
     )
     first_interval: int = expert(
-        2, ge=0, le=MOST_STEPS, description="H at the start, doubled again and again until it is H; 0: H from the start"
+        2,
+        ge=0,
+        le=MOST_STEPS,
+        description="Interval at the start, doubled until it is H; 0: H from the start",
     )
     doubling: int = expert(
-        8, ge=1, le=10**6, description="Outer steps of each fragment after which an interval that grows doubles"
+        8, ge=1, le=10**6, description="Outer steps of each fragment after which a growing interval doubles"
     )
-    stretch: bool = expert(True, description="Make H longer where a round trip takes many steps")
+    stretch: bool = expert(True, description="Lengthen H if a round trip takes many steps")
     tokens: int = Field(
         2_500_000, ge=1, le=2**62, description="Budget: trained tokens of all learners together, e.g. 2.5M"
     )
@@ -224,15 +228,15 @@ class SyncSettings(Settings):
     chunk_bytes: int = expert(CHUNK_BYTES, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
 
     def sync_spec(self, cluster: bool = False) -> SyncSpec:
-        """The same as a wire type. cluster: the run's Redis is one."""
+        """Return the settings as a wire type. cluster: True if the run's Redis is a cluster."""
         told = {name: getattr(self, name) for name in SyncSpec.model_fields}
         return SyncSpec(**told | {"groups": self.groups or groups_on(cluster, self.fragments)})
 
     def with_method(self, learners: int | None = None, tensors: int | None = None) -> Self:
-        """The settings with those of their method where no others were given, which then count as given.
+        """Return a copy in which the method's values replace defaults; they count as given then.
 
-        A number of fragments that a method means is one that the model may have too few tensors for: so it does not
-        count as given.
+        The exception is the number of fragments: the model may have too few tensors for it, so it does not count as
+        given.
 
         Args:
             learners: of the run; None: where a method has all in each merge, the quorum says how many they are.
@@ -251,12 +255,12 @@ class SyncSettings(Settings):
 
 
 def groups_on(cluster: bool, fragments: int) -> int:
-    """Fragment groups by default. On a cluster each fragment has its own, so that nodes may come and go."""
+    """Return the default number of groups: on a cluster one per fragment, so that nodes may come and go."""
     return fragments if cluster else 1
 
 
 def check_outer(sync: SyncSettings | SyncSpec) -> None:
-    """Whether the outer step that is asked for can be made.
+    """Check that the outer step can be taken.
 
     Raises:
         UsageError: it could never be orthogonalised.
@@ -296,7 +300,7 @@ class TrainerSettings(Settings):
     clip: float = expert(1.0, gt=0, allow_inf_nan=True, description="Gradient clipping norm; inf: no clipping")
 
     def trainer_spec(self) -> dict[str, str | int | float | bool | None]:
-        """As kept in the spec."""
+        """Return the settings as the spec keeps them."""
         return {name: getattr(self, name) for name in TrainerSettings.model_fields}
 
 
@@ -305,36 +309,39 @@ class LearnerSettings(Settings):
 
     section = "Learners"
 
-    learner_id: PartyName | None = Field(None, description="Name of this learner, unique in its run (default: made up)")
+    learner_id: PartyName | None = Field(None, description="Name of this learner, unique in its run (default: random)")
     device: str = Field("auto", pattern=DEVICES, description="auto, cpu, cuda, cuda:N, mps; of ranks cuda:0+cuda:1")
     threads: int | None = Field(
-        None, ge=1, le=4096, description="Torch threads (default: all usable cores, which those of `diloco run` share)"
+        None,
+        ge=1,
+        le=4096,
+        description="Torch threads (default: all usable cores, shared in `diloco run`)",
     )
     compile: bool = Field(False, description="torch.compile: a slow first step; needs a C++ compiler, with CUDA Triton")
     precision: Literal["fp32", "bf16"] = expert(
-        "fp32", description="fp32, on CUDA with bf16 autocast; bf16: parameters that compute, beside fp32 masters"
+        "fp32", description="fp32 (on CUDA with bf16 autocast), or bf16 parameters with fp32 master weights"
     )
     checkpoint_activations: bool = expert(
-        False, description="Compute a layer's activations again in the backward pass instead of keeping them"
+        False, description="Recompute activations in the backward pass instead of keeping them"
     )
     sharding: Literal["ddp", "fsdp"] = expert(
-        "ddp", description="ddp: each rank has all of the model; fsdp: it is divided, with gradients and moments"
+        "ddp", description="ddp: each rank has the whole model; fsdp: parameters, gradients and moments are sharded"
     )
     encode_on: EncodeOn = expert(
         "auto",
-        description="Where deltas are encoded, and their bases and residuals lie: in host memory (cpu) or on the "
-        "model's device, at 4 bytes a parameter, where deltas are quantized 8 to 16. auto: on a CUDA device, else cpu",
+        description="Where deltas are encoded and their bases and residuals are kept: host memory (cpu) or the model's "
+        "device (4 bytes per parameter, 8 to 16 with quantized deltas). auto: a CUDA device if the model is on one",
     )
     pace: Duration = Field(0.0, description="Pad each inner step to this length, e.g. 200ms")
-    leave_s: Duration = expert(LEAVE_S, description="Time to flush what is unpublished when leaving")
+    leave_s: Duration = expert(LEAVE_S, description="Time to flush unpublished training when leaving")
     state_dir: Path | None = Field(
-        None, description="Folder of this learner's own for its moments, counters and random state (default: none)"
+        None, description="Folder for this learner's moments, counters and random state (default: none)"
     )
     state_every: Duration = expert(STATE_S, gt=0, description="Time between two savings to --state-dir")
     recover: Literal["auto", "peer", "fresh"] = Field(
         "auto",
-        description="Moments of a learner that joins a run under way. auto: its own saved ones, else a peer's, else "
-        "fresh; peer: not its own; fresh: neither",
+        description="Moments of a learner that joins a running run. auto: its own saved ones, else a peer's, else "
+        "fresh ones; peer: skip its own; fresh: skip both",
     )
     ramp_steps: int = expert(
         20, ge=0, le=10**9, description="Steps of learning-rate ramp after joining with fresh moments"
@@ -348,7 +355,9 @@ class HttpSettings(Settings):
     section = "HTTP side"
 
     http_host: str = expert("127.0.0.1", description="Address of the page, /healthz, /readyz, /status, /metrics")
-    http_token: SecretStr | None = Field(None, min_length=8, description="DILOCO_HTTP_TOKEN: what is asked for there")
+    http_token: SecretStr | None = Field(
+        None, min_length=8, description="Token that the HTTP side asks for (DILOCO_HTTP_TOKEN)"
+    )
     http_port: int = Field(8080, ge=0, le=65535, description="Port of the HTTP side; 0 takes a free one")
 
 
@@ -431,40 +440,42 @@ class RankProcess(LearnerProcess, EvaluatorSettings):
     """One process of the data-parallel baseline."""
 
 
+# Settings of all parties; the launcher has some of its own.
 PARTIES = frozenset(
     name for kind in (SyncerProcess, LearnerProcess, EvaluatorProcess, RankProcess) for name in kind.model_fields
 )
-"""Settings of all parties; the launcher has some of its own."""
 
 
 def is_expert(kind: type[Settings], name: str) -> bool:
-    """Whether a setting has no flag: it is set by its variable or in a settings file."""
+    """Return whether a setting has no flag; it is set by its variable or in a settings file."""
     extra = kind.model_fields[name].json_schema_extra
     return isinstance(extra, dict) and bool(extra.get(EXPERT))
 
 
 def defaults(kind: type[Settings]) -> dict[str, Any]:
-    """What each setting is where nobody says otherwise: no flag, variable or file counts. Those that follow from
-    others follow from their defaults."""
+    """Return the default of each setting, without flags, variables or a file.
+
+    Defaults that depend on other settings are computed from the defaults of these.
+    """
     values: dict[str, Any] = {}
     for name, info in kind.model_fields.items():
         values[name] = info.get_default(call_default_factory=True, validated_data=values)
     return values
 
 
+# Settings whose values are never shown.
 SECRETS = frozenset({"redis_url", "redis_password", "http_token"})
-"""Settings whose values are never shown."""
+# Secrets that are no flags, since every user of a machine can read a process's arguments.
 NO_FLAG = frozenset({"http_token", "redis_password"})
-"""Secrets that are no flags, since every user of a machine can read a process's arguments."""
 
 
 def flag_of(name: str) -> str:
-    """A setting's flag."""
+    """Return a setting's flag."""
     return "--" + name.replace("_", "-")
 
 
 def has_flag(kind: type[Settings], name: str) -> bool:
-    """Whether a setting may be a flag: it is neither for experts nor secret."""
+    """Return whether a setting has a flag: it is neither an expert setting nor secret."""
     return name in kind.model_fields and name not in NO_FLAG and not is_expert(kind, name)
 
 
@@ -475,7 +486,7 @@ def load(
     known: frozenset[str] = frozenset(),
     ignored: Collection[str] = (),
 ) -> S:
-    """Settings of one party.
+    """Load the settings of one party.
 
     flags: None means not given. known: further keys allowed in the file, of other parties. ignored: settings that
     neither variables nor the file give.
@@ -505,8 +516,10 @@ def load(
 def _complaints(
     kind: type[Settings], error: ValidationError, flags: Mapping[str, Any], in_file: Mapping[str, str]
 ) -> list[str]:
-    """What is wrong, a line for each setting; `flags`: what the command has flags for, with what they were given;
-    `in_file`: where the settings file has what."""
+    """Describe what is wrong, one line per setting.
+
+    flags: the command's flags and their values. in_file: name -> its place in the settings file.
+    """
     lines = []
     before = {name for name, value in flags.items() if value is not None}
     before |= given_outside(in_file, None).keys() if kind.from_environment else set()
