@@ -50,11 +50,14 @@ class Proposed(Protocol):
 
 
 def fitting(sync: SyncSettings, model: Proposed) -> SyncSettings:
-    """Return the settings with no more fragments than the model can fill, unless somebody asked for a number.
+    """Return the settings as their method has them, with no more fragments than the model can fill, unless somebody
+    asked for a number.
 
     Raises:
         UsageError: see `Proposed.trained`.
     """
+    # `proposal` asks for a quorum if the method needs one: until then a waiting syncer may know it.
+    sync = sync.with_method(sync.quorum)
     if "fragments" in sync.model_fields_set:
         return sync
     return sync.model_copy(update={"fragments": model.fitting_fragments(sync.fragments)})

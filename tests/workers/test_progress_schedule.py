@@ -178,6 +178,7 @@ def test_a_learner_says_a_method_in_one_word(redis_server: str) -> None:
     ):
         assert not one.spec.sync.stretch
         assert (one.spec.sync.merge, one.spec.sync.outer, one.spec.sync.fragments) == ("rda", "nesterov", 2)
+    learner_of("redis://nowhere", "nobody", sync=SyncSettings(method="paper", outer_momentum=0))  # Nesterov: it may be
     with pytest.raises(UsageError, match="method=diloco merges all learners: say how many there are with"):
         learner_of(redis_server, "nobody", sync=SyncSettings(method="diloco")).open()
 
