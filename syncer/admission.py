@@ -1,7 +1,8 @@
 """Admission of deltas to a window, by the head, the run's format, and the deltas held for the next window. Pure.
 
 An offer is a delta's header with its stream entry. `window` asks `Admission` before it takes an offer as a member.
-`Doubts` tells for which learners no window waits, because of what they sent or failed to send.
+`Doubts` tells for which learners no window waits, because of what they sent or failed to send; `UploadProgress`, which
+uploads still make progress.
 """
 
 import math

@@ -111,7 +111,7 @@ class FragmentOwner:
 
     def look(self) -> None:
         """Check head and payloads on the bus at once, since it may have lost something."""
-        self.state.mending.due_s = self._clock.now()
+        self.state.repair.due_s = self._clock.now()
         self.wake.set()
 
     def knows(self, head: Head | None) -> bool:
@@ -159,7 +159,7 @@ class FragmentOwner:
         cached.head = head
         cached.fragment.interval, cached.fragment.norms = head.interval, head.norms
         self.loaded = cached
-        self.state.mending.due_s = self._clock.now()  # a commit may have been refused because something has gone
+        self.state.repair.due_s = self._clock.now()  # a commit may have been refused because something has gone
         return cached
 
     async def _head(self) -> Head | None:
@@ -182,7 +182,7 @@ class FragmentOwner:
         if context.recorder is not None:
             await context.recorder.loaded(fragment)
         again = head.window.attempt + 1
-        if await self.state.mending.put_back(head, fragment, context.watch, again, context.name):
+        if await self.state.repair.put_back(head, fragment, context.watch, again, context.name):
             context.metrics.rewinds.inc()
         return True
 

@@ -53,7 +53,7 @@ class OwnerState:
         """How many merges in a row had an outcome that was not finite."""
         self.refusals = Refusals(bus, clock, context.metrics, layout.id, context.nonce)
         self.staging = Staging(bus, clock, layout, sync, context.random_hex)
-        self.mending = Repair(bus, clock, layout, sync, context.nonce, context.random_hex, context.offload)
+        self.repair = Repair(bus, clock, layout, sync, context.nonce, context.random_hex, context.offload)
 
 
 class Session:
@@ -108,7 +108,7 @@ class Session:
         try:
             while self._goes_on():
                 self._wake.clear()  # before anything is read: what happens from here on ends the wait below
-                await self._mend()
+                await self._check_bus()
                 for learner in arrivals.flooding():
                     self._state.doubts.refused(learner, RefusalReason.FLOOD)
                     await self._state.refusals.cut(self._loaded.at, learner)
@@ -132,18 +132,18 @@ class Session:
                         self._download()
                     case Wait() if arrivals.empty:
                         await self._add_up()
-                        until = min(t for t in (decision.until, look_again, self._state.mending.due_s) if t is not None)
+                        until = min(t for t in (decision.until, look_again, self._state.repair.due_s) if t is not None)
                         await arrivals.wait(max(TICK_S, until - self._clock.now()))
         finally:
             await arrivals.close()
             self._committing.sum.close()
             await self._downloads.close()
 
-    async def _mend(self) -> None:
+    async def _check_bus(self) -> None:
         """Check, when it is due, that the payloads that the head names are on the bus."""
-        mending, loaded = self._state.mending, self._loaded
-        if self._clock.now() >= mending.due_s:
-            loaded.head = await mending.look(loaded.head, loaded.fragment, self._context.watch)
+        repair, loaded = self._state.repair, self._loaded
+        if self._clock.now() >= repair.due_s:
+            loaded.head = await repair.look(loaded.head, loaded.fragment, self._context.watch)
 
     # --- headers ------------------------------------------------------------------------------------------
 
