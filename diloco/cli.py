@@ -151,12 +151,14 @@ def _refusing(step: Callable[..., Any]) -> Callable[..., Any]:
         except typer.BadParameter as error:
             from pydantic import ValidationError
 
-            from diloco.pipeline.wrong_values import told
+            from diloco.pipeline.wrong_values import format_problem
 
             if not isinstance(error.__cause__, ValidationError) or error.param is None:
                 raise
             problem = error.__cause__.errors()[0]
-            raise UsageError(f"{max(error.param.opts, key=len)} {problem['input']}: {told(problem)}") from error
+            raise UsageError(
+                f"{max(error.param.opts, key=len)} {problem['input']}: {format_problem(problem)}"
+            ) from error
 
     return refuse
 

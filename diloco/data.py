@@ -114,7 +114,7 @@ def prepare(
                 made_by=made_by,
                 most_tokens=tokens,
                 part_done=bar.step,
-                encoded=bar.say_tokens,
+                encoded=bar.show_tokens,
             )
     typer.echo(f"{out}: {_told(index)}\nto train on it: diloco run --data {out}")
 
@@ -139,7 +139,7 @@ class _Bar:
         """Advance the bar by an amount."""
         self._progress.advance(self._task, amount)
 
-    def say_tokens(self, tokens: int) -> None:
+    def show_tokens(self, tokens: int) -> None:
         """Show the number of tokens beside the bar."""
         self._progress.update(self._task, said=f"{tokens / 1e6:.1f}M tokens")
 

@@ -52,7 +52,7 @@ def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
     if folder is None or is_live(folder):
         place = locate(settings, folder)
         if place.redis_url is not None:
-            _tell(*asyncio.run(_look(place.redis_url, place.run, known=place.folder is not None)), place, html)
+            _tell(*asyncio.run(_poll(place.redis_url, place.run, known=place.folder is not None)), place, html)
             return
         folder = place.folder
         assert folder is not None  # noqa: S101  # a place without a Redis URL has a folder
@@ -69,7 +69,7 @@ def show(settings: BusSettings, folder: Path | None, html: Path | None) -> None:
         raise UsageError(why, "a page can be made of its tape: --html FILE")
 
 
-async def _look(url: str, run: str, known: bool) -> tuple[Model, Status]:
+async def _poll(url: str, run: str, known: bool) -> tuple[Model, Status]:
     """Read the page's model of a run and its status from its Redis; known: a launcher works on the run.
 
     Raises:
@@ -79,15 +79,15 @@ async def _look(url: str, run: str, known: bool) -> tuple[Model, Status]:
     async with open_bus(url, run) as bus:
         reader, model = RunReader(bus, bus.clock, None), PageModel(run, way_to(url))
         while True:
-            look = await reader.look()
-            model.see(look)
+            poll = await reader.poll()
+            model.see(poll)
             if (
-                max(map(len, (look.records, look.events, look.evaluations))) < MOST_READ
+                max(map(len, (poll.records, poll.events, poll.evaluations))) < MOST_READ
             ):  # a full read may not be the last one
                 break
-    check_there(look.status, known or bool(look.shares))
+    check_there(poll.status, known or bool(poll.shares))
     model.patch()
-    return model.snapshot(), look.status
+    return model.snapshot(), poll.status
 
 
 def _tell(model: Model, status: Status, place: Place, html: Path | None) -> None:

@@ -17,13 +17,13 @@ class DilocoError(Exception):
         self.found, self.remedy, self.said = found, remedy, said
 
     @property
-    def told(self) -> str:
+    def problem(self) -> str:
         """The message without the remedy."""
         return f"{self.found} ({self.said})" if self.said else self.found
 
     def __str__(self) -> str:
         if not self.remedy:
-            return self.told
+            return self.problem
         return f"{self.found}; {self.remedy}" + (f" ({self.said})" if self.said else "")
 
 

@@ -131,10 +131,10 @@ class Outages:
         while True:
             await retry(work, waits, (BusError, PeerError), failed, SpecMismatch)
 
-    def told(self, error: BaseException, **where: Any) -> None:
+    def log_error(self, error: BaseException, **where: Any) -> None:
         """Log an error. Called directly where something other than `retry` repeats the work."""
         self._log.warning(outage_event(error), error=str(error), **where)
 
     def _failed(self, error: BaseException, wait_s: float, **where: str) -> None:
         self.count += isinstance(error, BusUnavailable)
-        self.told(error, retry_s=wait_s, **where)
+        self.log_error(error, retry_s=wait_s, **where)

@@ -34,7 +34,7 @@ from diloco.pipeline.methods import SyncMethod, settings_of
 from diloco.pipeline.sources import ENV_PREFIX, given_outside, meant, place_in, read_file
 from diloco.pipeline.tls import OPTIONS, with_tls
 from diloco.pipeline.units import parse_duration, parse_whole
-from diloco.pipeline.wrong_values import told
+from diloco.pipeline.wrong_values import format_problem
 
 # Seconds; accepts '200ms', '10s', '5m', '1h'.
 Duration = Annotated[float, BeforeValidator(parse_duration), Field(ge=0)]
@@ -535,5 +535,7 @@ def _complaints(
             ways.append("that file")
         else:
             ways.append("the settings file")
-        lines.append(f"{name}={shown}: {told(problem, kind.model_fields.get(name))}; set it with {' or '.join(ways)}")
+        lines.append(
+            f"{name}={shown}: {format_problem(problem, kind.model_fields.get(name))}; set it with {' or '.join(ways)}"
+        )
     return lines

@@ -53,7 +53,7 @@ def allowed(field: FieldInfo) -> str:
     return ", ".join(word.format(written(bound) if isinstance(bound, float) else bound) for bound, word in closest)
 
 
-def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
+def format_problem(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
     """Return what is wrong with a value, and what is allowed.
 
     field: the field of the value. None: it is not known, and only the rule that was broken is named.
@@ -75,7 +75,7 @@ def told(problem: ErrorDetails, field: FieldInfo | None = None) -> str:
 def complaint(error: ValidationError) -> str:
     """Return what is wrong with a message or a file, and whether another build may have written it."""
     first = error.errors(include_url=False)[0]
-    where, what = ".".join(str(part)[:80] for part in first["loc"]), told(first)[:400]
+    where, what = ".".join(str(part)[:80] for part in first["loc"]), format_problem(first)[:400]
     if first["type"] == "literal_error" and where.endswith("format"):
         number, reads = repr(first["input"]), first.get("ctx", {}).get("expected")
         number = number if len(number) <= LONGEST else f"{number[:LONGEST]}..."

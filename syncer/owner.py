@@ -109,7 +109,7 @@ class FragmentOwner:
         """Drop the cached head and values, since another syncer serves the fragment now."""
         self.loaded = None
 
-    def look(self) -> None:
+    def check_soon(self) -> None:
         """Check head and payloads on the bus at once, since it may have lost something."""
         self.state.repair.due_s = self._clock.now()
         self.wake.set()

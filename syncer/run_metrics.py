@@ -1,6 +1,6 @@
 """Metrics of the whole run for `/metrics`. Only the lead shows them, so that a sum over syncers counts them once.
 
-They come from the page collector's last reading (`pipeline.view.page.last_look`), so a scrape reads nothing from Redis.
+They come from the page collector's last reading (`pipeline.view.page.last_poll`), so a scrape reads nothing from Redis.
 Their names begin with `diloco_run_`, `diloco_learner_`, `diloco_fragment_` or `diloco_redis_`; all other metrics are of
 one syncer. A separate process that serves the page of a run shows them too.
 """
@@ -15,8 +15,8 @@ from prometheus_client.registry import Collector
 
 from diloco.pipeline.bus.ports import BusInfo, Clock
 from diloco.pipeline.messages.run import Phase
-from diloco.pipeline.view.page.last_look import Reading
-from diloco.pipeline.view.page.model import Look
+from diloco.pipeline.view.page.last_poll import Reading
+from diloco.pipeline.view.page.model import Poll
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
 
 # A reading that is older than this is not shown. Redis does not answer then, which other metrics tell.
@@ -32,8 +32,8 @@ class Figure:
 
     name: str
     text: str
-    values: Callable[[Reading, Look, float], Values]
-    """Returns the values, from the reading, its look, and the Unix time."""
+    values: Callable[[Reading, Poll, float], Values]
+    """Returns the values, from the reading, its poll, and the Unix time."""
     labels: tuple[str, ...] = ()
     counter: bool = False
 
@@ -43,84 +43,84 @@ class Figure:
         return kind(self.name, self.text, labels=self.labels)
 
 
-def _one(value: Callable[[Look], float | None]) -> Callable[[Reading, Look, float], Values]:
-    def values(_: Reading, look: Look, __: float) -> Values:
-        yield (), value(look)
+def _one(value: Callable[[Poll], float | None]) -> Callable[[Reading, Poll, float], Values]:
+    def values(_: Reading, poll: Poll, __: float) -> Values:
+        yield (), value(poll)
 
     return values
 
 
-def _of_server(value: Callable[[BusInfo], float | None]) -> Callable[[Reading, Look, float], Values]:
-    return _one(lambda look: None if look.info is None else value(look.info))
+def _of_server(value: Callable[[BusInfo], float | None]) -> Callable[[Reading, Poll, float], Values]:
+    return _one(lambda poll: None if poll.info is None else value(poll.info))
 
 
 def _of_learners(
     value: Callable[[Reading, LearnerStatus], float | None],
-) -> Callable[[Reading, Look, float], Values]:
-    def values(reading: Reading, _: Look, __: float) -> Values:
+) -> Callable[[Reading, Poll, float], Values]:
+    def values(reading: Reading, _: Poll, __: float) -> Values:
         for learner in reading.learners():
             yield (learner["id"],), value(reading, learner)
 
     return values
 
 
-def _of_fragments(value: Callable[[FragmentStatus], float | None]) -> Callable[[Reading, Look, float], Values]:
-    def values(_: Reading, look: Look, __: float) -> Values:
-        for fragment in look.status["fragments"]:
+def _of_fragments(value: Callable[[FragmentStatus], float | None]) -> Callable[[Reading, Poll, float], Values]:
+    def values(_: Reading, poll: Poll, __: float) -> Values:
+        for fragment in poll.status["fragments"]:
             yield (str(fragment["id"]),), value(fragment)
 
     return values
 
 
-def _phase(_: Reading, look: Look, __: float) -> Values:
+def _phase(_: Reading, poll: Poll, __: float) -> Values:
     for phase in Phase:
-        yield (phase.value,), look.status["phase"] == phase
+        yield (phase.value,), poll.status["phase"] == phase
 
 
-def _fates(_: Reading, look: Look, __: float) -> Values:
-    lost = look.status["tokens_lost"]
-    yield ("merged",), look.status["merged_tokens"]
+def _fates(_: Reading, poll: Poll, __: float) -> Values:
+    lost = poll.status["tokens_lost"]
+    yield ("merged",), poll.status["merged_tokens"]
     yield ("overwritten",), lost["overwritten"]
     yield ("rejected",), lost["rejected"]
     yield ("died",), lost["died"]
     yield ("pending",), lost["pending"]
 
 
-def _states(reading: Reading, _: Look, __: float) -> Values:
+def _states(reading: Reading, _: Poll, __: float) -> Values:
     yield from (((state,), count) for state, count in reading.counted().items())
 
 
-def _quorum(look: Look) -> float | None:
-    running = look.status["phase"] == Phase.RUNNING
-    return max((one["window"]["quorum"] for one in look.status["fragments"]), default=None) if running else None
+def _quorum(poll: Poll) -> float | None:
+    running = poll.status["phase"] == Phase.RUNNING
+    return max((one["window"]["quorum"] for one in poll.status["fragments"]), default=None) if running else None
 
 
-def _silent_s(reading: Reading, look: Look, now_s: float) -> Values:
+def _silent_s(reading: Reading, poll: Poll, now_s: float) -> Values:
     for learner in reading.learners():
-        yield (learner["id"],), learner["age_s"] + max(0.0, now_s - look.now_s)
+        yield (learner["id"],), learner["age_s"] + max(0.0, now_s - poll.now_s)
 
 
-def _rounds_s(reading: Reading, look: Look, _: float) -> Values:
+def _rounds_s(reading: Reading, poll: Poll, _: float) -> Values:
     step_s = reading.step_s()
-    for one in look.status["fragments"]:
+    for one in poll.status["fragments"]:
         yield (str(one["id"]),), None if step_s is None else one["interval"] * step_s
 
 
-def _unmerged_s(reading: Reading, look: Look, now_s: float) -> Values:
-    for one in look.status["fragments"]:
+def _unmerged_s(reading: Reading, poll: Poll, now_s: float) -> Values:
+    for one in poll.status["fragments"]:
         yield (str(one["id"]),), max(0.0, now_s - reading.merged_unix_s.get(one["id"], now_s))
 
 
-def _rewound_s(reading: Reading, _: Look, now_s: float) -> Values:
+def _rewound_s(reading: Reading, _: Poll, now_s: float) -> Values:
     yield (), max(0.0, now_s - reading.rewound_unix_s)
 
 
-def _loss(look: Look) -> float | None:
-    return None if look.status["evaluation"] is None else look.status["evaluation"]["loss"]
+def _loss(poll: Poll) -> float | None:
+    return None if poll.status["evaluation"] is None else poll.status["evaluation"]["loss"]
 
 
-def _loss_tokens(look: Look) -> float | None:
-    return None if look.status["evaluation"] is None else look.status["evaluation"]["tokens"]
+def _loss_tokens(poll: Poll) -> float | None:
+    return None if poll.status["evaluation"] is None else poll.status["evaluation"]["tokens"]
 
 
 LEARNER, FRAGMENT = ("learner",), ("fragment",)
@@ -243,13 +243,13 @@ class RunMetrics(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield the metrics if this syncer leads and has read the run lately; otherwise nothing."""
-        look, now_s = self._reading.look, self._clock.unix()
-        if look is None or not self._leads() or now_s - look.now_s > FRESH_S:
+        poll, now_s = self._reading.poll, self._clock.unix()
+        if poll is None or not self._leads() or now_s - poll.now_s > FRESH_S:
             return
         for one in FIGURES:
             family = one.family()
             try:
-                for labels, value in one.values(self._reading, look, now_s):
+                for labels, value in one.values(self._reading, poll, now_s):
                     if value is not None:
                         family.add_metric(labels, value)
             except Exception as error:  # a bug in one metric must not remove the others

@@ -11,7 +11,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.settings import SyncSettings, load
 from diloco.pipeline.sources import ENV_PREFIX
-from diloco.pipeline.wrong_values import told
+from diloco.pipeline.wrong_values import format_problem
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.exchange.redis_access import Beginning
 
@@ -106,7 +106,7 @@ def proposal(model: Proposed, given: Arguments, held: Spec | None, beginning: Be
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         where = ".".join(map(str, problem["loc"])) or "the run's spec"
-        raise UsageError(f"{where}: {told(problem)}") from error
+        raise UsageError(f"{where}: {format_problem(problem)}") from error
 
 
 def _say_what_does_not_count(held: SyncSpec) -> None:

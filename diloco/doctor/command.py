@@ -29,7 +29,7 @@ from diloco.pipeline.redis_memory import MOMENTS, VALUE_BYTES
 from diloco.pipeline.settings import defaults
 from diloco.pipeline.site import LEAST_PARAMS, MOST_PARAMS
 from diloco.pipeline.units import Amount, Span, counted
-from diloco.pipeline.wrong_values import told
+from diloco.pipeline.wrong_values import format_problem
 from diloco.syncer.checkpoints.saving import OLD_S
 from diloco.workers.trainer.models.sizes import SIZES, size_table
 
@@ -40,7 +40,7 @@ COLOURS = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
 Party = Literal["all", "learner", "syncer"]
-Looked = tuple[Run | None, Link | None, str]  # the run, the network to its Redis, and the run's name
+Checked = tuple[Run | None, Link | None, str]  # the run, the network to its Redis, and the run's name
 
 
 class Report:
@@ -66,17 +66,17 @@ REACH = "start it, or name another one by --redis-url or DILOCO_REDIS_URL; its p
 
 
 def _refused(failure: DilocoError) -> Finding:
-    return error("Redis", failure.told.removeprefix("Redis "), failure.remedy or REACH)
+    return error("Redis", failure.problem.removeprefix("Redis "), failure.remedy or REACH)
 
 
-async def look(
+async def run_checks(
     settings: DoctorSettings,
     report: Report,
     run: Run | None,
     step_s: float | None,
     party: Party,
     checkpoints: bool = False,
-) -> Looked:
+) -> Checked:
     """Check all that needs the server, and report it.
 
     Args:
@@ -147,7 +147,7 @@ async def _there(bus: Bus, report: Report, planned: Run | None, step_s: float | 
         return planned
     except PeerError as failure:
         remedy = failure.remedy or "use the release that the run was begun with"
-        report.add(error("run", failure.told, remedy))
+        report.add(error("run", failure.problem, remedy))
         return planned
     if found is not None and planned is not None:
         why = f"{found.name} is under way there, so it is checked, and --params, --model and --learners are ignored"
@@ -201,7 +201,9 @@ def _number(kind: Any, flag: str, given: str | None) -> float | None:
     try:
         return float(TypeAdapter(kind).validate_python(given))
     except ValidationError as failure:
-        raise UsageError(f"{flag} {given}: {told(failure.errors()[0], FieldInfo.from_annotation(kind))}") from None
+        raise UsageError(
+            f"{flag} {given}: {format_problem(failure.errors()[0], FieldInfo.from_annotation(kind))}"
+        ) from None
 
 
 def _params(settings: DoctorSettings, params: float | None) -> float | None:
@@ -255,8 +257,8 @@ def command(
         kept = any(folder.setting == "checkpoint-dir" and not folder.problem for folder in folders)
         status.update("looking at Redis")
         with asyncio.Runner(loop_factory=fast_loop) as runner:
-            looking = look(settings, report, run, step_s, party, kept)
-            run, line, name = runner.run(_in_time(looking, report, (run, None, settings.run)))
+            checking = run_checks(settings, report, run, step_s, party, kept)
+            run, line, name = runner.run(_in_time(checking, report, (run, None, settings.run)))
     report.add(*of_machine(settings, machine, folders, run, party))
     if settings.redis_url is None:
         report.add(ok("Redis", "none was named: give --redis-url or DILOCO_REDIS_URL to check it too"))
@@ -274,10 +276,10 @@ def command(
     raise typer.Exit(report.status)
 
 
-async def _in_time(looking: Coroutine[Any, Any, Looked], report: Report, otherwise: Looked) -> Looked:
+async def _in_time(checking: Coroutine[Any, Any, Checked], report: Report, otherwise: Checked) -> Checked:
     try:
         async with asyncio.timeout(MOST_S):
-            return await looking
+            return await checking
     except TimeoutError:
         remedy = "look at the network between this machine and it"
         report.add(error("Redis", f"it did not answer all questions within {MOST_S:g} s", remedy))

@@ -230,7 +230,7 @@ async def look_at_line(
                 break
             size *= 4
     except (BusError, UsageError) as error:
-        return Link(round_trip_s, problem=error.told, remedy=error.remedy), ahead_s
+        return Link(round_trip_s, problem=error.problem, remedy=error.remedy), ahead_s
     return Link(round_trip_s, up, down, size), ahead_s
 
 

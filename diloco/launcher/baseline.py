@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from diloco.launcher.devices import told
+from diloco.launcher.devices import devices_line
 from diloco.launcher.display import Screen
 from diloco.launcher.folder import Folder, plain
 from diloco.launcher.launch import Child, ChildDied, Children, environment, places_of, threads_for
@@ -131,7 +131,7 @@ async def _supervise(settings: RunProcess, folder: Folder) -> tuple[float, bool]
     with Screen() as screen, Children(folder.logs) as children:
         began_unix_s = _start(settings, folder, children)
         screen.note(f"output folder {folder.path}")
-        if line := told(places_of(settings)):
+        if line := devices_line(places_of(settings)):
             screen.note(line)
         ranks = children.named("learner-")
         while any(rank.alive for rank in ranks):

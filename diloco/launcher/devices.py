@@ -71,7 +71,7 @@ def assign(asked: str, learners: int, gpus: Sequence[str]) -> list[Place]:
     return [places[number % len(places)] for number in range(learners)]
 
 
-def told(places: Sequence[Place]) -> str:
+def devices_line(places: Sequence[Place]) -> str:
     """Return a line for people about the devices; empty if every learner trains on the CPU or chooses by itself."""
     devices = list(dict.fromkeys(place.name for place in places))
     if devices in ([""], ["cpu"]):

@@ -206,11 +206,11 @@ class Folder:
         }
         self._put_run(fields)
 
-    def say_closing(self) -> None:
+    def mark_closing(self) -> None:
         """Note in run.json that the report is being written, for commands that find no Redis from now on."""
         self._add_to_run(closing=True, page=None)
 
-    def say_ended(self, how: str) -> None:
+    def mark_ended(self, how: str) -> None:
         """Note in run.json how the run has ended without a report."""
         self._add_to_run(ended=how)
 

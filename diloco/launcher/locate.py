@@ -15,7 +15,7 @@ from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.methods import RunMethod
 from diloco.pipeline.settings import BusSettings, ServerSettings
 from diloco.pipeline.view.page.join_command import Started
-from diloco.pipeline.wrong_values import told
+from diloco.pipeline.wrong_values import format_problem
 
 RUNS = Path("runs")
 # Written by the launcher while a run is live: Redis URL without secrets, run name, address of its page, pids, and how
@@ -99,7 +99,7 @@ class RunFile(BaseModel):
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = "".join(f"{part}: " for part in first["loc"] if part != "[key]")
-            raise _damaged(folder, f"{where}{told(first)}") from error
+            raise _damaged(folder, f"{where}{format_problem(first)}") from error
         except UsageError as error:
             raise UsageError(error.found, DAMAGED) from error
 

@@ -28,9 +28,9 @@ from diloco.pipeline.view.status_reader import read_status
 MODEL_FILE = "page.json"
 # The same as a page that needs no server.
 PAGE_FILE = "report.html"
-# Time between two looks at the run while no browser follows it: the page in the folder needs the whole history.
+# Time between two polls of the run while no browser follows it: the page in the folder needs the whole history.
 EVERY_S = 1.0
-LAST_LOOK_S = 5.0
+LAST_POLL_S = 5.0
 
 
 @asynccontextmanager
@@ -74,8 +74,8 @@ async def served(
         collecting.cancel()
         await asyncio.gather(collecting, return_exceptions=True)
         with suppress(TimeoutError):
-            async with asyncio.timeout(LAST_LOOK_S):
-                await collector.look()
+            async with asyncio.timeout(LAST_POLL_S):
+                await collector.poll()
         await http.cleanup()
 
 

@@ -21,7 +21,7 @@ import typer
 
 from diloco.doctor.start import wrong_for_run
 from diloco.extras import need_extras
-from diloco.launcher.devices import told
+from diloco.launcher.devices import devices_line
 from diloco.launcher.display import Screen
 from diloco.launcher.finish import conclude
 from diloco.launcher.folder import Folder, choose, goes_on, own_checkpoint, plain, resume
@@ -142,7 +142,7 @@ class Launcher:
             self._children.start(name, ["learner", *own], environ)
             folder = "" if is_everywhere(self._settings.data) else str(Path.cwd())
             self.own[name] = Started(tuple(own), place.environ, folder)
-        if line := told(places):
+        if line := devices_line(places):
             self._screen.note(line)
         evaluator = ["evaluator", *config, "--threads", "1"]
         self._children.start("evaluator", evaluator, environment(1, self._url_of("evaluator")))
@@ -156,7 +156,7 @@ class Launcher:
         pids = self._others | self._children.pids()
         self._folder.write_run(self._url, self._settings, pids, self._page, self.own)
 
-    def say_page(self, address: str) -> None:
+    def show_page(self, address: str) -> None:
         """Write the page's address to run.json, where other commands find it."""
         self._page = address
         self._note_place()
@@ -453,7 +453,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
             info = await bus.info()
             folder.make(settings, url)  # only after all checks that can refuse the run
             stack.callback(
-                folder.say_closing
+                folder.mark_closing
             )  # called before the embedded Redis ends, so that readers see why it is gone
             began = time.monotonic()
             screen = stack.enter_context(Screen())
@@ -470,7 +470,7 @@ async def _run(settings: RunProcess, folder: Folder, origin: Origin | None, kind
                 launcher.way = way_to(where, launcher.own)
                 screen.note(f"others can join: DILOCO_REDIS_URL={where} diloco learner")
             async with left_in(folder.path, bus, settings, screen.note, launcher.way) as page:
-                launcher.say_page(page)
+                launcher.show_page(page)
                 await launcher.watch(stop)
                 wall_s = time.monotonic() - began
                 await launcher.wind_down()
@@ -509,11 +509,11 @@ def main(settings: RunProcess, kind: type[Launcher] = Launcher) -> int:
     try:
         outcome = asyncio.run(run)
     except asyncio.CancelledError as error:
-        folder.say_ended("ended at once by a second signal")
+        folder.mark_ended("ended at once by a second signal")
         raise DilocoError(f"a second signal ended everything at once; logs in {folder.logs}") from error
     if outcome is None:
         end_with(0)
-        folder.say_ended("stopped before its first step")
+        folder.mark_ended("stopped before its first step")
         print("stopped before the first step: there is nothing to save")
         return 0
     signals.ignore_end()

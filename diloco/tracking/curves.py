@@ -2,7 +2,7 @@
 
 The x axis is trained tokens for held-out loss, and the round for merges; a round is a version that every fragment has
 reached. Redis and the tape have both from the run's start. The present values (rates, fates of tokens, learners) are
-drawn at the trained tokens of the look that read them, and are not known for the time before the first look.
+drawn at the trained tokens of the poll that read them, and are not known for the time before the first poll.
 """
 
 from collections import defaultdict
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from diloco.pipeline.messages.tape import Committed, Rejected
-from diloco.pipeline.view.page.last_look import Reading
-from diloco.pipeline.view.page.model import Look
+from diloco.pipeline.view.page.last_poll import Reading
+from diloco.pipeline.view.page.model import Poll
 
 # Prefix of the curves whose x axis is the round; all others have trained tokens.
 ROUND = "merges/"
@@ -27,17 +27,17 @@ class Point(NamedTuple):
     unix_s: float
 
 
-def evaluations(look: Look) -> list[Point]:
+def evaluations(poll: Poll) -> list[Point]:
     """Return the held-out loss of the global parameters, one point per evaluation."""
-    return [Point("global/loss", one.tokens, one.loss, one.unix_s) for one in look.evaluations]
+    return [Point("global/loss", one.tokens, one.loss, one.unix_s) for one in poll.evaluations]
 
 
-def now(reading: Reading, look: Look) -> list[Point]:
-    """Return the present values at a look: tokens by fate, rates, each live learner, bytes of Redis.
+def now(reading: Reading, poll: Poll) -> list[Point]:
+    """Return the present values at a poll: tokens by fate, rates, each live learner, bytes of Redis.
 
-    There are none before the first step. `look` must be the last one that `reading` has seen.
+    There are none before the first step. `poll` must be the last one that `reading` has seen.
     """
-    status = look.status
+    status = poll.status
     learners = [one for one in reading.learners() if one["live"]]
     values: dict[str, float | None] = {
         "run/merged_share": status["merged_share"]["since_start"],
@@ -54,13 +54,13 @@ def now(reading: Reading, look: Look) -> list[Point]:
         values[f"loss/{one['id']}"] = one["loss"]
         values[f"steps_per_s/{one['id']}"] = 1 / one["step_s"] if one["step_s"] else None
         values[f"staleness/{one['id']}"] = reading.behind(one)
-    if look.info is not None:
-        values["redis/received_bytes"] = look.info.received_bytes
-        values["redis/sent_bytes"] = look.info.sent_bytes
-        values["redis/used_bytes"] = look.info.used_bytes
+    if poll.info is not None:
+        values["redis/received_bytes"] = poll.info.received_bytes
+        values["redis/sent_bytes"] = poll.info.sent_bytes
+        values["redis/used_bytes"] = poll.info.used_bytes
     if not status["tokens"]:
         return []
-    return [Point(tag, status["tokens"], value, look.now_s) for tag, value in values.items() if value is not None]
+    return [Point(tag, status["tokens"], value, poll.now_s) for tag, value in values.items() if value is not None]
 
 
 class Rounds:
@@ -73,22 +73,22 @@ class Rounds:
         """Rejected tokens, times their fragment's share of the model, by the version that they were meant for."""
         self._told, self._told_s = 0, 0.0
 
-    def see(self, look: Look) -> list[Point]:
+    def see(self, poll: Poll) -> list[Point]:
         """Return points of the rounds that are complete. A round stays incomplete if the tape has dropped a merge."""
-        if look.anew:
+        if poll.anew:
             self._merges.clear()
             self._rejected.clear()
-        for one in look.records:
+        for one in poll.records:
             if one.version + isinstance(one, Rejected) <= self._told:
                 continue  # made again after Redis lost its newest state: this round is written already
             if isinstance(one, Committed) and one.contributions:
                 self._merges[one.version][one.fragment] = one
             elif isinstance(one, Rejected):
-                self._rejected[one.version + 1] += one.lost_tokens * look.shares.get(one.fragment, 0)
+                self._rejected[one.version + 1] += one.lost_tokens * poll.shares.get(one.fragment, 0)
         found: list[Point] = []
         for version in sorted(self._merges):
-            if look.shares and self._merges[version].keys() >= look.shares.keys():
-                found += self._tell(version, look.shares)
+            if poll.shares and self._merges[version].keys() >= poll.shares.keys():
+                found += self._tell(version, poll.shares)
         return found
 
     def _tell(self, version: int, shares: Mapping[int, float]) -> list[Point]:

@@ -22,8 +22,8 @@ from diloco.pipeline.files.strict_json import dumps
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.process import signals
 from diloco.pipeline.view.page.collector import MOST_READ, RunReader
-from diloco.pipeline.view.page.last_look import Reading
-from diloco.pipeline.view.page.model import Look
+from diloco.pipeline.view.page.last_poll import Reading
+from diloco.pipeline.view.page.model import Poll
 from diloco.tracking.curves import Point, Rounds, evaluations, now
 from diloco.tracking.trackers import PACKAGES, TensorBoard, Tracker, Wandb, check_package
 
@@ -109,27 +109,27 @@ class Notes:
 
 
 class Writer:
-    """Writes the points of successive looks at a run."""
+    """Writes the points of successive polls at a run."""
 
     def __init__(self, notes: Notes, tracker: Tracker) -> None:
         self._notes, self._tracker = notes, tracker
         self._rounds, self._reading = Rounds(), Reading()
         self._now: list[Point] = []
 
-    def see(self, look: Look) -> None:
-        """Write the points that are new at a look.
+    def see(self, poll: Poll) -> None:
+        """Write the points that are new at a poll.
 
-        The present values are held back until a look has more trained tokens: of several looks at the same number of
+        The present values are held back until a poll has more trained tokens: of several polls at the same number of
         tokens only the last one is written.
 
         Raises:
             UsageError: the run is another one than before (`Notes.check`).
         """
-        self._notes.check(look.origin_s)
-        self._notes.put("evaluations", evaluations(look), self._tracker)
-        self._notes.put("rounds", self._rounds.see(look), self._tracker)
-        self._reading.see(look)
-        new = now(self._reading, look)
+        self._notes.check(poll.origin_s)
+        self._notes.put("evaluations", evaluations(poll), self._tracker)
+        self._notes.put("rounds", self._rounds.see(poll), self._tracker)
+        self._reading.see(poll)
+        new = now(self._reading, poll)
         if new and self._now and new[0].step > self._now[0].step:
             self.end()
         self._now = new or self._now
@@ -146,23 +146,23 @@ async def _follow(url: str, run: str, writer: Writer) -> None:
         reader, clock = RunReader(bus, bus.clock, None), bus.clock
         while not stop.is_set():
             try:
-                look = await reader.look()
+                poll = await reader.poll()
             except BusError as error:
                 typer.echo(f"Redis does not answer ({error}); asking again every {EVERY_S:g} s", err=True)
             else:
-                writer.see(look)
-                if max(len(look.records), len(look.evaluations)) >= MOST_READ:
+                writer.see(poll)
+                if max(len(poll.records), len(poll.evaluations)) >= MOST_READ:
                     continue  # a full read may not be the last one
-                if look.status["phase"] != Phase.FINISHED:
+                if poll.status["phase"] != Phase.FINISHED:
                     over_s = None
-                    if not (said or look.shares):
+                    if not (said or poll.shares):
                         typer.echo(f"nothing is known of run {run!r} yet: waiting for it to begin")
                         said = True
                 elif over_s is None:
                     over_s = (
                         clock.now()
-                    )  # look once more: this look read the tape before the state, so the last merges may be missing
-                elif (last := look.status["evaluation"]) is None or last["final"]:
+                    )  # poll once more: this poll read the tape before the state, so the last merges may be missing
+                elif (last := poll.status["evaluation"]) is None or last["final"]:
                     typer.echo(f"run {run!r} is finished, and its curves are whole")
                     return
                 elif clock.now() > over_s + LAST_S:

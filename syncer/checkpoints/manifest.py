@@ -116,7 +116,7 @@ class Leftovers:
     def __init__(self) -> None:
         self._before: Mapping[str, frozenset[str]] = {}
 
-    def look(self, others: Mapping[str, frozenset[str]], old: Collection[str], kept: int) -> list[str]:
+    def removable(self, others: Mapping[str, frozenset[str]], old: Collection[str], kept: int) -> list[str]:
         """Return the folders that may be removed.
 
         Args:

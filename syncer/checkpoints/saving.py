@@ -380,6 +380,6 @@ def drop_leftovers(place: Place, leftovers: Leftovers) -> None:
     found = {name: place.below(name).names() for name in there - kept if may_be_left(name)}
     others = {name: files for name, files in found.items() if all_ours(files)}
     old = [name for name in others if place.below(name).age_s() > OLD_S]
-    for name in leftovers.look(others, old, len(kept)):
+    for name in leftovers.removable(others, old, len(kept)):
         _log().info("leftover_removed", path=str(place.below(name)))
         _remove(place, name)

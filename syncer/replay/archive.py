@@ -84,11 +84,11 @@ class TapeArchive:
                 self.problem = ""
             except OSError as error:
                 if not self.problem:
-                    self.say_failed(error)
+                    self.log_failure(error)
                 self.problem = f"the tape cannot be archived (will be retried): {error}"
                 await asyncio.sleep(RETRY_S)
 
-    def say_failed(self, error: OSError) -> None:
+    def log_failure(self, error: OSError) -> None:
         """Log that entries could not be written."""
         safe = "it stays on the bus"
         structlog.get_logger().error("tape_not_archived", path=str(self._directory), error=str(error), safe=safe)

@@ -79,7 +79,7 @@ class Lost:
             self._emptied = True
             self._log.warning("state_lost", detail="the bus has lost the run's state: it is put back from memory")
             for owner in self._owners:
-                owner.look()
+                owner.check_soon()
             await self.spec()
         return known if found is None else found
 

@@ -203,7 +203,7 @@ class Serving:
         try:
             await archive.finish()
         except OSError as error:
-            archive.say_failed(error)
+            archive.log_failure(error)
             self._in_order = False
 
     # --- background -------------------------------------------------------------------------------------
@@ -212,14 +212,14 @@ class Serving:
         """Keep `RunWatch` up to date, wake the owners on changes, and move the run while this syncer leads."""
         warnings, presence = _Warnings(), _Presence()
         while not self.closing.done():
-            await self._look()
+            await self._refresh()
             slow = None if self._watch.draining else self._slow_merges(warnings.slow_from)
             long = long_rounds(self.context.sync.sync_interval, self._rounds())
             warnings.tell(self._watch.quorum_warning, slow, long)
             presence.tell(self._watch.live(), self._watch.reports)
             await asyncio.sleep(WATCH_S)
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         watch, lost = self._watch, self._lost
         began = self._clock.now()
         found = await self._bus.read_reports()

@@ -13,7 +13,7 @@ from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.view.page.assets import one_file
 from diloco.pipeline.view.page.collector import Collector, Update
 from diloco.pipeline.view.page.join_command import Way
-from diloco.pipeline.view.page.model import Look, PageModel
+from diloco.pipeline.view.page.model import PageModel, Poll
 from diloco.pipeline.view.status import build_status
 from tests import samples
 from tests.browser.chromium import BINARY, Tab, tab
@@ -173,7 +173,7 @@ async def test_a_page_as_a_file_needs_nobody(page: Tab, tmp_path: Path) -> None:
     """It shows what the live one showed last, asks for nothing, and breaks no rule of its own."""
     world, party = await under_way(4)
     collector = collector_of(world)
-    await collector.look()
+    await collector.poll()
     await end(*party)
     file = tmp_path / "report.html"
     file.write_text(one_file(collector.model.snapshot() | {"notes": [EVIL]}, f"of {EVIL}"), "utf-8")
@@ -260,7 +260,7 @@ async def test_one_of_a_kind_is_not_told_in_the_plural(page: Tab) -> None:
 async def test_the_command_of_the_remedy_is_chosen_by_one_click(page: Tab) -> None:
     """It stands for itself, so that it can be copied whole; where there is none there is no empty box."""
     model = PageModel("run", Way.of("redis://:hunter2@10.0.0.5:6379"))
-    model.see(Look(now_s=2000.0, status=build_status("run", None, None, [], [], None, [], 2000.0, 5.0, {"0": "s"})))
+    model.see(Poll(now_s=2000.0, status=build_status("run", None, None, [], [], None, [], 2000.0, 5.0, {"0": "s"})))
     model.patch()
     async with page_of(Still(model)) as address:
         await page.open(address)
@@ -297,6 +297,6 @@ def made_up(text: str = "waits for l1", events: Sequence[Event] = ()) -> PageMod
         "run", samples.spec(), state, reports, heads, None, [text], 2000.0, 5.0, {"0": text}, ["0"] * 2
     )
     model = PageModel("run")
-    model.see(Look(now_s=2000.0, status=status, began_s=1990.0, events=events))
+    model.see(Poll(now_s=2000.0, status=status, began_s=1990.0, events=events))
     model.patch()
     return model

@@ -6,7 +6,7 @@ import pytest
 
 from diloco import cli
 from diloco.launcher import launch
-from diloco.launcher.devices import VISIBLE, Place, assign, told
+from diloco.launcher.devices import VISIBLE, Place, assign, devices_line
 from diloco.options import RunProcess
 from diloco.pipeline.errors import UsageError
 from tests.diloco.test_run import flag, launched
@@ -71,7 +71,7 @@ def test_what_is_not_here_or_no_device_is_refused_by_name(asked: str, gpus: list
     ],
 )
 def test_who_shares_is_said_in_a_line(places: list[Place], line: str) -> None:
-    assert told(places) == line
+    assert devices_line(places) == line
 
 
 def test_gpus_are_those_that_this_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -453,7 +453,7 @@ def test_the_page_of_a_run_is_found_where_its_terminal_is_closed(tmp_path, capsy
     folder.write_run("unix:///tmp/x", told, {}, "http://127.0.0.1:5/")
     assert locate(BusSettings(), tmp_path).page == "http://127.0.0.1:5/"
     assert "hunter4" not in (tmp_path / "run.json").read_text()
-    folder.say_closing()
+    folder.mark_closing()
     place = locate(BusSettings(), tmp_path)
     assert (place.redis_url, place.page, place.closing) == (None, None, True)
 
@@ -464,7 +464,7 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys, monkeypatch):
     folder.write_run(f"unix://{tmp_path}/none.sock", RunProcess(), {})
     assert cli.main(["status", str(tmp_path)]) == 1
     assert "Redis" in capsys.readouterr().err
-    folder.say_closing()
+    folder.mark_closing()
     assert cli.main(["status", str(tmp_path)]) == 0
     assert f"is closing: its report will be {tmp_path / 'report.json'}" in capsys.readouterr().out
     assert cli.main(["status", "--json", str(tmp_path)]) == 0
@@ -472,7 +472,7 @@ def test_a_run_that_closes_has_no_outage(tmp_path, capsys, monkeypatch):
     assert (found["phase"], found["report"]) == ("closing", str(tmp_path / "report.json"))
     assert cli.main(["report", str(tmp_path)]) == 1
     assert "is being written, ask again soon" in capsys.readouterr().err
-    folder.say_ended("stopped before its first step")
+    folder.mark_ended("stopped before its first step")
     monkeypatch.setattr("diloco.launcher.locate.is_live", lambda folder: False)
     assert cli.main(["status", str(tmp_path)]) == 2
     assert "was stopped before its first step; its logs are in" in capsys.readouterr().err
@@ -517,7 +517,7 @@ def test_a_redis_that_goes_while_status_asks_goes_with_its_run(tmp_path, redis_s
     assert json.loads(capsys.readouterr().out)["page"] == "http://127.0.0.1:5/"
 
     async def closes(*_: Any, **__: Any) -> None:
-        folder.say_closing()
+        folder.mark_closing()
         raise BusUnavailable("gone")
 
     monkeypatch.setattr("diloco.status._read", closes)

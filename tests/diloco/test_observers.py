@@ -1,4 +1,4 @@
-"""What only shows a run: no number of a peer stops it, and a mistake of its own costs it one look, and nothing else."""
+"""What only shows a run: no number of a peer stops it, and a mistake of its own costs it one poll, and nothing else."""
 
 import asyncio
 import json
@@ -29,8 +29,8 @@ from diloco.pipeline.settings import HttpSettings
 from diloco.pipeline.view.ledger_inputs import LedgerInputs
 from diloco.pipeline.view.page.collector import AGAIN_S, Collector
 from diloco.pipeline.view.page.join_command import Way
-from diloco.pipeline.view.page.last_look import Reading
-from diloco.pipeline.view.page.model import Look, PageModel
+from diloco.pipeline.view.page.last_poll import Reading
+from diloco.pipeline.view.page.model import PageModel, Poll
 from diloco.pipeline.view.status import build_status
 from diloco.syncer import run_metrics
 from diloco.syncer.metrics import registry_of
@@ -64,7 +64,7 @@ def greatest(name: str) -> list[Any]:
 
 
 def show(reports: list[LearnerReport], evaluation: Evaluation) -> None:
-    """All that shows a run, at two looks at it."""
+    """All that shows a run, at two polls at it."""
     reading, model, rounds = Reading(), PageModel("run"), curves.Rounds()
     registry = registry_of("run")
     for at_s in (0.0, 10.0):
@@ -73,15 +73,15 @@ def show(reports: list[LearnerReport], evaluation: Evaluation) -> None:
         heads = [samples.head(p, version=3, merged_tokens=80) for p in range(2)]
         given = samples.spec(), samples.run_state(), seen, heads, evaluation, [], now_s, 5.0, {"0": "s"}, ["0", "0"]
         status = build_status("run", *given)
-        look = Look(
+        poll = Poll(
             now_s=now_s, status=status, evaluations=[evaluation], info=BusInfo("id", "7", 0, 0), shares={0: 0.5, 1: 0.5}
         )
-        reading.see(look)
-        model.see(look)
+        reading.see(poll)
+        model.see(poll)
         dumps(model.patch())
-        curves.now(reading, look)
-        curves.evaluations(look)
-        rounds.see(look)
+        curves.now(reading, poll)
+        curves.evaluations(poll)
+        rounds.see(poll)
         Console(width=120).print(render(status))
         plain_line(status)
         summary_so_far(status)
@@ -161,9 +161,9 @@ def test_a_page_that_fails_says_so_and_is_made_anew(monkeypatch: pytest.MonkeyPa
     fails = [True]
     see = PageModel.see
 
-    def seeing(model: PageModel, look: Look) -> None:
-        see(model, look)
-        if fails[0] and look.status["outer_steps"] > 4:
+    def seeing(model: PageModel, poll: Poll) -> None:
+        see(model, poll)
+        if fails[0] and poll.status["outer_steps"] > 4:
             raise OverflowError("cannot convert float infinity to integer")
 
     monkeypatch.setattr(PageModel, "see", seeing)
@@ -182,7 +182,7 @@ def test_a_page_that_fails_says_so_and_is_made_anew(monkeypatch: pytest.MonkeyPa
                 elif not fails[0] and "well" in said[-1]:
                     break
         assert collector.model.snapshot()["fine"]["lanes"], "it is drawn again, from the start"
-        assert collector.reading.look is not None
+        assert collector.reading.poll is not None
         running.cancel()
         await end(*party)
 
@@ -196,7 +196,7 @@ def test_a_page_that_fails_says_so_and_is_made_anew(monkeypatch: pytest.MonkeyPa
 def test_a_figure_that_fails_costs_metrics_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     reading = Reading()
     given = samples.spec(), samples.run_state(), [samples.seen()], [samples.head()], None, [], NOW_S + 10, 5.0
-    reading.see(Look(now_s=NOW_S + 10, status=build_status("run", *given)))
+    reading.see(Poll(now_s=NOW_S + 10, status=build_status("run", *given)))
     registry = registry_of("run")
     registry.register(RunMetrics(reading, VirtualNow(), lambda: True))
     whole = generate_latest(registry)

@@ -29,7 +29,7 @@ from diloco.tracking.trackers import Wandb
 from diloco_studies.virtual.memory import MemoryBus
 from tests import HANGING_S, samples
 from tests.parties import environment, wait_for
-from tests.syncer.test_run_metrics import look
+from tests.syncer.test_run_metrics import poll
 
 QUICK = """
 import sys, diloco.tracking.follow
@@ -88,11 +88,11 @@ def test_what_is_so_now_is_written_once_there_are_more_tokens(tmp_path: Path) ->
     kept = Kept()
     with writer(tmp_path, kept) as first:
         for loss, tokens in ((3.6, 500), (3.5, 500), (3.0, 900), (2.9, 900)):
-            first.see(look([samples.seen("l0", tokens=tokens, loss=loss, versions=(3, 2), step_s=0.25)]))
+            first.see(poll([samples.seen("l0", tokens=tokens, loss=loss, versions=(3, 2), step_s=0.25)]))
         assert kept.of("loss/l0") == [(500, 3.5)]
         first.end()
     with writer(tmp_path, kept) as second:
-        second.see(look([samples.seen("l0", tokens=900, loss=2.0)]))
+        second.see(poll([samples.seen("l0", tokens=900, loss=2.0)]))
         second.end()
     assert kept.of("loss/l0") == [(500, 3.5), (900, 2.9)]
     assert kept.of("steps_per_s/l0") == [(500, 4.0), (900, 4.0)]
@@ -107,7 +107,7 @@ def test_a_round_is_told_once_each_fragment_has_its_merge_by_whoever_comes(tmp_p
     kept, shares = Kept(), {0: 0.75, 1: 0.25}
     lost = Rejected.of(None, (1, 1), lost_tokens=40, reason=RefusalReason.TOO_STALE, detail="", unix_s=22.0)
     tape = [merge(0, 1, 10.0), merge(1, 1, 20.0), merge(0, 2, 21.0), lost]
-    seen = replace(look([]), shares=shares)
+    seen = replace(poll([]), shares=shares)
     with writer(tmp_path, kept) as first:
         first.see(replace(seen, records=tape))
         assert {one.step for one in kept.points} == {1}
@@ -129,21 +129,21 @@ def test_the_last_evaluation_of_the_same_tokens_is_another_point(tmp_path: Path)
     mid, last = evaluation(900, 3.0, 1000.0), evaluation(900, 2.9, 1010.0, final=True)
     for news in ([mid], [mid, last], [mid, last]):
         with writer(tmp_path, kept) as one:
-            one.see(replace(look([]), evaluations=news))
+            one.see(replace(poll([]), evaluations=news))
     assert kept.of("global/loss") == [(900, 3.0), (900, 2.9)]
 
 
 def test_curves_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     """Not those of two names, not those of two runs that had one name, not those of two watchers at a time."""
     with writer(tmp_path, Kept(), "a") as first:
-        first.see(replace(look([samples.seen()]), origin_s=5.0))
+        first.see(replace(poll([samples.seen()]), origin_s=5.0))
         first.end()
         with pytest.raises(UsageError, match="another watcher writes there"):
             Notes(tmp_path, "a", "kept")
     with pytest.raises(UsageError, match=r"has curves of run 'a': name another folder for 'b'"):
         Notes(tmp_path, "b", "kept")
     with writer(tmp_path, Kept(), "a") as again, pytest.raises(UsageError, match="curves of an earlier run named 'a'"):
-        again.see(replace(look([]), origin_s=6.0))
+        again.see(replace(poll([]), origin_s=6.0))
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_cannot_be_is_refused_at_once(
 
 
 async def lives(url: str, run: str, tokens: int, loss: float) -> None:
-    """Its learner, still: whoever began to look some seconds after `train` would find it silent."""
+    """Its learner, still: whoever began to poll some seconds after `train` would find it silent."""
     async with open_bus(url, run) as bus:
         await bus.write_report(samples.report("anna", tokens=tokens, loss=loss + 0.5, number=tokens + 1))
 
@@ -196,7 +196,7 @@ class Watcher:
         self._notes = folder / f"diloco-{kind}.json"
 
     def wrote(self, tokens: int) -> None:
-        """Wait until it has noted them, and a look more; where it notes nothing while it lives, for some looks."""
+        """Wait until it has noted them, and a poll more; where it notes nothing while it lives, for some looks."""
         if self._kind == "wandb":
             assert self.process.stdout is not None
             while self._reads and "writing run" not in self.process.stdout.readline():
@@ -329,5 +329,5 @@ async def test_a_resumed_run_is_the_one_that_it_resumes() -> None:
     bus = MemoryBus("r", LoopClock())
     for origin_s, same_s in ((None, 1000.0), (400.0, 400.0)):
         await bus.write_state(samples.run_state(started_unix_s=1000.0, origin_unix_s=origin_s))
-        seen = await RunReader(bus, LoopClock(), None).look()
+        seen = await RunReader(bus, LoopClock(), None).poll()
         assert (seen.began_s, seen.origin_s) == (1000.0, same_s)

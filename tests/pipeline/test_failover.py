@@ -338,11 +338,11 @@ async def test_what_most_sentinels_say_that_answer_counts(
 
     monkeypatch.setattr(SentinelNodes, "_ask", ask)
     if isinstance(primary, int):
-        await nodes.look()
+        await nodes.refresh()
         assert nodes.all() == [HostPort("127.0.0.1", primary)]
     else:
         with pytest.raises((BusUnavailable, UsageError), match=primary):
-            await nodes.look()
+            await nodes.refresh()
 
 
 async def test_sentinels_that_would_not_help_are_named_with_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from diloco.pipeline.view.page import collector as page_collector
 from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.page.from_tape import model_of_tape
 from diloco.pipeline.view.page.lanes import In, Of
-from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Look, Model, PageModel
+from diloco.pipeline.view.page.model import MOST_LANES, MOST_LOSSES, MOST_MARKS, Model, PageModel, Poll
 from diloco.pipeline.view.page.timeline import Timeline
 from diloco.pipeline.view.status import build_status
 from diloco_studies.virtual.memory import MemoryBus
@@ -142,12 +142,12 @@ async def test_who_reads_too_slowly_gets_a_snapshot_and_not_a_part(monkeypatch: 
     monkeypatch.setattr(page_collector, "KEPT_PATCHES", 3)
     world, party = await under_way(1)
     collector, page = collector_of(world), Page()
-    await collector.look()
+    await collector.poll()
     async with aclosing(collector.follow("")) as events:
         page.take(await next_event(events))
         for _ in range(10):
             await asyncio.sleep(1)
-            await collector.look()
+            await collector.poll()
         page.take(await next_event(events))
     assert page.kinds == ["snapshot", "snapshot"]
     assert page.same_as(collector.model.snapshot())
@@ -215,7 +215,7 @@ async def test_a_bus_that_was_away_leaves_no_gap_in_the_lanes_of_who_went_on() -
     assert "BusUnavailable: cut off" in said["text"]
     bus.away = False
     await asyncio.sleep(5)
-    await collector.look()
+    await collector.poll()
     model = collector.model.snapshot()
     assert model["sentence"]["level"] == "well"
     assert seconds(model["fine"], "L/l0", Of.GONE) == 0
@@ -250,7 +250,7 @@ async def test_a_server_that_took_over_with_less_is_read_from_its_start() -> Non
     await asyncio.sleep(LIVE_S + 1)  # who had no time to write since the outage is not silent yet
     fresh = collector_of(world)
     for one in (collector, fresh):
-        await one.look()
+        await one.poll()
     seen, wanted = collector.model.snapshot(), fresh.model.snapshot()
     assert seen["totals"] == wanted["totals"]
     for name in ("merges", "merged"):
@@ -284,8 +284,8 @@ async def test_who_comes_late_sees_the_run_from_its_first_second() -> None:
     second = Timed("l1", world, 0.1, "2" * 16).start()
     await asyncio.sleep(60)
     late = collector_of(world)
-    await late.look()
-    await early.look()
+    await late.poll()
+    await early.poll()
     seen, came = early.model.snapshot(), late.model.snapshot()
     begun_s = seen["coarse"]["first"] * seen["coarse"]["step_s"]
     for name in ("tokens", "merged", "merges"):
@@ -313,7 +313,7 @@ async def test_a_window_that_was_open_before_anybody_looked_is_open_since_then()
     await second.kill()
     await asyncio.sleep(60)
     collector = collector_of(world)
-    await collector.look()
+    await collector.poll()
     model = collector.model.snapshot()
     assert model["fragments"]["0"]["state"] == "collecting"
     assert seconds(model["coarse"], "F/0", In.COLLECTING) >= 50
@@ -328,7 +328,7 @@ async def test_a_tape_that_was_trimmed_is_said() -> None:
     entries = await world.bus.read_tape({0: START}, limit=10_000)
     await world.bus.trim_tape(0, entries[len(entries) // 2].entry_id)
     collector = collector_of(world)
-    await collector.look()
+    await collector.poll()
     model = collector.model.snapshot()
     assert any("Earlier ones count in the sums" in note for note in model["notes"])
     merged = [one for one in model["coarse"]["series"]["merged"] if one is not None]
@@ -347,11 +347,11 @@ async def test_a_finished_run_stands_still_however_late_one_looks() -> None:
     follows, early, late = (collector_of(world) for _ in range(3))
     running = asyncio.create_task(follows.run())
     await world.finish(*party)
-    await early.look()
+    await early.poll()
     await asyncio.sleep(10)
     before = follows.model.snapshot()
     await asyncio.sleep(540)
-    await late.look()
+    await late.poll()
     running.cancel()
     assert follows.model.snapshot()["coarse"] == before["coarse"]
     assert before["learners"]["l0"]["state"] == "left"
@@ -366,10 +366,10 @@ async def test_a_finished_run_stands_still_however_late_one_looks() -> None:
 # --- bounds ----------------------------------------------------------------------------------------------
 
 
-def look(now_s: float = 2000.0, reports: Any = (), **given: Any) -> Look:
+def poll(now_s: float = 2000.0, reports: Any = (), **given: Any) -> Poll:
     heads = [samples.head(p, version=3) for p in range(2)]
     given_here = samples.spec(), samples.run_state(), reports, heads, None, [], now_s, 5.0, {"0": "s"}, ["0", "0"]
-    return Look(now_s=now_s, status=build_status("run", *given_here), **given)
+    return Poll(now_s=now_s, status=build_status("run", *given_here), **given)
 
 
 def test_what_is_kept_is_bounded() -> None:
@@ -378,7 +378,7 @@ def test_what_is_kept_is_bounded() -> None:
     reports = [samples.seen(f"l{n}") for n in range(MOST_LANES + 50)]
     events = [Event(name="learner_joined", who=f"l{n}", detail="x" * 500, unix_s=1500.0) for n in range(2 * MOST_MARKS)]
     points = [samples.evaluation(tokens=n, unix_s=1000.0 + n / 10) for n in range(3 * MOST_LOSSES)]
-    model.see(look(reports=reports, events=events, evaluations=points))
+    model.see(poll(reports=reports, events=events, evaluations=points))
     model.patch()
     told = model.snapshot()
     assert len(told["learners"]) == MOST_LANES
@@ -396,7 +396,7 @@ def test_times_that_peers_make_up_do_not_stretch_the_axis() -> None:
     refused = samples.rejected(unix_s=9e10)
     event = Event(name="learner_joined", who="l0", detail="", unix_s=9e10)
     seen = samples.seen("l0", wall_s=MOST_SECONDS, age_s=0.1)
-    model.see(look(now_s, [seen], records=[merge, refused], events=[event], began_s=1.0))
+    model.see(poll(now_s, [seen], records=[merge, refused], events=[event], began_s=1.0))
     model.patch()
     told = model.snapshot()
     coarse = told["coarse"]
@@ -411,7 +411,7 @@ def test_a_refused_header_of_a_made_up_name_has_no_lane() -> None:
     model = PageModel("run")
     strange = Rejected.of(None, (0, 1), lost_tokens=0, reason=RefusalReason.BAD_MESSAGE, detail="", unix_s=1999.0)
     named = strange.model_copy(update={"learner": "<img src=x onerror=alert(1)>"})
-    model.see(look(records=[strange, named], reports=[samples.seen("l0")]))
+    model.see(poll(records=[strange, named], reports=[samples.seen("l0")]))
     model.patch()
     assert set(model.snapshot()["coarse"]["lanes"]) == {"L/l0", "F/0"}
 

@@ -99,7 +99,7 @@ async def test_a_learner_whose_scripts_nobody_loads_waits_and_says_so_in_the_sta
                 await asyncio.sleep(0.02)
         assert not reached.done()
         reader = Collector(viewer, LoopClock(), "page")._reader
-        for status in (await read_status(viewer, LoopClock()), (await reader.look()).status):
+        for status in (await read_status(viewer, LoopClock()), (await reader.poll()).status):
             (warning,) = [one for one in status["warnings"] if "scripts" in one]
             assert "that l0 needs" in warning
             assert "start a syncer" in warning
@@ -107,15 +107,15 @@ async def test_a_learner_whose_scripts_nobody_loads_waits_and_says_so_in_the_sta
         learner, scripts = await asyncio.wait_for(reached, HANGING_S)
     assert {one["event"] for one in said} == {"scripts_missing", "scripts_found"}
     assert all(re.search(SAID, one["error"]) for one in said if one["event"] == "scripts_missing")
-    for status in (await read_status(viewer, LoopClock()), (await reader.look()).status):
+    for status in (await read_status(viewer, LoopClock()), (await reader.poll()).status):
         assert not [one for one in status["warnings"] if "scripts" in one]
     assert await learner.write_report(samples.report()) is None
     server.admin.script_flush()  # while it trains
     for _ in range(2):
         with pytest.raises(ScriptsMissing):
-            await scripts.look()
+            await scripts.poll()
     await syncer.ensure_scripts()
-    await scripts.look()
+    await scripts.poll()
     assert [one.name for _, one in await viewer.read_events()] == [SCRIPTS_MISSING, SCRIPTS_FOUND] * 2
     for bus in (learner, viewer, syncer):
         await bus.close()

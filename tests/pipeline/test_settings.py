@@ -30,7 +30,7 @@ from diloco.pipeline.settings import (
 )
 from diloco.pipeline.site import Site
 from diloco.pipeline.sources import check_variables
-from diloco.pipeline.wrong_values import allowed, told
+from diloco.pipeline.wrong_values import allowed, format_problem
 from diloco_studies.strikes.settings import ChaosProcess
 from tests import samples
 
@@ -222,7 +222,7 @@ def test_a_broken_rule_is_told_in_words_of_ours(kind, value, words):
     """Also of a value that is no setting's; pydantic's own words come up nowhere."""
     with pytest.raises(ValidationError) as error:
         TypeAdapter(kind).validate_python(value)
-    assert told(error.value.errors()[0]) == words
+    assert format_problem(error.value.errors()[0]) == words
 
 
 def test_the_settings_and_the_wire_type_have_the_same_fields():

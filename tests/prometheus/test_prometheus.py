@@ -13,7 +13,7 @@ import yaml
 from prometheus_client import generate_latest
 
 from diloco.pipeline.bus.embedded import free_port
-from diloco.pipeline.view.page.last_look import Reading
+from diloco.pipeline.view.page.last_poll import Reading
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.run_metrics import RunMetrics
 from diloco.syncer.serving.http import start_http
@@ -22,7 +22,7 @@ from tests.deploy.test_monitoring import BOARD, FOLDER, RULES, expressions
 from tests.parties import Parties, wait_for
 from tests.prometheus.local import LocalPrometheus, config_for, promtool, why_not
 from tests.serving import no_events
-from tests.syncer.test_run_metrics import At, look
+from tests.syncer.test_run_metrics import At, poll
 
 pytestmark = [
     pytest.mark.prometheus,
@@ -51,7 +51,7 @@ def test_each_alert_fires_on_what_it_is_for_and_on_nothing_else() -> None:
 def test_promtool_finds_nothing_in_what_a_syncer_tells() -> None:
     """Names, units and help texts are as Prometheus would have them."""
     metrics, reading = Metrics("r"), Reading()
-    reading.see(look([samples.seen("l0"), samples.seen("l1")]))
+    reading.see(poll([samples.seen("l0"), samples.seen("l1")]))
     metrics.registry.register(RunMetrics(reading, At(), lambda: True))
     promtool("check", "metrics", given=generate_latest(metrics.registry))
 

@@ -68,7 +68,7 @@ async def test_status_page_metric_log_and_doctor_say_it_together(rounds_free: fl
         patch.setattr(MemoryBus, "info", info)
         said = [any("of its maxmemory" in one for one in (await read_status(world.bus, world.clock))["warnings"])]
         collector = Collector(MemoryBus(RUN, world.clock, world.store), VirtualClock(), "e1")
-        await collector.look()
+        await collector.poll()
         said.append("% full" in collector.model.snapshot()["sentence"]["text"])
         registry = CollectorRegistry()
         registry.register(RunMetrics(collector.reading, VirtualClock(), lambda: True))

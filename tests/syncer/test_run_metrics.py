@@ -14,8 +14,8 @@ from diloco.pipeline.bus.ports import BusInfo
 from diloco.pipeline.messages.run import Evaluation, Phase
 from diloco.pipeline.messages.tape import Contribution, Rewound
 from diloco.pipeline.view.page.collector import Collector
-from diloco.pipeline.view.page.last_look import MOST_LEARNERS, SHOWN_S, Reading
-from diloco.pipeline.view.page.model import Look
+from diloco.pipeline.view.page.last_poll import MOST_LEARNERS, SHOWN_S, Reading
+from diloco.pipeline.view.page.model import Poll
 from diloco.pipeline.view.status import build_status
 from diloco.pipeline.view.status_reader import read_status
 from diloco.syncer.metrics import Metrics
@@ -45,7 +45,7 @@ class At:
         return self.unix_s
 
 
-def look(reports: list[Any], now_s: float = NOW_S, versions: tuple[int, int] = (3, 5), **given: Any) -> Look:
+def poll(reports: list[Any], now_s: float = NOW_S, versions: tuple[int, int] = (3, 5), **given: Any) -> Poll:
     """Of a run of two fragments (3/4 and 1/4 of the model), an interval of 4 steps and a quorum of 2."""
     state = samples.run_state(**{"started_unix_s": NOW_S - 100, "budget_tokens": 10_000} | given)
     heads = [samples.head(p, version=versions[p], merged_tokens=800, rejected_tokens=80) for p in range(2)]
@@ -54,13 +54,13 @@ def look(reports: list[Any], now_s: float = NOW_S, versions: tuple[int, int] = (
         "run", samples.spec(quorum=2), state, reports, heads, evaluation, [], now_s, 5.0, {"0": "a"}, ["0", "0"]
     )
     info = BusInfo("id", "7", 10_000, 2_500, received_bytes=700, sent_bytes=900)
-    return Look(now_s=now_s, status=status, info=info)
+    return Poll(now_s=now_s, status=status, info=info)
 
 
 def shown(reading: Reading, clock: At | None = None, leads: bool = True) -> CollectorRegistry:
     metrics = Metrics("my-run")
     metrics.registry.register(
-        RunMetrics(reading, clock or At(reading.look.now_s if reading.look else 0), lambda: leads)
+        RunMetrics(reading, clock or At(reading.poll.now_s if reading.poll else 0), lambda: leads)
     )
     return metrics.registry
 
@@ -85,7 +85,7 @@ def test_every_figure_says_what_the_status_says() -> None:
         samples.seen("l1", 1.5, tokens=600, step=24, versions=(3, 2), step_s=0.3),
         samples.seen("l2", 60.0, tokens=400, step=9, versions=(-1, -1), step_s=9.0, loss=None),
     ]
-    reading.see(look(reports))
+    reading.see(poll(reports))
     registry = shown(reading, At(NOW_S + 1))
 
     def of(name: str) -> dict[str, float]:
@@ -115,7 +115,7 @@ def test_only_the_lead_tells_of_the_run_and_only_what_it_read_lately() -> None:
     """A sum over syncers counts it once; where Redis is away there are no figures rather than old ones."""
     reading = Reading()
     assert "diloco_run" not in generate_latest(shown(reading)).decode()
-    reading.see(look([samples.seen()]))
+    reading.see(poll([samples.seen()]))
     assert "diloco_run_trained" in generate_latest(shown(reading)).decode()
     for clock, leads in ((At(NOW_S), False), (At(NOW_S + FRESH_S + 1), True)):
         text = generate_latest(shown(reading, clock, leads)).decode()
@@ -198,11 +198,11 @@ async def test_a_syncer_that_saves_at_its_end_does_not_say_that_nobody_leads(
 def test_series_of_learners_that_are_gone_go_away() -> None:
     """One that left at once, one that died after a while; and there are never more than so many."""
     reading = Reading()
-    reading.see(look([samples.seen("here"), samples.seen("dead", SHOWN_S - 1), samples.seen("left", 1, left=True)]))
+    reading.see(poll([samples.seen("here"), samples.seen("dead", SHOWN_S - 1), samples.seen("left", 1, left=True)]))
     assert set(values(shown(reading), "diloco_learner_steps_total")) == {"here", "dead"}
-    reading.see(look([samples.seen("here"), samples.seen("dead", SHOWN_S + 1)]))
+    reading.see(poll([samples.seen("here"), samples.seen("dead", SHOWN_S + 1)]))
     assert set(values(shown(reading), "diloco_learner_steps_total")) == {"here"}
-    reading.see(look([samples.seen(f"l{n}", n / 1000) for n in range(MOST_LEARNERS + 50)]))
+    reading.see(poll([samples.seen(f"l{n}", n / 1000) for n in range(MOST_LEARNERS + 50)]))
     steps = values(shown(reading), "diloco_learner_steps_total")
     assert (len(steps), f"l{MOST_LEARNERS}" in steps) == (MOST_LEARNERS, False)
     assert values(shown(reading), "diloco_run_learners")["live"] == MOST_LEARNERS + 50
@@ -219,7 +219,7 @@ def test_a_learners_cosine_is_that_of_its_last_merge_by_the_tape_until_it_is_gon
 
     def told(reports: list[Any], **cosines: float | None) -> dict[str, float]:
         parts = tuple(part(name, cosine) for name, cosine in cosines.items())
-        reading.see(replace(look(reports), records=[samples.committed(contributions=parts)] if parts else []))
+        reading.see(replace(poll(reports), records=[samples.committed(contributions=parts)] if parts else []))
         return values(shown(reading), "diloco_learner_cosine")
 
     assert told(there) == {}
@@ -236,7 +236,7 @@ def test_a_fragment_is_unmerged_since_its_last_merge() -> None:
     reading = Reading()
 
     def unmerged(now_s: float, versions: tuple[int, int], phase: Phase = Phase.RUNNING) -> dict[str, float]:
-        reading.see(look([samples.seen()], now_s, versions, phase=phase))
+        reading.see(poll([samples.seen()], now_s, versions, phase=phase))
         return values(shown(reading, At(now_s)), "diloco_fragment_unmerged_seconds")
 
     assert unmerged(NOW_S, (3, 5)) == {"0": 0, "1": 0}
@@ -252,8 +252,8 @@ def test_a_round_is_known_as_long_as_the_run_is_not_finished(left: bool) -> None
     nothing is merged would end by itself."""
     for reading in (seen_before := Reading()), Reading():
         if reading is seen_before:
-            reading.see(look([samples.seen("l0", step_s=0.2)]))
-        reading.see(look([samples.seen("l0", SHOWN_S + 3600, step_s=0.2, left=left)], NOW_S + SHOWN_S + 3600))
+            reading.see(poll([samples.seen("l0", step_s=0.2)]))
+        reading.see(poll([samples.seen("l0", SHOWN_S + 3600, step_s=0.2, left=left)], NOW_S + SHOWN_S + 3600))
         registry = shown(reading)
         assert values(registry, "diloco_learner_steps_total") == {}
         assert values(registry, "diloco_fragment_round_seconds") == {"0": pytest.approx(0.8), "1": pytest.approx(0.8)}
@@ -269,18 +269,18 @@ def test_a_rewind_is_known_whoever_found_it_and_before_anybody_looked() -> None:
 
     record = Rewound(fragment=0, version=3, was_version=5, unix_s=NOW_S - 20)
     never, first = Reading(), Reading()
-    never.see(look([samples.seen()]))
+    never.see(poll([samples.seen()]))
     assert since(never, NOW_S) == math.inf
-    first.see(replace(look([samples.seen()]), records=[record, samples.committed(unix_s=NOW_S)]))
+    first.see(replace(poll([samples.seen()]), records=[record, samples.committed(unix_s=NOW_S)]))
     assert since(first, NOW_S + 1) == 21
-    first.see(look([samples.seen()], NOW_S + 5))
+    first.see(poll([samples.seen()], NOW_S + 5))
     assert since(first, NOW_S + 6) == 26, "the tape says it once"
 
 
 def test_what_a_peer_wrote_stays_within_its_label() -> None:
     """Should a name ever get past the wire's bounds: quotes, newlines and what looks like a sample."""
     reading, name = Reading(), 'x"} 1\ndiloco_run_loss{run="a\\'
-    seen = look([samples.seen("l0")])
+    seen = poll([samples.seen("l0")])
     learner = seen.status["learners"][0] | {"id": name}
     reading.see(replace(seen, status=seen.status | {"learners": [learner]}))
     text = generate_latest(shown(reading)).decode()
@@ -292,7 +292,7 @@ def test_what_a_peer_wrote_stays_within_its_label() -> None:
 def test_what_is_not_a_number_is_shown_as_such() -> None:
     """A diverged learner's loss is NaN, as Prometheus writes it."""
     reading = Reading()
-    reading.see(look([samples.seen("l0", loss=math.nan)]))
+    reading.see(poll([samples.seen("l0", loss=math.nan)]))
     assert math.isnan(values(shown(reading), "diloco_learner_loss")["l0"])
 
 

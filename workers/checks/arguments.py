@@ -15,7 +15,7 @@ from diloco.pipeline.files.writable import try_folder
 from diloco.pipeline.messages.wire import PartyName
 from diloco.pipeline.settings import SECRETS, STATE_S, BusSettings, EncodeOn, SyncSettings, load
 from diloco.pipeline.units import parse_whole
-from diloco.pipeline.wrong_values import told
+from diloco.pipeline.wrong_values import format_problem
 from diloco.workers.copies.losses import LossCopy
 from diloco.workers.moments.state_folder import LOCK_FILE, LOSSES_FILE
 
@@ -73,7 +73,7 @@ def check_arguments(**given: Any) -> Arguments:
         first = problems[0]
         name = ".".join(map(str, first["loc"][:2] if first["loc"][0] == "trainer" else first["loc"][:1]))
         shown = "***" if name in SECRETS else _shown(first["input"])
-        wrong = " or ".join(dict.fromkeys(told(one) for one in problems if one["input"] is first["input"]))
+        wrong = " or ".join(dict.fromkeys(format_problem(one) for one in problems if one["input"] is first["input"]))
         raise UsageError(f"Learner: {name}={shown}: {wrong}") from None
     if arguments.state_dir is not None:
         with suppress(OSError):  # a full disk must not keep a returning learner from training

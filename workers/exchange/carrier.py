@@ -236,7 +236,7 @@ class OwnCarrier:
         except PayloadIncomplete:  # the part on the bus is gone: the syncer refused it meanwhile, or the bus lost it
             pass
         except BadMessage as error:  # something foreign is under its key: treated as if it were gone
-            member.outages.told(error, fragment=base.fragment)
+            member.outages.log_error(error, fragment=base.fragment)
         return whole
 
 

@@ -97,7 +97,7 @@ class Publishing:
             if not item[0].renews:  # a renewal's header follows its payload (`_upload_one`)
                 await self._member.outages.retry(self._send_header, item[0])
         except BadMessage as error:
-            self._member.outages.told(error, fragment=key[0])
+            self._member.outages.log_error(error, fragment=key[0])
             self.unsent -= key in self._headers  # a newer delta may have taken the key during the await, and is counted
             self._headers.setdefault(key, item)
             return False
@@ -160,7 +160,7 @@ class Publishing:
             try:
                 await member.outages.retry(self._send_header, publication)
             except BadMessage as error:  # the renewed delta stays; the next one will contain this one's training too
-                member.outages.told(error, fragment=p)
+                member.outages.log_error(error, fragment=p)
                 return
         # A delta of use that is not whole was refused early, perhaps without a new attempt being asked for. It counts
         # as uploaded, since otherwise it would never be renewed.

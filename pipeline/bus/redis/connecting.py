@@ -77,7 +77,7 @@ async def _nodes(place: Place) -> Nodes:
             continue
         if cluster:
             found = ClusterNodes(place)
-            await found.look()
+            await found.refresh()
             return found
         if len(place.hosts) > 1:
             raise UsageError(
@@ -103,7 +103,7 @@ async def _find_primary(sentinels: SentinelNodes, place: Place) -> None:
         async with asyncio.timeout(NEXT_PRIMARY_S):
             while True:
                 try:
-                    await sentinels.look()
+                    await sentinels.refresh()
                     (primary,) = sentinels.all()
                     if await _is_cluster(place, primary):
                         raise UsageError(

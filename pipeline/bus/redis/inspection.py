@@ -61,7 +61,7 @@ async def unwell_sentinels(url: str) -> list[str]:
         return []
     nodes = SentinelNodes(place)
     with suppress(DilocoError):  # `unwell` says more, sentinel by sentinel
-        await nodes.look()
+        await nodes.refresh()
     return await nodes.unwell()
 
 

@@ -16,7 +16,7 @@ import structlog
 from redis.asyncio import ConnectionPool, Redis
 
 from diloco.pipeline.bus.hosts import HostPort
-from diloco.pipeline.bus.redis.nodes import LOOK_S, Nodes
+from diloco.pipeline.bus.redis.nodes import REFRESH_S, Nodes
 from diloco.pipeline.bus.redis.redis_errors import ERRORS, IS_IT_THERE, translate
 from diloco.pipeline.bus.redis.redis_url import Place
 from diloco.pipeline.bus.redis.zero_copy import drop_all
@@ -86,7 +86,7 @@ class Lanes:
         self.place, self.nodes, self._found = place, nodes, found
         self._ways: dict[tuple[Lane, HostPort | None], _Way] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._look = asyncio.Event()
+        self._wake = asyncio.Event()
         self._closed = False
         # Nodes that joined after this party connected and have not served it yet: see `translate`.
         self._came: set[HostPort | None] = set()
@@ -129,7 +129,7 @@ class Lanes:
         try:
             return self.nodes.of(key)
         except BusUnavailable:
-            self._look.set()
+            self._wake.set()
             raise
 
     @asynccontextmanager
@@ -182,7 +182,7 @@ class Lanes:
             self._moved(error.slot_id, error.host, error.port, address)
         elif found := _MOVED.search(text):  # `zero_copy.receive` raises it as a plain ResponseError
             self._moved(int(found[1]), found[2], int(found[3]), address)
-        self._look.set()
+        self._wake.set()
 
     def _moved(self, slot: int, host: str, port: int, told_by: HostPort | None) -> None:
         """Record a redirection. A node that does not know the other one's host means its own host."""
@@ -202,16 +202,16 @@ class Lanes:
                 self._begin(way.close())
 
     async def _follow(self) -> None:
-        """Look the nodes up every LOOK_S, and at once when a call has found a problem with one."""
+        """Look the nodes up every REFRESH_S, and at once when a call has found a problem with one."""
         failing = ""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._look.wait()
-            self._look.clear()
+                async with asyncio.timeout(REFRESH_S):
+                    await self._wake.wait()
+            self._wake.clear()
             before = set(self.nodes.all())
             try:
-                await self.nodes.look()
+                await self.nodes.refresh()
             except Exception as error:
                 # Keep the known nodes if no answer comes or it makes no sense. Each new kind of failure is logged once.
                 said = str(error) or type(error).__name__

@@ -1,8 +1,8 @@
 """Discovery of the servers that hold a run's keys, and of the one that holds a given key; repeated when that changes.
 
 There are three kinds: one server, whose host name may lead to another one later; a primary that sentinels know; and the
-primaries of a cluster, by slot. The last two are looked up every LOOK_S. So a primary whose machine failed silently, or
-which was demoted but still answers, is left as soon as another one has replaced it.
+primaries of a cluster, by slot. The last two are looked up every REFRESH_S. So a primary whose machine failed silently,
+or which was demoted but still answers, is left as soon as another one has replaced it.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from diloco.pipeline.errors import BusUnavailable, UsageError
 T = TypeVar("T")
 
 # Time between two lookups of the primaries.
-LOOK_S = 2.0
+REFRESH_S = 2.0
 # Time limit for one sentinel or node in a lookup. It is short because several are asked at once, and most answer.
 ASK_S = 1.0
 # Once most have answered, the others get this much more time.
@@ -41,7 +41,7 @@ class Nodes:
     """Number of servers that sentinels list as replicas of the primary, dead ones included; 0 if unknown."""
 
     def __init__(self, address: HostPort | None) -> None:
-        """Use one address; None is the unix socket, or unknown until the first `look`."""
+        """Use one address; None is the unix socket, or unknown until the first `refresh`."""
         self._address = address
 
     def all(self) -> list[HostPort | None]:
@@ -56,7 +56,7 @@ class Nodes:
         """
         return self._address
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         """Look the nodes up again.
 
         Raises:
@@ -89,7 +89,7 @@ class SentinelNodes(Nodes):
             raise BusUnavailable(f"no primary of Redis at {self._place.where} is known yet")
         return self._primary
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         answers = await self._ask()
         told, errors = _read(answers, _vote_of)
         if not told:
@@ -193,7 +193,7 @@ class ClusterNodes(Nodes):
             raise BusUnavailable(f"no node of the cluster at {self._place.where} has slot {slot} now")
         return address
 
-    async def look(self) -> None:
+    async def refresh(self) -> None:
         known = dict.fromkeys((*self._primaries, *self._replicas, *self._place.hosts))
         answers = await _most([self._view(host) for host in known])
         views = Counter(answer for answer in answers if not isinstance(answer, BaseException))

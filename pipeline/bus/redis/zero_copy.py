@@ -226,7 +226,7 @@ class Reply(asyncio.BufferedProtocol):
         self._filled += nbytes
         try:
             if self._filled >= self._needed:
-                self._look()
+                self._parse()
             if self._filled > self._most:
                 raise TooMuch(f"not a reply: more than {self._most} bytes")
         except TooMuch as error:
@@ -253,7 +253,7 @@ class Reply(asyncio.BufferedProtocol):
         larger[: self._filled] = self._room[: self._filled]
         self._room = larger
 
-    def _look(self) -> None:
+    def _parse(self) -> None:
         """Parse all values that have been received completely."""
         while self._due and (line := self._line()) is not None:
             kind, text, after = line

@@ -1,7 +1,7 @@
 """Reads a run for its page and for `/metrics`, and sends the page's model to all that follow it. asyncio.
 
-It only reads, with a viewer's rights. Each look reads the present state (heads, reports, state, leases) and what is new
-since the last look (tape, events, evaluations). The result is encoded once for all followers.
+It only reads, with a viewer's rights. Each poll reads the present state (heads, reports, state, leases) and what is new
+since the last poll (tape, events, evaluations). The result is encoded once for all followers.
 """
 
 import asyncio
@@ -24,20 +24,20 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import TapeRecord
 from diloco.pipeline.payload.codec import decode
 from diloco.pipeline.view.page.join_command import Way
-from diloco.pipeline.view.page.last_look import Reading
-from diloco.pipeline.view.page.model import Look, Model, PageModel
+from diloco.pipeline.view.page.last_poll import Reading
+from diloco.pipeline.view.page.model import Model, PageModel, Poll
 from diloco.pipeline.view.status import NOTHING_TOLD, Status
 from diloco.pipeline.view.status_reader import read_status_of, redis_fill
 
 Entry = TypeVar("Entry", tuple[str, Event], tuple[str, Evaluation])
 
-# Seconds between two looks, with and without followers.
+# Seconds between two polls, with and without followers.
 WATCHED_S, UNWATCHED_S = 0.5, 2.0
-# Seconds until the next look after one that failed because of a bug.
+# Seconds until the next poll after one that failed because of a bug.
 AGAIN_S = 10.0
 # The server's own state is read at most this often.
 INFO_S = 2.0
-# The most entries of a stream in one look. The next looks read the rest.
+# The most entries of a stream in one poll. The next polls read the rest.
 MOST_READ = 50_000
 # Drawing this many entries would block the event loop noticeably, so it is done in a thread.
 MANY = 2000
@@ -73,7 +73,7 @@ class Collector:
             epoch: letters and digits that no other collector has, since update numbers are only unique within a
                 collector.
             live_s: a learner that was silent for this long is not live. None: the value of the run's syncers.
-            idle_s: seconds between two looks without followers.
+            idle_s: seconds between two polls without followers.
             way: how parties reach the run's Redis, so that the page can say how to join.
         """
         self._clock, self._epoch, self._idle_s = clock, epoch, idle_s
@@ -90,9 +90,9 @@ class Collector:
         self._away_since: float | None = None
 
     async def run(self) -> None:
-        """Look repeatedly until cancelled."""
+        """Poll repeatedly until cancelled."""
         while True:
-            if not await self.look():
+            if not await self.poll():
                 await asyncio.sleep(AGAIN_S)
                 continue
             try:
@@ -102,13 +102,13 @@ class Collector:
                 continue
             self._wanted.clear()
 
-    async def look(self) -> bool:
-        """Take one look, and send the result to the followers.
+    async def poll(self) -> bool:
+        """Take one poll, and send the result to the followers.
 
-        If a bug makes it fail, send that instead and return False; the next look reads everything again.
+        If a bug makes it fail, send that instead and return False; the next poll reads everything again.
         """
         try:
-            await self._look()
+            await self._poll()
         except Exception as error:
             text = f"{type(error).__name__}: {error}"
             trace = None if isinstance(error, DilocoError) else error  # its message says all that a trace would
@@ -120,23 +120,23 @@ class Collector:
             return False
         return True
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         began_s = self._clock.unix()
         try:
-            look = await self._reader.look()
+            poll = await self._reader.poll()
             self._away_since = None
-            if look.anew:
+            if poll.anew:
                 self._begin_anew()
-            self.reading.see(look)
-            if len(look.records) > MANY and not self._number:  # no update was sent, so nothing uses the model meanwhile
-                await asyncio.to_thread(self.model.see, look)
+            self.reading.see(poll)
+            if len(poll.records) > MANY and not self._number:  # no update was sent, so nothing uses the model meanwhile
+                await asyncio.to_thread(self.model.see, poll)
             else:
-                self.model.see(look)
+                self.model.see(poll)
         except (BusError, PeerError) as error:
             now_s = self._clock.unix()
             self._away_since = self._away_since or began_s
             spoilt = isinstance(error, PeerError)
-            text = f"{type(error).__name__}: {error.told if spoilt else error}"[:300]
+            text = f"{type(error).__name__}: {error.problem if spoilt else error}"[:300]
             self.model.away(now_s, self._away_since, text, spoilt, error.remedy)
         self._publish(self.model.patch())
 
@@ -192,7 +192,7 @@ class Collector:
             self._followers -= 1
 
     def _snapshot(self) -> bytes:
-        """Return a snapshot, encoded once for all requests between two looks."""
+        """Return a snapshot, encoded once for all requests between two polls."""
         if self._whole.number != self._number:
             self._whole = Update(self._number, self._event("snapshot", self.model.snapshot()))
         return self._whole.data
@@ -207,7 +207,7 @@ class Collector:
 
 
 class RunReader:
-    """Reads what a look needs, and remembers how far each stream was read."""
+    """Reads what a poll needs, and remembers how far each stream was read."""
 
     def __init__(self, bus: Bus, clock: Clock, live_s: float | None) -> None:
         self._bus, self._clock, self._live_s = bus, clock, live_s
@@ -227,24 +227,24 @@ class RunReader:
         self._answers_from_s: float | None = -math.inf
         """Since when the bus has answered; None if the last call failed."""
 
-    async def look(self) -> Look:
-        """Read what is new since the last look, or everything again if another server lacks some of what was read.
+    async def poll(self) -> Poll:
+        """Read what is new since the last poll, or everything again if another server lacks some of what was read.
 
         Raises:
             BusError: the bus cannot be read. The cursors stay where they were, so streams are read again.
             PeerError: what is stored is not a run of this build.
         """
         try:
-            return await self._look()
+            return await self._poll()
         except BusError:
             self._answers_from_s = None
             raise
 
-    async def _look(self) -> Look:
+    async def _poll(self) -> Poll:
         bus = self._bus
         await self._read_spec()
         info = await self._ask_server()
-        # "" until all is read: if a read fails half way, the next look compares with the server again.
+        # "" until all is read: if a read fails half way, the next poll compares with the server again.
         before, self._server_id = self._server_id, ""
         away = set[int]()
         if before != info.server_id and await self._lost(away):
@@ -266,12 +266,12 @@ class RunReader:
             self._answers_from_s = self._clock.now()
         given = self._spec, evaluation, info, self._live_s, told, self._clock.now() - self._answers_from_s
         status, heads, state = await read_status_of(bus, self._clock, *given)
-        # The cursors only move once everything is read: after a failed look, the next one reads the same again.
+        # The cursors only move once everything is read: after a failed poll, the next one reads the same again.
         self._tape, self._cursors = tape, {"events": at_event, "evaluations": at_evaluation}
         self._evaluation, self._told = evaluation, told
         self._server_id = "" if away else info.server_id
         anew, self._anew = self._anew, False
-        return Look(
+        return Poll(
             now_s=self._clock.unix(),
             status=status,
             anew=anew,

@@ -7,7 +7,7 @@ from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Evaluation, Event, Phase
 from diloco.pipeline.messages.tape import Committed, Rejected, TapeRecord
 from diloco.pipeline.units import count, counted, duration
-from diloco.pipeline.view.page.model import Look, Model, PageModel
+from diloco.pipeline.view.page.model import Model, PageModel, Poll
 from diloco.pipeline.view.page.past import grown
 from diloco.pipeline.view.page.verdict import said
 from diloco.pipeline.view.status import FragmentStatus, LearnerStatus, Status, build_status
@@ -136,7 +136,7 @@ def model_of_tape(
     }
     model = PageModel(name)
     model.see(
-        Look(
+        Poll(
             now_s=now_s,
             status=status,
             shares=shares,

@@ -12,7 +12,7 @@ from diloco.pipeline.view.status import FragmentStatus, LearnerStatus
 
 # A learner reports three times a second. If none arrives for this long, its lane has a gap.
 SILENT_S = 1.0
-# A condition that holds at two looks is drawn as continuous if they are at most this far apart.
+# A condition that holds at two polls is drawn as continuous if they are at most this far apart.
 GLANCE_S = 5.0
 # A learner that makes no step for the time of this many steps, and for `STALLED_S`, is drawn as waiting.
 STALLED_STEPS = 4
@@ -195,7 +195,7 @@ class WindowLife:
         """From the tape: the version whose window was opened last, and when."""
 
     def draw(self, times: Sequence[Timeline], fragment: FragmentStatus, now_s: float) -> None:
-        """Continue its strip. A state that is unchanged since the last look is drawn as continuous."""
+        """Continue its strip. A state that is unchanged since the last poll is drawn as continuous."""
         bits = STATES.get(fragment["window"]["state"], In(0))
         if bits:
             since_s = self._seen_s if bits == self._bits and now_s - self._seen_s < GLANCE_S else now_s

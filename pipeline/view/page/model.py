@@ -1,6 +1,6 @@
 """The page's model: the data about a run that a browser gets, as one snapshot and patches to it. Pure.
 
-`see` takes a look at the run; `snapshot` and `patch` return the result, JSON-able and of bounded size. Names and
+`see` takes one poll of the run; `snapshot` and `patch` return the result, JSON-able and of bounded size. Names and
 reasons in it are text from other parties: the page shows them as text, never as HTML.
 """
 
@@ -47,14 +47,14 @@ Model = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """The result of one look at a run: its present state, and what is new since the last look."""
+class Poll:
+    """The result of one poll of a run: its present state, and what is new since the last poll."""
 
     now_s: float
     """Unix time."""
     status: Status
     anew: bool = False
-    """Another server is there, which lacks some of what was read before: this look has everything from the start."""
+    """Another server is there, which lacks some of what was read before: this poll has everything from the start."""
     info: BusInfo | None = None
     nearly_full: bool = False
     """Redis' memory is nearly full, by `server.fill_of_run`."""
@@ -67,7 +67,7 @@ class Look:
     origin_s: float | None = None
     """The same for the run that this one resumed, if any, whose sums it continues."""
     records: Sequence[TapeRecord] = ()
-    """Tape records since the last look; each fragment's are in order."""
+    """Tape records since the last poll; each fragment's are in order."""
     events: Sequence[Event] = ()
     evaluations: Sequence[Evaluation] = ()
 
@@ -96,7 +96,7 @@ class PageModel:
         """Time up to which the run is drawn."""
         self._status: Status | None = None
         self.over = False
-        """The run was finished at the last look."""
+        """The run was finished at the last poll."""
         self._notes: list[str] = []
         self._now: Model = {}
         """The state after the last patch."""
@@ -106,43 +106,43 @@ class PageModel:
 
     # --- looking ------------------------------------------------------------------------------------------
 
-    def see(self, look: Look) -> None:
-        """Take a look."""
-        over = look.status["phase"] == Phase.FINISHED
-        if over and self.over and not (look.records or look.events or look.evaluations):
+    def see(self, poll: Poll) -> None:
+        """Take a poll."""
+        over = poll.status["phase"] == Phase.FINISHED
+        if over and self.over and not (poll.records or poll.events or poll.evaluations):
             return  # a finished run no longer changes
         self.over = over
         if over:
-            look = _at_its_end(look, self._drawn_s)
-        now_s, status = look.now_s, look.status
+            poll = _at_its_end(poll, self._drawn_s)
+        now_s, status = poll.now_s, poll.status
         self._drawn_s = now_s
         if self._times is None:
-            self._begin(look)
+            self._begin(poll)
         assert self._times is not None  # noqa: S101  # `_begin` has set it
-        for record in look.records:
+        for record in poll.records:
             draw_record(self._times, record, self._shown, now_s)
             if isinstance(record, WindowChanged) and self._shown.fragment(record.fragment):
                 window = self._windows.setdefault(record.fragment, WindowLife())
                 window.opened = record.version, min(record.unix_s, now_s)
-        if look.began_s is not None:
-            self._origin_s = min(look.began_s, now_s)
-        self._count(look)
-        for event in look.events:
+        if poll.began_s is not None:
+            self._origin_s = min(poll.began_s, now_s)
+        self._count(poll)
+        for event in poll.events:
             if event.name in NAMES:
                 self._mark(min(event.unix_s, now_s), NAMES[event.name], event.who, event.detail)
                 if event.name in ENDS and len(self._ended_s) < MOST_LANES:
                     self._ended_s[event.who] = now_s
-        self._take_losses(look.evaluations, now_s)
+        self._take_losses(poll.evaluations, now_s)
         learners = self._draw_learners(status, now_s)
         for fragment in status["fragments"]:
             if self._shown.fragment(fragment["id"]):
                 self._windows.setdefault(fragment["id"], WindowLife()).draw(self._times, fragment, now_s)
-        info = look.info
+        info = poll.info
         for name, value in {**_sums(status), **_of_server(info)}.items():
             for one in self._times:
                 one.put(name, now_s, value)
         self._status = status
-        full = info.fullest[0] / info.fullest[1] if info is not None and look.nearly_full else None
+        full = info.fullest[0] / info.fullest[1] if info is not None and poll.nearly_full else None
         unmerged_s = 0.0 if self._still_s is None else now_s - self._still_s
         beside = Beside(unmerged_s=unmerged_s, refused=self._refused, redis_share=full, way=self._way)
         self._next = self._head(verdict(status, beside), now_s) | {
@@ -163,43 +163,43 @@ class PageModel:
         self._next = self._next | self._head(verdict(self._status, beside), now_s)
 
     def failed(self, now_s: float, error: str) -> None:
-        """Note that a bug prevented a look from being shown."""
+        """Note that a bug prevented a poll from being shown."""
         self._next = self._next | self._head(verdict(None, Beside(failed=error)), now_s)
 
-    def _begin(self, look: Look) -> None:
-        """Draw what happened before the first look."""
-        now_s, status = look.now_s, look.status
-        firsts = [one.unix_s for one in (*look.records, *look.events, *look.evaluations)]
+    def _begin(self, poll: Poll) -> None:
+        """Draw what happened before the first poll."""
+        now_s, status = poll.now_s, poll.status
+        firsts = [one.unix_s for one in (*poll.records, *poll.events, *poll.evaluations)]
         firsts += [now_s - one["age_s"] - one.get("wall_s", 0.0) for one in status["learners"]]
-        firsts += [look.began_s] if look.began_s else []
+        firsts += [poll.began_s] if poll.began_s else []
         began_s = max(now_s - OLDEST_S, min(firsts, default=now_s))
         began_s = min(began_s, now_s)
         self._times = Timeline(began_s, FINE_S, sliding=True), Timeline(began_s, COARSE_S, sliding=False)
-        if status["learners"] or look.records:
-            self._notes = past.notes(look.records, status, began_s, now_s)
-        if look.shares:
+        if status["learners"] or poll.records:
+            self._notes = past.notes(poll.records, status, began_s, now_s)
+        if poll.shares:
             sums = {name: value or 0.0 for name, value in _sums(status).items()}
-            past.put_sums(self._times, past.grown(look.records, look.heads, look.shares), sums, now_s)
+            past.put_sums(self._times, past.grown(poll.records, poll.heads, poll.shares), sums, now_s)
             past.put_trained(self._times, status, now_s)
         newest = {one["incarnation"] for one in present(status["learners"])}
         for learner in sorted(status["learners"], key=lambda one: -one["age_s"]):
             if learner["incarnation"] not in newest and self._shown.learner(learner["id"]):
                 self._lives.setdefault(learner["id"], LearnerLife()).begin(self._times, learner, now_s)
 
-    def _count(self, look: Look) -> None:
+    def _count(self, poll: Poll) -> None:
         """Track since when nothing was merged although learners train, and what was refused meanwhile."""
-        steps = look.status["outer_steps"]
-        trains = any(one["live"] and one["step"] for one in look.status["learners"])
-        for record in look.records:
+        steps = poll.status["outer_steps"]
+        trains = any(one["live"] and one["step"] for one in poll.status["learners"])
+        for record in poll.records:
             if isinstance(record, Rejected):
                 self._refused[record.reason.value] += 1
             elif isinstance(record, Committed) and record.contributions:
                 self._refused.clear()
         if self._still_s is None:
-            merged = (one.unix_s for one in look.records if isinstance(one, Committed))
-            self._still_s = min(look.now_s, max(merged, default=look.began_s or look.now_s))
+            merged = (one.unix_s for one in poll.records if isinstance(one, Committed))
+            self._still_s = min(poll.now_s, max(merged, default=poll.began_s or poll.now_s))
         elif steps != self._outer_steps or not trains:
-            self._still_s = look.now_s
+            self._still_s = poll.now_s
         self._outer_steps = steps
 
     def _draw_learners(self, status: Status, now_s: float) -> Model:
@@ -283,21 +283,21 @@ class PageModel:
         return found
 
 
-def _at_its_end(look: Look, drawn_s: float) -> Look:
-    """Return a look at a finished run as if taken at its end, so that time is drawn up to there.
+def _at_its_end(poll: Poll, drawn_s: float) -> Poll:
+    """Return a poll of a finished run as if taken at its end, so that time is drawn up to there.
 
     The end is the latest time known of the run, and not before `drawn_s`.
     """
-    if look.began_s is None:
-        return look
-    told = [one.unix_s for one in (*look.records, *look.events, *look.evaluations)]
-    end_s = min(look.now_s, max(look.began_s + look.status["elapsed_s"], drawn_s, *told))
-    learners = [one.copy() for one in look.status["learners"]]
+    if poll.began_s is None:
+        return poll
+    told = [one.unix_s for one in (*poll.records, *poll.events, *poll.evaluations)]
+    end_s = min(poll.now_s, max(poll.began_s + poll.status["elapsed_s"], drawn_s, *told))
+    learners = [one.copy() for one in poll.status["learners"]]
     for one in learners:
-        one["age_s"] = max(0.0, one["age_s"] - (look.now_s - end_s))
-    status = look.status.copy()
+        one["age_s"] = max(0.0, one["age_s"] - (poll.now_s - end_s))
+    status = poll.status.copy()
     status["learners"] = learners
-    return replace(look, now_s=end_s, status=status)
+    return replace(poll, now_s=end_s, status=status)
 
 
 def _changed(before: Mapping[str, Any], now: Mapping[str, Any]) -> Model:

@@ -1,9 +1,9 @@
-"""The history of a run before the page's first look, from tape, reports and evaluations. Pure.
+"""The history of a run before the page's first poll, from tape, reports and evaluations. Pure.
 
 merged, rejected, merges   exact from the tape, as far back as it goes; earlier ones are added to the sums at its start
 trained                    from reports: a straight line from an incarnation's first step to its last report
 loss                       from evaluations
-overwritten, died, pending only the present sums are known, so they are drawn from the first look on
+overwritten, died, pending only the present sums are known, so they are drawn from the first poll on
 """
 
 from collections import defaultdict
@@ -93,6 +93,6 @@ def notes(records: Sequence[TapeRecord], status: Status, began_s: float, now_s: 
     if began_s < now_s - 5 and status["tokens"]:
         found.append(
             "Overwritten, died and pending tokens, bytes and Redis' memory are known only since this page's server "
-            "began to look. Before that, the trained tokens of each learner process are drawn as a straight line."
+            "began to poll. Before that, the trained tokens of each learner process are drawn as a straight line."
         )
     return found

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.sources import meant
-from diloco.pipeline.wrong_values import told
+from diloco.pipeline.wrong_values import format_problem
 from diloco.workers.trainer.models.sizes import SIZES
 from diloco_studies.quality.settings import PRESETS, USUAL, LabRun
 
@@ -170,7 +170,7 @@ def _lab_run(where: str, given: dict[str, Any]) -> LabRun:
             shown = f"{name}={reprlib.repr(problem['input'])}: " if name else ""
             known = name in LabRun.model_fields
             about = f" ({LabRun.model_fields[name].description})" if known else ""
-            lines.append(f"{where}: {shown}{told(problem)}{about}")
+            lines.append(f"{where}: {shown}{format_problem(problem)}{about}")
         raise UsageError("\n".join(dict.fromkeys(lines))) from error
 
 

@@ -162,7 +162,7 @@ async def run(
     with ExitStack() as stack:
         place = _place(settings, parties, stack)
         folder.make(settings, place.url)
-        stack.callback(folder.say_closing)
+        stack.callback(folder.mark_closing)
         folder.logs.mkdir(parents=True, exist_ok=True)
         spawner = Spawner(environment(threads, None), folder.logs / "spawner.log", settings.data)
         stack.enter_context(spawner)
@@ -197,7 +197,7 @@ async def run(
                 place.topology,
             )
             async with left_in(folder.path, bus, settings, screen.note, way_to(place.url, launcher.own)) as page:
-                launcher.say_page(page)
+                launcher.show_page(page)
                 launcher.start()
                 stop = asyncio.Event()
                 watching = asyncio.create_task(launcher.watch(stop))

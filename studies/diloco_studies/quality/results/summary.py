@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.files.strict_json import number
-from diloco.pipeline.wrong_values import told
+from diloco.pipeline.wrong_values import format_problem
 
 COLUMNS = (
     *("experiment", "run", "seed", "settings", "measure", "better", "value"),
@@ -108,7 +108,7 @@ def summary_of(result: Mapping[str, Any], settings: str) -> RunSummary:
         return _CHECKED.validate_python(summary)
     except ValidationError as error:
         problem = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {told(problem)}") from error
+        raise ValueError(f"{'.'.join(map(str, problem['loc']))}: {format_problem(problem)}") from error
 
 
 def encode(summaries: Mapping[RunName, RunSummary]) -> str:
