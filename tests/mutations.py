@@ -139,7 +139,7 @@ MUTATIONS = [
         "adopting does not zero the counters",
         Rounds,
         "adopt",
-        (("counters.steps = counters.tokens = counters.published_tokens", "counters.published_tokens"),),
+        (("f.steps = f.tokens = f.published_steps", "f.published_steps"),),
     ),
     Mutation(
         "the owner trusts its cache over the bus",
@@ -261,7 +261,7 @@ MUTATIONS = [
         "a growing interval goes by a learner's own rounds",
         Rounds,
         "_due_after",
-        (("(self._sync, base.version, base.interval)", "(self._sync, counters.rounds, 0)"),),
+        (("(self._sync, base.version, base.interval)", "(self._sync, self.deltas // len(self._fragments), 0)"),),
     ),
     Mutation(
         "a learner goes by the planned interval, whatever its head says",

@@ -1,12 +1,46 @@
 """Decide when a learner publishes which fragment, and count its training. Pure: no clock, no torch, no I/O.
 
-For each fragment, inner steps and tokens are counted since its base was adopted (paper, learner). A fragment is due
-after H steps on its base; in the first round it is due at its own offset, so that fragments take turns. If another
-learner has opened the fragment's window, this learner follows at its next step. A fragment without any tokens on its
-base (all batches were masked) waits for some, because tokens are the delta's weight. There is one delta per (base,
-attempt). While nothing is merged, a delta on the bus is renewed: a later attempt takes its place, so that a crash loses
-only the work since that attempt. Adoption zeroes the counters; training past the last snapshot is overwritten by it,
-and is counted as overwritten.
+Theory of operation (paper, learner). For each fragment, inner steps and tokens are counted since its base was adopted.
+A fragment is due after H steps on its base; in the first round at its own offset, so that fragments take turns. If
+another learner has opened the fragment's window, this learner follows at its next step. A fragment without any tokens
+on its base (all batches were masked) waits for some, because tokens are the delta's weight. There is one delta per
+(base, attempt). While nothing is merged, a delta on the bus is renewed: a later attempt takes its place, so that a
+crash loses only the work since that attempt. Adoption zeroes the counters; training past the last snapshot is
+overwritten by it, and is counted as overwritten.
+
+| state | event | guard | next | published |
+|---|---|---|---|---|
+| any | adopt | | TRAINING | nothing |
+| NO_BASE or DUE or PUBLISHED or AGAIN | trained | | unchanged | nothing |
+| TRAINING | trained | fewer than H steps on the base | TRAINING | nothing |
+| TRAINING | trained | H steps, without a token | TRAINING | nothing |
+| TRAINING | trained | H steps | DUE | nothing |
+| NO_BASE | publications | a window is open | NO_BASE | nothing |
+| TRAINING | publications | no window is open | TRAINING | nothing |
+| TRAINING | publications | a window is open | PUBLISHED | a delta that follows |
+| TRAINING | publications | a window is open, no token yet | TRAINING | nothing |
+| TRAINING | publications | the open window has this learner's delta | TRAINING | nothing |
+| TRAINING | publications | the open window is another version's | TRAINING | nothing |
+| DUE | publications | there is room | PUBLISHED | a delta that is due |
+| AGAIN | publications | there is room | PUBLISHED | the next attempt |
+| DUE or AGAIN | publications | there is no room | unchanged | nothing |
+| PUBLISHED | publications | on the bus | PUBLISHED | nothing |
+| PUBLISHED | publications | on the bus, and enough was trained since | PUBLISHED | a renewal |
+| PUBLISHED | publications | on its way, and enough was trained since | PUBLISHED | nothing |
+| PUBLISHED | publications | the window reopened without it | PUBLISHED | the next attempt |
+| PUBLISHED | offer_again | | AGAIN | nothing |
+| NO_BASE or TRAINING or DUE or AGAIN | offer_again | | unchanged | nothing |
+| NO_BASE | last | | NO_BASE | nothing |
+| TRAINING | last | no token | TRAINING | nothing |
+| TRAINING | last | | PUBLISHED | a delta that follows |
+| TRAINING | last | the run drains | PUBLISHED | a delta that is due |
+| DUE | last | | PUBLISHED | a delta that is due |
+| PUBLISHED | last | | PUBLISHED | nothing |
+| PUBLISHED | last | the window reopened without it | PUBLISHED | the next attempt |
+| AGAIN | last | | PUBLISHED | the next attempt |
+
+Events are methods of `Rounds`: after each inner step, `trained` comes first, then `adopt` for each global that has
+arrived, then `publications`. `last` is leaving. `tests/workers/test_rounds_table.py` reads this table.
 
 A snapshot is held until its delta is on the bus. Snapshots must not pile up while the bus is slow or unavailable, so
 there is room for a few at a time. A fragment that finds no room stays due: a later snapshot on the same base contains
@@ -16,6 +50,7 @@ everything that an earlier one does.
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -93,22 +128,47 @@ class Counts(NamedTuple):
     """Start of the part of the run that these counts belong to (`LearnerReport.part_unix_s`)."""
 
 
+class State(StrEnum):
+    """States of one fragment, named as in the table above."""
+
+    NO_BASE = "no base"
+    TRAINING = "training"
+    """Nothing was published on the base, and nothing is due."""
+    DUE = "due"
+    PUBLISHED = "published"
+    AGAIN = "again"
+    """Published, but the bus may have lost it."""
+
+
 @dataclass(slots=True)
-class _Counters:
+class _Fragment:
     elements: int
-    first_due: int
+    offset: int
+    """Steps after which it is due in the first round."""
+    state: State = State.NO_BASE
     base: Base | None = None
+    due_after: int = 0
+    """Steps on the base."""
     steps: int = 0
     tokens: int = 0
-    published_tokens: int = 0
     published_steps: int = 0
-    published_serial: int = 0
-    published_attempt: int | None = None
+    """In the newest delta on the base, as `published_tokens`."""
+    published_tokens: int = 0
+    serial: int = 0
+    """Of the newest delta, on whatever base."""
+    next_attempt: int = 0
     window_attempt: int = 0
     """The window's attempt when this learner last published into it."""
-    again: bool = False
-    """The delta on this base may be lost: publish it once more, as the next attempt."""
-    rounds: int = 0
+
+    def window(self, windows: Mapping[int, OpenWindow]) -> OpenWindow | None:
+        """Return the fragment's open window, if it is on the version that this learner has adopted."""
+        if self.base is None or (window := windows.get(self.base.fragment)) is None:
+            return None
+        return window if window.version == self.base.version else None
+
+    def reopened(self, window: OpenWindow | None) -> bool:
+        """Return whether the window asks for another attempt."""
+        return window is not None and window.attempt > self.window_attempt and not window.member
 
 
 def renewed_after(sync: SyncSpec, interval: int, steps: int) -> float:
@@ -123,12 +183,12 @@ def renewed_after(sync: SyncSpec, interval: int, steps: int) -> float:
 
 
 class Rounds:
-    """The counters of all fragments, for one incarnation of a learner."""
+    """The states and counters of all fragments, for one incarnation of a learner."""
 
     def __init__(self, layout: Layout, sync: SyncSpec) -> None:
         self._sync = sync
         count, first = len(layout.fragments), interval_at(sync, 0)
-        self._fragments = [_Counters(f.elements, first_due=1 + f.id * first // count) for f in layout.fragments]
+        self._fragments = [_Fragment(f.elements, offset=1 + f.id * first // count) for f in layout.fragments]
         self._room = max(LEAST_ROOM, layout.elements / party_memory.ROOM_SHARE)
         # Serial -> fragment of each delta whose snapshot is still held, as far as the training thread knows.
         self._held: dict[int, int] = {}
@@ -144,23 +204,20 @@ class Rounds:
     @property
     def versions(self) -> tuple[int, ...]:
         """The adopted version of each fragment, -1 before the first."""
-        return tuple(-1 if c.base is None else c.base.version for c in self._fragments)
+        return tuple(-1 if f.base is None else f.base.version for f in self._fragments)
 
     @property
     def bases(self) -> Iterator[Base]:
         """The adopted bases of all fragments that have one."""
-        return (counters.base for counters in self._fragments if counters.base is not None)
+        return (f.base for f in self._fragments if f.base is not None)
 
     def adopt(self, base: Base) -> None:
         """Restart a fragment's counters on a new base: a newer global, or an older one after a rewind."""
-        counters = self._fragments[base.fragment]
-        self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
-        counters.rounds += counters.base is not None
-        counters.base = base
-        counters.steps = counters.tokens = counters.published_tokens = counters.published_steps = 0
-        counters.published_attempt = None
-        counters.window_attempt = 0
-        counters.again = False
+        f = self._fragments[base.fragment]
+        self._overwrite(f)
+        f.due_after = self._due_after(f, base)
+        f.base, f.state = base, State.TRAINING
+        f.steps = f.tokens = f.published_steps = f.published_tokens = f.next_attempt = f.window_attempt = 0
         self._count()
 
     def in_part(self, state: RunState | None) -> None:
@@ -173,10 +230,9 @@ class Rounds:
         if state is None or state.started_unix_s == self.part_unix_s:
             return
         if self.part_unix_s is not None:
-            each = self._fragments
-            self.tokens = max(counters.tokens for counters in each)
-            self.published = sum(counters.published_tokens * counters.elements for counters in each)
-            self.overwritten = sum((self.tokens - counters.tokens) * counters.elements for counters in each)
+            self.tokens = max(f.tokens for f in self._fragments)
+            self.published = sum(f.published_tokens * f.elements for f in self._fragments)
+            self.overwritten = sum((self.tokens - f.tokens) * f.elements for f in self._fragments)
         self.part_unix_s = state.started_unix_s
         self._count()
 
@@ -185,16 +241,19 @@ class Rounds:
 
         A delta that did arrive is refused as a duplicate, which costs its upload and nothing else.
         """
-        for counters in self._fragments:
-            counters.again = counters.published_attempt is not None
+        for f in self._fragments:
+            if f.state is State.PUBLISHED:
+                f.state = State.AGAIN
 
     def trained(self, tokens: int) -> None:
         """Count one inner step of the whole model; tokens: 0 if there was nothing to train on."""
         self.steps += 1
         self.tokens += tokens
-        for counters in self._fragments:
-            counters.steps += 1
-            counters.tokens += tokens
+        for f in self._fragments:
+            f.steps += 1
+            f.tokens += tokens
+            if f.state is State.TRAINING and f.tokens and f.steps >= f.due_after:
+                f.state = State.DUE
         self._count()
 
     def publications(
@@ -220,7 +279,7 @@ class Rounds:
         self._held = {serial: p for serial, p in self._held.items() if serial > released.get(p, 0)}
         held, lanes = sum(self._fragments[p].elements for p in self._held.values()), self._sync.groups
         busy = Counter(p % lanes for p in self._held.values())
-        for p in sorted(wanted, key=lambda p: self._fragments[p].published_serial):
+        for p in sorted(wanted, key=lambda p: self._fragments[p].serial):
             if held < self._room or busy[p % lanes] < AT_ONCE:
                 publication = self.publication(p, windows)
                 held += self._fragments[p].elements
@@ -235,39 +294,27 @@ class Rounds:
 
         ahead: answer for this many steps later, if nothing but steps happens until then.
         """
-        for p, counters in enumerate(self._fragments):
-            base, window = counters.base, self._window(p, windows)
-            if base is None or counters.tokens == 0:
-                continue
-            if counters.published_attempt is None:
-                due = counters.steps + ahead >= self._due_after(counters)
-                if due or (window is not None and not window.member):
-                    yield p
-            elif (
-                counters.again
-                or self._reopened(counters, window)
-                or (uploaded.get(p) == counters.published_serial and self._renewable(counters))
-            ):
+        for p, f in enumerate(self._fragments):
+            window = f.window(windows)
+            match f.state:
+                case State.NO_BASE:
+                    wanted = False
+                case State.TRAINING:
+                    follows = window is not None and not window.member
+                    wanted = f.tokens > 0 and (follows or f.steps + ahead >= f.due_after)
+                case State.PUBLISHED:
+                    on_bus = uploaded.get(p) == f.serial
+                    wanted = f.reopened(window) or (on_bus and self._renewable(f))
+                case State.DUE | State.AGAIN:
+                    wanted = True
+            if wanted:
                 yield p
 
     def publication(self, p: int, windows: Mapping[int, OpenWindow]) -> Publication:
         """Return what is published now of a fragment that `wanted` has yielded, and count it as published."""
-        counters, window = self._fragments[p], self._window(p, windows)
-        base = counters.base
-        assert base is not None, "wanted without a base"  # noqa: S101
-        assert counters.tokens, "wanted without tokens"  # noqa: S101
-        replaces = counters.published_attempt is not None and not (counters.again or self._reopened(counters, window))
-        due = counters.steps >= self._due_after(counters)
-        return self._publication(counters, base, window, due, renews=counters.published_serial * replaces)
-
-    def _window(self, p: int, windows: Mapping[int, OpenWindow]) -> OpenWindow | None:
-        """Return the fragment's open window, if it is on the version that this learner has adopted."""
-        window, base = windows.get(p), self._fragments[p].base
-        return window if window is not None and base is not None and window.version == base.version else None
-
-    @staticmethod
-    def _reopened(counters: _Counters, window: OpenWindow | None) -> bool:
-        return window is not None and window.attempt > counters.window_attempt and not window.member
+        f = self._fragments[p]
+        assert f.tokens, "wanted without tokens"  # noqa: S101
+        return self._publication(f, windows, due=False)
 
     def last(self, windows: Mapping[int, OpenWindow], due: bool) -> Iterator[Publication]:
         """Yield what to publish on leaving: fragments unpublished on their base, or to be published once more.
@@ -277,52 +324,52 @@ class Rounds:
         due: the run is draining, so all of these may open windows. Otherwise only those may that are due by their
         steps; there are some where earlier uploads have kept a snapshot waiting for room.
         """
-        for p, counters in enumerate(self._fragments):
-            base, window = counters.base, self._window(p, windows)
-            unsaid = counters.published_attempt is None or counters.again or self._reopened(counters, window)
-            if base is not None and counters.tokens > 0 and unsaid:
-                late = counters.steps >= self._due_after(counters)
-                yield self._publication(counters, base, window, due or late)
-            self.overwritten += (counters.tokens - counters.published_tokens) * counters.elements
-            counters.tokens = counters.published_tokens
+        for f in self._fragments:
+            is_on_bus = f.state is State.PUBLISHED and not f.reopened(f.window(windows))
+            if f.base is not None and f.tokens and not is_on_bus:
+                yield self._publication(f, windows, due)
+            self._overwrite(f)
+            f.tokens = f.published_tokens
         self._count()
 
     def forget(self) -> None:
         """Release the values of all bases, once nothing will be published any more."""
-        for counters in self._fragments:
-            if counters.base is not None:
-                counters.base = replace(counters.base, values=None)
+        for f in self._fragments:
+            if f.base is not None:
+                f.base = replace(f.base, values=None)
 
-    def _count(self) -> None:
-        self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published, self.part_unix_s)
+    def _publication(self, f: _Fragment, windows: Mapping[int, OpenWindow], due: bool) -> Publication:
+        """due: it may open a window, however few its steps."""
+        assert f.base is not None, "published without a base"  # noqa: S101
+        window = f.window(windows)
+        # Only a delta that is surely on the bus, and that no window has asked to be replaced, can be renewed.
+        renews = f.serial if f.state is State.PUBLISHED and not f.reopened(window) else 0
+        f.window_attempt = window.attempt if window else 0
+        attempt = max(f.window_attempt, f.next_attempt)
+        self.deltas += 1
+        self.published += (f.tokens - f.published_tokens) * f.elements
+        f.state, f.serial, f.next_attempt = State.PUBLISHED, self.deltas, attempt + 1
+        f.published_steps, f.published_tokens = f.steps, f.tokens
+        self._count()
+        return Publication(f.base, attempt, f.serial, f.steps, f.tokens, due or f.steps >= f.due_after, renews)
 
-    def _due_after(self, counters: _Counters) -> int:
-        base = counters.base
-        if base is None:
-            return self._sync.sync_interval
+    def _due_after(self, f: _Fragment, base: Base) -> int:
+        """Return the steps on a new base after which the fragment is due."""
         interval = interval_in_force(self._sync, base.version, base.interval)
-        if counters.rounds:
+        if f.state is not State.NO_BASE:
             return interval
         # First round. At the start of a run, fragments take turns from the first step on. A learner that joins later
         # must not open windows early, so its turns begin one interval later; by then it has usually followed a window.
-        return counters.first_due if base.version == 0 else interval + counters.first_due
+        return f.offset if base.version == 0 else interval + f.offset
 
-    def _renewable(self, counters: _Counters) -> bool:
+    def _renewable(self, f: _Fragment) -> bool:
         """Return whether enough was trained since the delta to be worth another upload."""
-        more = counters.steps - counters.published_steps
-        late = more >= renewed_after(self._sync, self._due_after(counters), counters.published_steps)
-        return late and counters.tokens > counters.published_tokens
+        late = f.steps - f.published_steps >= renewed_after(self._sync, f.due_after, f.published_steps)
+        return late and f.tokens > f.published_tokens
 
-    def _publication(
-        self, counters: _Counters, base: Base, window: OpenWindow | None, due: bool, renews: int = 0
-    ) -> Publication:
-        counters.window_attempt = window.attempt if window else 0
-        next_attempt = 0 if counters.published_attempt is None else counters.published_attempt + 1
-        attempt = max(counters.window_attempt, next_attempt)
-        counters.published_attempt, counters.again = attempt, False
-        self.published += (counters.tokens - counters.published_tokens) * counters.elements
-        counters.published_tokens, counters.published_steps = counters.tokens, counters.steps
-        self._count()
-        self.deltas += 1
-        counters.published_serial = self.deltas
-        return Publication(base, attempt, self.deltas, counters.steps, counters.tokens, due, renews)
+    def _overwrite(self, f: _Fragment) -> None:
+        """Count what was trained past the newest delta as overwritten."""
+        self.overwritten += (f.tokens - f.published_tokens) * f.elements
+
+    def _count(self) -> None:
+        self.counts = Counts(self.steps, self.tokens, self.overwritten, self.published, self.part_unix_s)
