@@ -1,8 +1,8 @@
 """Deliberate defects of learners of several ranks: only worlds that have some can find them."""
 
-from diloco.workers.ranks.gather import Part
+from diloco.workers.ranks.gather import Transfers
 from diloco.workers.ranks.rank_learner import JoinedRank
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.transport import Transport
 from tests.mutations import Mutation
 
 RANK_MUTATIONS = [
@@ -41,7 +41,7 @@ RANK_MUTATIONS = [
     ),
     Mutation(
         "a gather takes rows from an earlier snapshot",
-        Part,
+        Transfers,
         "_send",
         (
             (
@@ -55,7 +55,7 @@ RANK_MUTATIONS = [
     ),
     Mutation(
         "the server uploads before all rows are in",
-        Part,
+        Transfers,
         "_whole",
         (("await gathering.whole.wait()", "await asyncio.sleep(0)"),),
     ),
@@ -63,7 +63,7 @@ RANK_MUTATIONS = [
         "a rank's tokens are not summed",
         JoinedRank,
         "stepped",
-        (("numbers(tokens,", "numbers(tokens * (self._number == 0),"),),
+        (("encode(tokens,", "encode(tokens * (self._number == 0),"),),
     ),
     Mutation(
         "the last step's tokens are not in the header",
@@ -78,24 +78,25 @@ RANK_MUTATIONS = [
     ),
     Mutation(
         "a rank's death is unnoticed",
-        Wires,
-        "_hear",
+        Transport,
+        "_receive",
         (("self._break(gone)", "return"),),
     ),
     Mutation(
         "a global is adopted before all ranks have it",
-        Part,
+        Transfers,
         "_pull",
         (
             (
-                'await self._wires.ask(rank, "give", p, number, at_once, group, vector=vector)',
-                'self._wires.go_on(self._wires.ask(rank, "give", p, number, at_once, group, vector=vector))',
+                'await self._transport.ask(rank, "give", p, number, at_once, group, vector=vector)',
+                "self._transport.start_task("
+                'self._transport.ask(rank, "give", p, number, at_once, group, vector=vector))',
             ),
         ),
     ),
     Mutation(
         "a rank is given another rank's rows",
-        Part,
+        Transfers,
         "_pull",
         (("self._shares.pieces(rank, p)", "self._shares.pieces(self._rank, p)"),),
     ),

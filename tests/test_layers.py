@@ -119,7 +119,6 @@ PURE = (
     "workers/exchange/shared.py",
     "workers/prefetch.py",
     "workers/ranks/step_agreement.py",
-    "workers/ranks/row_ranges.py",
     "workers/ranks/placement.py",
     "workers/permutation.py",
     "workers/rounds.py",

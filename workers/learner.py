@@ -40,11 +40,11 @@ from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.names import state_with
 from diloco.workers.parameters import Adopted, fitting_fragments, tensor_table, trained_tensors
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
+from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_folder import RankFolder
-from diloco.workers.ranks.rank_thread import RankThread
-from diloco.workers.ranks.row_ranges import Shares
-from diloco.workers.ranks.topology import meet, ranks_of
-from diloco.workers.ranks.watchdog import RankStopping
+from diloco.workers.ranks.rank_learner import RankThread
+from diloco.workers.ranks.shutdown import RankStopping
+from diloco.workers.ranks.topology import ranks_of, rendezvous
 from diloco.workers.spec_proposal import fitting
 from diloco.workers.stopping import Stopping
 from diloco.workers.training import Training, make_training
@@ -316,13 +316,13 @@ class Learner(BaseLearner):
     def _prepare_rank(self) -> tuple[Training, ExchangeThread]:
         who = self.id, self.incarnation
         assert isinstance(self._stopping, RankStopping)  # noqa: S101  # __init__ makes one if there are ranks
-        meeting = meet(self._ranks, self.model, self._proposal, who, together(self._given))
-        (self.id, self.incarnation), spec = meeting.learner, meeting.spec
-        shares = Shares(layout_of(spec.tensors), meeting.held)
-        folder = partial(RankFolder, whole=shares.layout.trained, held=meeting.held, rank=meeting.rank)
-        training = self._training(spec, shares.local(meeting.rank), folder)
-        training.ranks = len(meeting.held)
-        return training, RankThread(self._url, self._given.run, training, meeting, shares, self._stopping)
+        group = rendezvous(self._ranks, self.model, self._proposal, who, together(self._given))
+        (self.id, self.incarnation), spec = group.learner, group.spec
+        shares = Shares(layout_of(spec.tensors), group.held)
+        folder = partial(RankFolder, whole=shares.layout.trained, held=group.held, rank=group.rank)
+        training = self._training(spec, shares.local(group.rank), folder)
+        training.ranks = len(group.held)
+        return training, RankThread(self._url, self._given.run, training, group, shares, self._stopping)
 
     def _check_ranks(self) -> None:
         if ranks_of(self.model, self._mesh) != self._ranks:

@@ -15,7 +15,7 @@ from diloco.workers.checks.own_process import OwnIterator
 from diloco.workers.exchange.exchange_thread import JoinedLearner
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, ShardsInTurn, read_blocks
 from diloco.workers.ranks.rank_learner import JoinedRank
-from diloco.workers.ranks.shard_broadcast import Hearing, Telling, asked_for
+from diloco.workers.ranks.shard_broadcast import FollowingShards, LeadingShards, loader_arguments
 from diloco.workers.stopping import Stopping
 
 NowJoined = Callable[[], JoinedLearner]  # returns `Learner.joined`, or raises what that raises
@@ -40,18 +40,18 @@ def begin_batches(
     joined = now_joined()
     place = joined.place if isinstance(joined, JoinedRank) else (0, 1)
     make = partial(Batches, order, size, accumulate, check=now_joined, place=place)
-    asked = asked_for(order, size, accumulate)
+    asked = loader_arguments(order, size, accumulate)
     if isinstance(joined, JoinedRank) and place[0]:
         _check_first(joined)
         joined.shared.shards_wanted = order.length, 0
-        heard = Hearing(joined.shards_told, asked, now_joined)
+        heard = FollowingShards(joined.shard_broadcast, asked, now_joined)
         first = heard.first(partial(_check, now_joined, stopping))
         return make(first, joined.shared, drawn=_nothing, finished=_nothing, shards=heard)
     joined, first = _first_shard(now_joined, stopping, order, place[1] * size * accumulate * STEPS_PER_SHARD)
     shards: Turns = ShardsInTurn(joined.shared, random.Random(joined.training.incarnation))
     call, claims = joined.thread.call, joined.exchange.claims
     if isinstance(joined, JoinedRank):
-        shards = Telling(shards, first, partial(call, joined.shards_told.tell, asked))
+        shards = LeadingShards(shards, first, partial(call, joined.shard_broadcast.tell, asked))
     return make(
         first, joined.shared, drawn=partial(call, claims.drawn), finished=partial(call, claims.finish), shards=shards
     )

@@ -65,7 +65,7 @@ class Party:
         ]
 
     def said(self, log: str, what: str) -> list[str]:
-        """Lines that begin with a word; those of the log have it as their event."""
+        """Connections that begin with a word; those of the log have it as their event."""
         path, event = self.folder / f"{log}.log", f'"event": "{what}"'
         lines = path.read_text().splitlines() if path.exists() else []
         return [line for line in lines if line.startswith(what) or event in line]

@@ -22,8 +22,8 @@ from diloco import Learner
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.payload.codec import Payload, PayloadReader, decode
 from diloco.workers.ranks import topology
-from diloco.workers.ranks.gather import Part
-from diloco.workers.ranks.placement import Turns
+from diloco.workers.ranks.gather import Transfers
+from diloco.workers.ranks.placement import ServerPlacement
 from diloco.workers.rounds import Rounds
 from diloco_studies.virtual.memory_fragments import chunk_size
 from tests.ranks.dying import die_as_told
@@ -83,7 +83,7 @@ def tell_offers() -> None:
 
 def keep_adopted() -> None:
     """Write down what is adopted: of each rank its own rows, and of each pulled global what its server knows of it."""
-    pull, given = Part._pull, Part._given
+    pull, given = Transfers._pull, Transfers._given
 
     async def pulling(self: Any, asker: int, p: int, number: int, at_once: bool, encoded: bytes) -> bool:
         head = decode(Head, encoded)
@@ -98,17 +98,17 @@ def keep_adopted() -> None:
         numpy.savez(f"{folder}/{name}-{rank}-{p}-{number}.npz", own=own, pieces=numpy.array(pieces).reshape(-1, 3))
         given(self, p, number, server, at_once, own)
 
-    Part._pull, Part._given = pulling, giving  # type: ignore[method-assign]
+    Transfers._pull, Transfers._given = pulling, giving  # type: ignore[method-assign]
 
 
-def next_one(self: Turns, p: int) -> int:
+def next_one(self: ServerPlacement, p: int) -> int:
     """Have each fragment go round all ranks."""
     return (self.servers[p] + 1) % size
 
 
 if os.environ.get("TEST_KEEP"):
     keep_adopted()
-    Turns.choose = next_one  # type: ignore[method-assign]
+    ServerPlacement.choose = next_one  # type: ignore[method-assign]
 tell_offers()
 count(Payload, "encoded", "sent", lambda index, chunk: chunk_size(chunk))
 count(PayloadReader, "feed", "read", lambda chunk, _: chunk_size(chunk))
@@ -170,14 +170,14 @@ with Learner(model, optimizer, state_dir=state, state_every_s=0.2, **given) as l
 print(f"left {learner.left_in_order} {steps} {Counted.sent} {Counted.read}", flush=True)
 taken = list[Any]()
 if os.environ.get("TEST_GO"):  # ranks come one after the other, while the run goes on
-    hand_round = topology.Meeting.hand_round
+    broadcast = topology.RankGroup.broadcast
 
     def handed(*given: Any) -> Any:
         """As before, and kept."""
-        taken.append(hand_round(*given))
+        taken.append(broadcast(*given))
         return taken[-1]
 
-    topology.Meeting.hand_round = handed  # type: ignore[method-assign]
+    topology.RankGroup.broadcast = handed  # type: ignore[method-assign]
     while not Path(f"{folder}/go-{rank}").exists():
         time.sleep(0.05)
 learner.load_globals()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diloco.pipeline.bus.embedded import free_port
-from diloco.workers.ranks import gloo_exit
+from diloco.workers.ranks import shutdown
 from tests import HANGING_S
 from tests.parties import environment
 
@@ -40,7 +40,7 @@ PROGRAM = textwrap.dedent(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not gloo_exit.THREADS.exists(), reason="what threads do is told on Linux only")
+@pytest.mark.skipif(not shutdown.THREADS.exists(), reason="what threads do is told on Linux only")
 def test_a_rank_ends_well_though_a_thread_of_gloo_lags_behind(popen: Callable[..., Any]) -> None:
     """With status 0: without a rest Python ends while that thread waits for its lock, and the process crashes."""
     group = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -72,7 +72,7 @@ class Threads:
         self.clock += 1.0
 
 
-GLOO, ASLEEP, AWAKE = gloo_exit.NAME, "S (sleeping)", "R (running)"
+GLOO, ASLEEP, AWAKE = shutdown.GLOO_THREAD, "S (sleeping)", "R (running)"
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_it_rests_once_none_was_awake_between_two_looks(
 ) -> None:
     """Other threads do not matter. One that works for ever is not waited for longer than it says."""
     threads = Threads(tmp_path, *looks)
-    monkeypatch.setattr(gloo_exit, "THREADS", threads)
-    monkeypatch.setattr(gloo_exit.time, "sleep", threads.sleep)
-    monkeypatch.setattr(gloo_exit.time, "monotonic", lambda: threads.clock)
-    gloo_exit.rest()
+    monkeypatch.setattr(shutdown, "THREADS", threads)
+    monkeypatch.setattr(shutdown.time, "sleep", threads.sleep)
+    monkeypatch.setattr(shutdown.time, "monotonic", lambda: threads.clock)
+    shutdown.wait_for_gloo_threads()
     assert threads.slept == slept

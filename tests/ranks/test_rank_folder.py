@@ -12,8 +12,8 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.moments import OptimizerKind
 from diloco.workers.moments.saved_moments import Moments
 from diloco.workers.moments.state_folder import RunIdentity, SavedState, StateRefused
+from diloco.workers.ranks.placement import Ranges, local_layout
 from diloco.workers.ranks.rank_folder import RankFolder
-from diloco.workers.ranks.row_ranges import Ranges, local_layout
 from tests import samples
 
 WHOLE = layout_of((samples.tensor("t", (4,), rule="mean"),))

@@ -9,9 +9,9 @@ import pytest
 
 from diloco.pipeline.errors import LearnerReplaced, RankGone, UsageError
 from diloco.pipeline.process.signals import AGAIN_STATUS
-from diloco.workers.ranks import rank_thread, watchdog
-from diloco.workers.ranks.rank_thread import RankThread
-from diloco.workers.ranks.watchdog import RankStopping
+from diloco.workers.ranks import rank_learner, shutdown
+from diloco.workers.ranks.rank_learner import RankThread
+from diloco.workers.ranks.shutdown import RankStopping
 
 
 @pytest.mark.parametrize(
@@ -21,13 +21,13 @@ from diloco.workers.ranks.watchdog import RankStopping
 def test_whatever_ends_a_ranks_exchange_nobody_waits_for_ever(error: Exception, told: bool, monkeypatch: Any) -> None:
     """Groups are broken off, and a training thread that hears nothing of it is ended with its process."""
     done: list[object] = []
-    monkeypatch.setattr(watchdog, "BACK_S", 0.01)
+    monkeypatch.setattr(shutdown, "HANG_S", 0.01)
     monkeypatch.setattr(os, "_exit", done.append)
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=0.0))
-    meeting: Any = SimpleNamespace(rank=1, part=lambda: done.append("part"), abort=lambda: done.append("abort"))
-    monkeypatch.setattr(rank_thread, "OwnThread", lambda name, work: SimpleNamespace(start=work))
+    group: Any = SimpleNamespace(rank=1, leak_groups=lambda: done.append("part"), abort=lambda: done.append("abort"))
+    monkeypatch.setattr(rank_learner, "OwnThread", lambda name, work: SimpleNamespace(start=work))
     ranks: Any = None
-    one = RankThread("redis://nowhere", "run", training, meeting, ranks, RankStopping())
+    one = RankThread("redis://nowhere", "run", training, group, ranks, RankStopping())
 
     async def fail() -> None:
         raise error
@@ -48,9 +48,9 @@ def test_a_step_is_given_the_time_that_steps_take(step_s: float, within_s: float
     """
     waited: list[float] = []
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=step_s))
-    meeting: Any = SimpleNamespace(rank=1, part=lambda: None, abort=lambda: None)
+    group: Any = SimpleNamespace(rank=1, leak_groups=lambda: None, abort=lambda: None)
     ranks: Any = None
-    one = RankThread("redis://nowhere", "run", training, meeting, ranks, RankStopping())
+    one = RankThread("redis://nowhere", "run", training, group, ranks, RankStopping())
     monkeypatch.setattr(one, "_noticed", SimpleNamespace(wait=lambda given: waited.append(given) or True))
 
     async def fail() -> None:
@@ -71,14 +71,14 @@ def test_moments_that_are_being_saved_are_saved_though_nobody_can_be_told(monkey
             return saves.pop(0)
 
     training: Any = SimpleNamespace(learner="l0", times=SimpleNamespace(step_s=0.0), keeper=Keeper())
-    meeting: Any = SimpleNamespace(rank=1, abort=lambda: None)
+    group: Any = SimpleNamespace(rank=1, abort=lambda: None)
     ranks: Any = None
-    one = RankThread("redis://nowhere", "run", training, meeting, ranks, RankStopping())
+    one = RankThread("redis://nowhere", "run", training, group, ranks, RankStopping())
     broken: Future[str] = Future()
     broken.set_exception(RankGone("it"))
     monkeypatch.setattr(RankThread, "works", True)
-    monkeypatch.setattr(one, "_working", SimpleNamespace(last_words=lambda why, within_s: None))
+    monkeypatch.setattr(one, "_exchange", SimpleNamespace(report_end=lambda why, within_s: None))
     monkeypatch.setattr(one, "ask", lambda work: broken)
     with pytest.raises(RankGone):
-        one._last_words("SIGTERM came", 5.0)
+        one._report_end("SIGTERM came", 5.0)
     assert not saves

@@ -11,8 +11,8 @@ from torch import nn
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.parameters import FragmentParameters, FragmentTensors, tensor_table
-from diloco.workers.ranks.replicas import ELEMENTS, EVERY, Samples, apart, sampled
-from diloco.workers.ranks.row_ranges import Shares
+from diloco.workers.ranks.gather import ELEMENTS, EVERY, Samples, differing, sample_layout
+from diloco.workers.ranks.placement import Shares
 from tests import samples
 from tests.ranks.party import Party
 
@@ -27,7 +27,7 @@ def two(model: nn.Module, fragments: int = 2) -> Shares:
 def test_some_rows_of_what_all_hold_are_compared() -> None:
     """As they are at a step, and few of them; of shards nothing is."""
     model = nn.Sequential(nn.Embedding(1000, 64), *(nn.Linear(64, 64) for _ in range(9)))
-    layout = sampled(two(model))
+    layout = sample_layout(two(model))
     assert layout is not None
     (fragment,) = layout.fragments
     assert 1 < len(fragment.slots) <= 10
@@ -39,7 +39,7 @@ def test_some_rows_of_what_all_hold_are_compared() -> None:
         rows = slice(None) if slot.tensor.rows is None else slice(*slot.tensor.rows)
         np.testing.assert_array_equal(taken[slot.start : slot.stop], state[slot.tensor.name][rows].numpy().ravel())
     tensor = samples.tensor("t", (4,), rule="mean")
-    assert sampled(Shares(layout_of((tensor,)), [{"t": (0, 2)}, {"t": (2, 4)}])) is None
+    assert sample_layout(Shares(layout_of((tensor,)), [{"t": (0, 2)}, {"t": (2, 4)}])) is None
 
 
 def test_two_samples_fit_into_one_message_of_any_model() -> None:
@@ -47,7 +47,7 @@ def test_two_samples_fit_into_one_message_of_any_model() -> None:
     for sizes in [(1, 1), (3, 5), (40, 7)]:
         model = nn.Linear(*sizes)
         shares = two(model)
-        layout = sampled(shares)
+        layout = sample_layout(shares)
         most = max(fragment.elements for fragment in shares.layout.fragments)
         assert layout is None or 2 * layout.elements <= most
 
@@ -55,7 +55,7 @@ def test_two_samples_fit_into_one_message_of_any_model() -> None:
 def test_it_is_looked_at_first_and_then_seldom() -> None:
     """At the first step, then after twice as many, and so on."""
     model = nn.Linear(64, 64)
-    layout = sampled(two(model))
+    layout = sample_layout(two(model))
     assert layout is not None
     samples = Samples(FragmentParameters(model, two(model).layout), layout)
     looks = []
@@ -74,7 +74,7 @@ def test_it_is_looked_at_first_and_then_seldom() -> None:
 def test_what_cannot_be_looked_at_ends_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is said once, and not looked at again."""
     model, asked = nn.Linear(64, 64), list[int]()
-    layout = sampled(two(model))
+    layout = sample_layout(two(model))
     assert layout is not None
 
     def fails(_: object, p: int) -> None:
@@ -90,15 +90,15 @@ def test_what_cannot_be_looked_at_ends_no_step(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_rounding_does_is_no_difference() -> None:
-    """Nor values that stand still together; a step of another batch is one, and so is what stands still apart."""
+    """Nor values that stand still together; a step of another batch is one, and so is what stands still differing."""
     rng = np.random.default_rng(0)
     before = rng.standard_normal(100).astype(np.float32)
     one, other = (before + 1e-3 * rng.standard_normal(100).astype(np.float32) for _ in range(2))
     first = np.stack([before, one])
-    assert apart({0: first, 1: first * np.float32(1 + 1e-7)}) == []
-    assert apart({0: np.stack([one, one]), 1: np.stack([one, one])}) == []
-    assert apart({0: first, 1: np.stack([before, other]), 2: first}) == [1]
-    assert apart({0: np.stack([one, one]), 1: np.stack([other, other])}) == [1]
+    assert differing({0: first, 1: first * np.float32(1 + 1e-7)}) == []
+    assert differing({0: np.stack([one, one]), 1: np.stack([one, one])}) == []
+    assert differing({0: first, 1: np.stack([before, other]), 2: first}) == [1]
+    assert differing({0: np.stack([one, one]), 1: np.stack([other, other])}) == [1]
 
 
 @pytest.mark.redis
@@ -106,9 +106,9 @@ def test_what_rounding_does_is_no_difference() -> None:
 def test_a_loop_that_does_not_average_gradients_is_told_so(tmp_path: Path) -> None:
     """At its first step, once; one that does, and DDP, hear nothing."""
     with Party(tmp_path, sync_interval=6, fragments=4, tokens=8_000) as party:
-        kinds = "apart", "mean", "ddp"
+        kinds = "differing", "mean", "ddp"
         assert party.ended(*(rank for kind in kinds for rank in party.learner(kind, kind, 2))) == [0] * 6
-        (told,) = party.said("apart-0", "replicas_apart")
+        (told,) = party.said("differing-0", "replicas_apart")
         assert '"steps": 1' in told
         assert '"ranks": [0, 1]' in told
         assert "average every gradient" in told

@@ -21,7 +21,7 @@ from diloco.workers.batches import Batches
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.exchange.work_queue import ShardsInTurn
 from diloco.workers.ranks import shard_broadcast
-from diloco.workers.ranks.shard_broadcast import Hearing, ShardsTold, Telling, asked_for
+from diloco.workers.ranks.shard_broadcast import FollowingShards, LeadingShards, ShardBroadcast, loader_arguments
 from diloco.workers.stopping import Stopped
 from tests.ranks.party import Party
 from tests.workers.fed import SEED, Fed
@@ -36,11 +36,11 @@ class AtOnce:
         self._handlers: dict[str, Any] = {}
 
     def handle(self, **handlers: Any) -> None:
-        """As `Wires`."""
+        """As `Transport`."""
         self._handlers |= handlers
 
     def tell(self, rank: int, what: str, *said: Any) -> None:
-        """As `Wires`."""
+        """As `Transport`."""
         asyncio.run(self._all[rank]._handlers[what](0, *said))
 
 
@@ -48,15 +48,17 @@ class Crew:
     """All ranks' batches of a learner that is alone."""
 
     def __init__(self, ranks: int, length: int, batch_size: int, accumulate: int = 1, per_shard: int = 0) -> None:
-        wires = list[AtOnce]()
-        wires += [AtOnce(wires, ranks) for _ in range(ranks)]
-        self.told = [ShardsTold(one) for one in wires]  # type: ignore[arg-type]
+        transport = list[AtOnce]()
+        transport += [AtOnce(transport, ranks) for _ in range(ranks)]
+        self.told = [ShardBroadcast(one) for one in transport]  # type: ignore[arg-type]
         order = DataOrder(length=length, seed=SEED)
-        self.asked = asked_for(order, batch_size, accumulate)
+        self.asked = loader_arguments(order, batch_size, accumulate)
         self.fed = fed = Fed(length, batch_size, accumulate, per_shard or ranks * batch_size * accumulate * 3)
         make = partial(Batches, order, batch_size, accumulate, dry_s=0.0, check=lambda: None)
         nothing = {"drawn": lambda entry_id: None, "finished": lambda entry_id: None}
-        telling = Telling(ShardsInTurn(fed.shared, random.Random(0)), fed.first, partial(self.told[0].tell, self.asked))
+        telling = LeadingShards(
+            ShardsInTurn(fed.shared, random.Random(0)), fed.first, partial(self.told[0].tell, self.asked)
+        )
         self.batches = [
             make(
                 fed.first,
@@ -68,7 +70,7 @@ class Crew:
             )
         ]
         for rank in range(1, ranks):
-            heard = Hearing(self.told[rank], self.asked, lambda: None)
+            heard = FollowingShards(self.told[rank], self.asked, lambda: None)
             self.batches.append(make(heard.first(lambda: None), Shared(), shards=heard, place=(rank, ranks), **nothing))  # type: ignore[arg-type]
 
     def steps(self) -> Iterator[list[list[int]]]:
@@ -130,7 +132,7 @@ def test_ranks_that_read_otherwise_than_rank_0_are_refused() -> None:
     """As they begin: else they would train other indices than rank 0 acknowledges."""
     crew = Crew(2, 96, 4)
     crew.told[0].tell(crew.asked, crew.fed.first, crew.fed.first.shard)
-    heard = Hearing(crew.told[1], (96, SEED, 8, 1), lambda: None)
+    heard = FollowingShards(crew.told[1], (96, SEED, 8, 1), lambda: None)
     with pytest.raises(UsageError, match=r"this rank says length=96, seed=3, batch_size=8.*rank 0 .*batch_size=4"):
         heard.first(lambda: None)
 
@@ -145,7 +147,7 @@ def test_a_rank_that_waits_for_rank_0_says_so_and_hears_of_its_end(monkeypatch: 
             raise RankGone("rank 0 is gone")
 
     with structlog.testing.capture_logs() as logs, pytest.raises(RankGone):
-        Hearing(Crew(2, 96, 4).told[1], (96, SEED, 4, 1), check).after(None)
+        FollowingShards(Crew(2, 96, 4).told[1], (96, SEED, 4, 1), check).after(None)
     assert [one["event"] for one in logs] == ["batches_awaited"]
 
 
@@ -155,7 +157,7 @@ def test_a_rank_that_rank_0_never_follows_ends_with_an_error(monkeypatch: pytest
     monkeypatch.setattr(shard_broadcast, "PATIENCE_S", 0.01)
     monkeypatch.setattr(shard_broadcast, "GIVES_UP_S", 0.05)
     crew = Crew(2, 96, 4)
-    heard, began = Hearing(crew.told[1], crew.asked, lambda: None), time.monotonic()
+    heard, began = FollowingShards(crew.told[1], crew.asked, lambda: None), time.monotonic()
     with pytest.raises(UsageError, match=r"rank 0 has not drawn .* same num_workers and prefetch_factor"):
         heard.after(None)
 
@@ -176,7 +178,7 @@ def test_a_rank_may_be_ended_before_it_trains_and_later_at_a_step_of_all(monkeyp
         raise Stopped(15)
 
     crew = Crew(2, 96, 4)
-    heard = Hearing(crew.told[1], crew.asked, lambda: looked.append(1))
+    heard = FollowingShards(crew.told[1], crew.asked, lambda: looked.append(1))
     with pytest.raises(Stopped):
         heard.first(stop)
     late = threading.Timer(0.1, crew.told[0].tell, [crew.asked, crew.fed.first, crew.fed.first.shard])

@@ -46,7 +46,7 @@ def test_a_sharded_learner_is_evaluated_at_any_time_and_ends_with_the_runs_model
                 evaluate()
                 joined.training.watch._next_s = 0.0  # it looks at every step
                 learner.step(1)
-            part = joined._rank.part
+            part = joined._rank.transfers
             held = [weakref.ref(base.values) for base in (*part._bases.values(), *part._carrier._bases.values())]
             evaluate()
         evaluate()

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from diloco.workers.ranks import watchdog
-from diloco.workers.ranks.watchdog import AGAIN_S, BACK_S, PROBE, RankStopping
+from diloco.workers.ranks import shutdown
+from diloco.workers.ranks.shutdown import HANG_S, PROBE, SECOND_SIGNAL_S, RankStopping
 from diloco.workers.stopping import STOPS
 from tests import HANGING_S
 
@@ -40,8 +40,8 @@ class Watched:
         self.looks = list[float | None]()
         """How long it would wait for a signal, each time; None: until one comes, since it asks nobody to come back."""
         self.came = list[int]()
-        monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: self.now_s))
-        monkeypatch.setattr(watchdog, "LOOK_S", 0.01)
+        monkeypatch.setattr(shutdown, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(shutdown, "PROBE_S", 0.01)
         self.stopping = RankStopping()
         read, is_watched = self.stopping._read, self.stopping._is_watched
 
@@ -68,7 +68,7 @@ class Watched:
         looked = len(self.looks)
         until(lambda: len(self.looks) > looked + 1)
         if threading.current_thread() is threading.main_thread() and not self.stopping._over:
-            until(lambda: self.stopping._back_s == self.now_s)
+            until(lambda: self.stopping._responded_s == self.now_s)
             looked = len(self.looks)
             until(lambda: len(self.looks) > looked + 1)
 
@@ -128,10 +128,10 @@ def test_who_comes_back_is_not_ended_and_who_does_not_is(watched: Watched) -> No
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: watched.asks)
     for _ in range(3):
-        watched.passes(0.9 * BACK_S)
+        watched.passes(0.9 * HANG_S)
     assert (watched.stopping.heard, watched.ended) == (signal.SIGTERM, [])
 
-    inside(lambda: watched.is_ended_after(BACK_S))
+    inside(lambda: watched.is_ended_after(HANG_S))
     assert set(watched.ended) == {(signal.SIGTERM, False)}
 
 
@@ -145,7 +145,7 @@ def test_a_learner_that_another_thread_has_closed_ends_nobody(watched: Watched) 
     closing.start()
     closing.join()
     watched.passes(0.0)  # whatever it has asked before is answered
-    watched.passes(3 * BACK_S)
+    watched.passes(3 * HANG_S)
     assert (watched.stopping.heard, watched.ended) == (signal.SIGTERM, [])
 
 
@@ -154,12 +154,12 @@ def test_a_second_signal_hurries_who_is_away_also_after_it_was_there(watched: Wa
     watched.stopping.install()
     os.kill(os.getpid(), signal.SIGTERM)
     until(lambda: watched.asks)
-    watched.passes(0.5 * BACK_S)
+    watched.passes(0.5 * HANG_S)
 
     def beside() -> None:
         os.kill(os.getpid(), signal.SIGINT)
         until(lambda: signal.SIGINT in watched.came)
-        watched.is_ended_after(AGAIN_S)
+        watched.is_ended_after(SECOND_SIGNAL_S)
 
     with pytest.raises(KeyboardInterrupt):
         inside(beside)
@@ -173,9 +173,9 @@ def test_who_came_back_after_a_second_signal_is_given_all_the_time_again(watched
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     until(lambda: signal.SIGINT in watched.came)
-    watched.passes(0.5 * AGAIN_S)
+    watched.passes(0.5 * SECOND_SIGNAL_S)
 
-    inside(lambda: watched.is_ended_after(BACK_S))
+    inside(lambda: watched.is_ended_after(HANG_S))
     assert set(watched.ended) == {(signal.SIGTERM, False)}
 
 
@@ -193,7 +193,7 @@ def test_ctrl_c_that_was_raised_is_the_loops_affair(watched: Watched) -> None:
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     until(lambda: watched.came and not watched.asks)
-    inside(lambda: setattr(watched, "now_s", watched.now_s + 3 * BACK_S))
+    inside(lambda: setattr(watched, "now_s", watched.now_s + 3 * HANG_S))
     assert (watched.asks, watched.ended) == (False, [])
 
 
@@ -206,7 +206,7 @@ def test_a_programs_own_handlers_are_left_to_it(watched: Watched) -> None:
     def beside() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         until(lambda: watched.came)
-        watched.now_s += 3 * BACK_S
+        watched.now_s += 3 * HANG_S
 
     inside(beside)
     assert (own, watched.came, watched.looks, watched.ended) == ([signal.SIGTERM], [signal.SIGTERM], [None], [])
@@ -244,7 +244,7 @@ def test_all_is_as_it_was_after_leaving(watched: Watched) -> None:
     assert signal.set_wakeup_fd(-1) == -1
     stopping.install()
     assert PROBE is not None
-    assert signal.getsignal(PROBE) == stopping._came_back
+    assert signal.getsignal(PROBE) == stopping._on_probe
     stopping.restore()
     assert [signal.getsignal(number) for number in (PROBE, *STOPS)] == [signal.SIG_DFL] * (1 + len(STOPS))
     assert signal.set_wakeup_fd(-1) == -1

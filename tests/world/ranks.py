@@ -18,16 +18,16 @@ from diloco.pipeline.errors import RankGone
 from diloco.pipeline.messages.run import LearnerReport, RunState
 from diloco.pipeline.messages.wire import AVERAGED
 from diloco.workers.moments.recovery import Found
-from diloco.workers.ranks.rank_exchange import Working
+from diloco.workers.ranks.rank_exchange import RankExchange
 from diloco.workers.ranks.rank_learner import JoinedRank, Rank
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import STOPS, Stopping
 from diloco_studies.virtual.virtual_time import inline
 from tests.samples import virtual_report
 from tests.world.alike import Alike
 from tests.world.parties import INITIAL, LEARNING_RATE, LEAVE_S, TARGETS, Party
-from tests.world.together import STARTS_S, Crew, Thread, WorldLines
+from tests.world.together import STARTS_S, Crew, Thread, WorldConnections
 
 Float32 = npt.NDArray[np.float32]
 
@@ -66,7 +66,7 @@ class Joined(JoinedRank):
         return leaving
 
 
-class WorldWires(Wires):
+class WorldTransport(Transport):
     """A rank can be killed or paused before and after each of its questions."""
 
     party: "WorldRank"
@@ -94,7 +94,7 @@ class Parameters:
         """As it is now; poisoned now and then, while it is trained."""
         party = self._party
         taken = party.values[p].copy()
-        if party.trains and not party.still:
+        if party.trains and not party.training_idle:
             whose = party.learner if party.crew.replicated else party.name  # replicas stay alike
             if len(taken) and party.world.poisons((p, whose, party.incarnation, party.step)):
                 taken[0] = np.nan
@@ -153,7 +153,7 @@ class WorldRank(Party):
     @property
     def still(self) -> bool:
         """It waits, as it leaves: its last values are asked for."""
-        return bool(self._joined.result()[0].part.still.is_set())
+        return bool(self._joined.result()[0].part.training_idle.is_set())
 
     def final(self, p: int) -> dict[int, Float32]:
         """What all ranks have of a fragment."""
@@ -214,10 +214,10 @@ class WorldRank(Party):
 
     async def _exchange(self) -> None:
         most = max(fragment.elements for fragment in self.crew.layout.fragments)
-        wires = WorldWires(WorldLines(self.crew, self.rank), most)
-        wires.party = self
-        given: Any = self.link, self.clock, wires, self._training(), self.crew.shares, self._joined
-        await Working(*given, abandoned=lambda: False, offload=inline).work()
+        transport = WorldTransport(WorldConnections(self.crew, self.rank), most)
+        transport.party = self
+        given: Any = self.link, self.clock, transport, self._training(), self.crew.shares, self._joined
+        await RankExchange(*given, abandoned=lambda: False, offload=inline).work()
 
     def _training(self) -> Any:
         world = self.world

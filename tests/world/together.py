@@ -1,9 +1,9 @@
 """What lies between the ranks of a simulated learner: connections, gradients and sums, in virtual time. asyncio.
 
-Stand-ins for the two ports of `workers.ranks`: `lines.Lines` and `step_agreement.Meets`. Bytes between two ranks arrive
-in order, after drawn times; with either's death the connection ends a little later. Gradients of a step are there once
-all ranks have come to it, a sum once all have put in their numbers. Where a rank is dead they never are: whoever waits
-is told soon in some lives (gloo), and in the others only by what its own exchange finds out (NCCL).
+Stand-ins for the two ports of `workers.ranks`: `transport.Connections` and `step_agreement.Collectives`. Bytes between
+two ranks arrive in order, after drawn times; with either's death the connection ends a little later. Gradients of a
+step are there once all ranks have come to it, a sum once all have put in their numbers. Where a rank is dead they never
+are: whoever waits is told soon in some lives (gloo), and in the others only by what its own exchange finds out (NCCL).
 """
 
 import asyncio
@@ -17,8 +17,8 @@ import numpy.typing as npt
 from diloco.pipeline.errors import RankGone
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.wire import AVERAGED
-from diloco.workers.ranks.lines import Line
-from diloco.workers.ranks.row_ranges import Range, Shares
+from diloco.workers.ranks.placement import Range, Shares
+from diloco.workers.ranks.transport import Streams
 from diloco_studies.virtual.chance import Chance
 
 BREAKS_S = 0.3
@@ -107,7 +107,7 @@ class Crew:
         if not all(one.done() for one in self._here):
             self._here[rank].cancel()
 
-    async def connected(self, rank: int) -> dict[int, Line]:
+    async def connected(self, rank: int) -> dict[int, Streams]:
         """Wait for all ranks, and connect to them."""
         others = [other for other in range(self.ranks) if other != rank]
         for one, two in [(rank, other) for other in others] + [(other, rank) for other in others]:
@@ -149,7 +149,7 @@ class Crew:
 
 
 class Meeting:
-    """`step_agreement.Meets` of one rank."""
+    """`step_agreement.Collectives` of one rank."""
 
     def __init__(self, crew: Crew, rank: int) -> None:
         self.rank, self._crew = rank, crew
@@ -193,20 +193,20 @@ class WorldSum:
         self.result = result
 
     @property
-    def there(self) -> bool:
+    def done(self) -> bool:
         return self.result.done()
 
     def wait(self, within_s: float | None = None) -> list[int]:
         return self.result.result()
 
 
-class WorldLines:
-    """`lines.Lines` of one rank."""
+class WorldConnections:
+    """`transport.Connections` of one rank."""
 
     def __init__(self, crew: Crew, rank: int) -> None:
         self.rank, self.ranks, self._crew = rank, crew.ranks, crew
 
-    async def connect(self) -> dict[int, Line]:
+    async def connect(self) -> dict[int, Streams]:
         return await self._crew.connected(self.rank)
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class WorldLines:
 
 
 class Pipe:
-    """From one rank to another: a `lines.Writer` there, a stream here."""
+    """From one rank to another: a `transport.Writer` there, a stream here."""
 
     def __init__(self, crew: Crew, sender: Any, receiver: Any) -> None:
         self._crew, self._sender, self._receiver = crew, sender, receiver
@@ -238,7 +238,7 @@ class Pipe:
             self.end()
 
     async def wait_closed(self) -> None:
-        """As `lines.Writer`."""
+        """As `transport.Writer`."""
 
     def end(self) -> None:
         """Nothing more comes."""

@@ -1,35 +1,46 @@
 """One rank's share of the transfers: its pieces of all fragments, and the whole fragments that it serves. asyncio.
 
 The server of a fragment gathers the pieces of a snapshot, then encodes and uploads the delta. It also pulls a global
-and hands each rank its pieces. Rank 0 says when (`rank_carrier`). All of this belongs to the exchange thread, except
-`pulled`, which the training thread reads.
+and hands each rank its pieces. Rank 0 says when (`rank_carrier.RanksCarrier`). All of this belongs to the exchange
+thread, except `pulled`, which the training thread reads.
+
+`Samples` and `Replicas` check that ranks which hold the same parameters train them alike: a loop may forget to average
+its gradients. Nothing else would reveal it: each fragment is published by one of the replicas, so what is published
+would be a mixture of several models. After certain steps each rank copies a few rows of the tensors that all ranks hold
+whole, and rank 0 compares them beside the training. With averaged gradients replicas agree to the last bit, or nearly;
+without, they differ by about the length of a step. Shards are not compared, since `fully_shard` averages by itself.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from diloco.pipeline.errors import RankGone, UsageError
+from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
 from diloco.pipeline.messages.head import Head, MergedBase
-from diloco.pipeline.messages.wire import Codec
+from diloco.pipeline.messages.wire import AVERAGED, Codec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import DTYPES
 from diloco.pipeline.transfer.payloads import Offload
+from diloco.workers.background import offload
+from diloco.workers.copies.snapshots import Snapshot
 from diloco.workers.encoding import encode_delta
 from diloco.workers.exchange.carrier import OwnCarrier, push_initial
 from diloco.workers.exchange.member import Member
-from diloco.workers.ranks.row_ranges import SLICE, Piece, Shares, elements, in_slices
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.parameters import FragmentParameters
+from diloco.workers.ranks.placement import SLICE, Piece, Shares, elements, in_slices
+from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Base, Publication
 
 Float32 = npt.NDArray[np.float32]
 # Returns a rank's own vector of a fragment as it was at the snapshot; may wait for a device.
-Snapshot = Callable[[], Float32]
+TakeSnapshot = Callable[[], Float32]
 
 
 @dataclass(slots=True)
@@ -93,20 +104,20 @@ class _Gathering:
         return self.out
 
 
-class Part:
+class Transfers:
     """One rank's share of the transfers."""
 
     def __init__(
         self,
-        wires: Wires,
+        transport: Transport,
         member: Member,
         shares: Shares,
-        snapshot: Callable[[int], Snapshot],
+        snapshot: Callable[[int], TakeSnapshot],
         overwrite: Callable[[int, Float32], None],
     ) -> None:
         """snapshot, overwrite: copy and replace this rank's vector of a fragment, while the training thread waits."""
-        self._wires, self._member, self._shares, self._snapshot = wires, member, shares, snapshot
-        self._rank, self._overwrite = wires.rank, overwrite
+        self._transport, self._member, self._shares, self._snapshot = transport, member, shares, snapshot
+        self._rank, self._overwrite = transport.rank, overwrite
         self._carrier = OwnCarrier(member, initial=self._no_initial)
         self.pulled: dict[tuple[int, int], tuple[int, Float32 | None]] = {}
         """Maps (fragment, number of its global) to its server and this rank's own vector (elements,), or None if it is
@@ -119,11 +130,11 @@ class Part:
         self._adopted: dict[int, int] = {}
         """Maps a fragment that this rank serves to the number of the adopted global."""
         self._gathering: dict[tuple[int, int], _Gathering] = {}
-        self.still = asyncio.Event()
+        self.training_idle = asyncio.Event()
         """Set while the training thread waits, because it joins or leaves. While it is clear, only the training thread
         takes snapshots."""
-        self.still.set()
-        wires.handle(
+        self.training_idle.set()
+        transport.handle(
             take=self._take,
             snapshot=self._take_snapshot,
             upload=self._upload,
@@ -145,32 +156,32 @@ class Part:
 
     # --- snapshots ----------------------------------------------------------------------------------------
 
-    def send(self, items: Sequence[tuple[int, int, int, Snapshot | None]]) -> None:
+    def send(self, items: Sequence[tuple[int, int, int, TakeSnapshot | None]]) -> None:
         """Send snapshots to their servers.
 
         items: (fragment, tag of the snapshot, server, this rank's vector, or None if it has nothing to send).
         """
         for item in items:
-            self._wires.go_on(self._begin(*item))
+            self._transport.start_task(self._begin(*item))
 
-    def _begin(self, p: int, tag: int, server: int, snapshot: Snapshot | None) -> Coroutine[Any, Any, None]:
+    def _begin(self, p: int, tag: int, server: int, snapshot: TakeSnapshot | None) -> Coroutine[Any, Any, None]:
         """Return the coroutine that sends a snapshot. The base is fixed here, before another one can be adopted."""
         if server == self._rank:
             self._gathered(p, tag).begin(self._bases.get((p, self._adopted.get(p, 0))))
         return self._send(p, tag, server, snapshot)
 
-    async def _send(self, p: int, tag: int, server: int, snapshot: Snapshot | None) -> None:
+    async def _send(self, p: int, tag: int, server: int, snapshot: TakeSnapshot | None) -> None:
         if snapshot is None:
             return
         own, pieces = await self._member.offload(snapshot), self._shares.sent(self._rank, p, server)
-        self._say_if_not(await self._member.offload(_is_finite, own), p)
+        self._warn_if_not_finite(await self._member.offload(_is_finite, own), p)
         if server == self._rank:
             await self._gathered(p, tag).take(own, pieces, self._member.offload)
             return
         for number, group in enumerate(self._shares.slices(self._rank, p, server)):
-            await self._wires.ask(server, "take", p, tag, number, vector=_cut(own, group))
+            await self._transport.ask(server, "take", p, tag, number, vector=_cut(own, group))
 
-    def _say_if_not(self, finite: bool, p: int) -> None:
+    def _warn_if_not_finite(self, finite: bool, p: int) -> None:
         """Warn once per episode if this rank's values are not finite: the syncer cannot tell whose they are."""
         if finite:
             self._not_finite.discard(p)
@@ -182,7 +193,7 @@ class Part:
         self._not_finite.add(p)
 
     async def _take_snapshot(self, _: int, p: int, tag: int, server: int) -> None:
-        await self.still.wait()
+        await self.training_idle.wait()
         await self._begin(p, tag, server, self._snapshot(p) if self._shares.sent(self._rank, p, server) else None)
 
     def _gathered(self, p: int, tag: int) -> _Gathering:
@@ -247,7 +258,7 @@ class Part:
                 continue
             for group, taken in enumerate(in_slices(pieces)):
                 vector = _joined([flat[one.start : one.start + one.elements] for one in taken])
-                await self._wires.ask(rank, "give", p, number, at_once, group, vector=vector)
+                await self._transport.ask(rank, "give", p, number, at_once, group, vector=vector)
         return True
 
     async def _give(self, server: int, p: int, number: int, at_once: bool, group: int, vector: Float32) -> None:
@@ -283,7 +294,7 @@ class Part:
         for name, vector in held.vectors.items():
             for start in range(0, len(vector), SLICE):
                 said = name, held.version, held.digest, start
-                await self._wires.ask(server, "inherit", p, *said, vector=vector[start : start + SLICE])
+                await self._transport.ask(server, "inherit", p, *said, vector=vector[start : start + SLICE])
         return True
 
     async def _inherit(
@@ -354,3 +365,100 @@ def _is_finite(own: Float32) -> bool:
     # One pass without a copy suffices: a value that is not finite makes the sum so, and finite ones hardly ever do.
     with np.errstate(over="ignore", invalid="ignore"):
         return bool(np.isfinite(own.sum())) or bool(np.isfinite(own).all())
+
+
+# Limits of what is compared: the number of tensors that rows are taken from, and the number of elements in total.
+TENSORS, ELEMENTS = 8, 4096
+# Steps between two comparisons. Before that many steps, comparisons come at the powers of two.
+EVERY = 1024
+# Replicas count as different if they differ by more than these shares of a step's length and of the values' norm:
+# rounding does not cause so much.
+APART, ROUNDING = 0.1, 1e-6
+REMEDY = (
+    "replicas of one model are not trained alike, so what is published is a mixture of several: wrap the model in "
+    "DistributedDataParallel, or average every gradient over the ranks (all_reduce) before each optimizer step, and "
+    "give all ranks' optimizers the same settings"
+)
+
+
+def sample_layout(shares: Shares) -> Layout | None:
+    """Return a one-fragment layout of some rows of the tensors that all ranks hold whole; None without such tensors."""
+    alike = {
+        slot.tensor.name: slot.tensor
+        for fragment in shares.layout.fragments
+        for slot in fragment.slots
+        if slot.tensor.rule not in AVERAGED and shares.is_whole(slot.tensor.name)
+    }
+    # Halved, because two vectors travel in one message, which may be as large as the largest fragment.
+    room = min(ELEMENTS, max(fragment.elements for fragment in shares.layout.fragments) // 2)
+    slots, at = list[Slot](), 0
+    for tensor in list(alike.values())[:: -(-len(alike) // TENSORS) or 1]:
+        rows = tensor.shape[0] if tensor.shape else 1
+        row = tensor.whole.elements // rows
+        count = min(rows, max(1, room // TENSORS // row))
+        if at + count * row <= room:
+            first = (rows - count) // 2
+            part = tensor.model_copy(update={"rows": (first, first + count) if count < rows else None})
+            slots.append(Slot(part, at, at + count * row))
+            at += count * row
+    return Layout((FragmentLayout(0, tuple(slots)),), b"") if slots else None
+
+
+class Samples:
+    """One rank's copies of the compared rows. For the training thread."""
+
+    def __init__(self, parameters: FragmentParameters, layout: Layout) -> None:
+        """layout: the rows to compare, made by `sample_layout`."""
+        self._some = parameters.some(layout)
+        self._before: Snapshot | None = None
+        self._failed = False
+
+    def stepped(self, steps: int) -> tuple[Snapshot, Snapshot] | None:
+        """Return the copies from before and after step `steps` if a comparison is due, else None. Never raises."""
+        before, self._before = self._before, None
+        if (_due(steps) or _due(steps + 1)) and not self._failed:
+            try:
+                self._before = self._some.snapshot(0)
+            except Exception as error:  # a mere check must not end the training
+                self._failed = True
+                structlog.get_logger().warning("replicas_not_compared", error=str(error)[:200])
+        return (before, self._before) if _due(steps) and before is not None and self._before is not None else None
+
+
+def _due(steps: int) -> bool:
+    return steps > 0 and (steps % EVERY == 0 or steps & (steps - 1) == 0)
+
+
+class Replicas:
+    """One rank's side in its exchange thread. asyncio."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._received: dict[int, dict[int, Float32]] = {}
+        """Maps a step and a rank to the values (2, elements) before and after the step; used at rank 0."""
+        self._apart = False
+        transport.handle(sampled=self._take)
+
+    def compare(self, steps: int, before: Snapshot, now: Snapshot) -> None:
+        """Send the copies of a step to rank 0, which compares them."""
+        self._transport.start_task(self._send(steps, before, now))
+
+    async def _send(self, steps: int, before: Snapshot, now: Snapshot) -> None:
+        both = await offload(lambda: np.concatenate([before.numpy(), now.numpy()]))
+        await self._transport.ask(0, "sampled", steps, vector=both)
+
+    async def _take(self, rank: int, steps: int, vector: Float32) -> None:
+        self._received.setdefault(steps, {})[rank] = vector.reshape(2, -1)
+        if len(self._received[steps]) < self._transport.ranks:
+            return
+        ranks = differing(self._received.pop(steps))
+        if ranks and not self._apart:
+            structlog.get_logger().error("replicas_apart", steps=steps, ranks=[0, *ranks], detail=REMEDY)
+        self._apart = bool(ranks)
+
+
+def differing(said: Mapping[int, Float32]) -> Sequence[int]:
+    """Return the ranks whose values differ from rank 0's. said: by rank, (2, elements) before and after a step."""
+    before, now = said[0].astype(np.float64)
+    least = max(APART * np.linalg.norm(now - before), ROUNDING * np.linalg.norm(now))
+    return [rank for rank in sorted(said) if np.linalg.norm(said[rank][1] - now) > least]

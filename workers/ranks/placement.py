@@ -1,8 +1,12 @@
-"""Chooses the rank that serves each fragment. Pure.
+"""Which elements each rank holds and sends, which rank serves each fragment, and what a server has room for. Pure.
 
-A fragment's server gathers, encodes, uploads and pulls it, and keeps its base and its error-feedback residual.
+A rank holds one contiguous range of whole rows of a tensor: a shard (`fully_shard`), or all rows (a replica). Ranges
+are given in elements of the flattened tensor. A shard may be empty, and the shards of different ranks may differ in
+size. A rank's own flat vector of a fragment consists of the elements that it holds of each of the fragment's tensors,
+in the layout's order. A piece is a run of elements that is contiguous both there and in the fragment's flat vector.
 
-At first the fragments are dealt out, the largest first, each to the rank that has the fewest elements. With eight equal
+A fragment's server gathers, encodes, uploads and pulls it, and keeps its base and its error-feedback residual. At first
+the fragments are dealt out, the largest first, each to the rank that has the fewest elements. With eight equal
 fragments over three ranks that gives 3, 3 and 2, and two ranks would carry an eighth more than their share. So a
 fragment may move to another rank with each new global: it moves to the rank that has carried the least so far among
 those with room, provided that its present server is ahead of that rank by more than the fragment's size. A rank has
@@ -10,10 +14,162 @@ room for as many fragments of the largest size as the fullest rank has at first.
 fragments over two or four ranks, all fragments stay.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.fragments import FragmentLayout, Layout, Slot
+from diloco.pipeline.messages.wire import AVERAGED
+
+# Elements [start, stop) of a flattened tensor.
+Range = tuple[int, int]
+# Elements in one message between ranks. It bounds the memory of what is in transit.
+SLICE = 2**18
+# The ranges of all tensors of a layout, by tensor name.
+Ranges = Mapping[str, Range]
 
 
-class Turns:
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A run of elements that is contiguous both in a fragment's flat vector and in a rank's own vector."""
+
+    start: int
+    """Offset in the fragment's vector."""
+    at: int
+    """Offset in the rank's own vector."""
+    elements: int
+
+
+def sources(ranges: Sequence[Range], elements: int, name: str, first: int) -> frozenset[int]:
+    """Return the ranks that send their range of a tensor, chosen so that each element is sent once.
+
+    Args:
+        ranges: the range that each rank holds.
+        elements: number of elements of the tensor.
+        name: the tensor's name, for the error message.
+        first: the preferred sender; where several ranks hold the same range, the next of them from this rank on sends
+            it.
+
+    Raises:
+        UsageError: the ranks do not hold the tensor once, or the same number of times in equal ranges.
+    """
+    holders: dict[Range, list[int]] = {}
+    for rank, one in enumerate(ranges):
+        if one[0] < one[1]:
+            holders.setdefault(one, []).append(rank)
+    end = 0
+    for start, stop in sorted(holders):
+        if start != end:
+            break
+        end = stop
+    if end != elements or len({len(ranks) for ranks in holders.values()}) != 1:
+        held = ", ".join(f"rank {rank}: {start}..{stop}" for rank, (start, stop) in enumerate(ranges))
+        raise UsageError(f"the ranks do not hold parameter {name} as shards or replicas of each other ({held})")
+    return frozenset(min(ranks, key=lambda rank: (rank - first) % len(ranges)) for ranks in holders.values())
+
+
+def local_layout(layout: Layout, ranges: Ranges) -> Layout:
+    """Return the layout of the flat vectors of a rank that holds these ranges (`Shares.local`)."""
+    fragments = []
+    for fragment in layout.fragments:
+        slots: list[Slot] = []
+        for slot in fragment.slots:
+            start, stop = ranges[slot.tensor.name]
+            first, last = _both((start, stop), slot)
+            if first < last:
+                at, tensor, row = slots[-1].stop if slots else 0, slot.tensor, math.prod(slot.tensor.shape[1:])
+                if stop - start < tensor.whole.elements:
+                    tensor = tensor.model_copy(update={"shape": ((stop - start) // row, *tensor.shape[1:])})
+                if tensor.rows is not None:
+                    rows = (first - start) // row, (last - start) // row
+                    tensor = tensor.model_copy(update={"rows": None if rows == (0, tensor.shape[0]) else rows})
+                slots.append(Slot(tensor, at, at + last - first))
+        fragments.append(FragmentLayout(fragment.id, tuple(slots)))
+    return Layout(tuple(fragments), layout.digest)
+
+
+def _both(held: Range, slot: Slot) -> Range:
+    """Return the intersection of a rank's range with a slot, in elements of the whole tensor; may be empty."""
+    return max(held[0], slot.within.start), min(held[1], slot.within.stop)
+
+
+class Shares:
+    """The parts of a model's layout that the ranks of one learner hold."""
+
+    def __init__(self, layout: Layout, held: Sequence[Ranges]) -> None:
+        """held: the ranges of each rank.
+
+        Raises:
+            UsageError: they are not the whole model once, or several times.
+        """
+        self.layout, self.ranks = layout, len(held)
+        self._held = held
+        self.pieces, self.sent = cache(self._all_pieces), cache(self._sent_pieces)
+        self.slices = cache(self._sent_slices)
+        for fragment in layout.fragments:
+            for slot in fragment.slots:
+                self._sources(slot, 0)
+
+    def local(self, rank: int) -> Layout:
+        """Return the layout of a rank's own flat vectors, with the whole layout's digest. A fragment may be empty
+        there."""
+        return local_layout(self.layout, self._held[rank])
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether every rank holds all of a tensor."""
+        return len({held[name] for held in self._held}) == 1 and len(self._held) > 1
+
+    def _all_pieces(self, rank: int, fragment: int) -> tuple[Piece, ...]:
+        """Return all pieces of a fragment that a rank holds; together they are its own flat vector."""
+        return tuple(piece for _, piece in self._pieces(rank, fragment))
+
+    def _sent_pieces(self, rank: int, fragment: int, server: int) -> tuple[Piece, ...]:
+        """Return the pieces that a rank sends when the fragment's server gathers the fragment."""
+        return tuple(piece for slot, piece in self._pieces(rank, fragment) if rank in self._sources(slot, server))
+
+    def _sent_slices(self, rank: int, fragment: int, server: int) -> list[list[Piece]]:
+        """Return the pieces that a rank sends, grouped by message."""
+        return in_slices(self._sent_pieces(rank, fragment, server))
+
+    def _sources(self, slot: Slot, server: int) -> frozenset[int]:
+        tensor = slot.tensor
+        ranges = [ranges[tensor.name] for ranges in self._held]
+        # Each rank has its own values of a buffer. Rank 0's count as the learner's, as in DDP.
+        return sources(ranges, tensor.whole.elements, tensor.name, 0 if tensor.rule in AVERAGED else server)
+
+    def _pieces(self, rank: int, fragment: int) -> Iterable[tuple[Slot, Piece]]:
+        at = 0
+        for slot in self.layout.fragments[fragment].slots:
+            first, last = _both(self._held[rank][slot.tensor.name], slot)
+            if first < last:
+                yield slot, Piece(slot.start + first - slot.within.start, at, last - first)
+                at += last - first
+
+
+def in_slices(pieces: Iterable[Piece], most: int = SLICE) -> list[list[Piece]]:
+    """Split pieces into groups of at most `most` elements, one group per message; returns at least one group."""
+    groups, room = list[list[Piece]]([[]]), most
+    for piece in pieces:
+        done = 0
+        while done < piece.elements:
+            if not room:
+                groups.append([])
+                room = most
+            count = min(room, piece.elements - done)
+            groups[-1].append(Piece(piece.start + done, piece.at + done, count))
+            done, room = done + count, room - count
+    return groups
+
+
+def elements(pieces: Iterable[Piece]) -> int:
+    """Return the total number of elements in the pieces."""
+    return sum(piece.elements for piece in pieces)
+
+
+class ServerPlacement:
     """The servers of one learner's fragments. Rank 0 keeps this record."""
 
     def __init__(self, elements: Sequence[int], ranks: int) -> None:
@@ -40,3 +196,50 @@ class Turns:
         self._load[rank] += self._elements[p]
         self._carried[rank] += self._elements[p]
         self.servers[p] = rank
+
+
+# Elements. A server may have several fragments in flight up to this total: with small fragments one at a time would
+# leave it idle, since it can carry several in one step.
+SMALL = 2**22
+
+
+class Room:
+    """The room that each server has for work in flight, besides what it keeps: one fragment, or several small ones.
+    Pure.
+
+    The fragment that has waited longest for a server gets it next. Otherwise a large fragment, which needs an empty
+    server, would wait for ever where small ones always overlap.
+    """
+
+    def __init__(self, elements: Sequence[int]) -> None:
+        """elements: number of elements of each fragment."""
+        self._elements = elements
+        self.taken: dict[int, int] = {}
+        """Maps a fragment in flight to its server."""
+        self._waiting: dict[int, int] = {}
+        """Maps a fragment that found no room to the server it waits for, in the order in which they asked."""
+
+    def has(self, p: int, server: int) -> bool:
+        """Return whether the server has room for the fragment and no other fragment has waited for it longer."""
+        others = [self._elements[q] for q, one in self.taken.items() if one == server]
+        before = takewhile(lambda q: q != p, self._waiting)
+        fits = not others or sum(others) + self._elements[p] <= SMALL
+        return fits and all(self._waiting[q] != server for q in before)
+
+    def take(self, p: int, server: int) -> bool:
+        """Take the room for a fragment. Return False if there is none: the fragment then waits and must ask again."""
+        if not self.has(p, server):
+            self._waiting[p] = server
+            return False
+        self._waiting.pop(p, None)
+        self.taken[p] = server
+        return True
+
+    def free(self, p: int) -> None:
+        """Release the room that the fragment has, if it has any."""
+        self.taken.pop(p, None)
+
+    def in_turn(self, asking: Collection[int]) -> list[int]:
+        """Return these fragments in the order in which they are to ask; all other fragments leave the line."""
+        self._waiting = {p: server for p, server in self._waiting.items() if p in asking}
+        return [*self._waiting, *(p for p in asking if p not in self._waiting)]

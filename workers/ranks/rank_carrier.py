@@ -1,39 +1,168 @@
-"""Rank 0's carrier: it decides what is uploaded and pulled, and the servers do it. asyncio."""
+"""Rank 0's direction of all ranks: which snapshots it wants, and what the servers upload and pull. asyncio."""
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from diloco.pipeline.messages.head import Head, MergedBase
 from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload import codec
 from diloco.workers.exchange.member import Member
-from diloco.workers.ranks.inflight import Room, UnderWay
-from diloco.workers.ranks.placement import Turns
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.placement import Room, ServerPlacement
+from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Publication
 
 # Fields of a publication that travel to the server. The base does not: the server has its own.
-SAID = "attempt", "serial", "steps", "tokens", "due", "renews"
+PUBLICATION_FIELDS = "attempt", "serial", "steps", "tokens", "due", "renews"
 # A snapshot: its tag, which is the number of the step at which it was taken, and its server. Tag None: the snapshot is
 # to be taken now, while training waits.
-Taken = tuple[int | None, int]
+SnapshotAt = tuple[int | None, int]
+
+
+class SnapshotRequests:
+    """The snapshots that rank 0 wants of all ranks, as one rank knows them.
+
+    The ranks hear of a request at different times, and each takes the snapshot at its next step. Once all ranks have
+    taken it at the same step, the request is granted; a rank that took it earlier takes another one at that step.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._made = 0
+        self._newest: dict[int, int] = {}
+        """Maps a fragment to the number of its newest request. The dict is replaced, never changed: the training thread
+        reads it without a lock."""
+        self._granted: dict[int, int] = {}
+        """Maps a fragment to the number of the newest request that all ranks have granted."""
+        transport.handle(want=self._take_requests)
+
+    def make(self, fragments: Iterable[int]) -> None:
+        """Ask all ranks to take snapshots of the given fragments at their next step. Only rank 0 calls this."""
+        self._made += 1
+        for rank in range(self._transport.ranks):
+            self._transport.tell(rank, "want", sorted(fragments), self._made)
+
+    async def _take_requests(self, _: int, fragments: list[int], request: int) -> None:
+        self._newest = self._newest | dict.fromkeys(fragments, request)
+
+    @property
+    def heard(self) -> Mapping[int, int]:
+        """The newest request of each fragment, granted or not, for the training thread."""
+        return self._newest
+
+    def open(self, heard: Mapping[int, int]) -> list[tuple[int, int]]:
+        """Return the (fragment, request) pairs among `heard` that are not granted yet."""
+        return [(p, request) for p, request in sorted(heard.items()) if self._granted.get(p, 0) < request]
+
+    def granted(self, p: int, request: int) -> None:
+        """Record that all ranks granted a request at one step. The thread that counts the step calls this."""
+        self._granted[p] = request
+
+
+class InFlight:
+    """Rank 0's record of decisions that are not counted yet, uploads in flight, and fragments that move to another
+    server.
+
+    At any time at most one thing happens to a fragment. A server has as many snapshots in flight as it has room for,
+    also while the learner leaves. A fragment does not move to another server between the decision to take a snapshot of
+    it and the end of that upload, and no snapshot of it is taken while it moves. Hence one server feeds a residual, and
+    the server that made a delta is the one that learns the delta's fate.
+
+    The training thread decides on adoptions, the exchange thread moves fragments, and both request snapshots: hence the
+    lock.
+    """
+
+    def __init__(self, elements: Sequence[int]) -> None:
+        """elements: number of elements of each fragment."""
+        self._room, self._lock = Room(elements), threading.Lock()
+        """The room is taken from the decision to take a snapshot until the snapshot is uploaded."""
+        self._fragments: set[int] = set()
+        self._moving: set[int] = set()
+        self._leaving = False
+
+    def adopt(self, pulled: Iterable[int]) -> frozenset[int]:
+        """Return the fragments to adopt now.
+
+        Args:
+            pulled: fragments of which all ranks have a newer global.
+        """
+        with self._lock:
+            adoptions = frozenset(pulled) - self._fragments
+            self._fragments |= adoptions
+            return adoptions
+
+    def snapshot(self, due: Iterable[int], servers: Mapping[int, int]) -> frozenset[int]:
+        """Return the fragments of which a snapshot is to be taken now.
+
+        Args:
+            due: fragments to be published, each once.
+            servers: the server of each adopted fragment.
+        """
+        with self._lock:
+            if self._leaving:
+                return frozenset()
+            busy = self._room.taken.keys() | self._fragments | self._moving
+            asking = self._room.in_turn([p for p in due if p not in busy])
+            snapshots = frozenset([p for p in asking if self._room.take(p, servers[p])])
+            self._fragments |= snapshots
+            return snapshots
+
+    def counted(self, fragments: Iterable[int]) -> None:
+        """Record that the decisions about these fragments are carried out and counted."""
+        with self._lock:
+            self._fragments.difference_update(fragments)
+
+    def leave(self) -> None:
+        """Treat every decision as counted: the ranks left their loops, so snapshots still wanted are never taken.
+
+        From now on one last snapshot is taken of each fragment (`last`).
+        """
+        with self._lock:
+            self._leaving = True
+            for p in self._fragments:
+                self._room.free(p)
+            self._fragments.clear()
+            self._room.in_turn([])
+
+    def last(self, p: int, server: int) -> bool:
+        """Return whether the last snapshot of a fragment may be taken now; if not, ask again after another upload."""
+        with self._lock:
+            return self._room.take(p, server)
+
+    def uploaded(self, p: int) -> None:
+        """Record that the fragment's snapshot is uploaded, or never will be."""
+        with self._lock:
+            self._room.free(p)
+
+    def move(self, p: int) -> bool:
+        """Return whether the fragment may move to another server. If True, it counts as moving until `moved`."""
+        with self._lock:
+            free = p not in self._room.taken
+            if free:
+                self._moving.add(p)
+            return free
+
+    def moved(self, p: int) -> None:
+        """Record that the move ended: all ranks adopted the fragment from its new server, or it did not move."""
+        with self._lock:
+            self._moving.discard(p)
 
 
 class RanksCarrier:
     """An `exchange.carrier.Carrier` over all ranks. What training adopts is the number of a global that all ranks have.
 
     A server has at most one fragment that is pulled and not adopted, and at most one that is snapshotted and not
-    uploaded; each may be several small ones instead (`inflight.Room`). Snapshots taken while training waits have
+    uploaded; each may be several small ones instead (`placement.Room`). Snapshots taken while training waits have
     negative tags, so that they cannot collide with step numbers.
     """
 
-    def __init__(self, wires: Wires, member: Member, under_way: UnderWay) -> None:
-        self._wires, self._under_way = wires, under_way
+    def __init__(self, transport: Transport, member: Member, in_flight: InFlight) -> None:
+        self._transport, self._in_flight = transport, in_flight
         self._me, self._outages = (member.learner, member.incarnation), member.outages
         sizes = [fragment.elements for fragment in member.layout.fragments]
-        self._turns, self._room = Turns(sizes, wires.ranks), Room(sizes)
+        self._placement, self._room = ServerPlacement(sizes, transport.ranks), Room(sizes)
         self.lanes = len(sizes)
         self.feedback = self
         self.joining = True
@@ -51,47 +180,47 @@ class RanksCarrier:
         Failed attempts are retried, so no bus error is raised.
         """
         p, number, at_once = choose().fragment, next(self._numbers), self.joining
-        pulling = self._wires.go_on(self._pull(p, choose, number, at_once))
+        pulling = self._transport.start_task(self._pull(p, choose, number, at_once))
         try:
             server = await asyncio.shield(pulling)
         except asyncio.CancelledError:
             # The server goes on with the pull. Its room must be freed when that ends, or it would stay taken for ever.
-            self._wires.go_on(self._give_up(p, pulling))
+            self._transport.start_task(self._give_up(p, pulling))
             raise
         if server is None:
             return None
         self._pulled[p] = 0 if at_once else number
-        self._turns.carried(p, server)
+        self._placement.carried(p, server)
         if at_once:
-            await self._free(p)
+            await self._free_room(p)
         return number
 
     async def _pull(self, p: int, choose: Callable[[], Head], number: int, at_once: bool) -> int | None:
         """Return the server from which all ranks now have the global; None if a newer global replaced it meanwhile."""
 
         async def pull() -> bool:
-            return bool(await self._wires.ask(server, "pull", p, number, at_once, codec.encode(choose())))
+            return bool(await self._transport.ask(server, "pull", p, number, at_once, codec.encode(choose())))
 
-        server = await self._take_turn(p, moves=True)
-        if not await self._handed(p, server):
-            await self._free(p)
-            server = await self._take_turn(p, moves=False)
+        server = await self._take_room(p, moves=True)
+        if not await self._handed_over(p, server):
+            await self._free_room(p)
+            server = await self._take_room(p, moves=False)
         if await self._outages.retry(pull):
             return server
-        await self._free(p)
+        await self._free_room(p)
         return None
 
     async def _give_up(self, p: int, pulling: "asyncio.Task[int | None]") -> None:
         """Free the room of a pulled global that nobody will adopt; the fragment stays with its server."""
         if await pulling is not None:
-            await self._free(p)
+            await self._free_room(p)
 
-    async def _take_turn(self, p: int, *, moves: bool) -> int:
+    async def _take_room(self, p: int, *, moves: bool) -> int:
         """Wait until the fragment's next server has room, take the room, and return the server."""
         async with self._adopted:
             while p in self._room.taken or not self._room.take(p, server := self._choose(p, moves)):
                 await self._adopted.wait()
-            self._before[p] = self._turns.servers[p]
+            self._before[p] = self._placement.servers[p]
             return server
 
     def _choose(self, p: int, moves: bool) -> int:
@@ -100,56 +229,58 @@ class RanksCarrier:
         A move begins only once the new server has room: no snapshot of the fragment can be taken while it moves, so an
         early start would delay its publication.
         """
-        now = self._turns.servers[p]
-        server = self._turns.choose(p) if moves else now
-        return now if server != now and self._room.has(p, server) and not self._under_way.move(p) else server
+        now = self._placement.servers[p]
+        server = self._placement.choose(p) if moves else now
+        return now if server != now and self._room.has(p, server) and not self._in_flight.move(p) else server
 
-    async def _free(self, p: int) -> None:
+    async def _free_room(self, p: int) -> None:
         """Free the fragment's room: it is adopted, or will not be. A server that lost the fragment drops its data."""
-        for server in {self._before[p], self._room.taken[p]} - {self._turns.servers[p]}:
-            await self._wires.ask(server, "drop", p)
-        self._under_way.moved(p)
+        for server in {self._before[p], self._room.taken[p]} - {self._placement.servers[p]}:
+            await self._transport.ask(server, "drop", p)
+        self._in_flight.moved(p)
         async with self._adopted:
             self._room.free(p)
             self._adopted.notify_all()
 
-    async def _handed(self, p: int, server: int) -> bool:
+    async def _handed_over(self, p: int, server: int) -> bool:
         """Return whether `server` has all it needs to go on with the fragment."""
-        now = self._turns.servers[p]
-        return server == now or p not in self._pulled or bool(await self._wires.ask(now, "hand", p, server))
+        now = self._placement.servers[p]
+        return server == now or p not in self._pulled or bool(await self._transport.ask(now, "hand", p, server))
 
     def adopted(self, p: int, number: int) -> None:
         """Record that all ranks adopted this global at the present step."""
         if self._pulled[p] == number:
-            self._wires.go_on(self._free(p))
+            self._transport.start_task(self._free_room(p))
 
-    async def upload(self, publication: Publication, values: Taken, of_use: Callable[[], bool]) -> bool:
+    async def upload(self, publication: Publication, values: SnapshotAt, of_use: Callable[[], bool]) -> bool:
         """Let the fragment's server upload a delta; implements `Carrier.upload`."""
         p, (tag, server) = publication.base.fragment, values
-        said = {name: getattr(publication, name) for name in SAID}
+        said = {name: getattr(publication, name) for name in PUBLICATION_FIELDS}
         try:
-            while tag is None and not self._under_way.last(p, server):
+            while tag is None and not self._in_flight.last(p, server):
                 self._uploaded.clear()
                 await self._uploaded.wait()
             if not of_use():
                 if tag is not None:
-                    self._wires.tell(server, "forget", p, tag)
+                    self._transport.tell(server, "forget", p, tag)
                 return False
             tag = await self._snapshot(p, server) if tag is None else tag
-            return bool(await self._wires.ask(server, "upload", p, tag, said))
+            return bool(await self._transport.ask(server, "upload", p, tag, said))
         finally:
-            self._under_way.uploaded(p)
+            self._in_flight.uploaded(p)
             self._uploaded.set()
 
     async def upload_initial(self, fragment: int, nonce: str) -> int:
         """Let the fragment's server upload version 0; implements `Carrier.upload_initial`."""
-        server = self._turns.servers[fragment]
+        server = self._placement.servers[fragment]
         tag = 0 if fragment in self._pulled else await self._snapshot(fragment, server)
-        return int(await self._wires.ask(server, "initial", fragment, tag, nonce))
+        return int(await self._transport.ask(server, "initial", fragment, tag, nonce))
 
     async def _snapshot(self, p: int, server: int) -> int:
         tag = next(self._tags)
-        await asyncio.gather(*(self._wires.ask(rank, "snapshot", p, tag, server) for rank in range(self._wires.ranks)))
+        await asyncio.gather(
+            *(self._transport.ask(rank, "snapshot", p, tag, server) for rank in range(self._transport.ranks))
+        )
         return tag
 
     # --- feedback -----------------------------------------------------------------------------------------
@@ -158,12 +289,12 @@ class RanksCarrier:
         """Forward the learner's merged deltas to the fragment's server; implements `ErrorFeedback.merged`."""
         own = [(one.base_version, one.tokens) for one in parts if (one.learner, one.incarnation) == self._me]
         if own:
-            self._wires.tell(self._turns.servers[fragment], "merged", fragment, own)
+            self._transport.tell(self._placement.servers[fragment], "merged", fragment, own)
 
     def passed(self, fragment: int, version: int) -> None:
         """Forward this to the fragment's server; implements `ErrorFeedback.passed`."""
-        self._wires.tell(self._turns.servers[fragment], "passed", fragment, version)
+        self._transport.tell(self._placement.servers[fragment], "passed", fragment, version)
 
     def reset(self, fragment: int) -> None:
         """Forward this to the fragment's server; implements `ErrorFeedback.reset`."""
-        self._wires.tell(self._turns.servers[fragment], "reset", fragment)
+        self._transport.tell(self._placement.servers[fragment], "reset", fragment)

@@ -1,8 +1,7 @@
-"""The work of a rank beside its training: connecting to the other ranks and transferring; rank 0 also exchanges.
-asyncio.
+"""The work of a rank beside its training: it connects to the other ranks and transfers; rank 0 also exchanges. asyncio.
 
-These are coroutines over the bus and the connections: `rank_thread` runs them in a thread of their own, simulations run
-them in virtual time. After all ranks are connected, they join like this:
+These are coroutines over the bus and the connections: `rank_learner.RankThread` runs them in a thread of their own,
+simulations run them in virtual time. After all ranks are connected, they join like this:
 
 | rank 0 | every rank |
 |---|---|
@@ -12,7 +11,7 @@ them in virtual time. After all ranks are connected, they join like this:
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
@@ -21,7 +20,7 @@ import structlog
 
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BusError, IdTaken, RankGone
-from diloco.pipeline.messages.run import Event, RunState
+from diloco.pipeline.messages.run import Event, Phase, RunState
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
 from diloco.pipeline.transfer.payloads import Offload
@@ -35,14 +34,140 @@ from diloco.workers.exchange.joining import Joining
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
-from diloco.workers.ranks.exit_barrier import steps_of_all
-from diloco.workers.ranks.gather import Part, Snapshot
-from diloco.workers.ranks.inflight import UnderWay
-from diloco.workers.ranks.rank_carrier import RanksCarrier
-from diloco.workers.ranks.rank_learner import Rank
-from diloco.workers.ranks.row_ranges import Shares
-from diloco.workers.ranks.wires import SAID_S, Wires
+from diloco.workers.ranks.gather import Replicas, TakeSnapshot, Transfers
+from diloco.workers.ranks.placement import Shares
+from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier, SnapshotRequests
+from diloco.workers.ranks.shard_broadcast import ShardBroadcast
+from diloco.workers.ranks.shutdown import ExitBarrier, steps_of_all
+from diloco.workers.ranks.step_agreement import Sum
+from diloco.workers.ranks.transport import INFORM_S, REPORT_S, Transport
+from diloco.workers.rounds import Base
 from diloco.workers.training import Training
+
+# Seconds beyond the time allowed for leaving (`within_s`) until the ranks give up on one that has not come to leave.
+GOODBYE_S = 30.0
+# Seconds. When a rank dies, a collective may fail before its connections report it, so wait this long for the cause.
+CAUSE_S = 2.0
+# Seconds between two polls of a sum in flight: the first interval, and the longest to which it grows.
+POLL_S = 0.001, 0.02
+
+
+class Rank:
+    """A rank's side in its exchange thread."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        transfers: Transfers,
+        training: Training,
+        shared: Shared,
+        joined: "Future[tuple[Any, Found]]",
+        exchange: Exchange | None = None,
+        carrier: RanksCarrier | None = None,
+        in_flight: InFlight | None = None,
+    ) -> None:
+        """exchange, carrier, in_flight: only at rank 0. joined: receives this rank and the first moments."""
+        self.transfers, self.shared, self.exchange, self.in_flight = transfers, shared, exchange, in_flight
+        self.carrier = carrier
+        self._transport, self._training, self._joined = transport, training, joined
+        self._found = Found("start")
+        self.begin: Mapping[int, int] = {}
+        """Maps a fragment to the number of the global that training begins with."""
+        self.bases: dict[int, Base] = {}
+        """The bases behind `begin`; filled only at rank 0."""
+        self.late = False
+        """True if the run was already over when all had joined."""
+        self.snapshot_requests, self.exit_barrier, self.shard_broadcast = (
+            SnapshotRequests(transport),
+            ExitBarrier(transport),
+            ShardBroadcast(transport),
+        )
+        self.replicas = Replicas(transport)
+        self._left_in_order: bool | None = None
+        """True if the learner left in order, False if not, None until it has left."""
+        self._gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        transport.handle(
+            recover=self._recover, know=self._know, enter=self._enter, goodbye=self._take_goodbye, go=self._go
+        )
+
+    def begin_with(self) -> list[tuple[int, int]]:
+        """Take the adoptions that training begins with; return (fragment, number) of each. Only at rank 0."""
+        adoptions = self.shared.adoptions
+        self.bases = {p: adoptions.pop(p) for p in sorted(adoptions)}
+        return [(p, base.values) for p, base in self.bases.items()]
+
+    async def _recover(self, _: int, versions: list[int], encoded: bytes | None) -> Source:
+        state = None if encoded is None else codec.decode(RunState, encoded)
+        self.late = state is not None and state.phase is not Phase.RUNNING
+        if self.exchange is None:
+            self.shared.state = state
+        self._found = await self._training.recovery.find(None, tuple(versions), state)
+        return self._found.source
+
+    async def _know(self, _: int, encoded: bytes) -> None:
+        self.shared.state = codec.decode(RunState, encoded)
+
+    async def _enter(self, _: int, source: Source, begin: list[tuple[int, int]]) -> None:
+        self.begin = dict(begin)
+        self.transfers.training_idle.clear()
+        if self._found.source != source:
+            self._found = Found(source)
+        self._joined.set_result((self, self._found))
+
+    def when_done(self, total: Sum, do: Callable[[], object]) -> None:
+        """Call `do` as soon as a sum is complete."""
+        self._transport.start_task(self._when_done(total, do))
+
+    @staticmethod
+    async def _when_done(total: Sum, do: Callable[[], object]) -> None:
+        pause_s, most_s = POLL_S
+        while not total.done:
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, most_s)
+        do()
+
+    async def break_off(self, error: BaseException, why: str) -> None:
+        """Make all other ranks end because this rank's loop has failed, perhaps because another rank is gone."""
+        if isinstance(error, (RuntimeError, RankGone)) and await self._transport.cause(CAUSE_S):
+            # The cause is another rank, and this thread ends and reports it: usually before this sleep is over.
+            await asyncio.sleep(CAUSE_S + INFORM_S)
+        else:
+            await self._transport.end(why)
+
+    async def send_goodbye(self, in_order: bool) -> None:
+        """Tell all ranks that the learner has left. Only at rank 0."""
+        # Two rounds: all ranks must know before the first one goes, or the rest would take it for a dead rank.
+        ranks = range(self._transport.ranks)
+        await asyncio.gather(*(self._transport.ask(rank, "goodbye", in_order) for rank in ranks))
+        gone = await asyncio.gather(*(self._transport.ask(rank, "go") for rank in ranks), return_exceptions=True)
+        for error in gone:
+            if isinstance(error, BaseException) and not isinstance(error, RankGone):
+                raise error
+
+    async def _take_goodbye(self, _: int, in_order: bool) -> None:
+        self._transport.leaving, self._left_in_order = True, in_order
+
+    async def _go(self, _: int) -> None:
+        self._gone.set_result(None)
+
+    async def wait_for_goodbye(self, within_s: float) -> bool:
+        """Wait for rank 0's goodbye; return whether the learner left in order.
+
+        Raises:
+            RankGone: the goodbye did not come in time, or a rank has not left its loop.
+        """
+        await self.exit_barrier.wait_for_all()
+        lost = asyncio.create_task(self._transport.until_gone(0))
+        try:
+            async with asyncio.timeout(within_s):
+                await asyncio.wait({self._gone, lost}, return_when=asyncio.FIRST_COMPLETED)
+                if self._left_in_order is None:  # rank 0 was lost before its goodbye: the transport end this thread
+                    await self._gone
+        except TimeoutError:
+            raise RankGone("rank 0 of this learner has not left in time") from None
+        finally:
+            lost.cancel()
+        return bool(self._left_in_order)
 
 
 def common(found: Iterable[Found]) -> Source:
@@ -51,14 +176,14 @@ def common(found: Iterable[Found]) -> Source:
     return sources.pop() if len(sources) == 1 else "fresh"
 
 
-class Working:
+class RankExchange:
     """One rank's work in its exchange thread."""
 
     def __init__(
         self,
         bus: Bus,
         clock: Clock,
-        wires: Wires,
+        transport: Transport,
         training: Training,
         shares: Shares,
         joined: "Future[tuple[Any, Found]]",
@@ -66,9 +191,9 @@ class Working:
         offload: Offload = offload,
     ) -> None:
         """joined: receives this rank and the moments to begin with. abandoned: True if the caller gave up joining."""
-        self._bus, self._clock, self._wires, self._training, self._shares = bus, clock, wires, training, shares
+        self._bus, self._clock, self._transport, self._training, self._shares = bus, clock, transport, training, shares
         self._joined, self._abandoned, self._offload = joined, abandoned, offload
-        self._log = structlog.get_logger().bind(learner=training.learner, rank=wires.rank)
+        self._log = structlog.get_logger().bind(learner=training.learner, rank=transport.rank)
 
     async def work(self) -> None:
         """Work until cancelled.
@@ -77,7 +202,7 @@ class Working:
             RankGone: a rank is gone, and the learner with it.
             DilocoError: the rank cannot join.
         """
-        leads = not self._wires.rank
+        leads = not self._transport.rank
         if not leads:  # registers the handlers before connecting: requests may come at once
             self._follow()
         try:
@@ -85,40 +210,43 @@ class Working:
         except IdTaken:
             raise  # another process has the name now, and that learner is not broken
         except Exception as error:
-            if self._wires.speaks and (isinstance(error, RankGone) or self._joined.done()):
-                await self.say_broken(self._wires.why)
+            if self._transport.reports and (isinstance(error, RankGone) or self._joined.done()):
+                await self.report_broken(self._transport.reason)
             raise
 
-    async def say_broken(self, why: str) -> None:
+    async def report_broken(self, why: str) -> None:
         """Report on the bus that the learner is broken, for everybody who watches the run."""
         unix_s, who = self._clock.unix(), self._training.learner
         with suppress(TimeoutError, BusError):
-            async with asyncio.timeout(SAID_S):
+            async with asyncio.timeout(REPORT_S):
                 await self._bus.add_event(Event(name="learner_broken", who=who, detail=why[:500], unix_s=unix_s))
 
-    async def last_words(self, why: str, within_s: float) -> str:
+    async def report_end(self, why: str, within_s: float) -> str:
         """Tell the other ranks and the bus why this rank ends; return the reason, with what is known of the others."""
-        why = f"rank {self._wires.rank} of this learner was asked to end: {why}"
+        why = f"rank {self._transport.rank} of this learner was asked to end: {why}"
         if self._joined.done():  # all ranks have joined, so all can be asked
-            why = f"{why}. The ranks: {await steps_of_all(self._wires, within_s / 2)}"
+            why = f"{why}. The ranks: {await steps_of_all(self._transport, within_s / 2)}"
         await asyncio.wait(
-            {asyncio.create_task(one) for one in (self._wires.tell_all(why, said=True), self.say_broken(why))},
+            {
+                asyncio.create_task(one)
+                for one in (self._transport.end_all(why, reported=True), self.report_broken(why))
+            },
             timeout=within_s / 2,
         )
         return why
 
     async def _work(self, leads: bool) -> None:
-        async with self._wires, meanwhile(self._wires.watch()):
+        async with self._transport, meanwhile(self._transport.watch()):
             await (self._lead() if leads else asyncio.Event().wait())
 
-    def _part(self, member: Member) -> Part:
-        def snapshot(p: int) -> Snapshot:
+    def _transfers(self, member: Member) -> Transfers:
+        def snapshot(p: int) -> TakeSnapshot:
             return self._training.parameters.snapshot(p).numpy
 
-        return Part(self._wires, member, self._shares, snapshot, self._training.parameters.overwrite)
+        return Transfers(self._transport, member, self._shares, snapshot, self._training.parameters.overwrite)
 
     def _follow(self) -> None:
-        """Answer requests as one of the ranks that rank 0 speaks for."""
+        """Answer requests as one of the ranks that rank 0 reports for."""
         training, log = self._training, self._log
         self._bus.use_spec(training.spec)
         member = Member(
@@ -134,28 +262,28 @@ class Working:
             Outages(log),
             log,
         )
-        Rank(self._wires, self._part(member), training, member.shared, self._joined)
+        Rank(self._transport, self._transfers(member), training, member.shared, self._joined)
 
     async def _lead(self) -> None:
-        """Work as rank 0, which speaks for all ranks, until cancelled."""
-        training, wires, bus = self._training, self._wires, self._bus
-        parts, carriers = list[Part](), list[RanksCarrier]()
-        under_way = UnderWay([fragment.elements for fragment in self._shares.layout.fragments])
+        """Work as rank 0, which reports for all ranks, until cancelled."""
+        training, transport, bus = self._training, self._transport, self._bus
+        transfers, carriers = list[Transfers](), list[RanksCarrier]()
+        in_flight = InFlight([fragment.elements for fragment in self._shares.layout.fragments])
         who = training.learner, training.incarnation
         own = OnHost(AT_ONCE)
         given = bus, self._clock, *who, training.report
         joining = Joining(*given, offload=self._offload, encoder=own)
 
         def make_carrier(member: Member) -> Carrier:
-            parts.append(self._part(member))
-            carriers.append(RanksCarrier(wires, member, under_way))
+            transfers.append(self._transfers(member))
+            carriers.append(RanksCarrier(transport, member, in_flight))
             return carriers[0]
 
         try:
             exchange = await joining.join_with(training.spec, training.layout, make_carrier)
             shared, carriers[0].joining = exchange.shared, False
-            rank = Rank(wires, parts[0], training, shared, self._joined, exchange, carriers[0], under_way)
-            async with meanwhile(self._until_left(exchange), rank.parting.watch()):
+            rank = Rank(transport, transfers[0], training, shared, self._joined, exchange, carriers[0], in_flight)
+            async with meanwhile(self._until_left(exchange), rank.exit_barrier.watch()):
                 versions = tuple(base.version for base in shared.adoptions.values())
                 await say_joined(bus, *who, versions, shared.state)
                 await self._enter_all(rank, versions, shared.state)
@@ -170,7 +298,7 @@ class Working:
             await exchange.work()
         except ExceptionGroup as errors:
             # While the ranks leave, the exchange may still pull for ranks that are gone already: that is no failure.
-            others = errors.split(RankGone)[1] if self._wires.leaving else errors
+            others = errors.split(RankGone)[1] if self._transport.leaving else errors
             if others is not None:
                 raise others.exceptions[0] from None
 
@@ -184,15 +312,15 @@ class Working:
             state = shared.state
             if state is not None and state.started_unix_s != told:
                 told = state.started_unix_s
-                for rank in range(1, self._wires.ranks):
-                    self._wires.tell(rank, "know", codec.encode(state))
+                for rank in range(1, self._transport.ranks):
+                    self._transport.tell(rank, "know", codec.encode(state))
             await asyncio.sleep(LOOK_S)
 
     async def _enter_all(self, rank: Rank, versions: Sequence[int], state: RunState | None) -> None:
-        wires, ranks = self._wires, range(self._wires.ranks)
+        transport, ranks = self._transport, range(self._transport.ranks)
         encoded = None if state is None else codec.encode(state)
-        said = await asyncio.gather(*(wires.ask(one, "recover", list(versions), encoded) for one in ranks))
+        said = await asyncio.gather(*(transport.ask(one, "recover", list(versions), encoded) for one in ranks))
         source = common(Found(one) for one in said)
         self._log.info("ranks_recovered", source=source, ranks=len(said), found=sorted(set(said)))
         begin = rank.begin_with()
-        await asyncio.gather(*(wires.ask(one, "enter", source, begin) for one in ranks))
+        await asyncio.gather(*(transport.ask(one, "enter", source, begin) for one in ranks))

@@ -1,7 +1,7 @@
 """A learner's state folder: each rank saves what it holds, and any number of ranks, also one, can read it again.
 
     <folder>/rank-<r>-of-<n>/   a `StateFolder` of rank r's shards; among replicas only the first one saves, and the
-                                others save only a `CHANCE_FILE` with their random states
+                                others save only a `RANDOM_FILE` with their random states
     <folder>/                   the state of a learner that is one process
 
 What is read is the complete set of files that has gone furthest. If other ranks saved it, each rank assembles what it
@@ -41,10 +41,10 @@ from diloco.workers.moments.state_folder import (
     StateRefused,
     read_state,
 )
-from diloco.workers.ranks.row_ranges import Range, Ranges, local_layout
+from diloco.workers.ranks.placement import Range, Ranges, local_layout
 
 # Holds a `SavedState` of which only the random states are used.
-CHANCE_FILE = "chance.json"
+RANDOM_FILE = "random.json"
 # The states of one saved set, by folder.
 Parts = dict[Path, SavedState]
 
@@ -81,11 +81,11 @@ class RankFolder(StateFolder):
         if self._saves:
             super().save(make)
         else:
-            self._writer.submit(partial(self._logged, self._save_chance, make))
+            self._writer.submit(partial(self._logged, self._save_random_state, make))
 
-    def _save_chance(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
+    def _save_random_state(self, make: Callable[[], tuple[SavedState, Moments]]) -> None:
         self._own.mkdir(parents=True, exist_ok=True)
-        replace(self._own / CHANCE_FILE, [make()[0].model_dump_json().encode()])
+        replace(self._own / RANDOM_FILE, [make()[0].model_dump_json().encode()])
 
     @override
     def append_losses(self, lines: Callable[[], Sequence[str]]) -> None:
@@ -100,7 +100,9 @@ class RankFolder(StateFolder):
             found = super().load(identity, kind)
             if found is None:
                 return None
-            state = _fewest(found[0] if self._saves else self._with_own_chance(found[0]), parts.values())
+            state = _with_fewest_steps(
+                found[0] if self._saves else self._with_own_random_state(found[0]), parts.values()
+            )
             return state, found[1]
         if isinstance(self._layout, KeptLayout):
             raise StateRefused(f"{self._all} was saved by other ranks, and not all tensors keep the same moments")
@@ -161,16 +163,16 @@ class RankFolder(StateFolder):
                         missing -= high - low
         if missing:
             raise StateRefused(f"{self._all} does not hold each of this rank's elements once: {missing} are left over")
-        state = self._with_own_chance(_fewest(next(iter(parts.values())), parts.values()))
+        state = self._with_own_random_state(_with_fewest_steps(next(iter(parts.values())), parts.values()))
         structlog.get_logger().info("state_resharded", folder=str(self._all), parts=len(parts), ranks=len(self._held))
         return state, Moments(kind, tuple(own), {name: tuple(values) for name, values in numbers.items()})
 
-    def _with_own_chance(self, state: SavedState) -> SavedState:
+    def _with_own_random_state(self, state: SavedState) -> SavedState:
         """Replace the random states by those that this rank, of as many, saved last, else by this process's."""
         # With another rank's random states this rank would draw that rank's data.
         here: dict[str, Any] = {"torch_rng": torch.get_rng_state().numpy().tobytes(), "python_rng": random.getstate()}
         saved = list[SavedState]()
-        for name in (STATE_FILE, CHANCE_FILE):
+        for name in (STATE_FILE, RANDOM_FILE):
             with suppress(StateRefused):  # there is none, or a damaged one
                 saved.append(read_state(self._own / name))
         saved = [one for one in saved if one.identity.same(state.identity)]
@@ -180,7 +182,7 @@ class RankFolder(StateFolder):
         return state.model_copy(update=here)
 
 
-def _fewest(state: SavedState, parts: Collection[SavedState]) -> SavedState:
+def _with_fewest_steps(state: SavedState, parts: Collection[SavedState]) -> SavedState:
     """Replace the steps by the lowest number in the set, so that all ranks begin with the same."""
     if len({part.steps for part in parts}) > 1:
         steps = sorted(part.steps for part in parts)

@@ -15,7 +15,7 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard
 from diloco.pipeline.payload import codec
 from diloco.workers.batches import Turns
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.transport import Transport
 
 LOOK_S = 0.2
 # Seconds that a rank waits for rank 0 to draw as many shards before it logs a warning.
@@ -24,36 +24,36 @@ PATIENCE_S = 60.0
 # hour, and long enough for what rank 0 does alone between two batches, such as an evaluation.
 GIVES_UP_S = 600.0
 # Length, seed, batch size, and batches per step, as a rank's loop passed them.
-Asked = tuple[int, int | None, int, int]
+LoaderArguments = tuple[int, int | None, int, int]
 
 
-class ShardsTold:
+class ShardBroadcast:
     """One rank's side. Rank 0's exchange thread sends, every other one's receives; the training thread reads."""
 
-    def __init__(self, wires: Wires) -> None:
-        self._wires = wires
-        self.heard: queue.SimpleQueue[tuple[Asked, str, int, bytes]] = queue.SimpleQueue()
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.heard: queue.SimpleQueue[tuple[LoaderArguments, str, int, bytes]] = queue.SimpleQueue()
         """Each shard as rank 0 told it: what its loop asked for, entry id ("" if it is read again), position, and
         bytes."""
-        wires.handle(shard=self._hear)
+        transport.handle(shard=self._receive)
 
-    def tell(self, asked: Asked, claimed: ClaimedShard | None, shard: Shard) -> None:
+    def tell(self, asked: LoaderArguments, claimed: ClaimedShard | None, shard: Shard) -> None:
         """Tell all other ranks that rank 0 reads this shard next. Only at rank 0. claimed: None if it is read again."""
         entry, position = ("", 0) if claimed is None else (claimed.entry_id, claimed.position)
-        for rank in range(1, self._wires.ranks):
-            self._wires.tell(rank, "shard", list(asked), entry, position, codec.encode(shard))
+        for rank in range(1, self._transport.ranks):
+            self._transport.tell(rank, "shard", list(asked), entry, position, codec.encode(shard))
 
-    async def _hear(self, _: int, asked: list[int], entry: str, position: int, encoded: bytes) -> None:
+    async def _receive(self, _: int, asked: list[int], entry: str, position: int, encoded: bytes) -> None:
         length, seed, size, accumulate = asked
         self.heard.put(((length, seed, size, accumulate), entry, position, encoded))
 
 
-def asked_for(order: DataOrder, batch_size: int, accumulate: int) -> Asked:
+def loader_arguments(order: DataOrder, batch_size: int, accumulate: int) -> LoaderArguments:
     """Return what this rank's loop asks for, in the form in which it is sent."""
     return order.length, order.seed, batch_size, accumulate
 
 
-class Telling:
+class LeadingShards:
     """Rank 0's shards in turn (`batches.Turns`); it tells the other ranks of each."""
 
     def __init__(self, shards: Turns, first: ClaimedShard, tell: Callable[[ClaimedShard | None, Shard], None]) -> None:
@@ -68,10 +68,10 @@ class Telling:
         return found
 
 
-class Hearing:
+class FollowingShards:
     """Another rank's shards in rank 0's order (`batches.Turns`)."""
 
-    def __init__(self, told: ShardsTold, asked: Asked, check: Callable[[], object]) -> None:
+    def __init__(self, told: ShardBroadcast, asked: LoaderArguments, check: Callable[[], object]) -> None:
         """asked: by this rank's loop; rank 0's must be the same. check: raises if the learner is not in its run."""
         self._told, self._asked, self._check = told, asked, check
 
@@ -112,5 +112,5 @@ class Hearing:
         return (ClaimedShard(entry_id=entry, shard=shard, position=position) if entry else None), shard
 
 
-def _shown(asked: Asked) -> str:
+def _shown(asked: LoaderArguments) -> str:
     return "length={}, seed={}, batch_size={}, accumulate={}".format(*asked)

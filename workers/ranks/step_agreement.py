@@ -1,4 +1,4 @@
-"""The numbers that a learner's ranks sum at each step, so that all do the same thing at the same step. Pure.
+"""The encode that a learner's ranks sum at each step, so that all do the same thing at the same step. Pure.
 
 At each step every rank contributes a few integers to an all-reduce (a sum), which runs beside the training. At the end
 of the next step all ranks have read the same result. Adoptions are decided by rank 0: it puts them into the sum, and
@@ -21,7 +21,7 @@ _HEAD = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class Decisions:
     """Rank 0's decisions for one step."""
 
     over: bool = False
@@ -29,11 +29,11 @@ class Decided:
     progress: float = 0.0
     """Progress of the run, 0..1."""
     adoptions: Mapping[int, int] = field(default_factory=dict)
-    """Maps a fragment to the number of the pulled global that is adopted; numbers start at 1."""
+    """Maps a fragment to the number of the pulled global that is adopted; encode start at 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Agreed:
+class StepSum:
     """The decoded sum of one step."""
 
     tokens: int
@@ -42,14 +42,14 @@ class Agreed:
     """True if at least one rank was asked to end."""
     snapshots: frozenset[int]
     """Fragments of which every rank took a snapshot at the end of the step."""
-    decided: Decided
+    decided: Decisions
 
 
 class Sum(Protocol):
-    """An all-reduce in flight over the numbers that the ranks contribute at one step. Any thread may use it."""
+    """An all-reduce in flight over the encode that the ranks contribute at one step. Any thread may use it."""
 
     @property
-    def there(self) -> bool:
+    def done(self) -> bool:
         """Return whether the sum is complete, so that `wait` would not block."""
 
     def wait(self, within_s: float | None = None) -> list[int]:
@@ -60,22 +60,22 @@ class Sum(Protocol):
         """
 
 
-class Meets(Protocol):
-    """The interface through which a learner's ranks sum numbers."""
+class Collectives(Protocol):
+    """The interface through which a learner's ranks sum encode."""
 
     @property
     def rank(self) -> int:
         """This rank's number."""
 
-    def start_sum(self, numbers: Sequence[int]) -> Sum:
-        """Start a sum with this rank's numbers. All ranks start their sums in the same order."""
+    def start_sum(self, encode: Sequence[int]) -> Sum:
+        """Start a sum with this rank's encode. All ranks start their sums in the same order."""
 
-    def hand_round(self, source: int, elements: int, make: Callable[[], Any]) -> Any:
+    def broadcast(self, source: int, elements: int, make: Callable[[], Any]) -> Any:
         """Return on all ranks the vector (elements,) that rank `source` makes. All ranks call this together."""
 
 
-def numbers(
-    tokens: int, stop: bool, fragments: int, taken: Collection[int] = (), decided: Decided = Decided()
+def encode(
+    tokens: int, stop: bool, fragments: int, taken: Collection[int] = (), decided: Decisions = Decisions()
 ) -> list[int]:
     """Return the integers that this rank contributes to the sum.
 
@@ -91,11 +91,11 @@ def numbers(
     return told + [decided.adoptions.get(p, 0) for p in range(fragments)]
 
 
-def read(sums: Sequence[int], ranks: int) -> Agreed:
-    """Decode the sum of the numbers of all ranks."""
+def decode(sums: Sequence[int], ranks: int) -> StepSum:
+    """Decode the sum of the encode of all ranks."""
     tokens, stop, over, parts = sums[:_HEAD]
     fragments = (len(sums) - _HEAD) // 2
     snapshots = frozenset(p for p in range(fragments) if sums[_HEAD + p] == ranks)
     # Only rank 0 contributes adoptions: the sum is its number.
     adoptions = {p: number for p in range(fragments) if (number := sums[_HEAD + fragments + p])}
-    return Agreed(tokens, stop > 0, snapshots, Decided(over > 0, parts / PARTS, adoptions))
+    return StepSum(tokens, stop > 0, snapshots, Decisions(over > 0, parts / PARTS, adoptions))

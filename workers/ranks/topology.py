@@ -8,6 +8,10 @@
 | plain, with a mesh or a process group passed | the ranks of that; the loop averages gradients itself |
 
 Every other setup that spans several processes is refused, and the error gives the reason.
+
+The messages that ranks exchange when they meet travel over their gloo group and are never pickles, which torch's own
+object collectives would be. Every message has bounds (`Message`) and is preceded by its size. All ranks read the same
+bytes, so either all accept a message or all refuse it.
 """
 
 import atexit
@@ -22,33 +26,129 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
+from pydantic import Field
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diloco.pipeline.agreement import differences
-from diloco.pipeline.errors import DilocoError, RankGone, UsageError
+from diloco.pipeline.errors import BadMessage, DilocoError, RankGone, UsageError
 from diloco.pipeline.messages.spec import Spec
+from diloco.pipeline.messages.wire import MAX_TENSORS, Message, Nonce, PartyId, Text
+from diloco.pipeline.payload import codec
 from diloco.workers.averaged import averaged_buffers
 from diloco.workers.exchange.joining import PATIENCE_S
 from diloco.workers.parameters import local_of, trained_tensors
-from diloco.workers.ranks.gloo_exit import rest
-from diloco.workers.ranks.handshake import MAX_REFUSED, Agreed, Asked, Place, Ready, Rows, said_by_all
-from diloco.workers.ranks.lines import TOKEN_BYTES, listen
-from diloco.workers.ranks.row_ranges import Range
+from diloco.workers.ranks.placement import Range
+from diloco.workers.ranks.shutdown import wait_for_gloo_threads
+from diloco.workers.ranks.transport import TOKEN_BYTES, listen
+
+MAX_REFUSED = 2**14
+Element = Annotated[int, Field(ge=0, le=2**62)]
+
+
+class Arguments(Message):
+    """The arguments that a rank's learner was given."""
+
+    max_parts: ClassVar[int] = 202
+
+    format: Literal[1] = 1
+    arguments: Annotated[tuple[tuple[Text, Annotated[str, Field(max_length=2**14)]], ...], Field(max_length=100)]
+    """(name, value as text) of each argument."""
+
+
+class Readiness(Message):
+    """A rank's answer whether it can join."""
+
+    max_bytes: ClassVar[int] = 2**17
+
+    format: Literal[1] = 1
+    refused: Annotated[str, Field(max_length=MAX_REFUSED)]
+    """The reason why the rank cannot join; empty if it can."""
+
+
+class Proposal(Message):
+    """A rank's proposal. All ranks take rank 0's values."""
+
+    max_bytes: ClassVar[int] = Spec.max_bytes + 2**10
+    max_parts: ClassVar[int] = Spec.max_parts + 1
+    max_items: ClassVar[int] = MAX_TENSORS
+
+    format: Literal[1] = 1
+    spec: Spec
+    learner: PartyId
+    incarnation: Nonce
+    token: Annotated[bytes, Field(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
+    """The secret by which the ranks authenticate their connections."""
+
+
+class HeldRows(Message):
+    """The elements that a rank holds."""
+
+    max_bytes: ClassVar[int] = 64 * 2**20
+    max_parts: ClassVar[int] = MAX_TENSORS + 2
+    max_items: ClassVar[int] = MAX_TENSORS
+
+    format: Literal[1] = 1
+    machine: Text
+    held: Annotated[tuple[tuple[Text, Element, Element], ...], Field(max_length=MAX_TENSORS, fail_fast=True)]
+    """(name of a tensor, start, stop): the rank holds its elements [start, stop)."""
+
+
+class Address(Message):
+    """The address at which a rank's exchange thread accepts connections."""
+
+    format: Literal[1] = 1
+    host: Text
+    port: Annotated[int, Field(ge=1, lt=2**16)]
+
+
+M = TypeVar("M", bound=Message)
+
+
+def gather_messages(group: Any, own: M) -> list[M]:
+    """Return what each rank says, in rank order, including this one.
+
+    Raises:
+        UsageError: a rank's message cannot be read; all ranks raise this.
+        RuntimeError: raised by torch if a rank is gone.
+    """
+    return [broadcast_message(group, rank, own) for rank in range(distributed.get_world_size(group))]
+
+
+def broadcast_message(group: Any, rank: int, own: M) -> M:
+    """Return what one rank of a group says. All ranks call this, each with its own message.
+
+    Raises:
+        UsageError, RuntimeError: for the reasons that `gather_messages` gives.
+    """
+    source, kind = distributed.get_global_rank(group, rank), type(own)
+    data = torch.frombuffer(bytearray(codec.encode(own)), dtype=torch.uint8)
+    size = torch.tensor([len(data)], device="cpu")
+    distributed.broadcast(size, source, group)
+    if not 0 < (nbytes := int(size)) <= kind.max_bytes:
+        raise UsageError(f"rank {rank} of this learner says {nbytes} bytes, where {kind.max_bytes} is the limit")
+    if distributed.get_rank(group) != rank:
+        data = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+    distributed.broadcast(data, source, group)
+    try:
+        return codec.decode(kind, np.asarray(data).tobytes())
+    except BadMessage as error:
+        raise UsageError(f"rank {rank} of this learner has sent a message that cannot be read: {error}") from error
+
 
 Float32 = npt.NDArray[np.float32]
 
 # Timeout of the gloo group. It only bounds the wait for a rank that hangs; the death of a rank is noticed at once.
-WAIT = timedelta(hours=1)
+GROUP_TIMEOUT = timedelta(hours=1)
 # Timeout for collectives that the ranks enter together after training. It is long because one rank may first read from
 # a bus that is temporarily unavailable.
-TOGETHER = timedelta(minutes=5)
+BROADCAST_TIMEOUT = timedelta(minutes=5)
 # A value of `mesh`: all ranks of torch.distributed, if there are several.
 WORLD = "world"
 LOOPBACK = "127.0.0.1"
@@ -186,7 +286,7 @@ class GlooSum:
         self._work = distributed.all_reduce(self._vector, group=group, async_op=True)
 
     @property
-    def there(self) -> bool:
+    def done(self) -> bool:
         """Return whether the sum is complete."""
         return bool(self._work.is_completed())
 
@@ -198,13 +298,13 @@ class GlooSum:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class RankGroup:
     """The ranks of one learner after they have met. For the training thread."""
 
-    group: Any
+    gloo: Any
     """A gloo group for the learner's own use; it outlives the training."""
     rank: int
-    """This process's rank in `group`. Rank 0 speaks for the learner."""
+    """This process's rank in `gloo`. Rank 0 reports for the learner."""
     learner: tuple[str, str]
     """The learner's id and incarnation, as rank 0 has them."""
     spec: Spec
@@ -217,10 +317,10 @@ class Meeting:
     token: bytes
 
     def start_sum(self, numbers: Sequence[int]) -> GlooSum:
-        """Start a sum over all ranks; implements `step_agreement.Meets.start_sum`."""
-        return GlooSum(self.group, numbers)
+        """Start a sum over all ranks; implements `step_agreement.Collectives.start_sum`."""
+        return GlooSum(self.gloo, numbers)
 
-    def part(self) -> None:
+    def leak_groups(self) -> None:
         """Let this process end even though a process group has a collective in flight with a rank that is gone.
 
         gloo cannot abort a collective, and destroying a group waits for what is in flight: ranks that end would wait
@@ -240,7 +340,7 @@ class Meeting:
             with suppress(RuntimeError):  # a backend that cannot be aborted
                 group.abort()
 
-    def hand_round(self, source: int, elements: int, make: Callable[[], Float32]) -> Float32:
+    def broadcast(self, source: int, elements: int, make: Callable[[], Float32]) -> Float32:
         """Return on all ranks the vector (elements,) that rank `source` makes. All ranks call this together.
 
         Raises:
@@ -254,24 +354,24 @@ class Meeting:
             except Exception as error:  # raised below, after the other ranks have been told: they wait in the broadcast
                 failure = error
         made = torch.tensor([failure is None], device="cpu")
-        first = distributed.get_global_rank(self.group, source)
-        _wait(distributed.broadcast(made, first, self.group, async_op=True), TOGETHER)
+        first = distributed.get_global_rank(self.gloo, source)
+        _wait(distributed.broadcast(made, first, self.gloo, async_op=True), BROADCAST_TIMEOUT)
         if failure is not None:
             raise failure
         if not made:
             raise RankGone(f"rank {source} of this learner could not read a value that all ranks need: see its error")
         whole = whole if self.rank == source else np.empty(elements, np.float32)
-        _wait(distributed.broadcast(torch.from_numpy(whole), first, self.group, async_op=True), TOGETHER)
+        _wait(distributed.broadcast(torch.from_numpy(whole), first, self.gloo, async_op=True), BROADCAST_TIMEOUT)
         return whole
 
 
-def meet(
+def rendezvous(
     ranks: Sequence[int],
     model: nn.Module,
     propose: Callable[[], Spec],
     learner: tuple[str, str],
     asked: Mapping[str, str],
-) -> Meeting:
+) -> RankGroup:
     """Wait for all ranks of a learner, and learn which elements each holds.
 
     Args:
@@ -286,31 +386,31 @@ def meet(
         RankGone: a rank is gone.
     """
     try:
-        with _said_if_long(ranks):
+        with _warn_if_slow(ranks):
             group = _group_of(tuple(sorted(ranks)))
             rank = distributed.get_rank(group)
             token = secrets.token_bytes(TOKEN_BYTES)
-            _same_arguments(said_by_all(group, Asked(arguments=tuple(asked.items()))))
+            _same_arguments(gather_messages(group, Arguments(arguments=tuple(asked.items()))))
             spec = _proposed(group, propose)
-            own = Agreed(spec=spec, learner=learner[0], incarnation=learner[1], token=token)
-            agreed, *_ = said = said_by_all(group, own)
+            own = Proposal(spec=spec, learner=learner[0], incarnation=learner[1], token=token)
+            agreed, *_ = said = gather_messages(group, own)
             _same_model(said)
             ranges = tuple((name, *found) for name, found in held(_synchronised(model)).items())
-            told = said_by_all(group, Rows(machine=socket.gethostname(), held=ranges))
+            told = gather_messages(group, HeldRows(machine=socket.gethostname(), held=ranges))
             machines = [one.machine for one in told]
             alone = len(set(machines)) == 1
             listener = listen(LOOPBACK) if alone else listen()
             host = LOOPBACK if alone else _own_address(machines[rank] == machines[0])
-            places = said_by_all(group, Place(host=host, port=listener.getsockname()[1]))
+            places = gather_messages(group, Address(host=host, port=listener.getsockname()[1]))
     except RuntimeError as error:
         raise RankGone(f"the ranks of this learner have not met: {error}") from error
     holds = tuple({name: (start, stop) for name, start, stop in one.held} for one in told)
     addresses, who = tuple((one.host, one.port) for one in places), (agreed.learner, agreed.incarnation)
-    return Meeting(group, rank, who, agreed.spec, holds, addresses, listener, agreed.token)
+    return RankGroup(group, rank, who, agreed.spec, holds, addresses, listener, agreed.token)
 
 
 @contextmanager
-def _said_if_long(ranks: Sequence[int]) -> Iterator[None]:
+def _warn_if_slow(ranks: Sequence[int]) -> Iterator[None]:
     """Warn if the ranks take long to meet.
 
     Before they have met, nothing detects a missing rank, not even one that has died: torch waits for it.
@@ -338,7 +438,7 @@ def _proposed(group: Any, propose: Callable[[], Spec]) -> Spec:
         spec = propose()
     except DilocoError as error:
         refusal = error
-    said = said_by_all(group, Ready(refused="" if refusal is None else str(refusal)[:MAX_REFUSED]))
+    said = gather_messages(group, Readiness(refused="" if refusal is None else str(refusal)[:MAX_REFUSED]))
     if refusal is not None:
         raise refusal
     for rank, one in enumerate(said):
@@ -347,7 +447,7 @@ def _proposed(group: Any, propose: Callable[[], Spec]) -> Spec:
     return spec
 
 
-def _same_arguments(said: Sequence[Asked]) -> None:
+def _same_arguments(said: Sequence[Arguments]) -> None:
     """Refuse on all ranks if the arguments of one rank differ from rank 0's.
 
     This check precedes the proposals, because proposing is collective: all ranks gather the frozen shards for it.
@@ -359,7 +459,7 @@ def _same_arguments(said: Sequence[Asked]) -> None:
         _refuse(rank, "other arguments", "\n".join(differ))
 
 
-def _same_model(said: Sequence[Agreed]) -> None:
+def _same_model(said: Sequence[Proposal]) -> None:
     for rank, one in enumerate(said):
         if _tensors(one.spec) != _tensors(said[0].spec):
             _refuse(rank, "another model", differences(one.spec, said[0].spec))
@@ -376,9 +476,11 @@ def _group_of(ranks: tuple[int, ...]) -> Any:
     A second group of the same ranks would find the stale addresses of the first one in torch's store.
     """
     if not GROUPS:
-        atexit.register(rest)
+        atexit.register(wait_for_gloo_threads)
     if GROUPS.get(ranks) not in distributed.distributed_c10d._world.pg_map:
-        GROUPS[ranks] = distributed.new_group(list(ranks), timeout=WAIT, backend="gloo", use_local_synchronization=True)
+        GROUPS[ranks] = distributed.new_group(
+            list(ranks), timeout=GROUP_TIMEOUT, backend="gloo", use_local_synchronization=True
+        )
     return GROUPS[ranks]
 
 

@@ -21,10 +21,9 @@ from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.settings import SyncSettings
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found
-from diloco.workers.ranks.inflight import UnderWay
+from diloco.workers.ranks.placement import Shares
+from diloco.workers.ranks.rank_carrier import InFlight, SnapshotRequests
 from diloco.workers.ranks.rank_learner import JoinedRank, Rank
-from diloco.workers.ranks.row_ranges import Shares
-from diloco.workers.ranks.snapshot_requests import Wishes
 from diloco.workers.rounds import Base, OpenWindow, Publication, Rounds
 from diloco.workers.stopping import Stopping
 from tests import HANGING_S, samples
@@ -39,14 +38,14 @@ class Alone:
 
     def start_sum(self, numbers: Sequence[int]) -> Any:
         """It is there at once."""
-        return SimpleNamespace(there=True, wait=lambda within_s=None: list(numbers))
+        return SimpleNamespace(done=True, wait=lambda within_s=None: list(numbers))
 
-    def hand_round(self, source: int, elements: int, make: Callable[[], Any]) -> Any:
+    def broadcast(self, source: int, elements: int, make: Callable[[], Any]) -> Any:
         """It has it."""
         return make()
 
 
-class NoWires:
+class NoTransport:
     """Of one rank, which hears at once."""
 
     ranks = 1
@@ -73,18 +72,18 @@ def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]], sums
         publishing=SimpleNamespace(queue=told.extend), reporting=SimpleNamespace(soon=lambda: None)
     )
     rank: Any = SimpleNamespace(
-        part=part,
+        transfers=part,
         shared=shared,
         exchange=exchange,
         carrier=SimpleNamespace(adopted=lambda p, number: None),
-        under_way=UnderWay([2]),
-        wishes=Wishes(NoWires()),  # type: ignore[arg-type]
-        once_there=lambda told, do: do(),
+        in_flight=InFlight([2]),
+        snapshot_requests=SnapshotRequests(NoTransport()),  # type: ignore[arg-type]
+        when_done=lambda told, do: do(),
         late=False,
         begin={0: 1},
         bases={0: Base(0, 3, b"", 1)},
-        parting=SimpleNamespace(steps=0),
-        shards_told=None,
+        exit_barrier=SimpleNamespace(steps=0),
+        shard_broadcast=None,
     )
     training: Any = SimpleNamespace(rounds=rounds, layout=layout, parameters=parameters)
     thread: Any = SimpleNamespace(call=lambda what, *args: what(*args))
@@ -121,11 +120,11 @@ def test_a_window_that_opens_is_followed_at_the_end_of_the_step() -> None:
 
 
 def follower() -> Any:
-    """A rank that rank 0 speaks for, and its mutable inside."""
+    """A rank that rank 0 reports for, and its mutable inside."""
     joined: Any = learner(24, [])
-    joined._rank.exchange = joined._rank.under_way = joined._rank.carrier = None
+    joined._rank.exchange = joined._rank.in_flight = joined._rank.carrier = None
     joined._rank.bases = {}
-    joined._rank.part.still = SimpleNamespace(set=lambda: None)
+    joined._rank.transfers.training_idle = SimpleNamespace(set=lambda: None)
     joined.adopt()
     return joined
 
@@ -143,7 +142,7 @@ def test_ranks_save_their_moments_at_the_end_of_a_run_too() -> None:
     """As one process does: the learner may come back in a run that is resumed."""
     joined, saved = follower(), []
     joined.training.keeper = SimpleNamespace(close=lambda shared, save, within_s: saved.append(save))
-    joined._rank.hear_bye = lambda within_s: True
+    joined._rank.wait_for_goodbye = lambda within_s: True
     joined.thread.ask = joined.thread.result_of = lambda given: given
     joined._over = True
     assert joined.leave(1.0, True)
@@ -160,9 +159,9 @@ async def test_moments_of_which_another_rank_has_no_part_are_let_go_of() -> None
     async def find(*_: object) -> Found:
         return found.pop()
 
-    wires, part = NoWires(), SimpleNamespace(still=asyncio.Event())
+    transport, part = NoTransport(), SimpleNamespace(training_idle=asyncio.Event())
     training = SimpleNamespace(recovery=SimpleNamespace(find=find))
-    given: Any = wires, part, training, Shared()
+    given: Any = transport, part, training, Shared()
     rank = Rank(*given, joined)
     assert await rank._recover(0, [3], None) == "checkpoint"
     await rank._enter(0, "fresh", [])
@@ -198,7 +197,7 @@ class Late(Alone):
             time.sleep(1e-3)
             return list(numbers)
 
-        return SimpleNamespace(there=True, wait=wait)
+        return SimpleNamespace(done=True, wait=wait)
 
 
 def test_the_exchange_never_waits_for_a_sum_that_is_not_there() -> None:
@@ -238,7 +237,7 @@ def race(locked: bool) -> bool:
         try:
             while (do := asked.get()) is not None:
                 do()
-                joined._rank.under_way.uploaded(0)
+                joined._rank.in_flight.uploaded(0)
                 joined.shared.windows[0] = OpenWindow(3, next(attempts), member=False)
                 joined.shared.window_seen()
         except Exception as error:  # whatever half a count leads to

@@ -17,7 +17,7 @@ PROGRAM = textwrap.dedent(
     import datetime, os, socket, sys
     import torch
     from torch import distributed
-    from diloco.workers.ranks.topology import Meeting
+    from diloco.workers.ranks.topology import RankGroup
 
     distributed.init_process_group("gloo")
     hour = datetime.timedelta(hours=1)
@@ -26,9 +26,9 @@ PROGRAM = textwrap.dedent(
         print("here", flush=True)
         sys.stdin.read()
         os._exit(0)
-    meeting = Meeting(group, 0, ("a", "b"), None, (), (), socket.create_server(("127.0.0.1", 0)), b"")
-    sums = [meeting.start_sum([1]) for _ in range(5)]
-    meeting.part()
+    ranks = RankGroup(group, 0, ("a", "b"), None, (), (), socket.create_server(("127.0.0.1", 0)), b"")
+    sums = [ranks.start_sum([1]) for _ in range(5)]
+    ranks.leak_groups()
     if sys.argv[1] == "destroyed":
         del group, sums
         distributed.destroy_process_group()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.spec import TensorSpec
-from diloco.workers.ranks.row_ranges import Piece, Shares, elements, in_slices, sources
+from diloco.workers.ranks.placement import Piece, Shares, elements, in_slices, sources
 from tests.samples import tensor
 
 

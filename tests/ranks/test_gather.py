@@ -11,7 +11,7 @@ from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import payload_bytes
 from diloco.workers.encoding import encode_delta
 from diloco.workers.ranks.gather import _Gathering
-from diloco.workers.ranks.row_ranges import Piece
+from diloco.workers.ranks.placement import Piece
 from diloco.workers.rounds import Base
 
 ELEMENTS = 300_000

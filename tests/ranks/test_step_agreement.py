@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.workers.ranks.step_agreement import PARTS, Decided, numbers, read
+from diloco.workers.ranks.step_agreement import PARTS, Decisions, decode, encode
 
 
 @given(
@@ -19,12 +19,12 @@ def test_the_sum_tells_all_what_is_to_be_done_and_what_was(tokens, stops, over, 
 
     A snapshot counts once all have taken one at the same step.
     """
-    decided, ranks = Decided(over, parts / PARTS, adoptions), len(tokens)
+    decided, ranks = Decisions(over, parts / PARTS, adoptions), len(tokens)
     told = [
-        numbers(one, stops[rank], 7, taken[rank], decided if rank == 0 else Decided())
+        encode(one, stops[rank], 7, taken[rank], decided if rank == 0 else Decisions())
         for rank, one in enumerate(tokens)
     ]
-    agreed = read([sum(column) for column in zip(*told, strict=True)], ranks)
+    agreed = decode([sum(column) for column in zip(*told, strict=True)], ranks)
     assert agreed.decided == decided
     assert agreed.tokens == sum(tokens)
     assert agreed.stop == any(stops[:ranks])

@@ -8,19 +8,19 @@ import pytest
 import structlog
 
 from diloco.pipeline.errors import RankGone
-from diloco.workers.ranks import exit_barrier
-from diloco.workers.ranks.exit_barrier import Parting
+from diloco.workers.ranks import shutdown
+from diloco.workers.ranks.shutdown import ExitBarrier
 from tests import HANGING_S
 from tests.ranks.party import Party
-from tests.ranks.test_last_words import STEPS, crew
-from tests.ranks.test_wires import wired
+from tests.ranks.test_learner_broken import STEPS, crew
+from tests.ranks.test_transport import connected_ranks
 
 
 async def leave(who: list[int]) -> list[Any]:
     """Have some of three ranks leave their loops; what each hears: of the others' leaving, or why all end."""
     async with asyncio.timeout(HANGING_S):
         members, _ = await crew()
-        left = asyncio.gather(*(members[rank].parting.all_leave() for rank in who))
+        left = asyncio.gather(*(members[rank].exit_barrier.wait_for_all() for rank in who))
         ended = asyncio.gather(*(one.task for one in members), return_exceptions=True)
         done, _ = await asyncio.wait({left, ended}, return_when=asyncio.FIRST_COMPLETED)
         for one in {left, ended} - done:
@@ -37,7 +37,7 @@ async def test_ranks_that_leave_after_the_same_step_wait_for_each_other() -> Non
 @pytest.mark.parametrize("who", [[1], [0, 2]])
 async def test_ranks_that_train_on_are_named_to_all(who: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """By those that have left, once they have waited; who trains on hears the same, and not that somebody is gone."""
-    monkeypatch.setattr(exit_barrier, "PARTING_S", 0.05)
+    monkeypatch.setattr(shutdown, "LEAVE_TOGETHER_S", 0.05)
     for error in await leave(who):
         assert isinstance(error, RankGone)
         left, others = str(error).split("these have not")
@@ -48,9 +48,9 @@ async def test_ranks_that_train_on_are_named_to_all(who: list[int], monkeypatch:
 
 async def test_where_ranks_wait_for_each_other_it_is_said_how_far_each_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a while without a step, and not where all have made as many."""
-    monkeypatch.setattr(exit_barrier, "APART_S", 0.01)
-    async with wired(2) as wires:
-        parts = [Parting(one) for one in wires]
+    monkeypatch.setattr(shutdown, "APART_S", 0.01)
+    async with connected_ranks(2) as transport:
+        parts = [ExitBarrier(one) for one in transport]
         with structlog.testing.capture_logs() as logs:
             parts[0].steps = parts[1].steps = 7
             watching = asyncio.create_task(parts[0].watch())

@@ -10,11 +10,11 @@ pytestmark = [pytest.mark.redis, pytest.mark.slow]
 RANKS = "diloco.workers.ranks."
 NOT_CONNECTED = "they meet", "it has yet to connect"
 WHILE_JOINING = {
-    "they meet": (1, f"{RANKS}found said_by_all 3"),
+    "they meet": (1, f"{RANKS}topology gather_messages 3"),
     "it has yet to connect": (1, "diloco.workers.exchange.redis_access reach 1"),
-    "it uploads version 0": (1, f"{RANKS}part Part._upload_initial 1"),
-    "rank 0 looks for moments": (0, f"{RANKS}joined Rank._recover 1"),
-    "it enters": (2, f"{RANKS}joined Rank._enter 1"),
+    "it uploads version 0": (1, f"{RANKS}gather Transfers._upload_initial 1"),
+    "rank 0 looks for moments": (0, f"{RANKS}rank_exchange Rank._recover 1"),
+    "it enters": (2, f"{RANKS}rank_exchange Rank._enter 1"),
 }
 
 
@@ -45,7 +45,7 @@ def test_a_rank_that_is_killed_apart_from_training_ends_its_learner_at_once(tmp_
         for when, (rank, where) in WHILE_JOINING.items():
             dies(party, rank, where, when not in NOT_CONNECTED)
         assert not party.said("syncer", "fragment_merged"), party.shown()
-        dies(party, 1, f"{RANKS}found Meeting.hand_round 2", named=False)
+        dies(party, 1, f"{RANKS}topology RankGroup.broadcast 2", named=False)
         assert all(party.said(f"trio-{rank}", "left True") for rank in range(3)), party.shown()
         assert party.ended(*party.learner("fsdp", "trio", 3, TEST_STATE="1")) == [0] * 3, party.shown()
         assert all(party.said(f"trio-{rank}", "alike True") for rank in range(3)), party.shown()

@@ -23,14 +23,13 @@ from diloco.workers.encoding import OnHost
 from diloco.workers.exchange import carrier as own_carrier
 from diloco.workers.exchange.pulling import Pulling
 from diloco.workers.exchange.shared import Shared
-from diloco.workers.ranks.gather import Part
-from diloco.workers.ranks.inflight import UnderWay
-from diloco.workers.ranks.rank_carrier import RanksCarrier
-from diloco.workers.ranks.row_ranges import SLICE, Shares
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.gather import Transfers
+from diloco.workers.ranks.placement import SLICE, Shares
+from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier
+from diloco.workers.ranks.transport import Transport
 from diloco.workers.rounds import Base, Publication
 from tests import samples
-from tests.ranks.test_wires import wired
+from tests.ranks.test_transport import connected_ranks
 
 ELEMENTS = SLICE + 1000
 """So that what is handed over takes two messages."""
@@ -42,8 +41,8 @@ ME = {"learner": "l", "incarnation": "0123abcd"}
 class Crew:
     """Ranks of a learner of one fragment, all of whose globals are zero; the fragment's server is as the test says."""
 
-    def __init__(self, wires: Sequence[Wires], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.under_way, self.rng = UnderWay([ELEMENTS]), np.random.default_rng(0)
+    def __init__(self, transport: Sequence[Transport], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.in_flight, self.rng = InFlight([ELEMENTS]), np.random.default_rng(0)
         self.pulling = asyncio.Event()
         self.pulling.set()
         """Cleared: it takes until it is set."""
@@ -58,7 +57,7 @@ class Crew:
             log=structlog.get_logger(),
         )
         self.member = member
-        shares = Shares(LAYOUT, [{"t": (0, ELEMENTS)}] * len(wires))
+        shares = Shares(LAYOUT, [{"t": (0, ELEMENTS)}] * len(transport))
         self._shares = shares
 
         async def pull_shown(*_: object) -> np.ndarray:
@@ -69,11 +68,11 @@ class Crew:
             raise AssertionError
 
         monkeypatch.setattr(own_carrier, "pull_shown", pull_shown)
-        self.parts = [Part(one, member, shares, none, lambda p, own: None) for one in wires]
-        self.carrier = RanksCarrier(wires[0], member, self.under_way)
+        self.parts = [Transfers(one, member, shares, none, lambda p, own: None) for one in transport]
+        self.carrier = RanksCarrier(transport[0], member, self.in_flight)
         self.carrier.joining = False
         self.next_server = self.server = self.version = self.serial = 0
-        monkeypatch.setattr(self.carrier._turns, "choose", lambda p: self.next_server)
+        monkeypatch.setattr(self.carrier._placement, "choose", lambda p: self.next_server)
         self.true, self.merged = np.zeros(ELEMENTS), np.zeros(ELEMENTS)
         self.sent: Any = None
 
@@ -91,7 +90,7 @@ class Crew:
         """By rank."""
         return [part._carrier.feedback.residual(0) for part in self.parts]
 
-    async def go_on(self) -> None:
+    async def start_task(self) -> None:
         """A version adopted from the first server, and a delta on it published."""
         self.adopt(await self.pull(0))
         await self.until(self.decide)
@@ -111,7 +110,7 @@ class Crew:
 
     def decide(self) -> bool:
         """Whether a snapshot may be taken now."""
-        return bool(self.under_way.snapshot([0], {0: self.server}))
+        return bool(self.in_flight.snapshot([0], {0: self.server}))
 
     async def publish(self) -> None:
         """Snapshot it, and upload it."""
@@ -120,7 +119,7 @@ class Crew:
         for part in self.parts:
             own = (lambda: -delta) if self._shares.sent(part._rank, 0, self.server) else None
             part.send([(0, self.serial, self.server, own)])
-        self.under_way.counted([0])
+        self.in_flight.counted([0])
         base = Base(0, self.version, b"", 0)
         publication = Publication(base, 0, self.serial, 1, self.serial, True)
         assert await self.carrier.upload(publication, (self.serial, self.server), lambda: True)
@@ -148,8 +147,8 @@ async def test_what_is_merged_and_what_is_owed_are_what_was_trained_whoever_serv
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over versions of which each has another server, and deltas of which some were refused."""
-    async with wired(ranks) as wires:
-        crew = Crew(wires, monkeypatch)
+    async with connected_ranks(ranks) as transport:
+        crew = Crew(transport, monkeypatch)
         for version in range(9):
             crew.adopt(await crew.pull(version % ranks))
             assert crew.server == version % ranks
@@ -164,9 +163,9 @@ async def test_what_is_merged_and_what_is_owed_are_what_was_trained_whoever_serv
 
 async def test_a_rank_that_has_left_holds_nothing_of_fragments(monkeypatch: pytest.MonkeyPatch) -> None:
     """No base, nothing of what its deltas have lost, and nothing that it was about to adopt."""
-    async with wired(2) as wires:
-        crew = Crew(wires, monkeypatch)
-        await crew.go_on()
+    async with connected_ranks(2) as transport:
+        crew = Crew(transport, monkeypatch)
+        await crew.start_task()
         crew.merge()
         await crew.until(lambda: crew.residuals[0] is not None)
         (part, other), number = crew.parts, await crew.pull(0)
@@ -182,9 +181,9 @@ async def test_a_rank_that_has_left_holds_nothing_of_fragments(monkeypatch: pyte
 
 async def test_a_fragment_whose_deltas_are_undecided_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale delta may still be merged; the next global may go."""
-    async with wired(2) as wires:
-        crew = Crew(wires, monkeypatch)
-        await crew.go_on()
+    async with connected_ranks(2) as transport:
+        crew = Crew(transport, monkeypatch)
+        await crew.start_task()
         number = await crew.pull(1)
         crew.merge()
         crew.adopt(number)
@@ -198,9 +197,9 @@ async def test_a_fragment_whose_deltas_are_undecided_stays(monkeypatch: pytest.M
 
 async def test_a_pull_that_is_cancelled_leaves_the_fragment_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its residual; the next pull waits for its end, and goes on."""
-    async with wired(2) as wires:
-        crew = Crew(wires, monkeypatch)
-        await crew.go_on()
+    async with connected_ranks(2) as transport:
+        crew = Crew(transport, monkeypatch)
+        await crew.start_task()
         crew.merge()
         crew.pulling.clear()
         pulling = asyncio.create_task(crew.pull(1))
@@ -219,8 +218,8 @@ async def test_a_pull_that_is_cancelled_leaves_the_fragment_where_it_was(monkeyp
 
 async def test_a_snapshot_has_the_base_of_its_own_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the next global is adopted in the same turn of the loop."""
-    async with wired(2) as wires:
-        crew = Crew(wires, monkeypatch)
+    async with connected_ranks(2) as transport:
+        crew = Crew(transport, monkeypatch)
         crew.adopt(await crew.pull(0))
         number = await crew.pull(0)
         crew.parts[0].send([(0, 9, 0, lambda: np.zeros(ELEMENTS, np.float32))])
@@ -233,8 +232,8 @@ async def test_a_snapshot_has_the_base_of_its_own_moment(monkeypatch: pytest.Mon
 
 async def test_a_rank_whose_rows_are_not_finite_says_so_once_an_episode(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, so that one machine can be looked at; the others say nothing, and a huge sum is no NaN."""
-    async with wired(2) as wires:
-        crew = Crew(wires, monkeypatch)
+    async with connected_ranks(2) as transport:
+        crew = Crew(transport, monkeypatch)
         crew.adopt(await crew.pull(1))
         with structlog.testing.capture_logs() as logs:
             for tag, value in enumerate([0.0, 3e38, np.nan, np.inf, 0.0, np.nan]):
@@ -258,10 +257,10 @@ async def test_the_newest_head_is_pulled_and_neither_its_turn_nor_an_outage_coun
         heads.append(given[1])
         return np.zeros(ELEMENTS, np.float32)
 
-    async with wired(2) as wires:
-        crew = Crew(wires, monkeypatch)
+    async with connected_ranks(2) as transport:
+        crew = Crew(transport, monkeypatch)
         monkeypatch.setattr(crew.member.outages, "BACKOFF", Backoff(0.001, 0.001))
-        await crew.go_on()
+        await crew.start_task()
         crew.merge()
         first = await crew.pull(1)  # not adopted yet: the next one waits
 

@@ -10,25 +10,24 @@ import pytest
 
 from diloco.pipeline.errors import BusError, LearnerReplaced, RankGone
 from diloco.pipeline.messages.run import Event
-from diloco.workers.ranks.exit_barrier import Parting
-from diloco.workers.ranks.lines import TcpLines, listen
-from diloco.workers.ranks.rank_exchange import Working
+from diloco.workers.ranks.rank_exchange import RankExchange
 from diloco.workers.ranks.rank_learner import Rank
-from diloco.workers.ranks.wires import Wires
+from diloco.workers.ranks.shutdown import ExitBarrier
+from diloco.workers.ranks.transport import TcpConnections, Transport, listen
 from tests import HANGING_S
 
 RANKS, STEPS = 3, 25
 
 
-class Member(Working):
+class Member(RankExchange):
     """One rank that is in its run, and does nothing there."""
 
-    parting: Parting
+    exit_barrier: ExitBarrier
     task: "asyncio.Task[None]"
 
     def _follow(self) -> None:
-        self.parting = Parting(self._wires)
-        self.parting.steps = STEPS
+        self.exit_barrier = ExitBarrier(self._transport)
+        self.exit_barrier.steps = STEPS
 
     async def _lead(self) -> None:
         self._follow()
@@ -57,11 +56,18 @@ async def crew() -> tuple[list[Member], Events]:
         joined: Future[Any] = Future()
         joined.set_result(None)
         training, clock = SimpleNamespace(learner="trio"), SimpleNamespace(unix=lambda: 1.0)
-        given: Any = bus, clock, Wires(TcpLines(rank, addresses, listener, bytes(32)), 1), training, None, joined
+        given: Any = (
+            bus,
+            clock,
+            Transport(TcpConnections(rank, addresses, listener, bytes(32)), 1),
+            training,
+            None,
+            joined,
+        )
         members.append(Member(*given, lambda: False))
     for one in members:
         one.task = asyncio.create_task(one.work())
-    while any(len(one._wires._writers) < RANKS - 1 for one in members):
+    while any(len(one._transport._writers) < RANKS - 1 for one in members):
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
     return members, bus
@@ -69,27 +75,27 @@ async def crew() -> tuple[list[Member], Events]:
 
 def cut(member: Member) -> None:
     """As the system does for a process that has ended."""
-    member._wires.leaving = True
-    for writer in member._wires._writers.values():
+    member._transport.leaving = True
+    for writer in member._transport._writers.values():
         writer.transport.abort()  # type: ignore[attr-defined]
 
 
 async def killed(member: Member) -> str:
     """By SIGKILL."""
     cut(member)
-    return f"rank {member._wires.rank} of this learner is gone"
+    return f"rank {member._transport.rank} of this learner is gone"
 
 
 async def asked(member: Member) -> str:
     """By SIGTERM while its main thread is inside torch."""
-    await member.last_words("SIGTERM came", 2.0)
+    await member.report_end("SIGTERM came", 2.0)
     cut(member)
-    return f"rank {member._wires.rank} of this learner was asked to end: SIGTERM came"
+    return f"rank {member._transport.rank} of this learner was asked to end: SIGTERM came"
 
 
 async def loop_fails(member: Member) -> str:
     """By an error of the training loop."""
-    rank: Any = SimpleNamespace(_wires=member._wires)
+    rank: Any = SimpleNamespace(_transport=member._transport)
     breaking = asyncio.create_task(Rank.break_off(rank, OSError("no data"), "its loop has failed"))
     breaking.add_done_callback(lambda _: member.task.cancel())  # the training thread has its thread end then
     return "its loop has failed"
@@ -97,8 +103,8 @@ async def loop_fails(member: Member) -> str:
 
 async def task_fails(member: Member) -> str:
     """By an error of what nobody waits for."""
-    member._wires.go_on(failing(MemoryError()))
-    return f"rank {member._wires.rank} of this learner has ended: MemoryError()"
+    member._transport.start_task(failing(MemoryError()))
+    return f"rank {member._transport.rank} of this learner has ended: MemoryError()"
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -108,7 +114,7 @@ async def test_the_run_hears_once_why_a_learner_has_ended(how: Callable[[Member]
     async with asyncio.timeout(HANGING_S):
         members, bus = await crew()
         why = await how(members[rank])
-        left = [one for one in members if not one._wires.leaving]
+        left = [one for one in members if not one._transport.leaving]
         for error in await asyncio.gather(*(one.task for one in left), return_exceptions=True):
             assert why in str(error) or isinstance(error, MemoryError)
         assert len(bus.said) == 1
@@ -120,8 +126,8 @@ async def test_the_run_hears_once_that_ranks_left_after_different_steps() -> Non
     """All ranks find it out, about together."""
     async with asyncio.timeout(HANGING_S):
         members, bus = await crew()
-        members[1].parting.steps -= 1
-        leaving = [asyncio.create_task(one.parting.all_leave()) for one in members]
+        members[1].exit_barrier.steps -= 1
+        leaving = [asyncio.create_task(one.exit_barrier.wait_for_all()) for one in members]
         ended = await asyncio.gather(*(one.task for one in members), return_exceptions=True)
         why = "rank 0 after step 25, rank 1 after step 24, rank 2 after step 25"
         assert [why in str(error) for error in ended] == [True] * RANKS
@@ -135,14 +141,14 @@ async def test_a_rank_that_is_asked_to_end_says_so_though_another_one_is_gone() 
     async with asyncio.timeout(HANGING_S):
         members, bus = await crew()
         for rank in (0, 2):  # so their exchanges go on
-            members[rank]._wires.leaving = True
-        members[2]._wires._writers[0].transport.abort()  # type: ignore[attr-defined]
-        while 2 in members[0]._wires._writers:
+            members[rank]._transport.leaving = True
+        members[2]._transport._writers[0].transport.abort()  # type: ignore[attr-defined]
+        while 2 in members[0]._transport._writers:
             await asyncio.sleep(0.01)
         why = await asked(members[0])
         assert bus.said[0].startswith(why)
         assert "rank 1 after step 25, rank 2 is gone" in bus.said[0]
-        assert members[1]._wires.why.startswith(why)
+        assert members[1]._transport.reason.startswith(why)
         for one in members:
             one.task.cancel()
 
@@ -175,7 +181,7 @@ async def test_an_exchange_that_fails_is_told_with_its_words_and_of_another_proc
     for error, said in (BusError("Redis refuses"), 1), (LearnerReplaced("its name is taken", 2), 0):
         async with asyncio.timeout(HANGING_S):
             members, bus = await crew()
-            members[0]._wires.go_on(failing(error))
+            members[0]._transport.start_task(failing(error))
             ended = await asyncio.gather(*(one.task for one in members), return_exceptions=True)
             assert ended[0] is error
             assert [str(one) for one in ended[1:]] == [f"rank 0 of this learner has ended: {error}"] * 2

@@ -9,8 +9,8 @@ import pytest
 import structlog
 
 from diloco.pipeline.retry import Outages
-from diloco.workers.ranks.inflight import SMALL, UnderWay
-from diloco.workers.ranks.rank_carrier import RanksCarrier
+from diloco.workers.ranks.placement import SMALL
+from diloco.workers.ranks.rank_carrier import InFlight, RanksCarrier
 from diloco.workers.rounds import Base, Publication
 from tests import samples
 
@@ -24,16 +24,16 @@ class Servers:
         """What was asked, of which fragment and rank, in this order."""
         self._done: dict[tuple[str, int], asyncio.Event] = {}
 
-    def go_on(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
-        """As `Wires`."""
+    def start_task(self, work: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """As `Transport`."""
         return asyncio.create_task(work)
 
     def tell(self, rank: int, what: str, *said: Any) -> None:
-        """As `Wires`."""
+        """As `Transport`."""
         self.begun.append((what, said[0], rank))
 
     async def ask(self, rank: int, what: str, p: int, *said: Any) -> bool:
-        """As `Wires`."""
+        """As `Transport`."""
         self.begun.append((what, p, rank))
         if what == "upload":
             await self.done(what, p).wait()
@@ -48,8 +48,8 @@ class Servers:
         return [p for kind, p, of in self.begun if (kind, of) == (what, rank)]
 
 
-def crew(sizes: Sequence[int], ranks: int) -> tuple[Servers, RanksCarrier, UnderWay]:
-    servers, under_way = Servers(ranks), UnderWay(sizes)
+def crew(sizes: Sequence[int], ranks: int) -> tuple[Servers, RanksCarrier, InFlight]:
+    servers, in_flight = Servers(ranks), InFlight(sizes)
     fragments = [SimpleNamespace(elements=size) for size in sizes]
     member: Any = SimpleNamespace(
         learner="l",
@@ -57,9 +57,9 @@ def crew(sizes: Sequence[int], ranks: int) -> tuple[Servers, RanksCarrier, Under
         outages=Outages(structlog.get_logger()),
         layout=SimpleNamespace(fragments=fragments),
     )
-    carrier = RanksCarrier(servers, member, under_way)  # type: ignore[arg-type]
+    carrier = RanksCarrier(servers, member, in_flight)  # type: ignore[arg-type]
     carrier.joining = False
-    return servers, carrier, under_way
+    return servers, carrier, in_flight
 
 
 async def settle() -> None:
@@ -78,7 +78,7 @@ async def test_a_server_has_one_global_that_is_pulled_and_not_adopted() -> None:
     """However many heads are new: a rank has room for one beside the bases of its fragments."""
     servers, carrier, _ = crew([SMALL] * 6, 2)
     numbers = pull(carrier, *range(6))
-    first = {rank: [p for p in range(6) if carrier._turns.servers[p] == rank] for rank in range(2)}
+    first = {rank: [p for p in range(6) if carrier._placement.servers[p] == rank] for rank in range(2)}
     for turn in range(3):
         await settle()
         for rank in range(2):
@@ -110,27 +110,27 @@ async def test_small_globals_are_pulled_together_and_a_large_one_in_its_turn() -
 
 async def test_a_pull_that_waits_for_another_server_leaves_its_fragment_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes there once there is room; until then it is snapshot where it is."""
-    _, carrier, under_way = crew([SMALL] * 4, 2)
-    there = 1 - carrier._turns.servers[0]
-    (other,) = [p for p in (1, 2) if carrier._turns.servers[p] == there][:1]
+    _, carrier, in_flight = crew([SMALL] * 4, 2)
+    there = 1 - carrier._placement.servers[0]
+    (other,) = [p for p in (1, 2) if carrier._placement.servers[p] == there][:1]
     numbers = pull(carrier, other)
     await settle()
-    monkeypatch.setattr(carrier._turns, "choose", lambda p: there)
+    monkeypatch.setattr(carrier._placement, "choose", lambda p: there)
     numbers |= pull(carrier, 0)
     await settle()
-    assert under_way.snapshot([0], {0: carrier._turns.servers[0]}) == {0}
-    under_way.counted([0])
-    under_way.uploaded(0)
+    assert in_flight.snapshot([0], {0: carrier._placement.servers[0]}) == {0}
+    in_flight.counted([0])
+    in_flight.uploaded(0)
     carrier.adopted(other, numbers[other].result())
     await settle()
     assert numbers[0].done()
-    assert under_way.snapshot([0], {0: there}) == set()
+    assert in_flight.snapshot([0], {0: there}) == set()
 
 
 async def test_as_a_learner_leaves_a_server_has_one_snapshot_at_a_time() -> None:
     """As while it trains: ranks need no more memory for it, and all fragments are published."""
-    servers, carrier, under_way = crew([SMALL] * 6, 2)
-    under_way.leave()
+    servers, carrier, in_flight = crew([SMALL] * 6, 2)
+    in_flight.leave()
     uploads = [
         asyncio.create_task(
             carrier.upload(Publication(Base(p, 1, b"", 0), 0, p, 1, 1, True), (None, p % 2), lambda: True)
@@ -150,8 +150,8 @@ async def test_as_a_learner_leaves_a_server_has_one_snapshot_at_a_time() -> None
 
 async def test_a_last_snapshot_that_is_of_no_use_when_its_turn_comes_is_not_taken() -> None:
     """While it waited, others have merged its fragment twice."""
-    servers, carrier, under_way = crew([SMALL] * 2, 1)
-    under_way.leave()
+    servers, carrier, in_flight = crew([SMALL] * 2, 1)
+    in_flight.leave()
     of_use = [True, True]
     uploads = [
         asyncio.create_task(

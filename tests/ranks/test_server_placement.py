@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.workers.ranks.placement import Turns
+from diloco.workers.ranks.placement import ServerPlacement
 
 EQUAL = [1000] * 8
 DEFAULT = [995, 995, 1041, 1041, 1002, 975, 975, 975]
@@ -13,7 +13,7 @@ DEFAULT = [995, 995, 1041, 1041, 1002, 975, 975, 975]
 
 def carried(sizes: list[int], ranks: int, rounds: int) -> tuple[list[int], int]:
     """What each rank has carried after so many rounds of all fragments; how often one has gone to another rank."""
-    turns, sums, moves = Turns(sizes, ranks), [0] * ranks, 0
+    turns, sums, moves = ServerPlacement(sizes, ranks), [0] * ranks, 0
     for _ in range(rounds):
         for p, size in enumerate(sizes):
             rank = turns.choose(p)
@@ -44,7 +44,7 @@ def test_where_shares_are_even_all_fragments_stay(ranks: int) -> None:
 )
 def test_no_rank_ever_serves_more_than_the_fullest_has_room_for(sizes, ranks, order) -> None:
     """In whatever order fragments are merged: as many of the largest as their even number, rounded up; or its own."""
-    turns = Turns(sizes, ranks)
+    turns = ServerPlacement(sizes, ranks)
     load = [sum(size for p, size in enumerate(sizes) if turns.servers[p] == rank) for rank in range(ranks)]
     room = max(*load, -(-len(sizes) // ranks) * max(sizes))
     for p in order:

@@ -11,19 +11,19 @@ from torch import distributed
 
 from diloco.pipeline.errors import UsageError
 from diloco.pipeline.payload import codec
-from diloco.workers.ranks.handshake import Place, said_by_all
+from diloco.workers.ranks.topology import Address, gather_messages
 from tests import HANGING_S
 
 pytestmark = [pytest.mark.slow]
-FIRST, SECOND = Place(host="first", port=1), Place(host="second", port=2)
-UNREADABLE = "rank 1 of this learner has sent a message that cannot be read: Place"
+FIRST, SECOND = Address(host="first", port=1), Address(host="second", port=2)
+UNREADABLE = "rank 1 of this learner has sent a message that cannot be read: Address"
 CASES = [
     (codec.encode(SECOND), None, "[('first', 1), ('second', 2)]"),
     *[(b"", size, f"rank 1 of this learner says {size} bytes") for size in (-1, 0, 2**60)],
     (pickle.dumps(("second", 2)), None, UNREADABLE),
     (codec.encode(SECOND) + b"\0", None, UNREADABLE),
     (codec.encode(SECOND)[:-1], None, UNREADABLE),
-    (codec.encode(Place.model_construct(host="second", port=0)), None, f"{UNREADABLE}: port"),
+    (codec.encode(Address.model_construct(host="second", port=0)), None, f"{UNREADABLE}: port"),
 ]
 """What rank 1 sends, the size that it says if that is another one, and what rank 0 makes of it."""
 
@@ -35,7 +35,7 @@ def one_rank(rank: int, folder: Path) -> None:
     for sent, size, _ in CASES:
         if rank == 0:
             try:
-                found.append(repr([(one.host, one.port) for one in said_by_all(distributed.group.WORLD, FIRST)]))
+                found.append(repr([(one.host, one.port) for one in gather_messages(distributed.group.WORLD, FIRST)]))
             except UsageError as error:
                 found.append(str(error))
         else:
