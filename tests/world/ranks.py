@@ -151,9 +151,9 @@ class WorldRank(Party):
         return virtual_report(self.rounds, self.learner, self.incarnation, self.step_s, left)
 
     @property
-    def still(self) -> bool:
+    def training_idle(self) -> bool:
         """It waits, as it leaves: its last values are asked for."""
-        return bool(self._joined.result()[0].part.training_idle.is_set())
+        return bool(self._joined.result()[0].transfers.training_idle.is_set())
 
     def final(self, p: int) -> dict[int, Float32]:
         """What all ranks have of a fragment."""
