@@ -39,10 +39,7 @@ class PlanSettings(Site):
         USUAL["overlap_steps"], ge=0, le=MOST_STEPS, description="Inner steps tau that a sync may hide behind"
     )
     codec: Literal["auto", Codec] = Field("auto", description="Codec of deltas; auto: bf16 unless the link needs less")
-    global_codec: Literal["auto", GlobalCodec] = Field(
-        "auto",
-        description="Codec of the globals that learners pull; auto: bf16, or int8 both ways where the link needs less",
-    )
+    global_codec: GlobalCodec = Field(USUAL["global_codec"], description="Codec of the globals that learners pull")
     outer: OuterName = Field(
         USUAL["outer"], description="Outer optimizer; all but nesterov multiply matrices on the syncers"
     )

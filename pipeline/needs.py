@@ -21,7 +21,7 @@ from diloco.pipeline.party_memory import (
     syncer_share,
 )
 from diloco.pipeline.ramps import lengthened
-from diloco.pipeline.redis_memory import CODECS, KEY_FRAMES, redis_bytes, redis_holds
+from diloco.pipeline.redis_memory import CODECS, redis_bytes, redis_holds
 from diloco.pipeline.settings import SyncSettings, defaults
 from diloco.pipeline.site import Site, outer_operations, shape_of
 from diloco.pipeline.units import as_bytes, as_rate, written
@@ -41,18 +41,12 @@ class Global(NamedTuple):
     pulled: float
     """Pulled by each learner."""
     rest: float
-    """Written by the syncer in addition, so that the values stay exact; for key frames it is an average over the
-    interval."""
+    """Written by the syncer in addition, so that the values stay exact."""
     momentum: float
     """Written by the syncer for a successor."""
 
 
-_UPDATE = CODECS["int8"]
-GLOBALS: dict[str, Global] = {
-    "fp32": Global(4.0, 0.0, 4.0),
-    "bf16": Global(2.0, 2.0, 4.0),
-    "int8": Global(_UPDATE, 4 / KEY_FRAMES, _UPDATE + 4 / KEY_FRAMES),
-}
+GLOBALS: dict[str, Global] = {"fp32": Global(4.0, 0.0, 4.0), "bf16": Global(2.0, 2.0, 4.0)}
 # Codecs that a plan may choose, the paper's main setting first. Paper: 4 bits cost vision quality (34.4 for 36.6).
 BY_CHOICE = ("bf16", "int8", "int4")
 # In steps. A round trip may exceed its limit by this much, which is rounding error.
@@ -100,16 +94,13 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
         learners: most learners in a merge.
         overlap_steps: tau.
         codec: one of `CODECS`, or auto: bf16, unless a fragment's round trip is hidden only with fewer bytes.
-        global_codec: one of `GLOBALS`, or auto: the default, unless fewer bytes allow a shorter H.
+        global_codec: one of `GLOBALS`.
         outer: the outer optimizer.
     """
-    if global_codec == "auto":
-        return _with_fewest_steps(site, learners, overlap_steps, codec, outer)
     warnings: list[str] = []
     pulled, wire = GLOBALS[global_codec].pulled, CODECS[BY_CHOICE[0] if codec == "auto" else codec]
     widest = max(pulled, wire)
     busier = f"the globals ({global_codec})" if pulled >= wire else "the deltas"
-    fewer = "; --global-codec int8 asks for less" if pulled > wire and global_codec != "int8" else ""
 
     def load(interval: int) -> float:
         return 8 * widest * site.params / (interval * site.step_time) / site.link
@@ -119,7 +110,7 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
         interval = INTERVALS[-1]
         warnings.append(
             f"even at H = {interval} {busier} would take {load(interval):.0%} of the link: it needs "
-            f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model{fewer}"
+            f"{load(interval) / LINK_SHARE:.1f} times the bandwidth, or a smaller model"
         )
     most = min(interval, int(TENSORS_A_LAYER * shape_of(site)[1]))
     hidden_s, alone_s = overlap_steps * site.step_time, outer_operations(site, outer) / CORE_FLOPS
@@ -158,8 +149,7 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
     _, first, first_s = tried[0]
     why = {
         "sync_interval": f"the shortest at which {busier}, the busier direction, take at most "
-        f"{LINK_SHARE:.0%} of the link: {load(interval):.0%}; the paper has 24, and longer ones cost quality"
-        f"{fewer if interval > INTERVALS[0] else ''}",
+        f"{LINK_SHARE:.0%} of the link: {load(interval):.0%}; the paper has 24, and longer ones cost quality",
         "fragments": f"the {'most; the' if beyond(trip_s) else 'fewest whose'} round trip ({trip_s:.1f} s) "
         f"{'outlasts' if beyond(trip_s) else 'hides behind'} {overlap_steps} steps ({hidden_s:.1f} s), {most} at most",
     }
@@ -182,25 +172,6 @@ def pace_of(site: Site, learners: int, overlap_steps: int, codec: str, global_co
             f"{CORE_FLOPS / 1e9:g} GFLOP/s, {outer_s:.1f} s on so many; a round trip may take {hidden_s:.1f} s"
         )
     return Pace(interval, fragments, chosen, global_codec, threads, outer_s, trip_s, why, warnings)
-
-
-def _with_fewest_steps(site: Site, learners: int, overlap_steps: int, codec: str, outer: OuterName) -> Pace:
-    """Return `pace_of` with the usual globals, or with 8 bits in both directions if that makes H shorter.
-
-    A longer H costs quality, so fewer bits are chosen only where they allow a shorter one.
-    """
-    usual = pace_of(site, learners, overlap_steps, codec, USUAL["global_codec"], outer)
-    if usual.interval == INTERVALS[0]:
-        return usual
-    few = pace_of(site, learners, overlap_steps, "int8" if codec == "auto" else codec, "int8", outer)
-    if few.interval == usual.interval < INTERVALS[-1]:
-        return usual
-    few.why["global_codec"] = (
-        f"{_UPDATE:.3g} bytes an element; with {usual.global_codec} the link asks for H = {usual.interval}"
-    )
-    if codec == "auto":
-        few.why["codec"] = f"{CODECS[few.codec]:.3g} bytes an element, no more than globals have"
-    return few
 
 
 def in_force(interval: int, overlap_steps: int, trip_steps: float) -> int:
@@ -322,7 +293,7 @@ def needs_of(
     own_bytes_per_s = site.params * (shown.pulled + shown.rest + shown.momentum) / round_s  # of the syncers
     traffic = learners * (up_bytes_per_s + down_bytes_per_s) * 2  # learners' side and the syncers'
     traffic += site.params * shown.rest / round_s
-    redis_memory = redis_bytes(site.params, learners, pace.codec, pace.global_codec)
+    redis_memory = redis_bytes(site.params, learners, pace.codec)
     by_traffic = math.ceil(traffic / REDIS_BYTES_PER_S / LINK_SHARE)
     by_memory = math.ceil(redis_memory / REDIS_MEMORY_BYTES / LINK_SHARE)
     whole = syncer_bytes(site.params, learners, pace.codec, outer)
@@ -356,7 +327,7 @@ def needs_of(
             f"{ranks - pace.fragments} of {ranks} ranks serve no fragment, since there are {pace.fragments}: more "
             "fragments spread the bytes"
         )
-    holds = redis_holds(learners, pace.global_codec)
+    holds = redis_holds(learners)
     why = {
         "redis_nodes": f"{as_bytes(traffic)}/s take {by_traffic}, at {as_bytes(REDIS_BYTES_PER_S)}/s and "
         f"{LINK_SHARE:.0%} each; {as_bytes(redis_memory)} ({holds}) take {by_memory}",

@@ -5,12 +5,10 @@ from typing import get_args
 from diloco.pipeline.messages.moments import MOST_OFFERED_BYTES
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import payload_bytes
-from diloco.pipeline.settings import SyncSettings, defaults
 
 _MANY = 2**20
 # Bytes per element of a delta, by codec.
 CODECS: dict[str, float] = {name: payload_bytes(_MANY, name) / _MANY for name in get_args(Codec)}
-KEY_FRAMES: int = defaults(SyncSettings)["key_frame_interval"]
 # Globals held per fragment: the present one, the one that it replaced, and the next one while it is uploaded.
 GLOBALS_HELD = 3
 # Outer states held per fragment: the present one and the next one. The replaced one is deleted at once.
@@ -28,17 +26,13 @@ RESERVE_BYTES = 32 * 2**20
 MACHINE_TIMES = 2
 
 
-def redis_bytes(
-    elements: float, learners: int, codec: str, global_codec: str, key_frame_interval: int = KEY_FRAMES
-) -> float:
+def redis_bytes(elements: float, learners: int, codec: str) -> float:
     """Return the memory that Redis needs, over all nodes of a cluster together; `redis_holds` says what it is for.
 
     The count includes a delta of every learner for every fragment, because they pile up while no syncer runs. A global
-    in two parts counts as one. With int8 globals, the updates of two key frame intervals are added.
+    in two parts counts as one.
     """
     each = (GLOBALS_HELD + STATES_HELD) * VALUE_BYTES + CODECS[codec] * learners
-    if global_codec == "int8":
-        each += 2 * key_frame_interval * CODECS["int8"]
     return elements * each + offered_bytes(elements) + RESERVE_BYTES
 
 
@@ -55,8 +49,7 @@ def offered_bytes(elements: float) -> float:
     return OFFERS * min(MOMENTS * VALUE_BYTES * elements, MOST_OFFERED_BYTES)
 
 
-def redis_holds(learners: int, global_codec: str) -> str:
+def redis_holds(learners: int) -> str:
     """Return in words what `redis_bytes` counts."""
-    updates = ", int8 updates of two key frames" if global_codec == "int8" else ""
-    deltas = f"{learners} deltas{updates}"
-    return f"{GLOBALS_HELD} globals, {STATES_HELD} momenta, {deltas}, {OFFERS} offers of moments, a reserve"
+    held = f"{GLOBALS_HELD} globals, {STATES_HELD} momenta, {learners} deltas"
+    return f"{held}, {OFFERS} offers of moments, a reserve"

@@ -20,7 +20,6 @@ from diloco.pipeline.files.address import Address
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import (
     MAX_FRAGMENTS,
-    MAX_UPDATES,
     MOST_LEASE_S,
     MOST_STEPS,
     Codec,
@@ -171,13 +170,8 @@ class SyncSettings(Settings):
     )
     global_codec: GlobalCodec = Field(
         "bf16",
-        description="Encoding of the globals that learners pull: bf16 (the syncer keeps fp32), fp32 (twice the bytes) "
-        "or int8 (half of bf16's bytes, sent as updates of the previous version)",
-    )
-    # Nobody decides this one and `chunk_bytes`. They stay settings: tests, worlds and benches run with others, and
-    # a run's spec says both: what is on the bus, in checkpoints and in recorded deltas was made with these.
-    key_frame_interval: int = expert(
-        8, ge=1, le=MAX_UPDATES, description="With int8 globals: outer steps of a fragment between two key frames"
+        description="Encoding of the globals that learners pull: bf16 (the syncer keeps fp32) or fp32 (twice the "
+        "bytes)",
     )
     merge: MergeName = Field(
         "mean",
@@ -225,6 +219,8 @@ class SyncSettings(Settings):
         le=MAX_FRAGMENTS,
         description="Fragment groups (default: on a Redis Cluster one for each fragment, else 1)",
     )
+    # Nobody decides this one. It stays a setting: tests, worlds and benches run with others, and a run's spec says it:
+    # what is on the bus, in checkpoints and in recorded deltas was made with it.
     chunk_bytes: int = expert(CHUNK_BYTES, ge=1024, le=16 * 2**20, description="Size of a payload's chunks")
 
     def sync_spec(self, cluster: bool = False) -> SyncSpec:

@@ -8,7 +8,6 @@ therefore left to sum, not all. No cached state changes before the commit has su
 
 import asyncio
 import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -26,12 +25,11 @@ from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.pacing import known_steps
 from diloco.pipeline.payload.codec import Payload
-from diloco.pipeline.transfer.global_format import Kind, key_of
-from diloco.pipeline.transfer.global_formats import FORMATS
+from diloco.pipeline.transfer.globals import GrowingGlobal, Kind, key_of, published
 from diloco.pipeline.transfer.payloads import Offload, push_growing
 from diloco.syncer.admission import Offer
 from diloco.syncer.context import RandomHex, SyncerContext
-from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged, orthogonalises
+from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Merged
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.window import Merge
 
@@ -45,21 +43,21 @@ REPLACED_BYTES = 64 * 2**20
 
 
 class Uploads:
-    """Uploads in flight of a draft's payloads."""
+    """Uploads in flight of a new version's payloads."""
 
-    def __init__(self, head: Head, draft: Draft, tasks: dict[Kind, asyncio.Task[Staged]]) -> None:
-        self._head, self._draft, self._tasks = head, draft, tasks
+    def __init__(self, growing: GrowingGlobal, tasks: dict[Kind, asyncio.Task[Staged]]) -> None:
+        self._growing, self._tasks = growing, tasks
 
     async def published(self) -> Published:
         """Wait until all payloads are on the bus and return them as the next head names them.
 
-        The draft must be written in full before this is called, or the uploads never end.
+        The version must be written in full before this is called, or the uploads never end.
 
         Raises:
             BusError: an upload failed.
         """
         await asyncio.gather(*self._tasks.values())
-        return self._draft.published(self._head, {kind: task.result() for kind, task in self._tasks.items()})
+        return published({kind: task.result() for kind, task in self._tasks.items()}, self._growing.payloads)
 
 
 class Staging:
@@ -77,7 +75,8 @@ class Staging:
         self._sync, self._random_hex = sync, random_hex
         self._more = asyncio.Event()
         """Set when more of a draft has been written."""
-        self._replaced: deque[tuple[tuple[str, ...], float, int]] = deque()
+        self._replaced: dict[tuple[str, ...], float] = {}
+        """Keys of each replaced global -> when it was replaced, oldest first."""
 
     def draft(self) -> Draft:
         """Make memory for a merge; whenever another thread has written more of it, the uploads are woken."""
@@ -85,22 +84,16 @@ class Staging:
         return Draft(self._layout, self._sync, tell)
 
     @asynccontextmanager
-    async def uploads(self, head: Head, draft: Draft) -> AsyncIterator[Uploads]:
-        """Upload a prepared draft while the `async with` block writes it. Leaving the block cancels what is left.
+    async def uploads(self, version: int, growing: GrowingGlobal) -> AsyncIterator[Uploads]:
+        """Upload a version while the `async with` block writes it. Leaving the block cancels what is left.
 
         The keys are fresh, and expire unless a commit keeps them.
-
-        Args:
-            head: of the version that is merged into.
-            draft: made by `draft`.
         """
-        version = head.version + 1
         tasks = {
-            kind: asyncio.create_task(self._push(kind, version, payload))
-            for kind, payload in draft.uploads(version).items()
+            kind: asyncio.create_task(self._push(kind, version, payload)) for kind, payload in growing.payloads.items()
         }
         try:
-            yield Uploads(head, draft, tasks)
+            yield Uploads(growing, tasks)
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -110,27 +103,21 @@ class Staging:
         key = key_of(self._bus.keys, kind, self._layout.id, version, self._random_hex(8))
         return await push_growing(self._bus, key, payload, self._sync.chunk_bytes, STAGED_TTL_S, self._more)
 
-    def retire(self, head: Head, published: Published) -> tuple[str, ...]:
+    def retire(self, head: Head) -> tuple[str, ...]:
         """Note that a head's globals are replaced; return keys of replaced ones that must go before their time.
 
         They are returned oldest first, as many as the fragment's part of `REPLACED_BYTES` requires.
-
-        Args:
-            head: the head that is replaced. After a rewind it may name keys that were replaced before.
-            published: the payloads of the next head; none of their keys is returned.
         """
-        kept, now = published.keys, self._clock.now()
-        named = FORMATS[self._sync.global_codec].sizes(head, self._layout.elements)
-        sizes = {key: size for key, size in named.items() if key not in kept}
-        if sizes:
-            self._replaced.append((tuple(sizes), now, sum(sizes.values())))
-        while self._replaced and now - self._replaced[0][1] > REPLACED_TTL_S:
-            self._replaced.popleft()
-        retired: list[str] = []
-        cap = REPLACED_BYTES // self._sync.fragments
-        while len(self._replaced) > 1 and sum(size for _, _, size in self._replaced) > cap:
-            retired += self._replaced.popleft()[0]
-        return tuple(key for key in retired if key not in kept)
+        keys, now = tuple(key for key in (head.payload, head.rest) if key), self._clock.now()
+        self._replaced.pop(keys, None)  # after a rewind a head may name what was replaced before
+        self._replaced[keys] = now
+        while now - self._replaced[next(iter(self._replaced))] > REPLACED_TTL_S:
+            del self._replaced[next(iter(self._replaced))]
+        most = max(1, REPLACED_BYTES // self._sync.fragments // (4 * self._layout.elements))
+        oldest = tuple(self._replaced)[: max(0, len(self._replaced) - most)]
+        for gone in oldest:
+            del self._replaced[gone]
+        return tuple(key for keys in oldest for key in keys)
 
 
 # --- the running sum -----------------------------------------------------------------------------------
@@ -382,8 +369,8 @@ class Committing:
         context, fragment, head = self._context, loaded.fragment, loaded.head
         draft = await self.sum.draft(deltas)
         outer_momentum = fragment.outer(deltas)[1]
-        draft.prepare(outer_momentum, orthogonalises(self._layout, context.sync, outer_momentum))
-        async with self._staging.uploads(head, draft) as uploads:
+        draft.prepare(outer_momentum)
+        async with self._staging.uploads(head.version + 1, draft.growing) as uploads:
             began = context.clock.now()
             merged: Merged = await context.offload(fragment.merge, deltas, head.merged, draft)
             outer_s = context.clock.now() - began if outer_momentum else None
@@ -427,5 +414,5 @@ class Committing:
             entries=tuple(o.entry_id for o in offers),
             delta_payloads=tuple(payload_key(self._context.bus, o) for o in offers),
             merged_tokens=sum(o.header.tokens for o in offers),
-            retired=self._staging.retire(loaded.head, published),
+            retired=self._staging.retire(loaded.head),
         )

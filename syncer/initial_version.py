@@ -10,7 +10,8 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import IDLE_VIEW
 from diloco.pipeline.messages.run import InitialUpload
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.transfer.payloads import pull, push_global
+from diloco.pipeline.transfer.globals import push_global
+from diloco.pipeline.transfer.payloads import pull
 from diloco.syncer.context import SyncerContext
 from diloco.syncer.merging.merge import all_finite
 from diloco.syncer.merging.repair import adopted, say_rewound

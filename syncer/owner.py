@@ -22,7 +22,7 @@ from diloco.pipeline.messages.tape import Rewound
 from diloco.pipeline.pacing import Pace
 from diloco.pipeline.ramps import interval_in_force
 from diloco.pipeline.retry import Backoff
-from diloco.pipeline.transfer.payloads import pull_state
+from diloco.pipeline.transfer.globals import pull_state
 from diloco.pipeline.waiting import first_of
 from diloco.syncer.committing import Loaded
 from diloco.syncer.context import SyncerContext

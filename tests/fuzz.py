@@ -26,7 +26,7 @@ from diloco.pipeline.errors import BadMessage, BadPayload
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages import spec as spec_messages
 from diloco.pipeline.messages.head import MergedBase
-from diloco.pipeline.messages.payload import Chunk, Update, Updates
+from diloco.pipeline.messages.payload import Chunk
 from diloco.pipeline.messages.run import Event, InitialUpload
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder, Shard, ShardQueue
 from diloco.pipeline.messages.spec import Wanted
@@ -53,7 +53,6 @@ LAYOUT = layout_of(
 ).fragments[0]
 
 CONTRIBUTION = samples.contribution()
-UPDATE = Update(payload="update", chunks=2, base=bytes(16), averaged=False)
 BASE = MergedBase(learner="l0", incarnation="0" * 8, base_version=3, tokens=400)
 SHARD = Shard(epoch=0, index=1, start=8, stop=16)
 SPEC = samples.spec().model_copy(update={"frozen": (("base.weight", bytes(16)), ("base.bias", bytes(16)))})
@@ -65,13 +64,9 @@ EXAMPLES: dict[type[Message], Message] = {
         Wanted(sync={"tokens": 7, "method": "paper", "outer_lr": 0.7, "stretch": False}),
         SPEC.tensors[0],
         samples.header(),
-        UPDATE,
-        Updates(updates=(UPDATE, UPDATE)),
         Chunk(index=0, data=b"data", digest=bytes(16), total=bytes(16)),
         samples.head(
             merged=(BASE,),
-            updates=(UPDATE,),
-            behind=1,
             window=samples.IDLE.model_copy(update={"members": ("l0", "l1")}),
         ),
         samples.IDLE.model_copy(update={"members": ("l0", "l1"), "deadline_unix_s": 5.0}),

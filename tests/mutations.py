@@ -11,8 +11,6 @@ from typing import Any
 from diloco.pipeline.bus import schema
 from diloco.pipeline.bus.keys import RunKeys
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.transfer import global_int8
-from diloco.pipeline.transfer.updates import CodedGradient, StepCoder
 from diloco.syncer.admission import Admission
 from diloco.syncer.committing import Committing
 from diloco.syncer.merging import fragment, outer
@@ -315,49 +313,6 @@ MUTATIONS = [
         outer.AveragingStep,
         "__init__",
         (("super().__init__(theta, out, 1.0)", "super(AveragingStep, self).__init__(theta, out, 0.5)"),),
-    ),
-    Mutation(
-        "an owner's values are what the step was, not what its update says",
-        StepCoder,
-        "written",
-        (("np.subtract(self._theta[piece], step, out=", "np.subtract(self._theta[piece], steps[piece], out="),),
-    ),
-    Mutation(
-        "an owner's momentum is of the step before it was quantized",
-        global_int8._Writer,
-        "step_writer",
-        (("step.momentum if self._gradient is None else None", "None"),),
-    ),
-    Mutation(
-        "a pseudogradient is merged as it was before its code",
-        CodedGradient,
-        "replace",
-        (("decoded=piece", "decoded=piece.copy()"),),
-    ),
-    Mutation(
-        "who takes over leaves the momentum where the key frame was",
-        global_int8,
-        "_follow",
-        (("following = lr, mu", "following = None"),),
-    ),
-    Mutation(
-        "a head names too few updates for its key frame",
-        global_int8._Writer,
-        "published",
-        (("[-max(behind, KEPT_UPDATES) :]", "[-KEPT_UPDATES:]"),),
-    ),
-    Mutation(
-        "a learner takes updates for any values, and looks at no digest",
-        global_int8,
-        "updates_after",
-        ((" or head.updates[-count].base != held.digest", ""),),
-        (Mutation("", global_int8, "check", (("if digest != due:", "if False:"),)),),
-    ),
-    Mutation(
-        "updates that a head names no more stay",
-        schema,
-        "replaced_by",
-        (("*(key for one in decode_updates(named[3]) for key in one.payloads)", ""),),
     ),
     Mutation(
         "a stale delta is rebased with the wrong sign",

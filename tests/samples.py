@@ -17,7 +17,7 @@ from diloco.pipeline.messages.run import Evaluation, LearnerReport, Phase, RunSt
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.messages.tape import Committed, Contribution, RefusalReason, Rejected
 from diloco.pipeline.payload.codec import as_bytes, payload_digest
-from diloco.pipeline.transfer.payloads import push_global
+from diloco.pipeline.transfer.globals import push_global
 from diloco.workers.rounds import Rounds
 from diloco_studies.virtual.virtual_time import inline
 
@@ -43,7 +43,6 @@ def sync_spec(**given: Any) -> SyncSpec:
         "outer_warmup": 0,
         "weights": "tokens",
         "global_codec": "fp32",
-        "key_frame_interval": 8,
         "outer": "nesterov",
         "delta_clip": 0.0,
     }

@@ -318,9 +318,9 @@ def load(run: Run, site: Site) -> Finding:
     )
     if asked.link_load <= LINK_SHARE:
         return ok("line and run", found)
-    planned = pace_of(site, run.learners, sync.overlap_steps, "auto", "int8", sync.outer)
+    planned = pace_of(site, run.learners, sync.overlap_steps, "auto", "bf16", sync.outer)
     remedy = (
-        f"start the run with --codec {planned.codec} --global-codec int8 --sync-interval {planned.interval}"
+        f"start the run with --codec {planned.codec} --global-codec bf16 --sync-interval {planned.interval}"
         if not any("even at" in one for one in planned.warnings)
         else "a faster line or a smaller model: no codec and no H will do (`diloco plan`)"
     )

@@ -139,7 +139,7 @@ def evaluator(run: str = "*") -> User:
                 _READ,
                 [
                     *keys.of_run("spec", "state", rights=read),
-                    *keys.of_groups("head:*", "global:*", "rest:*", "update:*", rights=read),
+                    *keys.of_groups("head:*", "global:*", "rest:*", rights=read),
                 ],
             ),
             ("+xadd", keys.of_run("evaluations")),

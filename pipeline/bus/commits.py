@@ -4,7 +4,6 @@ from collections import Counter
 from dataclasses import dataclass
 
 from diloco.pipeline.messages.head import Head, MergedBase, WindowView
-from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected
 
 # A staged payload expires after this time if its commit never comes.
@@ -40,17 +39,11 @@ class Published:
     """None: the payload has the exact values."""
     momentum: Staged | None = None
     """None: all zeros."""
-    updates: tuple[Update, ...] = ()
-    """See `Head.updates`."""
-    behind: int = 0
-    """See `Head.behind`."""
 
     @property
     def payloads(self) -> tuple[Staged, ...]:
-        """All payloads, those of the updates included."""
-        there = tuple(one for one in (self.payload, self.rest, self.momentum) if one is not None)
-        led = ((key, update.chunks) for update in self.updates for key in update.payloads)
-        return (*there, *(Staged(*one) for one in led))
+        """All payloads that there are."""
+        return tuple(one for one in (self.payload, self.rest, self.momentum) if one is not None)
 
     @property
     def keys(self) -> frozenset[str]:
@@ -73,7 +66,7 @@ class Commit:
     digest: bytes
     """Digest of the exact values."""
     published: Published
-    """Payloads of the new version. Those that the previous head also names are kept."""
+    """Payloads of the new version."""
     window: WindowView
     merged: tuple[MergedBase, ...]
     record: Committed
@@ -84,7 +77,7 @@ class Commit:
     merged_tokens: int = 0
     """Added to the head's total; `merged_deltas` grows by the number of contributions."""
     replaced_ttl_s: float = REPLACED_TTL_S
-    """Remaining lifetime of the global payload, rest and updates that the head no longer names."""
+    """Remaining lifetime of the global payload and the rest that the head no longer names."""
     retired: tuple[str, ...] = ()
     """Keys of earlier replaced payloads that are deleted now to keep within the byte cap."""
     interval: int = 0

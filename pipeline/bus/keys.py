@@ -178,14 +178,6 @@ class RunKeys:
         """Stream of the chunks that hold what a global lacks of the exact values; no learner reads it."""
         return self._of_group(self.group(p), f"rest:{p}:{version}:{nonce}")
 
-    def update_payload(self, p: int, version: int, nonce: str) -> str:
-        """Stream of the chunks of the update that led to a version."""
-        return self._of_group(self.group(p), f"update:{p}:{version}:{nonce}")
-
-    def merged_payload(self, p: int, version: int, nonce: str) -> str:
-        """Stream of the chunks of the pseudogradient that led to a version, from which the momentum can be derived."""
-        return self._of_group(self.group(p), f"merged:{p}:{version}:{nonce}")
-
     def momentum_payload(self, p: int, version: int, nonce: str) -> str:
         """Stream of an outer momentum's chunks."""
         return self._of_group(self.group(p), f"momentum:{p}:{version}:{nonce}")

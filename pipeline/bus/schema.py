@@ -19,7 +19,6 @@ from diloco.pipeline.errors import BadMessage, BadPayload, BusError
 from diloco.pipeline.messages.delta import DeltaHeader
 from diloco.pipeline.messages.head import Head, MergedBase, Norms, WindowView
 from diloco.pipeline.messages.moments import MomentsOffer, MomentsWish
-from diloco.pipeline.messages.payload import Update, Updates
 from diloco.pipeline.messages.run import RunState
 from diloco.pipeline.messages.shards import ClaimedShard, Shard, ShardQueue
 from diloco.pipeline.messages.tape import RefusalReason
@@ -289,8 +288,6 @@ def payload_names(of: Published) -> dict[str, Any]:
         "momentum": of.momentum.key if of.momentum else "",
         "rest": of.rest.key if of.rest else "",
         "payload_digest": of.rest.shown if of.rest else None,
-        "updates": of.updates,
-        "behind": of.behind,
     }
 
 
@@ -299,14 +296,13 @@ def payload_fields(of: Published) -> dict[str, bytes]:
     said = payload_names(of)
     return {
         **{name: said[name].encode() for name in ("payload", "momentum", "rest")},
-        **{name: b"%d" % said[name] for name in ("chunks", "behind")},
+        "chunks": b"%d" % said["chunks"],
         "payload_digest": said["payload_digest"] or b"",
-        "updates": encode(Updates(updates=of.updates)) if of.updates else b"",
     }
 
 
 # Fields of the head's hash that name payloads.
-NAMED = ("payload", "rest", "momentum", "updates")
+NAMED = ("payload", "rest", "momentum")
 
 
 def replaced_by(of: Published, named: Sequence[bytes]) -> tuple[list[str], str]:
@@ -317,25 +313,12 @@ def replaced_by(of: Published, named: Sequence[bytes]) -> tuple[list[str], str]:
         named: the head's present values of the fields `NAMED`.
 
     Returns:
-        Keys of global, rest and updates, which live on for a while because learners may be pulling them; and the key of
-        the old momentum, or "".
-
-    Raises:
-        BadMessage: the present updates do not decode.
+        Keys of global and rest, which live on for a while because learners may be pulling them; and the key of the old
+        momentum, or "".
     """
     kept = of.keys
-    payload, rest, momentum = (value.decode() for value in named[:3])
-    keys = [payload, rest, *(key for one in decode_updates(named[3]) for key in one.payloads)]
-    return [key for key in keys if key and key not in kept], momentum if momentum not in kept else ""
-
-
-def decode_updates(blob: bytes | None) -> tuple[Update, ...]:
-    """Decode the head's `updates` field.
-
-    Raises:
-        BadMessage: it does not decode.
-    """
-    return decode(Updates, blob).updates if blob else ()
+    payload, rest, momentum = (value.decode() for value in named)
+    return [key for key in (payload, rest) if key and key not in kept], momentum if momentum not in kept else ""
 
 
 def room(have: int, more: int) -> int:
@@ -401,8 +384,6 @@ def decode_head(fragment: int, fields: Mapping[bytes, bytes]) -> Head | None:
             "rejected_tokens": int(fields[b"rejected_tokens"]),
             "rest": fields[b"rest"].decode(),
             "payload_digest": fields[b"payload_digest"] or None,
-            "updates": decode_updates(fields[b"updates"]),
-            "behind": decode_count("behind", fields[b"behind"]),
             "interval": decode_count("interval", fields[b"interval"]),
             "refused": {reason: decode_count("refusals", fields[n]) for n, reason in _REFUSED.items() if n in fields},
         }

@@ -348,10 +348,10 @@ def room(
         backlogs: bytes of maxmemory that the replication backlogs take.
     """
     learners = max(LEAST_LEARNERS, sync.quorum, learners)
-    needed = redis_bytes(elements, learners, sync.codec, sync.global_codec, sync.key_frame_interval) + backlogs
+    needed = redis_bytes(elements, learners, sync.codec) + backlogs
     limit, written = maxmemory_bytes or machine_bytes, as_maxmemory if maxmemory_bytes else as_bytes
     backlog = f", repl-backlog-size of {as_maxmemory(backlogs)}" if backlogs else ""
-    needs = f"this model needs at least {written(needed)} ({redis_holds(learners, sync.global_codec)}{backlog})"
+    needs = f"this model needs at least {written(needed)} ({redis_holds(learners)}{backlog})"
     has = f"Redis has maxmemory {written(limit)}" if maxmemory_bytes else "Redis has no maxmemory"
     if not maxmemory_bytes and machine_bytes:
         has += f", on a machine of {as_bytes(machine_bytes)}"

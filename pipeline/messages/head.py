@@ -1,13 +1,11 @@
 """Wire types of heads and windows."""
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.wire import (
     MAX_LEARNERS,
-    MAX_UPDATES,
     MOST_STEPS,
     Count,
     Digest,
@@ -69,11 +67,10 @@ class Head(Message):
     digest: Digest
     """Digest of the exact float32 values; deltas name their base by it."""
     payload: Text
-    """Key of the global payload, which learners pull, in the run's `global_codec`. With int8 it is the key frame."""
+    """Key of the global payload, which learners pull, in the run's `global_codec`."""
     chunks: Annotated[int, Field(ge=1)]
     momentum: Text
-    """Key of the outer momentum payload, or "" for all zeros. It is the momentum of this version, or the key frame's if
-    the later one can be derived from the updates (`global_int8`)."""
+    """Key of the outer momentum payload, or "" for all zeros."""
     previous_digest: Digest | None
     """Digest of version - 1, the base of a stale delta that may still be merged."""
     window: WindowView
@@ -85,10 +82,6 @@ class Head(Message):
     """Key of the payload that holds what the global payload lacks of the exact values; "" if the global is exact."""
     payload_digest: Digest | None = None
     """Digest of the global payload; None if the global is exact."""
-    updates: Annotated[tuple[Update, ...], Field(max_length=MAX_UPDATES, fail_fast=True)] = ()
-    """The last updates, oldest first; the last one leads to this version."""
-    behind: Annotated[int, Field(ge=0, le=MAX_UPDATES)] = 0
-    """Number of updates, counted from the last, that the key frame does not contain."""
     interval: Annotated[int, Field(ge=0, le=MOST_STEPS)] = 0
     """Inner steps between two syncs for learners that train on this version; 0: `ramps.interval_at` of it."""
     refused: dict[str, Count] = Field(default_factory=dict, max_length=64)
@@ -96,9 +89,3 @@ class Head(Message):
     norms: Norms = ()
     """Median norm of the contributions of each of the last merges, oldest first. It is stored here so that a new or
     resumed owner can judge deltas by earlier merges."""
-
-    @model_validator(mode="after")
-    def _key_frame_can_be_followed(self) -> Self:
-        if self.behind > len(self.updates):
-            raise ValueError(f"the key frame is {self.behind} updates behind, and {len(self.updates)} are there")
-        return self

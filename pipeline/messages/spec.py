@@ -16,7 +16,6 @@ from diloco.pipeline.messages.wire import (
     MAX_FRAGMENTS,
     MAX_LEARNERS,
     MAX_TENSORS,
-    MAX_UPDATES,
     MOST_STEPS,
     Codec,
     Digest,
@@ -94,9 +93,7 @@ class SyncSpec(Message):
     """Number of outer steps at the start of each fragment that only average (`syncer.merging.outer.outer_at`)."""
     weights: WeightsName
     global_codec: GlobalCodec
-    """Format of the globals that learners pull (`pipeline.transfer.global_formats`)."""
-    key_frame_interval: Annotated[int, Field(ge=1, le=MAX_UPDATES)]
-    """Outer steps of each fragment between two key frames, if globals are sent as updates."""
+    """Format of the globals that learners pull (`pipeline.transfer.globals`)."""
     outer: OuterName
     delta_clip: Annotated[float, Field(ge=0, le=1e6)]
     """Upper bound on a delta's norm, in multiples of the window's median norm: longer deltas are scaled down. 0: no

@@ -45,7 +45,6 @@ MAX_TEXT_CHARS = 512
 MAX_CHUNKS = 10**6
 # Upper bound on a sync interval, and on tau (the steps during which a sync may run in the background).
 MOST_STEPS = 10**6
-MAX_UPDATES = 64
 # Longest lease: everything that a syncer holds expires within this time unless it is prolonged.
 MOST_LEASE_S = 3600
 MAX_CHUNK_BYTES = 16 * 2**20
@@ -55,9 +54,8 @@ CHUNK_EXTRA_BYTES = 256
 # Format of a delta's elements: floats, or quantized (`quantize`). Momentum is always fp32.
 Codec = Literal["bf16", "fp32", "int8", "int4"]
 
-# Format in which learners read globals: exact, rounded (`halves`), or as updates of the version before (`updates`).
-# Syncers always have the exact float32 values.
-GlobalCodec = Literal["fp32", "bf16", "int8"]
+# Format in which learners read globals: exact, or rounded (`halves`). Syncers always have the exact float32 values.
+GlobalCodec = Literal["fp32", "bf16"]
 
 MAX_NAME_CHARS = 64
 # Names become folders and log files: a name of dots alone ("..") would point outside the folder meant for it.

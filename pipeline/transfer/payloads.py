@@ -1,30 +1,16 @@
-"""Transfer of payloads over the bus in bounded pieces: never one huge value, never a huge pipeline. asyncio.
-
-It covers the payloads of deltas, and global fragments in the run's format (`global_formats`).
-"""
+"""Transfer of payloads over the bus in bounded pieces: never one huge value, never a huge pipeline. asyncio."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy.typing as npt
 
-from diloco.pipeline.bus.commits import Published, Staged
-from diloco.pipeline.bus.ports import Bus, PayloadStore
+from diloco.pipeline.bus.commits import Staged
+from diloco.pipeline.bus.ports import PayloadStore
 from diloco.pipeline.errors import BadPayload
-from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.wire import Codec
 from diloco.pipeline.payload.codec import Payload, PayloadReader, as_bytes
-from diloco.pipeline.transfer.global_format import (
-    Float32,
-    Held,
-    Kind,
-    alone,
-    key_of,
-)
-from diloco.pipeline.transfer.global_formats import FORMATS
 
 # Most bytes in flight per payload.
 PIECE_BYTES = 4 * 2**20
@@ -33,6 +19,9 @@ PIECE_BYTES = 4 * 2**20
 BLOCK_S = 1.0
 # While a payload is pulled, its expiry is extended to at least this.
 KEPT_S = 60.0
+
+# Runs heavy work in another thread.
+Offload = Callable[..., Awaitable[Any]]
 
 
 def _piece(chunk_bytes: int) -> int:
@@ -109,105 +98,3 @@ async def _write(bus: PayloadStore, key: str, payload: Payload, first: int, ttl_
     batch = [payload.encoded(index) for index in range(first, min(first + piece, payload.chunks))]
     await bus.write_chunks(key, first, batch, ttl_s)
     return first + len(batch)
-
-
-# Runs heavy work in another thread.
-Offload = Callable[..., Awaitable[Any]]
-
-
-# --- globals, published ------------------------------------------------------------------------------
-
-
-async def push_global(
-    bus: Bus,
-    fragment: int,
-    version: int,
-    nonce: str,
-    values: Float32,
-    sync: SyncSpec,
-    ttl_s: float,
-    offload: Offload,
-    momentum: Float32 | None = None,
-) -> Published:
-    """Upload the full values of a version, so that it depends on no other one, for a commit.
-
-    `nonce` is part of the keys: a repeated upload with the same nonce must have the same values. `momentum` is
-    (elements,); None means zeros.
-    """
-    staged = dict[Kind, Staged]()
-    arrays = await offload(_whole, values, momentum, sync)
-    payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in arrays.items()}
-    for kind, payload in payloads.items():
-        key = key_of(bus.keys, kind, fragment, version, nonce)
-        staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s)
-    return alone(staged, payloads)
-
-
-def _whole(values: Float32, momentum: Float32 | None, sync: SyncSpec) -> dict[Kind, npt.NDArray[Any]]:
-    """Return all payloads of a version that is published in full."""
-    arrays = dict(FORMATS[sync.global_codec].whole(values))
-    if momentum is not None:
-        arrays["momentum"] = momentum
-    return arrays
-
-
-# --- globals, read -----------------------------------------------------------------------------------
-
-
-async def pull_state(
-    bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload
-) -> tuple[Float32, Float32 | None]:
-    """Return the exact values (elements,) and the momentum (elements,) (None: zeros) at a head.
-
-    offload: runs heavy work.
-
-    Raises:
-        BadPayload: as in `pull`, or the values do not have the head's digest. The head may have moved: read it again.
-    """
-    return await FORMATS[sync.global_codec].state(_Source(bus, head, elements, sync, offload))
-
-
-async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
-    """Return the values (elements,) at a head, bit for bit as they were merged. `offload` runs heavy work.
-
-    Raises:
-        BadPayload: as in `pull_state`.
-    """
-    return await FORMATS[sync.global_codec].exact(_Source(bus, head, elements, sync, offload))
-
-
-async def pull_shown(
-    bus: Bus,
-    head: Head,
-    elements: int,
-    sync: SyncSpec,
-    offload: Offload,
-    extend_s: float = KEPT_S,
-    held: Held | None = None,
-) -> Float32:
-    """Return the values (elements,) that learners train from at a head, in an array that nothing else refers to.
-
-    offload: runs heavy work. extend_s: as in `pull`. held: values that the caller has already; they stay unchanged.
-
-    Raises:
-        BadPayload: as in `pull_state`.
-    """
-    return await FORMATS[sync.global_codec].shown(_Source(bus, head, elements, sync, offload, extend_s), held)
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """`global_format.Source` that reads from a bus."""
-
-    bus: Bus
-    head: Head
-    elements: int
-    sync: SyncSpec
-    work: Offload
-    extend_s: float = KEPT_S
-
-    async def pull(self, key: str, codec: Codec) -> PayloadReader:
-        return await pull(self.bus, key, self.elements, codec, self.sync.chunk_bytes, self.extend_s)
-
-    async def pull_momentum(self) -> Float32 | None:
-        return (await self.pull(self.head.momentum, "fp32")).array() if self.head.momentum else None

@@ -17,7 +17,8 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.messages.wire import MOST_ELEMENTS
 from diloco.pipeline.payload.codec import as_bytes, encode, payload_digest
-from diloco.pipeline.transfer.payloads import Offload, push_global
+from diloco.pipeline.transfer.globals import push_global
+from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.checkpoints.loading import Checkpoint, known_elements
 
 

@@ -31,7 +31,8 @@ from diloco.pipeline.messages.spec import Spec, SyncSpec
 from diloco.pipeline.messages.wire import MOST_ELEMENTS, MOST_TOKENS
 from diloco.pipeline.payload.codec import as_bytes
 from diloco.pipeline.retry import Backoff
-from diloco.pipeline.transfer.payloads import Offload, pull_state
+from diloco.pipeline.transfer.globals import pull_state
+from diloco.pipeline.transfer.payloads import Offload
 from diloco.pipeline.wrong_values import complaint
 from diloco.syncer.checkpoints.manifest import (
     CHECKPOINT,

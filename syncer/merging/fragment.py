@@ -5,7 +5,7 @@ would become, and only `advance` changes the fragment, after the commit has succ
 the state unchanged.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -14,22 +14,21 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from diloco.pipeline.bus.commits import Published, Staged
 from diloco.pipeline.fragments import FragmentLayout
-from diloco.pipeline.messages.head import MERGES_KEPT, Head, MergedBase
+from diloco.pipeline.messages.head import MERGES_KEPT, MergedBase
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Contribution, RefusalReason
 from diloco.pipeline.payload.buffers import pooled
-from diloco.pipeline.payload.codec import Grown, Payload, Vector, as_bytes, nobody
+from diloco.pipeline.payload.codec import Grown, Vector, nobody
 from diloco.pipeline.ramps import interval_in_force
-from diloco.pipeline.transfer.global_format import Kind, Momentum, Step, StepWriter
-from diloco.pipeline.transfer.global_formats import FORMATS
+from diloco.pipeline.transfer.globals import GrowingGlobal
 from diloco.syncer.admission import Offer
 from diloco.syncer.algorithm import clip_factors, merge_weights
 from diloco.syncer.merging.cosine import cosines
 from diloco.syncer.merging.merge import Float32, Float64, Reduced, Sum, all_finite, merge_shares, rebase
 from diloco.syncer.merging.outer import (
     AveragingStep,
+    Momentum,
     NesterovStep,
     PlainStep,
     matrix_blocks,
@@ -53,8 +52,8 @@ MERGES_NEEDED = 4
 class Draft:
     """Memory for the values and the momentum after an outer step, with digests of the part that is written.
 
-    `sum` adds up the contributions in the memory where the values will be. Then `prepare`, `uploads` and `step_writer`
-    must be called in this order, and the step is written from front to back.
+    `sum` adds up the contributions in the memory where the values will be. Then `prepare` must be called, and the step
+    is written from front to back.
     """
 
     def __init__(self, layout: FragmentLayout, sync: SyncSpec, grown: Grown = nobody) -> None:
@@ -65,67 +64,28 @@ class Draft:
             sync: how the run synchronises.
             grown: called by the thread that takes the step, when more chunks of any payload are whole.
         """
-        self._layout, self._sync, self._grown = layout, sync, grown
-        self._writer = FORMATS[sync.global_codec].writer(layout.id, layout.elements, sync, grown)
-        self.theta = self._writer.values
+        self._sync, self._grown = sync, grown
+        self.theta: Float32 = pooled(layout.elements, np.float32)
         """(elements,): the sum at first, the new values in the end."""
         self.momentum: Float32 | None = None
         """(elements,) after the step; None stands for zeros."""
-        self._momentum_payload: Payload | None = None
+        self._growing: GrowingGlobal | None = None
         self.sum = Sum(layout, self.theta)
 
     @property
-    def digest(self) -> bytes:
-        """Digest of the exact values, once all are written."""
-        return self._writer.exact.digest
+    def growing(self) -> GrowingGlobal:
+        """The payloads, once they are prepared."""
+        assert self._growing is not None  # noqa: S101  # it is prepared
+        return self._growing
 
-    def prepare(self, mu: float, orthogonal: bool = False) -> None:
+    def prepare(self, mu: float) -> None:
         """Set up the payloads for the coming step. Must be called before the uploads begin; calling it twice is safe.
 
-        Args:
-            mu: outer momentum; with 0 the step keeps no momentum.
-            orthogonal: True if the step orthogonalises matrices, so that the momentum cannot be recovered from it.
+        mu: outer momentum; with 0 the step keeps no momentum.
         """
-        self._writer.prepare(averaged=not mu, told=not orthogonal)
-        if mu and self.momentum is None:
-            self.momentum = pooled(self._layout.elements, np.float32)
-            self._momentum_payload = Payload(as_bytes(self.momentum), self._sync.chunk_bytes, self._grown)
-
-    def step_writer(self, theta: Float32, before: Float32 | None, lr: float, mu: float) -> "DraftWriter":
-        """Return a writer of the step from these values (elements,) and this momentum (elements,) or None for zeros."""
-        momentum = None if self.momentum is None else Momentum(before, self.momentum, mu)
-        step = self._writer.step_writer(Step(theta, lr, momentum))
-        return DraftWriter(step, None if self._writer.takes_steps else theta, self._momentum_payload)
-
-    def uploads(self, version: int) -> dict[Kind, Payload]:
-        """Return the payloads of a version that are to be uploaded."""
-        found = self._writer.uploads(version)
-        if self._momentum_payload is not None and self._writer.is_alone(version):
-            found["momentum"] = self._momentum_payload
-        return found
-
-    def published(self, head: Head, staged: Mapping[Kind, Staged]) -> Published:
-        """Return the payloads that the next head names, from the head of the version before and all staged uploads."""
-        return self._writer.published(head, staged)
-
-
-class DraftWriter:
-    """Tells a draft's payloads how much of the outer step is written."""
-
-    def __init__(self, step: StepWriter, base: Float32 | None, momentum: Payload | None) -> None:
-        self._step, self._momentum = step, momentum
-        self.base = base
-        """(elements,): the values that the step is subtracted from; None if the step itself is to be written."""
-
-    def reduced(self) -> None:
-        """Note that the draft's values hold the whole pseudogradient, and that no element has been stepped yet."""
-        self._step.reduced()
-
-    def written(self, stop: int) -> None:
-        """Note that all values and momenta of the elements before `stop` are final."""
-        done = self._step.written(stop)
-        if self._momentum is not None:
-            self._momentum.grow_to(4 * done)
+        if self._growing is None:
+            self.momentum = pooled(len(self.theta), np.float32) if mu else None
+            self._growing = GrowingGlobal(self.theta, self.momentum, self._sync, self._grown)
 
 
 # --- what goes in and what comes out --------------------------------------------------------------------
@@ -223,33 +183,30 @@ def outer_step(
     """
     lr, mu = outer
     into = draft or Draft(layout, sync)
-    orthogonal = orthogonalises(layout, sync, mu)
-    into.prepare(mu, orthogonal)
+    into.prepare(mu)
     close = partial(into.sum.close, deltas, norms, shares, recorded, factors=factors)
-    writer = into.step_writer(theta, before, lr, mu)
     if not mu:  # no momentum is kept by a step that only averages: the next step with momentum starts from zeros
         averaged = layout.averaged
-        plain = AveragingStep(layout, theta, into.theta) if averaged else PlainStep(writer.base, into.theta, lr)
-        return Stepped(into.theta, None, _elementwise(plain, writer, close))
+        plain = AveragingStep(layout, theta, into.theta) if averaged else PlainStep(theta, into.theta, lr)
+        return Stepped(into.theta, None, _elementwise(plain, into.growing, close))
     assert into.momentum is not None  # noqa: S101  # it is prepared
-    step = NesterovStep(writer.base, Momentum(before, into.momentum, mu), into.theta, lr)
-    if not orthogonal:
-        return Stepped(into.theta, into.momentum, _elementwise(step, writer, close))
+    step = NesterovStep(theta, Momentum(before, into.momentum, mu), into.theta, lr)
+    if not orthogonalises(layout, sync, mu):
+        return Stepped(into.theta, into.momentum, _elementwise(step, into.growing, close))
     # A matrix is orthogonalised as a whole, so all of it must be merged first: this needs a second pass.
     reduced = close()
-    writer.reduced()
     found = np.empty(matrix_elements(layout), np.float32)
     for stop in matrix_blocks(layout, step, found, recorded_step):
-        writer.written(stop)
+        into.growing.grow_to(stop)
     return Stepped(into.theta, into.momentum, reduced, found)
 
 
-def _elementwise(step: PlainStep, writer: DraftWriter, close: Callable[..., Reduced]) -> Reduced:
+def _elementwise(step: PlainStep, growing: GrowingGlobal, close: Callable[..., Reduced]) -> Reduced:
     """Take a step that handles each block once, right after its merge, while it is in the CPU cache."""
 
     def stepped(start: int, stop: int) -> None:
         step.block(start, stop)
-        writer.written(stop)
+        growing.grow_to(stop)
 
     return close(each_block=stepped)
 
@@ -363,7 +320,7 @@ class FragmentState:
             )
         return Merged(
             version=version,
-            digest=draft.digest,
+            digest=draft.growing.digest,
             theta=stepped.theta,
             momentum=stepped.momentum,
             contributions=tuple(

@@ -7,6 +7,7 @@ networks, 2024, where it is an inner optimizer).
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from typing_extensions import override
@@ -14,7 +15,6 @@ from typing_extensions import override
 from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.ramps import interval_in_force
-from diloco.pipeline.transfer.global_format import Momentum
 from diloco.syncer.algorithm import HALLEY
 from diloco.syncer.merging.merge import BLOCK, Float32, squares
 
@@ -44,14 +44,36 @@ def outer_at(sync: SyncSpec, version: int, steps: Iterable[int], told: int = 0) 
     return sync.outer_lr, sync.outer_momentum
 
 
+class Momentum(NamedTuple):
+    """The outer optimizer's momentum, b' = mu b + D, of a whole fragment or some of its elements."""
+
+    before: Float32 | None
+    """(elements,) b; None means zeros."""
+    after: Float32
+    """(elements,), overwritten with b'; may be `before` itself."""
+    mu: float
+
+    def part(self, piece: slice) -> "Momentum":
+        """Return the momentum of some elements, sharing memory."""
+        return Momentum(None if self.before is None else self.before[piece], self.after[piece], self.mu)
+
+    def add(self, pseudogradient: Float32) -> None:
+        """Compute the momentum after a step with the pseudogradient D (elements,)."""
+        if self.before is None:
+            self.after.fill(0)
+        else:
+            np.multiply(self.before, self.mu, out=self.after)
+        np.add(self.after, pseudogradient, out=self.after)
+
+
 class PlainStep:
     """One outer step, taken block by block: `theta -= lr*D`, like torch.optim.SGD."""
 
-    def __init__(self, theta: Float32 | None, out: Float32, lr: float) -> None:
+    def __init__(self, theta: Float32, out: Float32, lr: float) -> None:
         """Set what each block reads and writes.
 
         Args:
-            theta: (elements,) the global fragment. None: the step lr*D is written to `out`, and not subtracted.
+            theta: (elements,) the global fragment.
             out: (elements,) D, overwritten with the new values.
             lr: outer learning rate.
         """
@@ -63,15 +85,9 @@ class PlainStep:
         self.go(start, stop, self._out[start:stop], self._scratch[: stop - start])
 
     def go(self, start: int, stop: int, step: Float32, scratch: Float32) -> None:
-        """Write theta - lr*step of elements [start, stop), or lr*step if theta is None.
-
-        step and scratch, both (stop - start,), may be the same.
-        """
-        if self._theta is None:
-            np.multiply(step, self._lr, out=self._out[start:stop])
-        else:
-            np.multiply(step, self._lr, out=scratch)
-            np.subtract(self._theta[start:stop], scratch, out=self._out[start:stop])
+        """Write theta - lr*step of elements [start, stop). step and scratch, both (stop - start,), may be the same."""
+        np.multiply(step, self._lr, out=scratch)
+        np.subtract(self._theta[start:stop], scratch, out=self._out[start:stop])
 
 
 class AveragingStep(PlainStep):
@@ -93,7 +109,7 @@ class AveragingStep(PlainStep):
 class NesterovStep(PlainStep):
     """One outer step, block by block: `b = mu*b + D; theta -= lr*(D + mu*b)`, like torch.optim.SGD(nesterov=True)."""
 
-    def __init__(self, theta: Float32 | None, momentum: Momentum, out: Float32, lr: float) -> None:
+    def __init__(self, theta: Float32, momentum: Momentum, out: Float32, lr: float) -> None:
         """Set what each block reads and writes (see `PlainStep`); momentum is also read and written."""
         super().__init__(theta, out, lr)
         self._momentum = momentum

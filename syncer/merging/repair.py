@@ -17,17 +17,14 @@ from diloco.pipeline.fragments import FragmentLayout
 from diloco.pipeline.messages.head import Head, WindowView
 from diloco.pipeline.messages.spec import SyncSpec
 from diloco.pipeline.messages.tape import Committed, Rewound
-from diloco.pipeline.transfer.global_format import published_by
-from diloco.pipeline.transfer.payloads import Offload, push_global
+from diloco.pipeline.transfer.globals import published_by, push_global
+from diloco.pipeline.transfer.payloads import Offload
 from diloco.syncer.context import RandomHex
 from diloco.syncer.membership import RunWatch
 from diloco.syncer.merging.fragment import FragmentState
 
 # Time between two checks that the payloads named by a head are there.
 LOOK_S = 10.0
-# A version that no live learner could adopt for this long is published whole. The check counts chunks only, so this is
-# how updates are found that are there but damaged.
-UNFOLLOWED_S = 60.0
 
 
 class Repair:
@@ -45,37 +42,26 @@ class Repair:
     ) -> None:
         self._bus, self._clock, self._layout, self._sync = bus, clock, layout, sync
         self._nonce, self._random_hex, self._offload = nonce, random_hex, offload
-        self._version, self._since_s = -1, 0.0
         self.due_s = 0.0
         """When the next check is due."""
 
-    async def look(self, head: Head, fragment: FragmentState, watch: RunWatch) -> Head:
+    async def look(self, head: Head, fragment: FragmentState) -> Head:
         """Check that the payloads that a head names are there, and publish them again if not; return the present head.
 
         Args:
             head: as this owner knows it.
             fragment: at the head's version.
-            watch: tells whether any learner has adopted the version.
 
         Raises:
             HeadMoved: the head on the bus is gone or is another one; nothing was changed.
             LeaseLost, PayloadIncomplete, BusError: nothing was changed.
         """
-        now = self._clock.now()
-        self.due_s = now + LOOK_S
+        self.due_s = self._clock.now() + LOOK_S
         (there,) = await self._bus.read_heads([self._layout.id])
         if there is None or (there.version, there.digest) != (head.version, head.digest):
             raise HeadMoved(f"the head of fragment {head.fragment} is {'gone' if there is None else 'another one'}")
         head = there
-        if self._version != head.version:
-            self._version, self._since_s = head.version, now
-        why = await self._lacking(head)
-        unfollowed = watch.live() and not watch.expected(self._layout.id, head.version)
-        if not unfollowed:
-            self._since_s = now
-        elif head.updates and now - self._since_s > UNFOLLOWED_S:
-            why = why or f"no learner could follow it for {UNFOLLOWED_S:g} s"
-        if not why:
+        if not (why := await self._lacking(head)):
             return head
         structlog.get_logger().warning("global_published_anew", fragment=head.fragment, version=head.version, why=why)
         return await self._publish(head, fragment)

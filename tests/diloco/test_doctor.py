@@ -271,7 +271,7 @@ def test_a_run_whose_syncers_save_checkpoints_outlives_its_server(
 def test_a_machine_has_twice_what_its_redis_holds_wherever_one_is_asked_for() -> None:
     """While an append-only file is rewritten, what a round replaces is there twice."""
     found = of_server.room(0, 1e9, SyncSettings().sync_spec(), machine_bytes=2**30)
-    needed = redis_bytes(1e9, of_server.LEAST_LEARNERS, "bf16", "bf16")
+    needed = redis_bytes(1e9, of_server.LEAST_LEARNERS, "bf16")
     assert found.remedy == f"give it a machine with {as_bytes(2 * needed)} of memory"
     assert "twice its memory" in of_server.persistence(Server.of(INFO | {"aof_enabled": 0})).remedy
 
@@ -722,7 +722,7 @@ def test_a_live_runs_merges_are_judged_beside_those_that_would_be_made_here(
                     "merged": encode(MergedBases(merged=(), norms=())),
                 }
                 fields |= {"merged_deltas": 0, "merged_tokens": 0, "rejected_tokens": 0, "interval": interval}
-                fields |= {"rest": "", "payload_digest": b"", "updates": b"", "behind": 0}
+                fields |= {"rest": "", "payload_digest": b""}
                 client.hset(bus.keys.head(0), mapping=fields)
 
         client.flushall()

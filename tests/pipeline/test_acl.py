@@ -30,7 +30,7 @@ from diloco.pipeline.view.page.collector import Collector
 from diloco.pipeline.view.status_reader import read_status
 from tests import samples
 from tests.pipeline.conftest import LEARNERS, Server, as_user, known
-from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejected, rest_of, stage, update_to
+from tests.pipeline.test_commit_cases import NONCE, commit_on, first_head, rejected, rest_of, stage
 
 pytestmark = pytest.mark.redis
 
@@ -133,12 +133,12 @@ async def test_every_party_can_make_all_its_calls(server: Server, parties: dict[
     assert await syncer.count_chunks(delta) == 2
     await syncer.write_window(0, NONCE, expected, samples.IDLE, None)
     await syncer.refuse(0, Refusal(NONCE, expected, (bad,), (), (rejected("l0", 5),), 5))
-    rest, update = await rest_of(syncer, 1), await update_to(syncer, 1)
-    given = {"rest": rest, "updates": (update,), "entries": (entry,), "delta_payloads": (delta,)}
+    rest = await rest_of(syncer, 1)
+    given = {"rest": rest, "entries": (entry,), "delta_payloads": (delta,)}
     await syncer.commit(await commit_on(syncer, expected, **given))
     assert await syncer.count_chunks(delta) == 0
     for party in (learner, evaluator):
-        assert await party.read_chunks(update.payload, 0, 10, 2**20, extend_s=60) == [b"chunk"] * 3
+        assert await party.read_chunks(head.payload, 0, 10, 2**20, extend_s=60) == [b"chunk"] * 2
     payload = await stage(syncer, keys.global_payload(0, 1, "ee" * 4))
     await syncer.republish(0, Republication(NONCE, (1, bytes([2]) * 16), Published(payload, rest)))
     # A slow pull of a global that was replaced: a learner cannot let it live on, and reads it all the same.
@@ -199,8 +199,6 @@ def families(keys: RunKeys) -> dict[str, str]:
         "lease": keys.lease(0),
         "global_payload": keys.global_payload(0, 0, "00000000"),
         "rest_payload": keys.rest_payload(0, 0, "00000000"),
-        "update_payload": keys.update_payload(0, 0, "00000000"),
-        "merged_payload": keys.merged_payload(0, 0, "00000000"),
         "momentum_payload": keys.momentum_payload(0, 0, "00000000"),
         "tape": keys.tape(0),
         "wanted": keys.wanted,
@@ -232,8 +230,6 @@ async def story(server: Server, parties: dict[str, Any]) -> tuple[int, bytes]:
     syncer = parties["syncer"]
     expected = await first_head(syncer)
     await rest_of(syncer, 0)
-    await update_to(syncer, 0)
-    await stage(syncer, server.keys.merged_payload(0, 0, "00000000"))
     await syncer.announce_syncer(NONCE, "s0", 60)
     await syncer.offer_wanted(WANTED, 60)
     await syncer.write_state(samples.run_state())
@@ -450,7 +446,7 @@ async def test_a_learner_does_not_come_by_what_others_trained(server: Server, pa
     """Neither their headers nor their payloads; an outer momentum is the syncer's alone, and what a global lacks."""
     await story(server, parties)
     client = server.raw("learner-l0")
-    for name in ("deltas", "delta_payload", "momentum_payload", "rest_payload", "merged_payload"):
+    for name in ("deltas", "delta_payload", "momentum_payload", "rest_payload"):
         for command in (("XREAD", "STREAMS", families(server.keys)[name], "0"), ("XLEN", families(server.keys)[name])):
             with pytest.raises(rx.NoPermissionError):
                 client.execute_command(*command)

@@ -16,7 +16,6 @@ from diloco.pipeline.bus.ports import START, Bus
 from diloco.pipeline.bus.schema import parse_offer_id
 from diloco.pipeline.errors import BadMessage, DilocoError, HeadMoved, LeaseLost, PayloadIncomplete
 from diloco.pipeline.messages.head import MergedBase, WindowView
-from diloco.pipeline.messages.payload import Update
 from diloco.pipeline.messages.tape import Committed, RefusalReason, Rejected, WindowChanged
 from tests import samples
 from tests.backdoor import Backdoor
@@ -175,61 +174,20 @@ async def test_the_rest_of_a_global_comes_stays_and_goes_with_it(bus: Bus, backd
     assert backdoor.ttl_s(third.payload) is None
 
 
-async def update_to(bus: Bus, version: int) -> Update:
-    """The update that leads to a version, staged."""
-    staged = await stage(bus, bus.keys.update_payload(0, version, f"{version:08x}"), 3)
-    return Update(payload=staged.key, chunks=3, base=bytes([version]) * 16, averaged=version == 1)
-
-
-async def test_updates_and_the_key_frame_stay_while_a_head_names_them(bus: Bus, backdoor: Backdoor) -> None:
-    """Each commit says all that it leads to; what it names no more lives on for a while, a momentum goes at once."""
-    assert await bus.acquire_lease(0, NONCE, 60)
-    await bus.commit(await commit_on(bus, None))
-    (frame,) = await bus.read_heads([0])
-    key_frame, momentum = Staged(frame.payload, 2), Staged(frame.momentum, 3)
-    updates: tuple[Update, ...] = ()
-    for version in (1, 2, 3):
-        updates = (*updates, await update_to(bus, version))[-2:]
-        of = {"payload": key_frame, "momentum": momentum, "updates": updates, "behind": min(version, 2)}
-        await bus.commit(await commit_on(bus, (version - 1, bytes([version]) * 16), **of, replaced_ttl_s=30.0))
-    (head,) = await bus.read_heads([0])
-    assert (head.version, head.payload, head.momentum) == (3, frame.payload, frame.momentum)
-    assert (head.updates, head.behind) == (updates, 2)
-    assert [update.base for update in head.updates] == [bytes([2]) * 16, bytes([3]) * 16]
-    there = (head.payload, head.momentum, *(update.payload for update in updates))
-    assert [backdoor.ttl_s(key) for key in there] == [None] * 4
-    assert 20 < (backdoor.ttl_s(bus.keys.update_payload(0, 1, "00000001")) or 0) <= 30
-    # The next key frame, with the update that leads there.
-    await bus.commit(
-        await commit_on(bus, (3, bytes([4]) * 16), updates=(updates[1], await update_to(bus, 4)), behind=0)
-    )
-    (after,) = await bus.read_heads([0])
-    assert (after.payload, after.behind) == (bus.keys.global_payload(0, 4, "00000004"), 0)
-    assert [update.payload for update in after.updates] == [
-        updates[1].payload,
-        bus.keys.update_payload(0, 4, "00000004"),
-    ]
-    for key in (frame.payload, updates[0].payload):
-        assert 20 < (backdoor.ttl_s(key) or 0) <= 120
-    assert await bus.count_chunks(frame.momentum) == 0
-    assert await bus.count_chunks(after.momentum) == 3
-
-
 async def test_a_global_is_published_anew_at_its_version(bus: Bus, backdoor: Backdoor) -> None:
     """Version, digest, window, counters and tape stay; what was named before goes as replaced."""
     assert await bus.acquire_lease(0, NONCE, 60)
     await bus.commit(await commit_on(bus, None))
     (first,) = await bus.read_heads([0])
-    update, at = await update_to(bus, 1), (1, bytes([2]) * 16)
-    of = {"payload": Staged(first.payload, 2), "momentum": Staged(first.momentum, 3), "updates": (update,), "behind": 1}
+    at = (1, bytes([2]) * 16)
+    of = {"payload": Staged(first.payload, 2), "momentum": Staged(first.momentum, 3)}
     await bus.commit(await commit_on(bus, (0, bytes([1]) * 16), **of))
     (before,) = await bus.read_heads([0])
     tape = await bus.read_tape({0: START})
-    backdoor.delete(update.payload)
     payload = await stage(bus, bus.keys.global_payload(0, 1, "dd" * 4), 4)
     await bus.republish(0, Republication(NONCE, at, Published(payload, await rest_of(bus, 1)), 30.0))
     (head,) = await bus.read_heads([0])
-    named = {"payload": payload.key, "chunks": 4, "momentum": "", "updates": (), "behind": 0}
+    named = {"payload": payload.key, "chunks": 4, "momentum": ""}
     rest = {"rest": bus.keys.rest_payload(0, 1, "00000001"), "payload_digest": bytes([101]) * 16}
     assert head == before.model_copy(update=named | rest)
     assert await bus.read_tape({0: START}) == tape
@@ -466,21 +424,7 @@ STAGED_STEP = [
 COMMIT_STEP = [
     Case("there is a head already", HeadMoved, change=lambda c: replace(c, expected=None)),
     Case("total not a number", BadMessage, lambda b, bus: b.hset(bus.keys.head(0), "merged_tokens", b"1.5")),
-    Case("update missing", PayloadIncomplete, change=lambda c: with_update(c, "gone", 3)),
-    Case("update short", PayloadIncomplete, change=lambda c: with_update(c, "00000001", 4)),
-    Case(
-        "update of another type",
-        BadMessage,
-        lambda b, bus: b.plant(bus.keys.update_payload(0, 1, "00000001"), "hash"),
-        lambda c: with_update(c, "00000001", 3),
-    ),
 ]
-
-
-def with_update(commit: Commit, nonce: str, chunks: int) -> Commit:
-    key = commit.published.payload.key.replace("global:0:1:00000001", f"update:0:1:{nonce}")
-    update = Update(payload=key, chunks=chunks, base=FIRST, averaged=False)
-    return changed(commit, updates=(update,))
 
 
 def later(commit: Commit, expected: tuple[int, bytes]) -> Commit:
@@ -505,7 +449,6 @@ async def test_a_refused_step_changes_nothing(bus: Bus, backdoor: Backdoor, step
     await stage(bus, delta)
     entry = await bus.offer(samples.header("l0"))
     commit = await commit_on(bus, expected, rest=await rest_of(bus, 1), entries=(entry,), delta_payloads=(delta,))
-    await update_to(bus, 1)
     case.plant(backdoor, bus)
     before = backdoor.dump()
     with pytest.raises(case.error):
@@ -538,9 +481,8 @@ async def test_a_commit_that_contradicts_itself_never_reaches_the_server(
 
 
 async def test_a_commit_that_deletes_what_it_names_never_reaches_the_server(bus: Bus, backdoor: Backdoor) -> None:
-    commit = await commit_on(bus, await first_head(bus), updates=(await update_to(bus, 1),))
+    commit = await commit_on(bus, await first_head(bus))
     before = backdoor.dump()
-    for key in (commit.published.payload.key, commit.published.updates[0].payload):
-        with pytest.raises(ValueError, match="both names and deletes"):
-            await bus.commit(replace(commit, retired=(key,)))
+    with pytest.raises(ValueError, match="both names and deletes"):
+        await bus.commit(replace(commit, retired=(commit.published.payload.key,)))
     assert backdoor.dump() == before

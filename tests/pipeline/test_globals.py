@@ -11,7 +11,7 @@ from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.head import Head
 from diloco.pipeline.payload.codec import PayloadReader, as_bytes, payload_digest
-from diloco.pipeline.transfer.payloads import pull_exact, pull_shown
+from diloco.pipeline.transfer.globals import pull_exact, pull_shown
 from diloco_studies.virtual.memory import MemoryBus
 from diloco_studies.virtual.virtual_time import VirtualClock, in_virtual_time, inline, run_virtual
 from tests import samples

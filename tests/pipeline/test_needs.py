@@ -34,7 +34,7 @@ def test_offers_of_moments_are_no_larger_than_a_learner_makes_them() -> None:
     """Two of 8 bytes a parameter, up to the size above which moments are nobody's to ask for: so 7B need 198 GB."""
     assert offered_bytes(1e6) == 2 * 8e6
     assert offered_bytes(MOST_OFFERED_BYTES / 8) == offered_bytes(7e9) == 2 * MOST_OFFERED_BYTES
-    assert redis_bytes(7e9, 4, "bf16", "fp32") == pytest.approx(198e9, rel=1e-3)
+    assert redis_bytes(7e9, 4, "bf16") == pytest.approx(198e9, rel=1e-3)
 
 
 def test_a_syncer_has_room_for_what_a_dead_one_served() -> None:
@@ -145,11 +145,11 @@ def test_a_plan_has_the_runs_own_defaults_where_nothing_stands_against_them() ->
     """H, P, codec, grace and the outer step's rates; with Nesterov's those that are its best."""
     site = Site(params="10M", step_time="1s", link="1Gbps")
     usual = defaults(SyncSettings)
-    made = needs_of(site, pace_of(site, 4, 2, "auto", "auto", "halley"), 4, 2, "halley")
+    made = needs_of(site, pace_of(site, 4, 2, "auto", "bf16", "halley"), 4, 2, "halley")
     assert made.settings == {name: usual[name] for name in made.settings}
     assert {"fragments", "sync_interval", "grace_gamma", "outer", "outer_momentum"} < set(made.settings)
     load(SyncSettings, made.settings)
-    other = needs_of(site, pace_of(site, 4, 2, "auto", "auto", "nesterov"), 4, 2, "nesterov").settings
+    other = needs_of(site, pace_of(site, 4, 2, "auto", "bf16", "nesterov"), 4, 2, "nesterov").settings
     assert (other["outer"], other["outer_momentum"], other["outer_warmup"]) == ("nesterov", 0.5, 24)
 
 
@@ -187,19 +187,18 @@ def test_a_longer_interval_is_taken_only_where_the_link_wants_it() -> None:
     assert "outlasts" in hopeless.why["fragments"]
 
 
-def test_fewer_bytes_are_taken_where_the_link_asks_for_a_longer_interval_without_them() -> None:
-    """In 8 bits both ways; else a run's own formats. What is asked for stays."""
+def test_the_busier_direction_of_a_slow_link_makes_the_interval_longer() -> None:
+    """What is asked for stays."""
 
-    def chosen(link: str, codec: str = "auto") -> tuple[str, str, int]:
-        pace = pace_of(Site(**LARGE | {"link": link}), 4, 2, codec, "auto", "nesterov")
-        assert ("global_codec" in pace.why) == (pace.global_codec == "int8")
-        return pace.codec, pace.global_codec, pace.interval
+    def chosen(link: str, codec: str = "auto") -> tuple[str, int]:
+        pace = pace_of(Site(**LARGE | {"link": link}), 4, 2, codec, "bf16", "nesterov")
+        return pace.codec, pace.interval
 
-    assert chosen("400Gbps") == ("bf16", "bf16", 24)
-    assert chosen("5Gbps") == ("int8", "int8", 64)
-    assert chosen("5Gbps", "bf16") == ("bf16", "bf16", 128), "deltas are as busy as globals: int8 would save nothing"
-    assert chosen("5Gbps", "fp32") == ("fp32", "bf16", 256), "deltas are the busier ones"
-    assert chosen("10Mbps") == ("int8", "int8", 512), "too little for any, and least too little for these"
+    assert chosen("400Gbps") == ("bf16", 24)
+    assert chosen("5Gbps") == ("bf16", 128)
+    assert chosen("5Gbps", "int8") == ("int8", 128), "globals are the busier ones"
+    assert chosen("5Gbps", "fp32") == ("fp32", 256), "deltas are the busier ones"
+    assert chosen("10Mbps")[1] == 512, "too little for any"
 
 
 def test_a_plan_is_within_what_a_run_may_have() -> None:
@@ -220,12 +219,11 @@ def test_the_command_says_what_it_chooses_and_writes_it(tmp_path: Path, capsys: 
     given = ["--params", "70B", "--step-time", "3s", "--link", "5Gbps", "--outer", "nesterov"]
     assert main(["plan", *given, "--learners", "4", "--json", str(out)]) == 0
     shown = capsys.readouterr().out
-    for word in ("4 learners", "64", "int8", "128", "Redis nodes", "merging"):
+    for word in ("4 learners", "128", "bf16", "Redis nodes", "merging"):
         assert word in shown
     made = json.loads(out.read_text())
-    assert (made["learners"], made["sync_interval"], made["codec"], made["global_codec"]) == (4, 64, "int8", "int8")
-    assert made["settings"]["global_codec"] == "int8"
-    assert made["why"]["global_codec"].endswith("with bf16 the link asks for H = 128")
+    assert (made["learners"], made["sync_interval"], made["codec"], made["global_codec"]) == (4, 128, "bf16", "bf16")
+    assert made["settings"]["global_codec"] == "bf16"
     assert main(["plan", *given, "--learners", "4", "--global-codec", "fp32", "--json", str(out)]) == 0
     made = json.loads(out.read_text())
     assert (made["sync_interval"], made["codec"]) == (256, "bf16")

@@ -37,7 +37,7 @@ def test_ranks_go_on_while_their_redis_is_gone_or_silent(tmp_path: Path) -> None
     """Killed and started again with its data, then stopped for 20 s: both learners train on, offer again what may be
     lost, are merged as before, and end on the same heads.
     """
-    with Party(tmp_path, sync_interval=6, fragments=4, tokens=120_000, codec="int8", global_codec="int8") as party:
+    with Party(tmp_path, sync_interval=6, fragments=4, tokens=120_000, codec="int8") as party:
         ranks = [*party.learner("plain", "solo"), *party.learner("fsdp", "trio", 3)]
         party.until(lambda: party.said("trio-0", "step 20") and party.said("solo-0", "step 20"))
         party.redis.kill()

@@ -22,7 +22,7 @@ from tests import samples
 
 LAYOUT = layout_of([TensorSpec(name="a", shape=(10,), dtype="float32", rule="rda", fragment=0)])
 A, B = ("a", "a" * 8), ("b", "b" * 8)
-SCALE = Scale(learners=2, fragments=1, chunks=1, lives=3, syncer_lives=2, replaced=4, updates=4, shards=2)
+SCALE = Scale(learners=2, fragments=1, chunks=1, lives=3, syncer_lives=2, replaced=4, shards=2)
 
 
 def digest(version: int, branch: int = 0) -> bytes:
@@ -251,8 +251,6 @@ def test_every_key_of_a_run_has_a_bound() -> None:
     made += [keys.global_payload(0, 1, "n"), keys.momentum_payload(0, 1, "n"), keys.initial_payload(0, "n")]
     made += [
         keys.rest_payload(0, 1, "n"),
-        keys.update_payload(0, 1, "n"),
-        keys.merged_payload(0, 1, "n"),
         keys.moments_payload(0, "exp_avg", "n"),
         keys.senders(0),
         keys.arrivals(0),

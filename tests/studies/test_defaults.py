@@ -20,7 +20,6 @@ OTHER_MEANING = {
     ("studies/diloco_studies/quality/settings.py", "learners"): "of the lab, which has no launcher",
     ("studies/diloco_studies/quality/settings.py", "method"): "the lab has one more",
     ("diloco/plan.py", "codec"): "auto is none of a run's",
-    ("diloco/plan.py", "global_codec"): "auto is none of a run's",
     ("diloco/plan.py", "precision"): "of a learner, which a plan does not start",
     ("studies/diloco_studies/bench/cost.py", "fragments"): "of the measurement",
     ("studies/diloco_studies/bench/stepping.py", "fragments"): "of the measurement",

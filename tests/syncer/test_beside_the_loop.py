@@ -20,7 +20,7 @@ class Beside:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._monkeypatch, self._working = monkeypatch, False
         self.done, self.on_the_loop = Counter[str](), Counter[str]()
-        self.watch("diloco.pipeline.transfer.global_bf16.split")
+        self.watch("diloco.pipeline.transfer.globals.split")
         self.watch("diloco.syncer.checkpoints.restoring.payload_digest")
         self.watch("numpy.isfinite", lambda values: np.size(values) > 1)
 

@@ -8,7 +8,7 @@ import pytest
 
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
-from diloco.pipeline.transfer.payloads import pull_state
+from diloco.pipeline.transfer.globals import pull_state
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of
 from diloco.syncer.checkpoints.restoring import restore_checkpoint
@@ -22,11 +22,11 @@ from tests.virtual_run import VirtualLearner, VirtualRun, sync_spec
 NONCE = "ab" * 8
 
 
-@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("codec", ["fp32", "bf16"])
 @in_virtual_time
 async def test_a_momentum_is_taken_over_mended_saved_restored_and_replayed(tmp_path: Path, codec: Any) -> None:
     commits: list[Committed] = []
-    sync = sync_spec(tokens=10**9, outer_momentum=0.5, global_codec=codec, key_frame_interval=3)
+    sync = sync_spec(tokens=10**9, outer_momentum=0.5, global_codec=codec)
     world = VirtualRun(sync, record_deltas=tmp_path / "recording")
     service = world.start_syncer()
     learner = VirtualLearner("l0", world).start()

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.pipeline.errors import BadPayload
 from diloco.pipeline.messages.tape import RefusalReason, Rejected
-from diloco.pipeline.transfer.payloads import pull_state
+from diloco.pipeline.transfer.globals import pull_state
 from diloco.syncer.merging.fragment import Delta, Draft, FragmentState, Stepped
 from diloco.syncer.merging.merge import all_finite
 from diloco_studies.virtual.memory import MemoryBus

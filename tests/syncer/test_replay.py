@@ -119,7 +119,7 @@ def test_a_recorded_run_is_replayed_bit_for_bit(tmp_path, merge: str, codec: str
 @pytest.mark.parametrize(
     "changes",
     [
-        {"codec": "int4", "global_codec": "int8", "outer_momentum": 0.9},
+        {"codec": "int4", "outer_momentum": 0.9},
         {"codec": "bf16", "global_codec": "bf16", "outer_momentum": 0.9, "rewind": True},
         {"codec": "int8", "outer_lr": 0.4, "weights": "equal"},
     ],
@@ -203,17 +203,6 @@ def test_a_damaged_or_missing_orthogonalised_step_is_found(orthogonal, tmp_path)
     ]
 
 
-@pytest.mark.parametrize("outer", ["nesterov", "halley"])
-@pytest.mark.parametrize("rewind", [False, True])
-def test_a_run_whose_globals_are_updates_is_replayed_bit_for_bit(tmp_path, outer: str, rewind: bool) -> None:
-    """The quantized steps are made again, warm-up and the last ones, which only average, included."""
-    given = {"outer_momentum": 0.9, "outer": outer, "outer_warmup": 2, "tokens": 6_000, "key_frame_interval": 3}
-    commits = record_run(tmp_path, rewind=rewind, global_codec="int8", **given)
-    outcome = check(tmp_path, commits)
-    assert told(outcome) == []
-    assert outcome.merges == outcome.repeated >= 10
-
-
 @pytest.mark.parametrize("merge", slow_beyond(1, ["rda", "rda-row", "mean"]))
 @pytest.mark.parametrize("changes", [{}, {"outer": "halley", "outer_warmup": 2, "codec": "int8"}], ids=str)
 def test_a_run_that_clips_long_deltas_is_replayed_bit_for_bit(tmp_path, merge: str, changes: dict[str, Any]) -> None:
@@ -241,10 +230,9 @@ def test_both_histories_of_a_rewound_run_are_replayed(tmp_path) -> None:
     assert outcome.repeated == outcome.merges == sum(bool(c.contributions) for c in commits)
 
 
-@pytest.mark.parametrize("global_codec", ["fp32", "int8"])
+@pytest.mark.parametrize("global_codec", ["fp32", "bf16"])
 def test_a_take_over_records_values_that_must_be_met(tmp_path, global_codec: str) -> None:
-    """A second syncer begins from the bus; its recorded momentum, which it follows along updates, is compared with
-    the one replayed."""
+    """A second syncer begins from the bus; its recorded momentum is compared with the one replayed."""
     commits: list[Committed] = []
 
     async def main() -> None:
@@ -313,7 +301,7 @@ def stale_parts(commits: list[Committed]) -> list[tuple[Committed, Contribution]
 
 
 @pytest.mark.parametrize(
-    ("merge", "codec", "global_codec"), [("mean", "bf16", "fp32"), ("rda", "int4", "bf16"), ("rda-row", "fp32", "int8")]
+    ("merge", "codec", "global_codec"), [("mean", "bf16", "fp32"), ("rda", "int4", "bf16"), ("rda-row", "fp32", "bf16")]
 )
 def test_rebased_deltas_are_replayed_bit_for_bit(tmp_path, merge: str, codec: str, global_codec: str) -> None:
     """The tape says which; the recording has them as they were sent."""

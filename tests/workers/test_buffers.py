@@ -22,7 +22,7 @@ from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.messages.tape import Committed
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.transfer.payloads import pull_exact
+from diloco.pipeline.transfer.globals import pull_exact
 from diloco.syncer.admission import Offer
 from diloco.syncer.checkpoints.loading import load_checkpoint
 from diloco.syncer.checkpoints.places import place_of
@@ -111,7 +111,7 @@ def test_a_model_without_such_buffers_has_the_spec_that_it_always_had() -> None:
 
 def test_buffers_have_the_last_fragment_to_themselves_exactly_and_without_momentum() -> None:
     """Whatever codec and outer optimizer the run has; the parameters are spread over the others."""
-    sync = SyncSettings(fragments=3, codec="int4", global_codec="int8", outer="halley", outer_momentum=0.9)
+    sync = SyncSettings(fragments=3, codec="int4", outer="halley", outer_momentum=0.9)
     layout = layout_of(tensor_table(normed(), sync))
     *trained, last = layout.fragments
     assert [slot.tensor.name for slot in last.slots] == ["1.running_mean", "1.running_var"]
@@ -217,7 +217,7 @@ def flat(model: Any) -> np.ndarray:
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("told", [{}, {"codec": "int4", "global_codec": "int8", "outer": "halley"}], ids=["", "4 bits"])
+@pytest.mark.parametrize("told", [{}, {"codec": "int4", "outer": "halley"}], ids=["", "4 bits"])
 def test_two_learners_with_batch_norm_end_with_the_weighted_mean_of_its_buffers(
     redis_server: str, tmp_path: Path, told: dict[str, Any]
 ) -> None:

@@ -14,7 +14,7 @@ from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.payload.codec import encode
 from diloco.pipeline.settings import SyncSettings
-from diloco.pipeline.transfer.payloads import pull_exact
+from diloco.pipeline.transfer.globals import pull_exact
 from diloco.workers.exchange import newest
 from diloco.workers.learner import Learner
 from tests import samples

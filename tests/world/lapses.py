@@ -21,7 +21,7 @@ class Lapses:
         """Whether a call that took effect shows that a merge has outlived its lease; once a merge."""
         if method == "commit":
             of, lapsed = (args[0].record.fragment, args[0].version), isinstance(outcome, LeaseLost)
-        elif method == "write_chunks" and kind_of(args[0]) in ("global", "update"):
+        elif method == "write_chunks" and kind_of(args[0]) == "global":
             fragment, version = (int(part) for part in args[0].split(":")[-3:-1])  # see `RunKeys.global_payload`
             of = fragment, version
             lapsed = not self._holds(self._keys.lease(fragment), nonce)

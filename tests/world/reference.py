@@ -45,16 +45,6 @@ def averages(sync: SyncSpec, version: int, steps: Sequence[int], told: int) -> b
     return version < sync.outer_warmup or all(2 * s < (told or interval(sync, version)) for s in steps)
 
 
-def momentum_after(momentum: Float64, step: Float64, sync: SyncSpec, *, averaged: bool) -> Float64:
-    """Nesterov's momentum after a step (elements,) as it was taken: of the pseudogradient that would have made it."""
-    if averaged or not sync.outer_momentum:
-        return np.zeros_like(momentum)
-    mu = sync.outer_momentum
-    gradient = (step / sync.outer_lr - mu * mu * momentum) / (1 + mu)
-    after: Float64 = mu * momentum + gradient
-    return after
-
-
 def interval(sync: SyncSpec, version: int) -> int:
     """Inner steps between two syncs of a fragment at this version: H, or less on the first versions."""
     if not sync.first_interval:

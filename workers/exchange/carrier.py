@@ -5,8 +5,7 @@ carries everything itself (`OwnCarrier`); the ranks of a larger one carry a part
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -19,9 +18,8 @@ from diloco.pipeline.messages.tape import Contribution
 from diloco.pipeline.payload import codec
 from diloco.pipeline.payload.buffers import pooled
 from diloco.pipeline.payload.codec import Payload
-from diloco.pipeline.transfer.global_format import Held
-from diloco.pipeline.transfer.global_formats import FORMATS
-from diloco.pipeline.transfer.payloads import pull_shown, push, push_growing
+from diloco.pipeline.transfer.globals import pull_shown
+from diloco.pipeline.transfer.payloads import push, push_growing
 from diloco.workers.encoding import ErrorFeedback, apart
 from diloco.workers.exchange.member import Member
 from diloco.workers.rounds import Base, Publication
@@ -115,15 +113,6 @@ def delta_key(member: Member, fragment: int, serial: int) -> str:
     return member.bus.keys.delta_payload(fragment, member.learner, member.incarnation, serial)
 
 
-@dataclass(frozen=True, slots=True)
-class HandedOver:
-    """A fragment's state that one process hands over to another, with its base's version and digest."""
-
-    version: int
-    digest: bytes
-    vectors: Mapping[str, Float32]
-
-
 class OwnCarrier:
     """The carrier of a learner that is one process: everything is its own."""
 
@@ -145,34 +134,15 @@ class OwnCarrier:
         """Fetch a head's global; see `Carrier.pull`."""
         head = choose()
         member, p = self._member, head.fragment
-        elements, sync, held = member.layout.fragments[p].elements, self._syncs[p], None
-        if FORMATS[sync.global_codec].follows and (base := self._bases.get(p)) is not None:
-            held = Held(base.version, base.digest, await member.offload(member.encoder.read, base.values))
+        elements, sync = member.layout.fragments[p].elements, self._syncs[p]
         try:
-            pulled = await pull_shown(member.bus, head, elements, sync, member.offload, SLOW_PULL_S, held)
+            pulled = await pull_shown(member.bus, head, elements, sync, member.offload, SLOW_PULL_S)
         except BadPayload as error:
             member.log.warning("pull_failed", fragment=p, version=head.version, error=str(error))
             return None
         values = await apart(member.encoder, member.offload, elements, member.encoder.keep, pulled)
         self._bases[p] = Base(p, head.version, head.digest, values)
         return values
-
-    def held(self, fragment: int) -> "HandedOver | None":
-        """Return what another process needs to serve a fragment from now on; None while a delta's fate is unknown."""
-        if self.feedback.undecided(fragment):
-            return None
-        base, residual = self._bases[fragment], self.feedback.residual(fragment)
-        vectors = {} if residual is None else {"residual": residual}
-        if FORMATS[self._syncs[fragment].global_codec].follows:
-            vectors["base"] = base.values
-        return HandedOver(base.version, base.digest, vectors)
-
-    def inherit(self, fragment: int, name: str, base: Base) -> None:
-        """Take over a vector of a fragment from another process. name: of the vector whose values are in `base`."""
-        if name == "base":
-            self._bases[fragment] = base
-        else:
-            self.feedback.inherit(fragment, base.values)
 
     def drop(self, fragment: int) -> None:
         """Release a fragment that another process serves from now on."""

@@ -22,7 +22,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Evaluation, Phase, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.retry import Backoff
-from diloco.pipeline.transfer.payloads import pull_exact
+from diloco.pipeline.transfer.globals import pull_exact
 from diloco.pipeline.waiting import first_of
 from diloco.workers.checks.arguments import one_number
 from diloco.workers.exchange.redis_access import read_run

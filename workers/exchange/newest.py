@@ -14,7 +14,7 @@ from diloco.pipeline.errors import BadPayload, BusError
 from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import Phase, RunState
 from diloco.pipeline.messages.spec import Spec
-from diloco.pipeline.transfer.payloads import pull_shown
+from diloco.pipeline.transfer.globals import pull_shown
 from diloco.workers.exchange.redis_access import BACKOFF, read_run
 from diloco.workers.exchange.spec_check import compare
 

@@ -125,7 +125,7 @@ class Transfers:
         self._not_finite = set[int]()
         """Fragments whose last snapshot on this rank had values that are not finite."""
         self._arriving: dict[tuple[int, int], Float32] = {}
-        self._inheriting: dict[tuple[int, str], Float32] = {}
+        self._inheriting: dict[int, Float32] = {}
         self._bases: dict[tuple[int, int], Base] = {}
         self._adopted: dict[int, int] = {}
         """Maps a fragment that this rank serves to the number of the adopted global."""
@@ -288,25 +288,22 @@ class Transfers:
 
     async def _hand(self, _: int, p: int, server: int) -> bool:
         """Send another server what it needs to take over a fragment. Return False while a delta's fate is unknown."""
-        held = self._carrier.held(p)
-        if held is None:
+        feedback = self._carrier.feedback
+        if feedback.undecided(p):
             return False
-        for name, vector in held.vectors.items():
-            for start in range(0, len(vector), SLICE):
-                said = name, held.version, held.digest, start
-                await self._transport.ask(server, "inherit", p, *said, vector=vector[start : start + SLICE])
+        if (residual := feedback.residual(p)) is not None:
+            for start in range(0, len(residual), SLICE):
+                await self._transport.ask(server, "inherit", p, start, vector=residual[start : start + SLICE])
         return True
 
-    async def _inherit(
-        self, rank: int, p: int, name: str, version: int, digest: bytes, start: int, vector: Float32
-    ) -> None:
+    async def _inherit(self, rank: int, p: int, start: int, vector: Float32) -> None:
         whole = self._member.layout.fragments[p].elements
         if start == 0:
-            self._inheriting[p, name] = pooled(whole, np.float32)
+            self._inheriting[p] = pooled(whole, np.float32)
         _check_size(rank, p, vector, min(SLICE, whole - start))
-        self._inheriting[p, name][start : start + len(vector)] = vector
+        self._inheriting[p][start : start + len(vector)] = vector
         if start + len(vector) == whole:
-            self._carrier.inherit(p, name, Base(p, version, digest, self._inheriting.pop((p, name))))
+            self._carrier.feedback.inherit(p, self._inheriting.pop(p))
 
     async def _drop(self, _: int, p: int) -> None:
         self._carrier.drop(p)

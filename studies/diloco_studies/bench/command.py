@@ -53,7 +53,7 @@ Fragments = Annotated[int, typer.Option(min=1, max=MAX_FRAGMENTS, help="Number o
 Learners = Annotated[int, typer.Option(min=1, max=64, help="Number of learners M")]
 USUAL = defaults(SyncSettings)
 Wire = Annotated[str, typer.Option(help="Deltas on the wire: fp32, bf16, int8 or int4")]
-Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32, bf16 or int8")]
+Globals = Annotated[str, typer.Option(help="Globals as learners pull them: fp32 or bf16")]
 Momentum = Annotated[float, typer.Option(min=0.0, max=0.999, help="Outer Nesterov momentum; 0: none is kept")]
 Rounds = Annotated[int, typer.Option(min=1, help="Measurements of each figure")]
 Aofs = Annotated[

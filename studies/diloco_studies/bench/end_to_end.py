@@ -102,8 +102,8 @@ class Case:
 
     @property
     def published_bytes(self) -> float:
-        """The new global with its rest, its momentum; or an update, of a version that is no key frame."""
-        return self.pull_bytes if self.global_codec == "int8" else 4 * self.elements * (2 if self.momentum else 1)
+        """The new global with its rest, and its momentum."""
+        return 4 * self.elements * (2 if self.momentum else 1)
 
     @property
     def out_bytes(self) -> float:
@@ -149,8 +149,6 @@ class Case:
         syncer += moving if self.global_codec != "fp32" else 0.0
         replaced = min((self.unmeasured + self.rounds) * moving, max(whole, REPLACED_BYTES))
         redis = self.delta_bytes + (2 if self.momentum else 1) * (whole + moving) + replaced
-        if self.global_codec == "int8":
-            redis += self.sync().key_frame_interval * ITEM["int8"] * self.params
         return self.learners * learner + syncer + redis
 
 

@@ -22,7 +22,7 @@ from diloco.pipeline.messages.head import Head
 from diloco.pipeline.messages.run import Phase
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.settings import SyncerProcess, SyncerSettings
-from diloco.pipeline.transfer.payloads import pull_exact
+from diloco.pipeline.transfer.globals import pull_exact
 from diloco.syncer.metrics import Metrics
 from diloco.syncer.serving.service import SyncerService
 from diloco.workers.parameters import FragmentParameters, tensor_table

@@ -79,9 +79,7 @@ class LabRun(BaseModel):
         USUAL["grace_gamma"], ge=0, lt=1, description="Share of the slack used as grace; 0: no grace"
     )
     codec: Codec = Field(USUAL["codec"], description="Deltas on the wire; quantized ones with error feedback")
-    global_codec: GlobalCodec | None = Field(
-        None, description="Globals as learners pull them; off: bf16. int8: updates"
-    )
+    global_codec: GlobalCodec | None = Field(None, description="Globals as learners pull them; off: bf16")
     merge: MergeName = Field(
         USUAL["merge"],
         description="rda: RDA of tensors, the mean on embeddings; rda-row: of rows; mean: of all",
@@ -216,7 +214,6 @@ class LabRun(BaseModel):
             tokens=tokens,
             groups=1,
             chunk_bytes=USUAL["chunk_bytes"],
-            key_frame_interval=USUAL["key_frame_interval"],
         )
 
     def relevant(self) -> dict[str, Any]:

@@ -68,8 +68,6 @@ class Scale:
     syncer_lives: int
     replaced: int
     """Most commits within the time that a replaced global lives on."""
-    updates: int
-    """Most of them that a head names."""
     shards: int
     """Of an epoch."""
     groups: int = 1
@@ -87,8 +85,6 @@ def bounds(scale: Scale) -> dict[str, tuple[int, int]]:
         "delta": deltas + left,
         "global": p + scale.replaced + staged,
         "rest": p + scale.replaced + staged,
-        "update": p * scale.updates + scale.replaced + staged,
-        "merged": p * scale.updates + scale.replaced + staged,
         "momentum": p + staged,
         "initial": 1 + p * (1 + scale.lives),
         "moments": MOMENTS * p * (3 + scale.lives),

@@ -33,7 +33,6 @@ from diloco.pipeline.messages.tape import Committed, TapeRecord
 from diloco.pipeline.payload.codec import chunk_count
 from diloco.pipeline.process import signals
 from diloco.pipeline.settings import groups_on
-from diloco.pipeline.transfer.global_int8 import KEPT_UPDATES
 from diloco.pipeline.waiting import first_of
 from diloco.tape import read_live
 from diloco_studies.strikes.audit import Evidence
@@ -266,7 +265,6 @@ def _evidence(
         lives=settings.learners + killed.count(Party.LEARNER) + len(launcher.endings),
         syncer_lives=settings.syncers + killed.count(Party.SYNCER) + len(launcher.endings),
         replaced=_most_within(sorted(one.unix_s for one in outcome.records if isinstance(one, Committed)), REPLACED_S),
-        updates=max(settings.key_frame_interval, KEPT_UPDATES),
         shards=shards,
         groups=settings.groups or groups_on(Redis(settings.redis) is Redis.CLUSTER, len(layout.fragments)),
     )

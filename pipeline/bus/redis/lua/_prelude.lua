@@ -50,7 +50,7 @@ end
 
 -- Nil if a fragment's head has what `was` says, field by field; '' stands for none.
 local function head_moved(key, was)
-  local fields = {'version', 'digest', 'payload', 'rest', 'momentum', 'updates'}
+  local fields = {'version', 'digest', 'payload', 'rest', 'momentum'}
   local now = redis.call('HMGET', key, unpack(fields))
   for i, field in ipairs(fields) do
     if was[field] and was[field] ~= (now[i] or '') then return {'HEAD', key, now[1]} end

@@ -2,7 +2,7 @@
 -- KEYS: lease, head, tape, then those that the fields below name by their places.
 -- ARGV: a map of
 --   nonce            of the lease
---   was              what the head has now: version ('' for no head), digest, payload, rest, momentum, updates
+--   was              what the head has now: version ('' for no head), digest, payload, rest, momentum
 --   set              field, value ... of the head
 --   merged_deltas, merged_tokens   added to its totals
 --   record           for the tape

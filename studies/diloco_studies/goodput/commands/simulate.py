@@ -125,7 +125,7 @@ def bandwidth(
 ) -> None:
     """Bandwidth that each method needs for 50 to 99 % of compute utilisation, at a run's H and in its codecs.
 
-    Example: diloco simulate bandwidth --params 10e9 --sync-interval 100 --codec int4 --global-codec int8
+    Example: diloco simulate bandwidth --params 10e9 --sync-interval 100 --codec int4
     """
     _check_codecs(codec, tuple(CODECS), global_codec)
     run = importlib.import_module(BANDWIDTH).Run(sync_interval, codec, global_codec, fragments, overlap_steps)

@@ -1,0 +1,180 @@
+"""Globals on the bus, in the run's `global_codec`: written while the outer step is taken, and read. Pure.
+
+A published version has payloads of these kinds, which are also the names of their keys:
+
+global_codec   global               rest                     momentum
+fp32           the values           none                     the outer optimizer's, fp32; none for all zeros
+bf16           the rounded values   what rounding removed    the same
+
+The two bf16 payloads are the halves of `halves`. Learners train from the rounded values. These are also the base that
+deltas are measured from, so a delta contains what was trained and no rounding error. Parties that keep the values
+(syncers, checkpoints, the evaluator) read both halves and have them bit for bit: deltas are added to values that were
+never rounded, so no error accumulates.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.pipeline.bus.commits import Published, Rest, Staged
+from diloco.pipeline.bus.keys import RunKeys
+from diloco.pipeline.bus.ports import Bus
+from diloco.pipeline.errors import BadPayload
+from diloco.pipeline.messages.head import Head
+from diloco.pipeline.messages.spec import SyncSpec
+from diloco.pipeline.payload.codec import Grown, Payload, as_bytes, chunk_count, nobody, payload_digest
+from diloco.pipeline.transfer.halves import Halves, complete, split, widened
+from diloco.pipeline.transfer.payloads import KEPT_S, Offload, pull, push_payload
+
+Float32 = npt.NDArray[np.float32]
+Kind = Literal["global", "rest", "momentum"]
+
+
+def key_of(keys: RunKeys, kind: Kind, fragment: int, version: int, nonce: str) -> str:
+    """Return the key of a version's payload."""
+    key: str = getattr(keys, f"{kind}_payload")(fragment, version, nonce)
+    return key
+
+
+# --- publishing --------------------------------------------------------------------------------------
+
+
+class GrowingGlobal:
+    """Payloads of a new version, which can be uploaded while its values are written from front to back."""
+
+    def __init__(self, values: Float32, momentum: Float32 | None, sync: SyncSpec, grown: Grown = nobody) -> None:
+        """Allocate what the payloads need besides these arrays.
+
+        Args:
+            values: (elements,) exact values, to be written.
+            momentum: (elements,) to be written; None: all zeros, which need no payload.
+            sync: the run's settings.
+            grown: called as in `Payload`.
+        """
+        rounded, chunk_bytes = sync.global_codec == "bf16", sync.chunk_bytes
+        self._values = values
+        self._exact = Payload(as_bytes(values), chunk_bytes, nobody if rounded else grown)
+        self._halves = Halves(len(values), chunk_bytes, grown) if rounded else None
+        self.payloads: dict[Kind, Payload] = {"global": self._exact}
+        if self._halves is not None:
+            self.payloads = {"global": self._halves.high, "rest": self._halves.low}
+        if momentum is not None:
+            self.payloads["momentum"] = Payload(as_bytes(momentum), chunk_bytes, grown)
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the exact values, once all are written. It is the head's."""
+        return self._exact.digest
+
+    def grow_to(self, stop: int) -> None:
+        """Declare all values and momenta of the elements before `stop` final."""
+        if self._halves is not None:
+            self._halves.grow_to(self._values, stop)
+        self._exact.grow_to(4 * stop)
+        if "momentum" in self.payloads:
+            self.payloads["momentum"].grow_to(4 * stop)
+
+
+def published(staged: Mapping[Kind, Staged], payloads: Mapping[Kind, Payload]) -> Published:
+    """Return what a head names for a version; `payloads` are those that were staged."""
+    rest = staged.get("rest")
+    lacking = None if rest is None else Rest(rest.key, rest.chunks, payloads["global"].digest)
+    return Published(staged["global"], lacking, staged.get("momentum"))
+
+
+def published_by(head: Head, elements: int, sync: SyncSpec) -> Published:
+    """Return what a head already names."""
+    rest = Rest(head.rest, head.chunks, head.payload_digest or b"") if head.rest else None
+    momentum = Staged(head.momentum, chunk_count(elements, "fp32", sync.chunk_bytes)) if head.momentum else None
+    return Published(Staged(head.payload, head.chunks), rest, momentum)
+
+
+async def push_global(
+    bus: Bus,
+    fragment: int,
+    version: int,
+    nonce: str,
+    values: Float32,
+    sync: SyncSpec,
+    ttl_s: float,
+    offload: Offload,
+    momentum: Float32 | None = None,
+) -> Published:
+    """Upload values (elements,) as a version, for a commit.
+
+    `nonce` is part of the keys: a repeated upload with the same nonce must have the same values. `momentum` is
+    (elements,); None means zeros.
+    """
+    arrays: dict[Kind, npt.NDArray[Any]] = {"global": values}
+    if sync.global_codec == "bf16":
+        arrays["global"], arrays["rest"] = (np.empty(len(values), np.uint16) for _ in range(2))
+        await offload(split, values, arrays["global"], arrays["rest"])
+    if momentum is not None:
+        arrays["momentum"] = momentum
+    payloads = {kind: Payload(as_bytes(array), sync.chunk_bytes) for kind, array in arrays.items()}
+    staged = dict[Kind, Staged]()
+    for kind, payload in payloads.items():
+        key = key_of(bus.keys, kind, fragment, version, nonce)
+        staged[kind] = await push_payload(bus, key, payload, sync.chunk_bytes, ttl_s)
+    return published(staged, payloads)
+
+
+# --- reading -----------------------------------------------------------------------------------------
+
+
+async def pull_shown(
+    bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload, extend_s: float = KEPT_S
+) -> Float32:
+    """Return the values (elements,) that learners train from at a head, in an array that nothing else refers to.
+
+    offload: runs heavy work. extend_s: as in `pull`.
+
+    Raises:
+        BadPayload: as in `pull`, or the values do not have the head's digest. The head may have moved: read it again.
+    """
+    reader = await pull(bus, head.payload, elements, sync.global_codec, sync.chunk_bytes, extend_s)
+    _check(head, reader.digest, head.payload_digest or head.digest)
+    if sync.global_codec == "fp32":
+        return reader.array()
+    values: Float32 = await offload(widened, reader.array())
+    return values
+
+
+async def pull_exact(bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload) -> Float32:
+    """Return the values (elements,) at a head, bit for bit as they were merged, as `pull_shown` does.
+
+    Raises:
+        BadPayload: as in `pull_shown`.
+    """
+    # Of many fragments that are read at once, each holds at most one half besides its values.
+    values = await pull_shown(bus, head, elements, sync, offload)
+    if sync.global_codec == "bf16":
+        rest = await pull(bus, head.rest, elements, "bf16", sync.chunk_bytes)  # 16 bits of any kind: this is the size
+        _check(head, await offload(_completed, values, rest.array(), sync.chunk_bytes), head.digest)
+    return values
+
+
+async def pull_state(
+    bus: Bus, head: Head, elements: int, sync: SyncSpec, offload: Offload
+) -> tuple[Float32, Float32 | None]:
+    """Return the exact values (elements,) and the momentum (elements,) (None: zeros) at a head.
+
+    Raises:
+        BadPayload: as in `pull_shown`.
+    """
+    values = await pull_exact(bus, head, elements, sync, offload)
+    if not head.momentum:
+        return values, None
+    return values, (await pull(bus, head.momentum, elements, "fp32", sync.chunk_bytes)).array()
+
+
+def _check(head: Head, digest: bytes, due: bytes) -> None:
+    if digest != due:
+        raise BadPayload(f"the payload of fragment {head.fragment} version {head.version} does not match its head")
+
+
+def _completed(values: Float32, low: npt.NDArray[Any], chunk_bytes: int) -> bytes:
+    complete(values, low)
+    return payload_digest(as_bytes(values), chunk_bytes)
