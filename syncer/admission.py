@@ -1,8 +1,8 @@
 """Admission of deltas to a window, by the head, the run's format, and the deltas held for the next window. Pure.
 
 An offer is a delta's header with its stream entry. `window` asks `Admission` before it takes an offer as a member.
-`Doubts` tells for which learners no window waits, because of what they sent or failed to send; `UploadProgress`, which
-uploads still make progress.
+`Suspects` tells for which learners no window waits, because of what they sent or failed to send; `UploadProgress`,
+which uploads still make progress.
 """
 
 import math
@@ -170,10 +170,10 @@ class NextWindow:
         return offers
 
 
-# --- doubted learners ---------------------------------------------------------------------------------
+# --- suspected learners ---------------------------------------------------------------------------------
 
-# Refusals in a row, or windows that waited in vain, after which a learner is doubted.
-DOUBTED_AFTER = 3
+# Refusals in a row, or windows that waited in vain, after which a learner is suspected.
+SUSPECTED_AFTER = 3
 # One window in this many waits for a silent learner again. Its steps may have become longer than any that the syncer
 # knows of, and then no window that does not wait for it would ever get its delta.
 ASKED_AGAIN = 16
@@ -196,14 +196,14 @@ BAD = frozenset(
 )
 
 
-class Doubts:
+class Suspects:
     """Learners of one fragment for which its windows do not wait, because of what they sent or failed to send.
 
     If a learner's deltas were refused for their content several times in a row, or came too late, each further one
     would cost all others time: the quorum counts its header and falls short again. From then on its delta counts only
     once it has arrived and is sound, and no window waits for it. One sound delta that was uploaded within the deadline
-    ends the doubt. Being doubted is no punishment: somebody who forges another learner's name only achieves that no
-    window waits for that learner.
+    ends the suspicion. Being suspected is no punishment: somebody who forges another learner's name only achieves that
+    no window waits for that learner.
 
     A learner that sent no header in several windows that waited for it is not waited for either, until it sends one. A
     party that writes false reports can invent any number of learners, under new names each time. So all learners of
@@ -243,7 +243,7 @@ class Doubts:
             del self._silent[next(iter(self._silent))]
 
     def _given_up(self) -> frozenset[str]:
-        return frozenset(who for who, times in self._silent.items() if times >= DOUBTED_AFTER and times % ASKED_AGAIN)
+        return frozenset(who for who, times in self._silent.items() if times >= SUSPECTED_AFTER and times % ASKED_AGAIN)
 
     def sound(self, learner: str) -> None:
         """Note that a delta of a learner came in time and can be merged."""
@@ -252,7 +252,7 @@ class Doubts:
     @property
     def learners(self) -> frozenset[str]:
         """The learners for which no window waits, without strangers."""
-        bad = frozenset(learner for learner, times in self._in_a_row.items() if times >= DOUBTED_AFTER)
+        bad = frozenset(learner for learner, times in self._in_a_row.items() if times >= SUSPECTED_AFTER)
         return (bad | self._given_up()) - {STRANGERS}
 
     @property
@@ -261,7 +261,7 @@ class Doubts:
         return STRANGERS in self._given_up()
 
     def among(self, learners: Collection[str], known: Collection[str]) -> frozenset[str]:
-        """Return the learners in doubt; while strangers are not waited for, also the given ones not in `known`."""
+        """Return the suspected learners; while strangers are not waited for, also the given ones not in `known`."""
         return self.learners | (frozenset(learners).difference(known) if self.strangers else frozenset())
 
 

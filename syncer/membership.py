@@ -62,10 +62,10 @@ class RunWatch:
         """Return the live learners whose fragment is at this version, since only they can send a delta on it."""
         return [s for s in self.live() if s.report.versions[fragment : fragment + 1] == (version,)]
 
-    def trusted(self, fragment: int, version: int, doubted: frozenset[str]) -> list[LearnerReport]:
-        """Return the reports of the learners that a window waits for: expected and not doubted."""
+    def trusted(self, fragment: int, version: int, suspected: frozenset[str]) -> list[LearnerReport]:
+        """Return the reports of the learners that a window waits for: expected and not suspected."""
         reports = [s.report for s in self.expected(fragment, version)]
-        return [report for report in reports if report.learner not in doubted]
+        return [report for report in reports if report.learner not in suspected]
 
     def is_here(self, learner: str, incarnation: str) -> bool:
         """Return whether this life of a learner is live, so that what it announced may still come.
@@ -108,7 +108,7 @@ class RunWatch:
         version: int,
         grace_s: float | None,
         upload_s: float,
-        doubted: frozenset[str] = frozenset(),
+        suspected: frozenset[str] = frozenset(),
         arriving: frozenset[str] = frozenset(),
     ) -> Conditions:
         """Return the conditions for a window's decision (see `Conditions` for the arguments)."""
@@ -118,15 +118,15 @@ class RunWatch:
             able = {
                 s.report.learner for s in self.live() if max(s.report.versions, default=-1) >= 0
             }  # without learners that are still joining
-            quorum = max(1, min(quorum, len(able - doubted)))
+            quorum = max(1, min(quorum, len(able - suspected)))
         return Conditions(
             quorum=quorum,
-            expected=frozenset(s.report.learner for s in self.expected(fragment, version)) - doubted,
+            expected=frozenset(s.report.learner for s in self.expected(fragment, version)) - suspected,
             live=len(live),
             grace_s=grace_s,
             upload_s=upload_s,
             draining=self.draining,
-            doubted=doubted,
+            suspected=suspected,
             arriving=arriving,
         )
 
@@ -135,19 +135,19 @@ class RunWatch:
         window: Window,
         heard_at: Callable[[Offer], float],
         now: float,
-        doubted: frozenset[str],
+        suspected: frozenset[str],
         arriving: frozenset[str],
     ) -> tuple[list[tuple[Offer, Refused]], float | None]:
         """Find uploads that have stopped and that the window need not wait for.
 
-        These are the uploads of learners that are gone, once a merge needs them, and those of doubted learners that are
-        not `arriving`.
+        These are the uploads of learners that are gone, once a merge needs them, and those of suspected learners that
+        are not `arriving`.
 
         Args:
             window: whose awaited uploads are examined.
             heard_at: returns when the last chunk of an upload came.
             now: the time.
-            doubted: learners for which the window does not wait.
+            suspected: learners for which the window does not wait.
             arriving: entries of the uploads that make progress (see `Conditions`).
 
         Returns:
@@ -159,12 +159,12 @@ class RunWatch:
         for offer in window.awaited():
             learner = offer.header.learner
             gone = needed and not self.is_here(learner, offer.header.incarnation)
-            if not (gone or learner in doubted):
+            if not (gone or learner in suspected):
                 continue
             until = now + quiet_s if offer.entry_id in arriving and not gone else heard_at(offer) + quiet_s
             if now < until:
                 again.append(until)
             else:
-                detail = f"its learner is {'gone' if gone else 'doubted'}, and the upload has stopped"
+                detail = f"its learner is {'gone' if gone else 'suspected'}, and the upload has stopped"
                 stopped.append((offer, Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens)))
         return stopped, min(again, default=None)

@@ -46,8 +46,8 @@ class Metrics:
             "diloco_merged_tokens", "Tokens of merged contributions", ["fragment"], registry=registry
         )
         self.open_windows = Gauge("diloco_open_windows", "Windows that are not idle", registry=registry)
-        self.doubted_learners = Gauge(
-            "diloco_doubted_learners",
+        self.suspected_learners = Gauge(
+            "diloco_suspected_learners",
             "Learners not waited for: last deltas refused, too slow or missing",
             registry=registry,
         )

@@ -68,9 +68,9 @@ class FragmentOwner:
         return 0 if head is None else interval_in_force(self._context.sync, head.version, head.interval)
 
     @property
-    def doubted(self) -> frozenset[str]:
+    def suspected(self) -> frozenset[str]:
         """Learners for which this owner does not wait."""
-        return self.state.doubts.learners if self.session is None else self.session.doubted()
+        return self.state.suspects.learners if self.session is None else self.session.suspected()
 
     @property
     def window_open(self) -> bool:

@@ -19,7 +19,7 @@ from diloco.pipeline.outer_cost import operations_of
 from diloco.pipeline.payload import codec
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.waiting import TICK_S, pause
-from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Doubts, Late, Offer, Refused
+from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Late, Offer, Refused, Suspects
 from diloco.syncer.committing import (
     Committing,
     LastMerges,
@@ -37,7 +37,7 @@ from diloco.syncer.refusals import Refusals
 from diloco.syncer.window import Conditions, Decision, Merge, Reopened, Wait, Window
 
 NOT_FINITE_PAUSE_S = 30.0  # upper bound of the backoff between merges whose outcome is not finite
-DOUBTED_SHOWN = 64
+SUSPECTED_SHOWN = 64
 
 
 class OwnerState:
@@ -45,7 +45,7 @@ class OwnerState:
 
     def __init__(self, context: SyncerContext, layout: FragmentLayout) -> None:
         bus, clock, sync = context.bus, context.clock, layout.sync(context.sync)
-        self.doubts, self.grace, self.uploads = Doubts(), GraceEstimator(), UploadEstimator()
+        self.suspects, self.grace, self.uploads = Suspects(), GraceEstimator(), UploadEstimator()
         self.times = MergedTimes()
         operations = operations_of((slot.tensor for slot in layout.slots), sync.outer)
         self.merges, self.round_trips = LastMerges(operations / context.speed.flops), RoundTrips()
@@ -110,7 +110,7 @@ class Session:
                 self._wake.clear()  # before anything is read: what happens from here on ends the wait below
                 await self._check_bus()
                 for learner in arrivals.flooding():
-                    self._state.doubts.refused(learner, RefusalReason.FLOOD)
+                    self._state.suspects.refused(learner, RefusalReason.FLOOD)
                     await self._state.refusals.cut(self._loaded.at, learner)
                 for entry in arrivals.some():
                     await self._offered(entry)
@@ -155,7 +155,7 @@ class Session:
             await self._state.refusals.refuse(self._loaded.at, entry.entry_id, None, bad)
             return
         offer = Offer(entry.entry_id, entry.header)
-        self._state.doubts.heard(offer.header.learner)
+        self._state.suspects.heard(offer.header.learner)
         answer = self.window.offer(offer, self._clock.now())
         match answer:
             case Accepted(replaced):
@@ -167,7 +167,7 @@ class Session:
                 if replaced is not None:
                     await self._refuse_replaced(replaced, offer)
             case Refused():
-                self._state.doubts.refused(offer.header.learner, answer.reason)
+                self._state.suspects.refused(offer.header.learner, answer.reason)
                 await self._refuse(offer, answer)
 
     # --- downloads ----------------------------------------------------------------------------------------
@@ -182,12 +182,12 @@ class Session:
             if isinstance(outcome, Delta):
                 self.window.uploaded(offer)
                 if self._downloads.came_in_time(offer):
-                    self._state.doubts.sound(offer.header.learner)
+                    self._state.suspects.sound(offer.header.learner)
             else:
                 reason, detail = outcome
                 if reason is RefusalReason.NON_FINITE:
                     self._context.diverged.refused(offer.header.learner, self._p)
-                self._state.doubts.refused(offer.header.learner, reason)
+                self._state.suspects.refused(offer.header.learner, reason)
                 self._leaves(offer, Refused(reason, detail, offer.header.tokens))
 
     async def _add_up(self) -> None:
@@ -199,9 +199,9 @@ class Session:
 
         An upload that is whole on the bus has not stopped: only its download is slow.
         """
-        doubted, arriving = self.doubted(), self._downloads.arriving(self.window.awaited())
+        suspected, arriving = self.suspected(), self._downloads.arriving(self.window.awaited())
         stopped, look_again = self._context.watch.given_up(
-            self.window, self._downloads.heard_at, self._clock.now(), doubted, arriving
+            self.window, self._downloads.heard_at, self._clock.now(), suspected, arriving
         )
         for offer, refused in stopped:
             if await self._bus.count_chunks(payload_key(self._bus, offer)) < offer.header.chunks:
@@ -221,18 +221,18 @@ class Session:
         if watch.drain_until is not None:
             grace = max(0.0, watch.drain_until - self._clock.now())
         arriving = self._downloads.arriving(self.window.awaited())
-        return watch.conditions(self._p, version, grace, state.uploads.upload_s, self.doubted(), arriving)
+        return watch.conditions(self._p, version, grace, state.uploads.upload_s, self.suspected(), arriving)
 
     def _slowest_s(self) -> float | None:
         """Return `MergedTimes.slowest_s` for the learners that the window waits for."""
-        trusted = self._context.watch.trusted(self._p, self.window.version, self.doubted())
+        trusted = self._context.watch.trusted(self._p, self.window.version, self.suspected())
         return self._state.times.slowest_s(report.step_s for report in trusted)
 
-    def doubted(self) -> frozenset[str]:
+    def suspected(self) -> frozenset[str]:
         """Return the learners for which the window does not wait."""
         state = self._state
-        expected = self._context.watch.expected(self._p, self.window.version) if state.doubts.strangers else ()
-        return state.doubts.among([seen.report.learner for seen in expected], state.times.learners)
+        expected = self._context.watch.expected(self._p, self.window.version) if state.suspects.strangers else ()
+        return state.suspects.among([seen.report.learner for seen in expected], state.times.learners)
 
     def _pull_s(self) -> float:
         """Return the pull time of this fragment, s: `MergedTimes.pull_s` scaled by the fragment's size."""
@@ -247,7 +247,7 @@ class Session:
             attempt=window.attempt,
             members=window.members,
             expected=len(conditions.expected),
-            doubted=tuple(sorted(conditions.doubted))[:DOUBTED_SHOWN],
+            suspected=tuple(sorted(conditions.suspected))[:SUSPECTED_SHOWN],
             merge_s=self._state.merges.merge_s,
             outer_s=self._state.merges.outer_s,
             reason=decision.reason[:500],
@@ -304,7 +304,7 @@ class Session:
     async def _refuse_overdue(self, decision: Merge | Reopened, detail: str) -> None:
         """Refuse the overdue deltas, and count the wait in vain against each learner, even if its upload goes on."""
         for learner in decision.in_vain:
-            self._state.doubts.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
+            self._state.suspects.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
         self._downloads.timed_out(offer.entry_id for offer in decision.overdue)
         for offer in decision.overdue:
             await self._refuse(offer, Refused(RefusalReason.UPLOAD_TIMEOUT, detail, offer.header.tokens))
@@ -322,7 +322,7 @@ class Session:
             return
         merged = [offer.header for offer in merge.contributions]
         if any(header.learner not in state.times.learners for header in merged):
-            state.doubts.heard(STRANGERS)
+            state.suspects.heard(STRANGERS)
         state.times.merged(record.version, merged)
         for header in merged:
             self._context.diverged.merged(header.learner)
@@ -330,7 +330,7 @@ class Session:
         overlap = overlap_in_force(self._context.sync, self.window.version, record.interval)
         state.grace.observe(record.quorum_s, sync_s, slowest_s, overlap)
         waited = awaited_a_step(record.grace_s, slowest_s)
-        state.doubts.closed(merge.silent if waited else (), state.times.learners)
+        state.suspects.closed(merge.silent if waited else (), state.times.learners)
         if not merge.in_vain:  # a wait for an upload that did not come would lengthen the round trip without reason
             state.round_trips.observe(record.grace_s + sync_s + self._pull_s())
         state.not_finite_times = 0

@@ -22,15 +22,15 @@ head at all.
 | any | offer | unknown base, wrong layout, not positive | unchanged | Refused |
 | IDLE | decide | nothing due | IDLE | Wait(no deadline) |
 | IDLE | decide | one is due, also of a learner that came back | COLLECTING | Wait(no deadline) |
-| IDLE | decide | a doubted learner's is due, and not uploaded | IDLE | Wait(no deadline) |
-| IDLE | decide | a doubted learner's is due and uploaded | COLLECTING | Wait(no deadline) |
-| IDLE | decide | a doubted learner's is due, what it left here is uploaded | COLLECTING | Wait(no deadline) |
-| IDLE | decide | what a doubted learner left here is refused, its next is due | IDLE | Wait(no deadline) |
+| IDLE | decide | a suspected learner's is due, and not uploaded | IDLE | Wait(no deadline) |
+| IDLE | decide | a suspected learner's is due and uploaded | COLLECTING | Wait(no deadline) |
+| IDLE | decide | a suspected learner's is due, what it left here is uploaded | COLLECTING | Wait(no deadline) |
+| IDLE | decide | what a suspected learner left here is refused, its next is due | IDLE | Wait(no deadline) |
 | IDLE | decide | draining, K members, none due | UPLOADING | Wait(upload deadline) |
 | COLLECTING | decide | fewer than K in | COLLECTING | Wait(no deadline) |
-| COLLECTING | decide | K in, one of them doubted | COLLECTING | Wait(no deadline) |
+| COLLECTING | decide | K in, one of them suspected | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | fewer than K in, and one was refused | COLLECTING, attempt + 1 | Reopened |
-| COLLECTING | decide | fewer than K in, and a doubted one was refused | COLLECTING | Wait(no deadline) |
+| COLLECTING | decide | fewer than K in, and a suspected one was refused | COLLECTING | Wait(no deadline) |
 | COLLECTING | decide | the same, and another delta of its learner waits | COLLECTING, attempt + 1 | Reopened |
 | COLLECTING | decide | K in, others expected, grace > 0 | GRACE | Wait(grace deadline) |
 | GRACE | decide | others expected, the grace goes on | GRACE | Wait(grace deadline) |
@@ -53,13 +53,13 @@ any more.
 
 When the upload deadline passes, these missing uploads are not refused, but held for the next window if this one is
 merged: a later attempt that replaced a member's delta after M_t was fixed and has not had the whole upload time, an
-upload that still makes progress, and any upload of a doubted learner, for which the window did not wait. For the
-learners of the first two the window waited in vain all the same, which counts towards doubting them. If fewer than K
+upload that still makes progress, and any upload of a suspected learner, for which the window did not wait. For the
+learners of the first two the window waited in vain all the same, which counts towards suspecting them. If fewer than K
 members have uploaded, and all missing uploads make progress, the deadline is extended, unless the delta of another
 learner waits for the next window.
 
 After a refusal the window is reopened, so that the learner whose delta was refused publishes again at its next step. It
-is not reopened for a doubted learner, whose deltas might be refused at every step. Such a learner renews its delta as
+is not reopened for a suspected learner, whose deltas might be refused at every step. Such a learner renews its delta as
 it trains on (`workers.rounds`), and takes part with that. `tests/syncer/test_window_table.py` reads this table.
 
 Invariants: a learner is a member at most once; a member's base is the current version or the one before; there is no
@@ -120,7 +120,7 @@ class Conditions:
     upload_s: float
     """Time that the uploads of M_t may take."""
     draining: bool = False
-    doubted: frozenset[str] = frozenset()
+    suspected: frozenset[str] = frozenset()
     """Learners for which no window waits, and whose deltas count only once their payload has arrived."""
     arriving: frozenset[str] = frozenset()
     """Entries of deltas whose upload makes progress, however slowly, or is queued behind earlier uploads of its
@@ -365,14 +365,14 @@ class Window:
             case Merging():
                 return phase.merge
             case Idle():
-                if (given.draining and self._members) or self._is_due(given.doubted):
+                if (given.draining and self._members) or self._is_due(given.suspected):
                     return Collecting(now)
                 return Wait(None, f"no delta asks for a merge, {len(self._members)} waiting")
             case Collecting():
                 if count >= given.quorum:
                     grace_s = SETTLE_S if given.grace_s is None else given.grace_s
                     return Grace(phase.opened_at, now, now + grace_s, missing)
-                if self._refused - given.doubted - self._members.keys() or self._others_wait():
+                if self._refused - given.suspected - self._members.keys() or self._others_wait():
                     return Reopened((), f"{left} left after a refusal", phase.opened_at)
                 return Wait(None, f"{left} in, {given.live} live")
             case Grace():
@@ -387,19 +387,19 @@ class Window:
                     return Reopened((), f"{left} left", phase.opened_at)
                 return self._next_of_uploads(phase, now, given, missing)
 
-    def _is_due(self, doubted: frozenset[str]) -> bool:
+    def _is_due(self, suspected: frozenset[str]) -> bool:
         """Return whether a delta on the current base asks for a merge (it is due).
 
-        A doubted learner's delta counts only if no upload of that learner is awaited. Otherwise a learner that sends
+        A suspected learner's delta counts only if no upload of that learner is awaited. Otherwise a learner that sends
         nothing sound could make all others merge after each of their steps.
         """
-        comes = doubted & {offer.header.learner for offer in self.awaited()}
+        comes = suspected & {offer.header.learner for offer in self.awaited()}
         here = [offer.header for offer in self.pending() if offer.header.learner not in comes]
         return any(header.due and header.base_version == self.version for header in here)
 
     def _count(self, given: Conditions) -> int:
         """Return how many headers count for the quorum."""
-        return sum(m.uploaded is not None or learner not in given.doubted for learner, m in self._members.items())
+        return sum(m.uploaded is not None or learner not in given.suspected for learner, m in self._members.items())
 
     def _others_wait(self) -> bool:
         """Return whether a learner that is not a member has a delta for the next window."""
@@ -410,7 +410,7 @@ class Window:
     ) -> Uploading | Merging | Wait | Reopened:
         done = self.complete()
         waiting = {
-            learner: m for learner, m in self._members.items() if m.uploaded is None and learner not in given.doubted
+            learner: m for learner, m in self._members.items() if m.uploaded is None and learner not in given.suspected
         }
         if waiting and now < phase.deadline:
             reason = f"{len(done)} of {len(self._members)} uploaded, waiting for {', '.join(waiting)}"

@@ -32,7 +32,7 @@ class WindowView(Message):
     """Number of learners from which the window can expect a delta."""
     reason: Text
     deadline_unix_s: UnixSeconds | None
-    doubted: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
+    suspected: Annotated[tuple[PartyId, ...], Field(max_length=MAX_LEARNERS, fail_fast=True)] = ()
     """Learners for which the window does not wait: their last deltas were late, missing, or refused for their
     content."""
     merge_s: Seconds = 0.0

@@ -65,7 +65,7 @@ class WindowStatus(TypedDict):
     expected: int
     quorum: int
     reason: str
-    doubted: list[str]
+    suspected: list[str]
     """Learners that the window does not wait for, because their last deltas were refused, late, or missing."""
     deadline_in_s: float | None
     merge_s: float
@@ -226,7 +226,7 @@ def _fragment(head: Head, sync: SyncSpec | None, layout: Layout | None, now_unix
             "expected": window.expected,
             "quorum": 0 if sync is None else sync.quorum,
             "reason": window.reason,
-            "doubted": list(window.doubted),
+            "suspected": list(window.suspected),
             "deadline_in_s": None if deadline is None else deadline - now_unix_s,
             "merge_s": window.merge_s,
             "outer_s": window.outer_s,
@@ -344,10 +344,10 @@ def build_status(
         warnings.append(f"{state.set_aside} tokens do not count for the budget: their learners' deltas are not finite")
     warnings += [state.problem] if state is not None and state.problem else []
     warnings += [one for one in (trouble.without_scripts(told.scriptless), trouble.changed(told, now_unix_s)) if one]
-    doubted = sorted(names_here & {learner for head in present for learner in head.window.doubted})
-    if doubted and goes_on:
+    suspected = sorted(names_here & {learner for head in present for learner in head.window.suspected})
+    if suspected and goes_on:
         why = "their last deltas were refused, late, or missing"
-        warnings.append(f"not waited for, because {why}: {', '.join(doubted)}")
+        warnings.append(f"not waited for, because {why}: {', '.join(suspected)}")
     room = None
     if spec is not None and (state is None or state.phase is Phase.RUNNING):
         paces = [Pace(head.fragment, head.version, head.window.merge_s, head.window.outer_s) for head in present]

@@ -75,8 +75,8 @@ class Serving:
         """Connect the gauges to this object's state."""
         metrics, owners = self.context.metrics, self.owners
         metrics.open_windows.set_function(lambda: sum(owner.window_open for owner in owners))
-        metrics.doubted_learners.set_function(
-            lambda: len({learner for owner in owners if owner.lease.is_set() for learner in owner.doubted})
+        metrics.suspected_learners.set_function(
+            lambda: len({learner for owner in owners if owner.lease.is_set() for learner in owner.suspected})
         )
         metrics.leads.set_function(self._leads_shown)
         metrics.interval.labels(which="asked").set(self.context.sync.sync_interval)

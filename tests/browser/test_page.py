@@ -243,10 +243,10 @@ async def test_one_of_a_kind_is_not_told_in_the_plural(page: Tab) -> None:
         await page.until("globalThis.diloco?.took.updates > 0 && diloco.model.fragments.size === 2")
         await page.value("import('/page/words.js').then((words) => { globalThis.words = words; }), 0")
         await page.until("globalThis.words !== undefined")
-        row = "{...diloco.model.fragments.get('1'), expected: N, doubted: N, refused: N, interval: N}"
+        row = "{...diloco.model.fragments.get('1'), expected: N, suspected: N, refused: N, interval: N}"
         for number, told in (
-            (1, ["1 learner expected, 1 learner doubted, 1 delta refused so far", "interval 1 step;"]),
-            (2, ["2 learners expected, 2 learners doubted, 2 deltas refused so far", "interval 2 steps;"]),
+            (1, ["1 learner expected, 1 learner suspected, 1 delta refused so far", "interval 1 step;"]),
+            (2, ["2 learners expected, 2 learners suspected, 2 deltas refused so far", "interval 2 steps;"]),
         ):
             words = await page.value(f"words.fragmentWords('1', {row.replace('N', str(number))}, 0)")
             assert all(one in words for one in told), words

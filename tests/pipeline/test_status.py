@@ -89,9 +89,9 @@ def test_a_run_that_nobody_is_at_work_on_waits_and_says_for_whom(syncers, silent
     assert ended["phase"] == "finished"
 
 
-def test_refused_deltas_are_counted_by_reason_and_doubted_learners_named():
+def test_refused_deltas_are_counted_by_reason_and_suspected_learners_named():
     """Who looks at a run sees that something is wrong with a learner, what, and with which one."""
-    window = samples.IDLE.model_copy(update={"doubted": ("l3",)})
+    window = samples.IDLE.model_copy(update={"suspected": ("l3",)})
     heads = [
         samples.head(0, refused={"non_finite": 2, "absurd_norm": 1}, window=window),
         samples.head(1, refused={"non_finite": 5}, window=window),

@@ -65,7 +65,7 @@ async def test_what_a_learner_that_is_nan_trains_is_counted_and_brings_the_run_n
 
 @in_virtual_time
 async def test_a_fast_one_that_is_nan_has_nobody_merge_after_every_step() -> None:
-    """Once it is doubted its headers ask for no merge: the others make whole intervals."""
+    """Once it is suspected its headers ask for no merge: the others make whole intervals."""
     world = VirtualRun(sync_spec(tokens=10**6, sync_interval=8))
     world.start_syncer()
     party = [VirtualLearner(f"l{i}", world, 0.1, f"{i:016x}").start() for i in range(2)]

@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 
 from diloco.pipeline.messages.tape import Committed
-from diloco.syncer.admission import ASKED_AGAIN, DOUBTED_AFTER, STRANGERS, Doubts
+from diloco.syncer.admission import ASKED_AGAIN, STRANGERS, SUSPECTED_AFTER, Suspects
 from diloco_studies.virtual.virtual_time import run_virtual
 from tests import samples
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
@@ -44,7 +44,7 @@ def merges(names: Callable[[], list[str]], seconds: float = 60.0, **said: float)
         commits = [r for r in await world.tape() if isinstance(r, Committed) and r.contributions]
         heads = await world.heads()
         for owner, head in zip(service.owners, heads, strict=True):
-            assert owner.doubted == set(head.window.doubted), "metrics count whom heads name"
+            assert owner.suspected == set(head.window.suspected), "metrics count whom heads name"
         intervals = [head.interval for head in heads]
         await end(*party)
         world.syncer.cancel()  # type: ignore[union-attr]
@@ -87,22 +87,22 @@ def test_who_sends_no_header_is_not_waited_for_until_it_does(heard: bool, known:
 
     Of whom nothing was merged lately, other names make no difference.
     """
-    doubts, waited, merged = Doubts(), 0, ["x"] if known else []
+    suspects, waited, merged = Suspects(), 0, ["x"] if known else []
     for window in range(1, 4 * ASKED_AGAIN + 1):
         name = "x" if known else f"x{window}"
-        awaited = name not in doubts.among([name], merged)
+        awaited = name not in suspects.among([name], merged)
         waited += awaited
-        assert awaited == (window <= DOUBTED_AFTER or (window - 1) % ASKED_AGAIN == 0 or heard)
-        doubts.closed([name] if awaited else [], merged)
+        assert awaited == (window <= SUSPECTED_AFTER or (window - 1) % ASKED_AGAIN == 0 or heard)
+        suspects.closed([name] if awaited else [], merged)
         if heard:
-            doubts.heard("x" if known else STRANGERS)
-    assert waited == (4 * ASKED_AGAIN if heard else DOUBTED_AFTER + 3)
+            suspects.heard("x" if known else STRANGERS)
+    assert waited == (4 * ASKED_AGAIN if heard else SUSPECTED_AFTER + 3)
 
 
 def test_no_number_of_silent_learners_is_remembered_without_end() -> None:
     """The longest silent ones go."""
-    doubts = Doubts()
+    suspects = Suspects()
     for first in range(0, 20_000, 1000):
         names = [f"x{n}" for n in range(first, first + 1000)]
-        doubts.closed(names, names)
-    assert len(doubts._silent) <= 4096
+        suspects.closed(names, names)
+    assert len(suspects._silent) <= 4096

@@ -209,15 +209,15 @@ def test_how_long_an_upload_may_be_silent_is_not_its_learners_choice() -> None:
     assert not coming.comes(header, 100.0, 104.1, 2.0)
 
 
-def test_a_doubted_learners_upload_is_given_up_once_it_has_stopped_and_not_while_it_comes() -> None:
+def test_a_suspected_learners_upload_is_given_up_once_it_has_stopped_and_not_while_it_comes() -> None:
     """Its line would have to carry it again. Nobody waits for it, and it is merged should it be whole in time."""
     watch = RunWatch(samples.sync_spec(), liveness_s=5.0, drain_s=0.0)
     window, offer = Window(samples.head(), DeltaFormat(bytes(16), "fp32", 3), 0.0), offer_of(1)
     window.offer(offer, 0.0)
-    doubted, comes = frozenset({"l1"}), frozenset({offer.entry_id})
+    suspected, comes = frozenset({"l1"}), frozenset({offer.entry_id})
 
     def given_up(now: float, arriving: frozenset[str]) -> tuple[list[Offer], float | None]:
-        stopped, again = watch.given_up(window, lambda _: 0.0, now, doubted, arriving)
+        stopped, again = watch.given_up(window, lambda _: 0.0, now, suspected, arriving)
         return [one for one, _ in stopped], again
 
     assert given_up(60.0, comes) == ([], 65.0)

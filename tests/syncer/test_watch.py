@@ -91,7 +91,7 @@ def test_who_still_joins_when_the_run_ends_is_no_part_of_the_quorum() -> None:
 def test_an_upload_that_has_stopped_is_given_up_once_a_merge_needs_it_and_its_learner_is_gone(
     left: list[SeenReport],
 ) -> None:
-    """Not before it was quiet for the liveness time; a learner that is here is waited for; a doubted one is not.
+    """Not before it was quiet for the liveness time; a learner that is here is waited for; a suspected one is not.
 
     One that has left is gone too: all of its upload was on the bus, and a failover may have lost the end of it.
     """
@@ -110,9 +110,9 @@ def test_an_upload_that_has_stopped_is_given_up_once_a_merge_needs_it_and_its_le
     ((offer, refused),), again = watch.given_up(window, heard.__getitem__, quiet, nobody, nobody)
     assert (offer, refused.reason, again) == (gone, RefusalReason.UPLOAD_TIMEOUT, None)
     assert refused.lost_tokens == gone.header.tokens
-    doubted = frozenset({"l0"})
-    stopped, _ = watch.given_up(window, heard.__getitem__, quiet, doubted, nobody)
+    suspected = frozenset({"l0"})
+    stopped, _ = watch.given_up(window, heard.__getitem__, quiet, suspected, nobody)
     assert [offer for offer, _ in stopped] == [here, gone]
-    stopped, _ = watch.given_up(window, heard.__getitem__, quiet, doubted, frozenset({here.entry_id, gone.entry_id}))
-    assert [offer for offer, _ in stopped] == [gone], "what still comes of a doubted one stays"
+    stopped, _ = watch.given_up(window, heard.__getitem__, quiet, suspected, frozenset({here.entry_id, gone.entry_id}))
+    assert [offer for offer, _ in stopped] == [gone], "what still comes of a suspected one stays"
     assert window.member_offers() == (here, gone), "it decides, and changes nothing"

@@ -59,7 +59,7 @@ def given(
     expected: frozenset[str] = TWO,
     draining: bool = False,
     arriving: frozenset[str] = frozenset(),
-    doubted: frozenset[str] = frozenset(),
+    suspected: frozenset[str] = frozenset(),
 ) -> Conditions:
     return Conditions(
         quorum,
@@ -69,7 +69,7 @@ def given(
         UPLOAD_S,
         draining,
         arriving=arriving,
-        doubted=doubted,
+        suspected=suspected,
     )
 
 
@@ -148,7 +148,7 @@ def refused_and_next(window: Window) -> Any:
     without(window, delta("l0", due=False))
     (awaited,) = window.awaited()
     assert (awaited.header.incarnation, window.late.offers) == ("f" * 8, ())
-    return window.decide(1.0, given(doubted=frozenset({"l0"})))
+    return window.decide(1.0, given(suspected=frozenset({"l0"})))
 
 
 CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
@@ -165,18 +165,18 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
         left_and_came_back(w),
         w.decide(1.0, given()),
     )[1],
-    ("decide", "a doubted learner's is due, what it left here is uploaded"): lambda w: (
+    ("decide", "a suspected learner's is due, what it left here is uploaded"): lambda w: (
         left_and_came_back(w),
-        uploaded(w, delta("l0", due=False)).decide(1.0, given(doubted=frozenset({"l0"}))),
+        uploaded(w, delta("l0", due=False)).decide(1.0, given(suspected=frozenset({"l0"}))),
     )[1],
-    ("decide", "what a doubted learner left here is refused, its next is due"): refused_and_next,
-    ("decide", "a doubted learner's is due, and not uploaded"): lambda w: (
+    ("decide", "what a suspected learner left here is refused, its next is due"): refused_and_next,
+    ("decide", "a suspected learner's is due, and not uploaded"): lambda w: (
         w.offer(L1, 1.0),
-        w.decide(1.0, given(doubted=frozenset({"l1"}))),
+        w.decide(1.0, given(suspected=frozenset({"l1"}))),
     )[1],
-    ("decide", "a doubted learner's is due and uploaded"): lambda w: (
+    ("decide", "a suspected learner's is due and uploaded"): lambda w: (
         w.offer(L1, 1.0),
-        uploaded(w, L1).decide(1.0, given(doubted=frozenset({"l1"}))),
+        uploaded(w, L1).decide(1.0, given(suspected=frozenset({"l1"}))),
     )[1],
     ("decide", "draining, K members, none due"): lambda w: (
         w.offer(delta("l0", due=False), 1.0),
@@ -184,14 +184,14 @@ CASES: dict[tuple[str, str], Callable[[Window], Any]] = {
         w.decide(1.0, given(draining=True)),
     )[2],
     ("decide", "fewer than K in"): lambda w: w.decide(1.0, given()),
-    ("decide", "K in, one of them doubted"): lambda w: with_l1(w).decide(1.0, given(doubted=frozenset({"l1"}))),
+    ("decide", "K in, one of them suspected"): lambda w: with_l1(w).decide(1.0, given(suspected=frozenset({"l1"}))),
     ("decide", "fewer than K in, and one was refused"): lambda w: without(w, L0).decide(1.0, given()),
-    ("decide", "fewer than K in, and a doubted one was refused"): lambda w: without(with_l1(w), L1).decide(
-        1.0, given(doubted=frozenset({"l1"}))
+    ("decide", "fewer than K in, and a suspected one was refused"): lambda w: without(with_l1(w), L1).decide(
+        1.0, given(suspected=frozenset({"l1"}))
     ),
     ("decide", "the same, and another delta of its learner waits"): lambda w: (
         with_l1(w).offer(delta("l1", incarnation="f" * 8), 1.0),
-        without(w, L1).decide(1.0, given(doubted=frozenset({"l1"}))),
+        without(w, L1).decide(1.0, given(suspected=frozenset({"l1"}))),
     )[1],
     ("decide", "K in, others expected, grace > 0"): lambda w: with_l1(w).decide(1.0, given(expected=THREE)),
     ("decide", "K in, and all expected"): lambda w: with_l1(w).decide(1.0, given()),

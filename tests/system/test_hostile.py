@@ -22,7 +22,7 @@ from diloco.pipeline.messages.wire import MAX_LEARNERS
 from diloco.pipeline.payload.codec import decode, encode
 from diloco.pipeline.payload.quantize import BLOCK
 from diloco.pipeline.view.status_reader import read_status
-from diloco.syncer.admission import DOUBTED_AFTER, Doubts
+from diloco.syncer.admission import SUSPECTED_AFTER, Suspects
 from diloco.syncer.downloads import MOST_ARRIVED
 from diloco.syncer.refusals import TOLD_A_WINDOW
 from diloco.workers.exchange import refused
@@ -110,9 +110,9 @@ async def merges_of(world: VirtualRun, spoil: Spoil | None, seconds: float) -> l
     await world.until_version(2)
     if spoil is not None:
         spoil(learners[7])
-        await asyncio.sleep(8.0)  # until it is doubted
-        assert service.owners[0].doubted == {BAD}
-        assert (await world.heads())[0].window.doubted == (BAD,)
+        await asyncio.sleep(8.0)  # until it is suspected
+        assert service.owners[0].suspected == {BAD}
+        assert (await world.heads())[0].window.suspected == (BAD,)
     before = len(await world.tape())
     await asyncio.sleep(seconds)
     merged = [record for record in (await world.tape())[before:] if isinstance(record, Committed)]
@@ -156,7 +156,7 @@ async def test_a_scale_that_is_none_is_refused_with_its_reason(scale: float, rea
     await world.until_version(was + 6)
     tape = await world.tape()
     refused = Counter(r.reason for r in tape if isinstance(r, Rejected) and r.learner == "l2")
-    assert refused[reason] >= DOUBTED_AFTER
+    assert refused[reason] >= SUSPECTED_AFTER
     late = [r for r in tape if isinstance(r, Committed) and r.version > was + 2]
     assert late
     assert not any(part.learner == "l2" for r in late for part in r.contributions)
@@ -205,7 +205,7 @@ def test_one_bad_learner_among_eight_holds_up_nobody(spoil: Spoil, reason: Refus
         for open_s in (lambda r: r.grace_s, lambda r: r.quorum_s + r.grace_s + r.upload_s):
             assert np.mean([open_s(r) for r in merged]) <= np.mean([open_s(r) for r in honest]) + 0.05
         refused = Counter((r.reason, r.learner) for r in await world.tape() if isinstance(r, Rejected))
-        assert refused[reason, BAD] >= DOUBTED_AFTER
+        assert refused[reason, BAD] >= SUSPECTED_AFTER
         (head,) = await world.heads()
         assert head.refused[reason.value] == sum(times for (why, _), times in refused.items() if why is reason)
 
@@ -214,7 +214,7 @@ def test_one_bad_learner_among_eight_holds_up_nobody(spoil: Spoil, reason: Refus
 
 @pytest.mark.parametrize("step_s", [0.01, 0.1, 0.3])
 @in_virtual_time
-async def test_a_learner_that_renews_what_it_never_uploads_is_doubted_however_quick_its_steps_are(
+async def test_a_learner_that_renews_what_it_never_uploads_is_suspected_however_quick_its_steps_are(
     step_s: float,
 ) -> None:
     """Announcing anew restarts no deadline: it is waited for in vain three times, and no more."""
@@ -224,27 +224,27 @@ async def test_a_learner_that_renews_what_it_never_uploads_is_doubted_however_qu
     learners = [VirtualLearner(f"l{i}", world, s, f"{i:016x}").start() for i, s in enumerate(steps)]
     await world.until_version(2)
     silent(learners[2])
-    await until(lambda: service.owners[0].doubted == {"l2"}, 20)
+    await until(lambda: service.owners[0].suspected == {"l2"}, 20)
     await end(*learners)
 
 
 @in_virtual_time
-async def test_a_doubted_learner_that_sends_a_sound_delta_is_waited_for_again() -> None:
+async def test_a_suspected_learner_that_sends_a_sound_delta_is_waited_for_again() -> None:
     """Nothing is held against it: its delta is merged, and the next window expects it."""
     world, learners = await under_way(2, learners=3, quorum=2, fragments=1)
     train = learners[2].train
     poisoned(np.nan)(learners[2])
-    await until(lambda: world.service.owners[0].doubted == {"l2"}, 30)
+    await until(lambda: world.service.owners[0].suspected == {"l2"}, 30)
     learners[2].train = train  # type: ignore[method-assign]
     learners[2].values[0][:] = 0.5
-    await until(lambda: not world.service.owners[0].doubted, 30)
+    await until(lambda: not world.service.owners[0].suspected, 30)
     await asyncio.sleep(3.0)
     last = [record for record in await world.tape() if isinstance(record, Committed)][-1]
     assert {part.learner for part in last.contributions} == {"l0", "l1", "l2"}
     await end(*learners)
 
 
-async def _doubted_below_the_quorum(spoil: Spoil) -> tuple[VirtualRun, list[VirtualLearner]]:
+async def _suspected_below_the_quorum(spoil: Spoil) -> tuple[VirtualRun, list[VirtualLearner]]:
     """Two learners of a quorum of two, one of which has sent nothing sound for 600 steps."""
     sync = sync_spec(tokens=10**9, quorum=2, fragments=1, codec="fp32").model_copy(update={"chunk_bytes": 16})
     world = VirtualRun(sync)
@@ -254,18 +254,18 @@ async def _doubted_below_the_quorum(spoil: Spoil) -> tuple[VirtualRun, list[Virt
     spoil(learners[1])
     await asyncio.sleep(60.0)
     (head,) = await world.heads()
-    assert head.window.doubted == ("l1",)
+    assert head.window.suspected == ("l1",)
     assert head.window.state == "collecting", "it waits for a second one"
     return world, learners
 
 
 @in_virtual_time
-async def test_a_doubted_learner_opens_no_window_again_with_each_of_its_steps() -> None:
+async def test_a_suspected_learner_opens_no_window_again_with_each_of_its_steps() -> None:
     """The quorum is short while it sends NaN: neither it nor the tape is asked at every step, and it is heard again."""
-    world, learners = await _doubted_below_the_quorum(poisoned(np.nan))
+    world, learners = await _suspected_below_the_quorum(poisoned(np.nan))
     tape = await world.tape()
-    assert max(r.attempt for r in tape if isinstance(r, WindowChanged)) <= DOUBTED_AFTER
-    assert DOUBTED_AFTER < sum(isinstance(r, Rejected) for r in tape) < 30, "it renews, less and less often"
+    assert max(r.attempt for r in tape if isinstance(r, WindowChanged)) <= SUSPECTED_AFTER
+    assert SUSPECTED_AFTER < sum(isinstance(r, Rejected) for r in tape) < 30, "it renews, less and less often"
     await end(*learners)
 
 
@@ -287,12 +287,12 @@ async def test_no_number_of_attempts_ends_a_window() -> None:
 @pytest.mark.parametrize("restarted", [False, True], ids=["mended in its place", "started again"])
 @pytest.mark.parametrize("spoil", [damaged, damaged_at_first])
 @in_virtual_time
-async def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_is_mended(
+async def test_a_suspected_learner_that_the_quorum_lacks_is_in_the_window_once_it_is_mended(
     restarted: bool, spoil: Spoil, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the same base: within a renewal if it goes on, in some steps if it was started again."""
     monkeypatch.setattr("diloco.pipeline.transfer.payloads.PIECE_BYTES", 16)
-    world, learners = await _doubted_below_the_quorum(spoil)
+    world, learners = await _suspected_below_the_quorum(spoil)
     (was,) = await world.versions()
     if restarted:
         await learners[1].kill()
@@ -305,7 +305,7 @@ async def test_a_doubted_learner_that_the_quorum_lacks_is_in_the_window_once_it_
 
 @pytest.mark.parametrize("whole", [True, False], ids=["left in order", "killed in its upload"])
 @in_virtual_time
-async def test_a_doubted_learner_that_comes_back_alone_opens_the_window_again(whole: bool) -> None:
+async def test_a_suspected_learner_that_comes_back_alone_opens_the_window_again(whole: bool) -> None:
     """Though a delta of its life before is still here: a whole one that is not due, or one that never will be whole."""
     world, (before,) = await under_way(2, learners=1, quorum=1, fragments=1, sync_interval=4)
     if whole:
@@ -318,8 +318,8 @@ async def test_a_doubted_learner_that_comes_back_alone_opens_the_window_again(wh
     await asyncio.sleep(10.0)
     (head,) = await world.heads()
     (owner,) = world.service.owners
-    for _ in range(DOUBTED_AFTER):
-        owner.state.doubts.refused("l0", RefusalReason.UPLOAD_TIMEOUT)
+    for _ in range(SUSPECTED_AFTER):
+        owner.state.suspects.refused("l0", RefusalReason.UPLOAD_TIMEOUT)
     if not whole:
         base = {"base_version": head.version, "base_digest": head.digest, "serial": 77, "chunks": 1}
         sent = {"layout": layout_of(world.spec.tensors).digest, "codec": world.spec.sync.codec}
@@ -428,30 +428,30 @@ async def test_merges_keep_their_rate_in_a_flood_and_five_seconds_after_it_all_i
     await end(*learners)
 
 
-def test_doubt_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> None:
+def test_suspicion_begins_with_refusals_in_a_row_and_ends_with_a_sound_delta() -> None:
     """Reasons that a fault explains raise none; and a flood of names is forgotten, oldest first."""
-    doubts = Doubts()
+    suspects = Suspects()
     for reason in (RefusalReason.TOO_STALE, RefusalReason.DUPLICATE, RefusalReason.ALREADY_MERGED) * 5:
-        doubts.refused("l0", reason)
-    assert not doubts.learners
-    for _ in range(DOUBTED_AFTER - 1):
-        doubts.refused("l0", RefusalReason.NON_FINITE)
-    assert not doubts.learners
-    doubts.refused("l0", RefusalReason.ABSURD_NORM)
-    assert doubts.learners == {"l0"}
+        suspects.refused("l0", reason)
+    assert not suspects.learners
+    for _ in range(SUSPECTED_AFTER - 1):
+        suspects.refused("l0", RefusalReason.NON_FINITE)
+    assert not suspects.learners
+    suspects.refused("l0", RefusalReason.ABSURD_NORM)
+    assert suspects.learners == {"l0"}
     for learner in ("l0", "never refused"):
-        doubts.sound(learner)
-    assert not doubts.learners
+        suspects.sound(learner)
+    assert not suspects.learners
     for n in range(10_000):
-        doubts.refused(f"f{n}", RefusalReason.NON_FINITE)
-    assert len(doubts._in_a_row) == MAX_LEARNERS
+        suspects.refused(f"f{n}", RefusalReason.NON_FINITE)
+    assert len(suspects._in_a_row) == MAX_LEARNERS
 
 
-def test_the_view_of_a_window_names_who_is_doubted_and_is_bounded() -> None:
+def test_the_view_of_a_window_names_who_is_suspected_and_is_bounded() -> None:
     """As everything that comes from elsewhere."""
-    assert WindowView(**samples.IDLE.model_dump() | {"doubted": ("l0",)}).doubted == ("l0",)
-    with pytest.raises(ValueError, match="doubted"):
-        WindowView(**samples.IDLE.model_dump() | {"doubted": ("l0",) * 5000})
+    assert WindowView(**samples.IDLE.model_dump() | {"suspected": ("l0",)}).suspected == ("l0",)
+    with pytest.raises(ValueError, match="suspected"):
+        WindowView(**samples.IDLE.model_dump() | {"suspected": ("l0",) * 5000})
 
 
 @in_virtual_time

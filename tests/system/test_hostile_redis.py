@@ -277,10 +277,10 @@ async def test_every_kind_of_bad_delta_is_refused_with_its_reason_and_changes_no
             assert told[reason] >= count
             assert status["refused"][reason] >= count
             assert sample("diloco_refusals_total", {"reason": reason}) >= count
-        assert "forger" in status["fragments"][0]["window"]["doubted"]
+        assert "forger" in status["fragments"][0]["window"]["suspected"]
         assert any("forger" in warning for warning in status["warnings"])
         async with asyncio.timeout(HANGING_S):  # of a lease that lapses for a moment nothing is told
-            while sample("diloco_doubted_learners") != 1:
+            while sample("diloco_suspected_learners") != 1:
                 await asyncio.sleep(0.1)
 
         for learner in run.learners:

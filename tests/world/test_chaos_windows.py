@@ -78,14 +78,14 @@ def test_what_another_that_believes_to_own_it_reads_opens_no_window_again() -> N
 
 
 @pytest.mark.parametrize("here", [False, True])
-def test_a_doubted_learner_is_in_once_its_payload_is_on_the_bus(here: bool) -> None:
+def test_a_suspected_learner_is_in_once_its_payload_is_on_the_bus(here: bool) -> None:
     """Until then the window lacks a quorum, however long its header has been there."""
     at, owner = At(), cast(Link, Steady())
     windows = watched(at, here)
     windows.read(owner, 0, False)
     state = both_in(windows)
-    doubting = IDLE_VIEW.model_copy(update={"state": "collecting", "doubted": ("l1",)})
-    assert windows.shown(owner, 0, doubting, state) is None
+    suspecting = IDLE_VIEW.model_copy(update={"state": "collecting", "suspected": ("l1",)})
+    assert windows.shown(owner, 0, suspecting, state) is None
     at.now_s = SETTLE_S
     assert (windows.closed(owner, 0) is None) != here
 

@@ -4,7 +4,7 @@ A window may stay open from the moment at which the quorum was on the stream for
 everybody is in, there is nobody to wait for. Not counted is what its owner could not help: it reads the stream from
 its start (it took the fragment over, or lost its connection), its calls are slow, it is paused, a merge is slow. A
 window is closed when its owner says that it waits for uploads, or stages the merged values. A learner that the owner
-says it doubts is in once its payload is on the bus too, and nobody waits for it. One that is left out never is.
+says it suspects is in once its payload is on the bus too, and nobody waits for it. One that is left out never is.
 """
 
 import math
@@ -48,7 +48,7 @@ class Windows:
         """That a window may wait for."""
         self._in: list[set[str]] = [set() for _ in range(fragments)]
         """Of whom something that can be merged is on the stream."""
-        self._doubted: list[frozenset[str]] = [frozenset()] * fragments
+        self._suspected: list[frozenset[str]] = [frozenset()] * fragments
         self._quorum_at: list[float | None] = [None] * fragments
         self._all_at: list[float | None] = [None] * fragments
         self._closed: set[tuple[Link, int]] = set()
@@ -63,8 +63,8 @@ class Windows:
         """A window may wait for this one."""
         self.learners.add(learner)
         self._all_at = [
-            at if learner in there | doubted else None
-            for at, there, doubted in zip(self._all_at, self._in, self._doubted, strict=True)
+            at if learner in there | suspected else None
+            for at, there, suspected in zip(self._all_at, self._in, self._suspected, strict=True)
         ]
 
     def changed(self, p: int, state: Surviving) -> None:
@@ -77,7 +77,7 @@ class Windows:
         for header in state.pending.values():
             base = header.base_version
             known = version - 1 <= base <= version and header.base_digest == state.digests.get(base)
-            counts = header.learner not in self._doubted[p] or self._uploaded(header)
+            counts = header.learner not in self._suspected[p] or self._uploaded(header)
             if known and counts and (header.learner, header.incarnation, base) not in state.merged:
                 there.add(header.learner)
         self._in[p] = there
@@ -86,7 +86,7 @@ class Windows:
             self._quorum_at[p] = self._all_at[p] = None
             return
         self._quorum_at[p] = now if quorum is None else quorum
-        everybody = there >= self.learners - self._doubted[p]
+        everybody = there >= self.learners - self._suspected[p]
         before = self._all_at[p]
         self._all_at[p] = None if not everybody else now if before is None else before
 
@@ -111,9 +111,9 @@ class Windows:
 
     def shown(self, link: Link, p: int, window: WindowView, state: Surviving) -> str | None:
         """A window's state was written; returns what was wrong."""
-        doubted = frozenset(window.doubted)
-        if self._doubted[p] != doubted:
-            self._doubted[p] = doubted
+        suspected = frozenset(window.suspected)
+        if self._suspected[p] != suspected:
+            self._suspected[p] = suspected
             self.changed(p, state)
         if window.state in CLOSED:
             return self.closed(link, p)

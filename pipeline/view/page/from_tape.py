@@ -85,7 +85,7 @@ def _fragment(last: Committed) -> FragmentStatus:
             "expected": 0,
             "quorum": 0,
             "reason": last.reason,
-            "doubted": [],
+            "suspected": [],
             "deadline_in_s": None,
             "merge_s": last.merge_s,
             "outer_s": 0.0,

@@ -352,7 +352,7 @@ def _fragments(status: Status, now_s: float) -> Model:
             "merge_s": float(f"{window['merge_s']:.3g}"),
             "outer_s": float(f"{window['outer_s']:.3g}"),
             "refused": sum(fragment["refused"].values()),
-            "doubted": len(window["doubted"]),
+            "suspected": len(window["suspected"]),
             "averaged": fragment["averaged"],
             "owner": owners.get(fragment["id"], ""),
         }

@@ -24,7 +24,7 @@ from diloco.pipeline.messages.tape import RefusalReason
 from diloco.pipeline.outer_cost import CORE_FLOPS
 from diloco.pipeline.ramps import is_stretched, overlap_in_force, stretched
 from diloco.pipeline.site import outer_operations
-from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Doubts, Offer, Refused
+from diloco.syncer.admission import STRANGERS, Accepted, DeltaFormat, Offer, Refused, Suspects
 from diloco.syncer.committing import RoundTrips
 from diloco.syncer.downloads import UploadEstimator
 from diloco.syncer.grace import GraceEstimator, MergedTimes, awaited_a_step
@@ -122,7 +122,7 @@ class Follower:
         self._of = {party.name: party for party in self._parties}
         self._times = MergedTimes()
         self._watch = RunWatch(sync, constants.liveness, drain_s=0.0, latency_s=2 * constants.latency)
-        self._grace, self._uploads, self._doubts = GraceEstimator(), UploadEstimator(), Doubts()
+        self._grace, self._uploads, self._suspects = GraceEstimator(), UploadEstimator(), Suspects()
         self._queue: list[_Event] = []
         self._numbers = itertools.count()
         self._round_trips, self._intervals = RoundTrips(), {0: sync.sync_interval}
@@ -251,10 +251,10 @@ class Follower:
         self._decide(now)
 
     def _offer(self, offer: Offer, now: float) -> None:
-        self._doubts.heard(offer.header.learner)
+        self._suspects.heard(offer.header.learner)
         answer = self._window.offer(offer, now)
         if isinstance(answer, Refused):
-            self._doubts.refused(offer.header.learner, answer.reason)
+            self._suspects.refused(offer.header.learner, answer.reason)
             self._drop(offer, answer.lost_tokens)
             return
         if answer.replaced is not None:
@@ -277,7 +277,7 @@ class Follower:
             return
         self._here.add(offer.entry_id)
         if self._uploads.observe(now - self._sent_s[offer.entry_id]):
-            self._doubts.sound(offer.header.learner)
+            self._suspects.sound(offer.header.learner)
         self._window.uploaded(offer)
         self._decide(now)
 
@@ -332,22 +332,22 @@ class Follower:
         longer = is_stretched(self._sync, self._version, told)
         times = self._slowest_s(now), self._times.pull_s, overlap
         grace_s = self._grace.grace_s(*times, self._gamma, 2 * watch.latency_s, longer)
-        return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, self._doubted())
+        return watch.conditions(0, self._version, grace_s, self._uploads.upload_s, self._suspected())
 
     def _slowest_s(self, now: float) -> float | None:
         """As `MergedTimes`, of those that the window waits for."""
         self._watch.reports = [party.seen(now) for party in self._parties]
-        trusted = self._watch.trusted(0, self._version, self._doubted())
+        trusted = self._watch.trusted(0, self._version, self._suspected())
         return self._times.slowest_s(report.step_s for report in trusted)
 
-    def _doubted(self) -> frozenset[str]:
+    def _suspected(self) -> frozenset[str]:
         expected = self._watch.expected(0, self._version)
-        return self._doubts.among([seen.report.learner for seen in expected], self._times.learners)
+        return self._suspects.among([seen.report.learner for seen in expected], self._times.learners)
 
     def _overdue(self, decision: Merge | Reopened, now: float) -> None:
         self._uploads.timed_out([now - self._sent_s[offer.entry_id] for offer in decision.overdue])
         for learner in decision.in_vain:
-            self._doubts.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
+            self._suspects.refused(learner, RefusalReason.UPLOAD_TIMEOUT)
         for offer in decision.overdue:
             self._drop(offer, offer.header.tokens)
 
@@ -358,12 +358,12 @@ class Follower:
         overlap = overlap_in_force(self._sync, self._version, self._intervals[self._version])
         headers = [offer.header for offer in decision.contributions]
         if any(header.learner not in self._times.learners for header in headers):
-            self._doubts.heard(STRANGERS)
+            self._suspects.heard(STRANGERS)
         self._times.merged(self._version + 1, headers)
         slowest_s = self._slowest_s(now)
         self._grace.observe(decision.quorum_s, now - decision.fixed_at, slowest_s, overlap)
         waited = awaited_a_step(decision.grace_s, slowest_s)
-        self._doubts.closed(decision.silent if waited else (), self._times.learners)
+        self._suspects.closed(decision.silent if waited else (), self._times.learners)
         pulled_s = self._link.ends_s(self._link.arrives_s(now), self._pull_bits)
         if self._counting:
             self._count(decision, now, decision.grace_s, pulled_s - decision.fixed_at)

@@ -6,7 +6,7 @@
  *   host: string, device: string}} LearnerRow
  * @typedef {{version: number, state: string, members: number, quorum: number, expected: number,
  *   until_s: number | null, reason: string, attempt: number, interval: number, asked_interval: number, merge_s: number, outer_s: number,
- *   refused: number, doubted: number, averaged: boolean, owner: string}} FragmentRow
+ *   refused: number, suspected: number, averaged: boolean, owner: string}} FragmentRow
  * @typedef {{at_s: number, what: string, who: string, detail: string, tokens: number}} Mark
  * @typedef {{step_s: number, first: number, lanes: Record<string, string>, series: Record<string, (number|null)[]>}} Whole
  * @typedef {{first: number, lanes: Record<string, [number, number[]]>,

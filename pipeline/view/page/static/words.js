@@ -100,7 +100,7 @@ export function fragmentWords(name, row, now) {
   const more = [
     row.expected ? `${numbered(row.expected, "learner")} expected` : "",
     row.attempt ? `attempt ${row.attempt + 1}` : "",
-    row.doubted ? `${numbered(row.doubted, "learner")} doubted` : "",
+    row.suspected ? `${numbered(row.suspected, "learner")} suspected` : "",
     row.refused ? `${numbered(row.refused, "delta")} refused so far` : "",
   ].filter(Boolean);
   return [
