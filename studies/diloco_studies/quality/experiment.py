@@ -22,15 +22,15 @@ from diloco_studies.quality.settings import PRESETS, USUAL, LabRun
 
 MOST_RUNS = 10_000
 SKELETON = """\
-question = "Which outer optimizer?"    # heads the report; all but the variants' names may be left out
-reference = "data-parallel"            # the variant that the others are compared with
-best_of = ["lr"]                       # the report also shows each row at its best of these
+question = "Which outer optimizer?"    # title of the report; only the names of the variants are required
+reference = "data-parallel"            # the variant to compare with
+best_of = ["lr"]                       # the report also shows the best of these for each row
 
-[settings]                             # of every run; lists are swept, crossed with each other
+[settings]                             # of every run; lists are swept in all combinations
 lr = [8e-3, 16e-3]
-seed = [0, 1, 2]                       # seeds of one row are its error bars
+seed = [0, 1, 2]                       # the seeds of a row give its error bars
 
-[[variants]]                           # settings that belong together; they have the last word
+[[variants]]                           # settings that belong together; they override [settings]
 name = "data-parallel"
 method = "data-parallel"
 
