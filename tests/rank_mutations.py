@@ -104,7 +104,7 @@ RANK_MUTATIONS = [
         "rank 0 ends as soon as it knows that the run is over",
         JoinedRank,
         "ended",
-        (("or self._over", "or self._over or JoinedLearner.over.fget(self)"),),
+        (("or self._over", "or self._over or is_over(self.shared.state)"),),
     ),
     Mutation(
         "who is asked to end leaves alone",

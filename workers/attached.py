@@ -116,7 +116,7 @@ def alone(model: nn.Module, given: Any) -> torch.optim.Optimizer:
     return hooked[0]
 
 
-def say_unkept(hooked: Iterable[torch.optim.Optimizer], kept: Iterable[torch.optim.Optimizer]) -> None:
+def warn_unkept(hooked: Iterable[torch.optim.Optimizer], kept: Iterable[torch.optim.Optimizer]) -> None:
     """Warn of optimizers that the learner was made without, so that a restart will not find their moments."""
     known = {id(one) for one in kept}
     if strange := [type(one).__qualname__ for one in hooked if id(one) not in known]:
@@ -124,7 +124,7 @@ def say_unkept(hooked: Iterable[torch.optim.Optimizer], kept: Iterable[torch.opt
         structlog.get_logger().warning("optimizers_unknown", optimizers=strange, detail=detail)
 
 
-def say_replaced(hooked: Iterable[torch.optim.Optimizer]) -> None:
+def warn_replaced(hooked: Iterable[torch.optim.Optimizer]) -> None:
     """Warn of optimizers whose `step` was replaced on the instance: the replacement may never call the hooks."""
     if replaced := [type(one).__qualname__ for one in hooked if not getattr(one.step, "hooked", False)]:
         detail = "its steps count only if the replacement of `step` calls the original one; else call Learner.step"

@@ -1,10 +1,22 @@
 """The parts of a learner that do not depend on its framework: it joins, counts steps, reads data, and leaves.
 
-A framework's own learner describes its model to the run (`spec_proposal.Proposed`) and copies fragments out of it and
-into it, as `FragmentParameters` does for torch. Everything else is here and below, and is the same for all.
+A framework's own learner subclasses this for the sake of its public methods. All that differs stands behind two
+protocols: it describes its model to the run (`spec_proposal.Proposed`), and copies fragments out of it and into it
+(`training.Parameters`).
+
+Joining and leaving happen once each, despite threads, signals and forks:
+
+| state | until |
+|---|---|
+| made | `open` is called, once |
+| joining | it has joined; `close` in another thread or a signal makes it give up |
+| in its run | `close` is called, or the exchange thread fails |
+| left | for ever; what had joined can still be looked at |
 """
 
+import os
 import secrets
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -13,6 +25,7 @@ from typing import Self
 
 import structlog
 
+from diloco.pipeline.errors import SpecMismatch, UsageError
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.party_names import own_name
 from diloco.pipeline.process.signals import AGAIN_STATUS
@@ -20,17 +33,16 @@ from diloco.workers.batches import Batches
 from diloco.workers.checks.arguments import Arguments
 from diloco.workers.copies.losses import Loss
 from diloco.workers.exchange import redis_access
-from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner
 from diloco.workers.exchange.newest import Float32, read_newest
 from diloco.workers.exchange.redis_access import in_own_loop
-from diloco.workers.lifecycle import Life
+from diloco.workers.joined import JoinedLearner, LearnerThread
 from diloco.workers.moments.recovery import Source
+from diloco.workers.ranks.rank_learner import RankThread
 from diloco.workers.schedule import FRESH_MOMENTS_STEPS
 from diloco.workers.shard_reader import begin_batches, begin_blocks
 from diloco.workers.spec_proposal import Proposed, proposal
 from diloco.workers.step_times import StepTimes
 from diloco.workers.stopping import Stopped, Stopping
-from diloco.workers.training import Training
 
 
 class BaseLearner:
@@ -48,8 +60,15 @@ class BaseLearner:
         self.left_in_order = False  # set on leaving: everything unpublished was flushed in time
         self.times = StepTimes()
         self._stopping = stopping
-        self._life = Life(stopping)
         self._batches: Batches | None = None
+        self._pid = os.getpid()
+        # Guards what `open` and `close` change. It is reentrant, because a signal handler may call `close` in the very
+        # thread that holds it in `open`.
+        self._lock = threading.RLock()
+        self._opened = self._closed = False
+        self._in_run = False  # it has joined, and has not begun to leave
+        self._entered: JoinedLearner | None = None  # kept after leaving
+        self._failure_raised = False  # the exchange thread's failure was raised to the caller
 
     # --- what a training loop sees ------------------------------------------------------------------
 
@@ -60,7 +79,8 @@ class BaseLearner:
         # A trainer may look at `finished` only after its first step: that step must not add to a finished run's sums.
         tokens = 0 if joined.late else tokens
         training = joined.training
-        training.watch.look(entered)
+        if training.watch is not None:
+            training.watch.inspect(entered)
         self.times.entered(entered)
         if self._batches is not None:
             self._batches.stepped()
@@ -74,12 +94,12 @@ class BaseLearner:
     @property
     def finished(self) -> bool:
         """True when the loop is to be left: the run is over or asked to end, or SIGTERM or SIGHUP has come."""
-        return self._life.entered.ended(self._stopping) if self._life.entered else self._stopping.asked
+        return self._entered.ended(self._stopping) if self._entered else self._stopping.asked
 
     @property
     def over(self) -> bool:
         """True if the run has reached its budget or was asked to end."""
-        return self._life.entered is not None and self._life.entered.over
+        return self._entered is not None and self._entered.over
 
     @property
     def exit_status(self) -> int:
@@ -89,13 +109,12 @@ class BaseLearner:
     @property
     def progress(self) -> float:
         """Trained tokens of the whole run / its budget, in 0..1; learning-rate schedules follow it."""
-        return self._life.entered.progress if self._life.entered else 0.0
+        return self._entered.progress if self._entered else 0.0
 
     def _place(self) -> tuple[float, int, int]:
         """Return the position of a learning-rate schedule: progress, own steps, steps of the ramp after a restart."""
-        entered = self._life.entered
-        young = entered is not None and self.recovered in ("checkpoint", "fresh")
-        steps = entered.training.rounds.steps if entered else 0
+        young = self._entered is not None and self.recovered in ("checkpoint", "fresh")
+        steps = self._entered.training.rounds.steps if self._entered else 0
         return self.progress, self.earlier_steps + steps, FRESH_MOMENTS_STEPS * young
 
     @property
@@ -105,17 +124,17 @@ class BaseLearner:
         "optimizer" means that it had them when the learner joined, for example because the trainer loaded its own
         checkpoint.
         """
-        return self._life.entered.training.keeper.source if self._life.entered else "start"
+        return self._entered.training.keeper.source if self._entered else "start"
 
     @property
     def earlier_steps(self) -> int:
         """Inner steps of this learner's earlier incarnations, as its checkpoint knows them; 0 without one."""
-        return self._life.entered.training.keeper.earlier_steps if self._life.entered else 0
+        return self._entered.training.keeper.earlier_steps if self._entered else 0
 
     @property
     def spec(self) -> Spec:
         """The spec that the run has agreed on."""
-        return self._life.once_joined.training.spec
+        return self._once_joined.training.spec
 
     @property
     def joined(self) -> JoinedLearner:
@@ -125,11 +144,29 @@ class BaseLearner:
             UsageError: the learner is not in a run, or was made in another process.
             DilocoError: its exchange thread has failed with this error.
         """
-        return self._life.joined
+        self._check_process()
+        if self._entered is not None and self._entered.thread.failure is not None:
+            self._failure_raised = True
+            self._entered.thread.notice()
+            raise self._entered.thread.failure
+        if self._entered is None or not self._in_run:
+            raise UsageError("the learner is not in a run: use it in a `with` block, or between open() and close()")
+        return self._entered
+
+    @property
+    def _once_joined(self) -> JoinedLearner:
+        """The parts of the learner that has joined, also after it has left.
+
+        Raises:
+            UsageError: it has not joined yet.
+        """
+        if self._entered is None:
+            raise UsageError("the learner has not joined yet: use it in a `with` block, or open() it")
+        return self._entered
 
     def _read(self, fragments: Iterable[int]) -> list[Float32]:
         """Return the newest globals (elements,) of these fragments."""
-        joined, left = self._life.once_joined, not self._life.in_run
+        joined, left = self._once_joined, not self._in_run
         given = self._url, self._given.run, joined.training.spec, joined.training.layout
         return in_own_loop(read_newest(*given, fragments, joined.shared.state, left=left))
 
@@ -186,8 +223,26 @@ class BaseLearner:
             SpecMismatch: the run was set up otherwise.
             SystemExit: SIGTERM or SIGHUP came.
         """
-        self._life.open(self._prepare)
-        if self._life.once_joined.late:
+        self._check_process()
+        with self._lock:
+            if self._opened:
+                raise UsageError("a Learner can be opened once: make a new one to join again, or a second time")
+            self._opened = True
+        try:
+            self._stopping.install()
+            try:
+                joined = self._join(self._prepare())
+            except SpecMismatch as error:
+                if error.tensors or self._stopping.together:
+                    raise
+                # A syncer may have replaced this learner's proposal by its checkpoint's spec: `_prepare` once more,
+                # which now follows that spec.
+                self._stopping.install()
+                joined = self._join(self._prepare())
+        except BaseException:  # KeyboardInterrupt above all
+            self._stopping.restore()
+            raise
+        if joined.late:
             detail = "the learner has its model; to train on: diloco runs extend NAME --tokens N, or another run name"
             structlog.get_logger().warning("run_finished_already", learner=self.id, run=self._given.run, detail=detail)
         return self
@@ -196,21 +251,44 @@ class BaseLearner:
         """Join the run, as `open` does."""
         return self.open()
 
-    def _prepare(self) -> tuple[Training, ExchangeThread]:
-        """Return the training side that joins, and the exchange thread for it, not started."""
+    def _prepare(self) -> LearnerThread | RankThread:
+        """Return the exchange thread of what is to join, not started; a framework's learner implements it."""
         raise NotImplementedError
 
     def _proposed(self) -> Proposed:
-        """Return the model, described for the proposal of a run."""
+        """Return the model, described for the proposal of a run; a framework's learner implements it."""
         raise NotImplementedError
 
     def _proposal(self) -> Spec:
         """Return the spec to propose: it follows the run's spec or, without one, the settings of a waiting syncer."""
-        beginning, url, run, go_on = redis_access.Beginning(), self._url, self._given.run, self._life.go_on_joining
+        beginning, url, run, go_on = redis_access.Beginning(), self._url, self._given.run, self._go_on_joining
         held = redis_access.wait_for_spec(partial(self.read_spec, url, run), self.id, go_on)
         if held is None:
             beginning = redis_access.wait_for_spec(partial(redis_access.read_beginning, url, run), self.id, go_on)
         return proposal(self._proposed(), self._given, held, beginning)
+
+    def _go_on_joining(self) -> None:
+        """Raise Stopped if a signal came, and UsageError if another thread has closed the learner already."""
+        self._stopping.leave_if_asked()
+        if self._closed:
+            raise UsageError("the learner was closed before it had joined")
+
+    def _join(self, thread: LearnerThread | RankThread) -> JoinedLearner:
+        try:
+            joined, found = thread.join_run(self._go_on_joining)
+            joined.training.keeper.restore(found)
+            joined.hand_over((), joined.adopt())
+            joined.training.times.training_begins(time.perf_counter())
+            with self._lock:  # checked under the lock: a `close` before this is seen here, a later one finds `_in_run`
+                self._go_on_joining()
+                self._entered, self._in_run = joined, True
+            return joined
+        except BaseException:
+            self._entered, self._in_run = None, False
+            thread.abandon()
+            self._stopping.restore()
+            thread.join()
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -238,7 +316,7 @@ class BaseLearner:
             DilocoError: the exchange thread has failed with this error, and no call has raised it yet.
             SystemExit: SIGTERM or SIGHUP came, and nobody has asked whether the learner is `finished`.
         """
-        failure = self._life.untold_failure
+        failure = self._entered.thread.failure if self._entered is not None and not self._failure_raised else None
         if self._leave(save_state):
             if failure is not None:  # it failed after the last step, so no step could raise it
                 raise failure
@@ -249,10 +327,29 @@ class BaseLearner:
 
         error: the error that has ended the loop, on this rank alone.
         """
+        if not self._is_here:
+            return False  # forked inside the `with` block: the run is the parent's
+        with self._lock:
+            joined, in_run = self._entered, self._in_run
+            self._in_run, self._closed = False, self._opened
+        if joined is None or not in_run:  # closed already, being closed by another thread, or not joined yet
+            return False
+        try:
+            if joined.thread.works and not (error is not None and joined.breaks_off(error)):
+                self.left_in_order = joined.leave(self._given.leave_s, save_state)
+        finally:  # also on a second Ctrl-C: a thread that kept running would still count as a learner
+            joined.thread.end()
+            self._stopping.restore()
+        joined.thread.join()
+        if not joined.thread.works:
+            joined.forget()
+        return True
 
-        def flush(joined: JoinedLearner) -> None:
-            if error is not None and joined.breaks_off(error):
-                return
-            self.left_in_order = joined.leave(self._given.leave_s, save_state)
+    @property
+    def _is_here(self) -> bool:
+        """False in a process that was forked from the learner's."""
+        return os.getpid() == self._pid
 
-        return self._life.leave(flush)
+    def _check_process(self) -> None:
+        if not self._is_here:
+            raise UsageError("this Learner was made in another process, which this one was forked from: make one here")

@@ -7,10 +7,9 @@
             if learner.finished:
                 break
 
-The training thread calls `step`; after `attach`, its optimizer does so. A second thread (`exchange_thread`) does all
-I/O. `training` holds the state that the training thread owns; `shared` holds what both threads see: queues and
-dictionaries on which neither side ever waits. Only parameters that require a gradient are synchronised. The inner
-optimizer keeps its moments when a fragment is adopted (paper, learner).
+The training thread calls `step`; after `attach`, its optimizer does so. A second thread does all I/O: `joined` says
+which thread owns what, and leads from `step` to the bus. Only parameters that require a gradient are synchronised. The
+inner optimizer keeps its moments when a fragment is adopted (paper, learner).
 """
 
 import math
@@ -28,26 +27,31 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.fragments import Layout, layout_of
 from diloco.pipeline.messages.spec import Spec, SyncSpec, TensorSpec
 from diloco.pipeline.settings import LEAVE_S, STATE_S, EncodeOn, SyncSettings
-from diloco.workers.attached import Attached, alone, asking, asking_loss, say_replaced, say_unkept, unwrapped
+from diloco.workers.attached import Attached, alone, asking, asking_loss, unwrapped, warn_replaced, warn_unkept
 from diloco.workers.base_learner import BaseLearner
 from diloco.workers.checks.arguments import check_arguments, one_loss, together, whole_tokens
 from diloco.workers.checks.frozen_digests import check_frozen, frozen_digests
 from diloco.workers.checks.model_checks import check_adoptions, check_model
-from diloco.workers.exchange.exchange_thread import ExchangeThread
-from diloco.workers.moments.local_state import Recover
+from diloco.workers.checks.model_watch import ModelWatch
+from diloco.workers.device_encoding import OnDevice
+from diloco.workers.joined import LearnerThread
+from diloco.workers.moments.keeper import Keeper
+from diloco.workers.moments.local_state import Recover, RecoveryOptions, own_moments
 from diloco.workers.moments.optimizer_state import Optimizers
+from diloco.workers.moments.recovery import Recovery
 from diloco.workers.moments.state_folder import StateFolder
 from diloco.workers.names import state_with
-from diloco.workers.parameters import Adopted, fitting_fragments, tensor_table, trained_tensors
+from diloco.workers.parameters import Adopted, FragmentParameters, fitting_fragments, tensor_table, trained_tensors
 from diloco.workers.progress_schedule import WARMUP, Shape, ShareByProgress
 from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_folder import RankFolder
 from diloco.workers.ranks.rank_learner import RankThread
 from diloco.workers.ranks.shutdown import RankStopping
 from diloco.workers.ranks.topology import ranks_of, rendezvous
+from diloco.workers.rounds import Rounds
 from diloco.workers.spec_proposal import fitting
 from diloco.workers.stopping import Stopping
-from diloco.workers.training import Training, make_training
+from diloco.workers.training import Training
 
 
 class TorchModel:
@@ -231,8 +235,8 @@ class Learner(BaseLearner):
         hooked = unwrapped(self.model, given)
         self._check_adoptions([one for one in hooked if all(one is not known for known in self._inner)])
         self._attached = Attached(hooked, asking(tokens), asking_loss(loss), self._step)
-        say_unkept(hooked, self._inner)
-        say_replaced(hooked)
+        warn_unkept(hooked, self._inner)
+        warn_replaced(hooked)
 
     def progress_schedule(
         self,
@@ -279,7 +283,7 @@ class Learner(BaseLearner):
             UsageError: the learner has not joined its run yet.
             SpecMismatch, BusError, BadPayload: the run is no longer there, or could not be read for a minute.
         """
-        layout = self._life.once_joined.training.layout
+        layout = self._once_joined.training.layout
         return state_with(self.model, layout.whole(self._read(range(len(layout.fragments)))))
 
     def load_globals(self) -> None:
@@ -294,35 +298,34 @@ class Learner(BaseLearner):
             SpecMismatch, BusError, BadPayload: see `globals`.
             RankGone: another rank has not called it within minutes, or could not read.
         """
-        if self._life.in_run:
+        if self._in_run:
             raise UsageError(
                 "load_globals() in a run would undo training that is not published: close() first. globals() "
                 "gives the same while it trains"
             )
-        training = self._life.once_joined.training
-        training.watch.look(math.inf)
-        for p, flat in enumerate(self._life.once_joined.newest(self._read)):
+        training = self._once_joined.training
+        assert training.watch is not None  # noqa: S101  # `_training` makes one
+        training.watch.inspect(math.inf)
+        for p, flat in enumerate(self._once_joined.newest(self._read)):
             training.parameters.overwrite(p, flat)
 
-    def _prepare(self) -> tuple[Training, ExchangeThread]:
+    def _prepare(self) -> LearnerThread | RankThread:
         self.device = check_model(self.model)  # the model may have changed or moved since __init__ checked it
         self._check_ranks()
-        if self._ranks:
-            return self._prepare_rank()
-        spec = self._proposal()
-        training = self._training(spec, folder=partial(RankFolder.of_one, whole=layout_of(spec.tensors).trained))
-        return training, ExchangeThread(self._url, self._given.run, training)
-
-    def _prepare_rank(self) -> tuple[Training, ExchangeThread]:
-        who = self.id, self.incarnation
+        run = self._url, self._given.run
+        if not self._ranks:
+            spec = self._proposal()
+            layout = layout_of(spec.tensors)
+            return LearnerThread(*run, self._training(spec, layout, partial(RankFolder.of_one, whole=layout.trained)))
         assert isinstance(self._stopping, RankStopping)  # noqa: S101  # __init__ makes one if there are ranks
+        who = self.id, self.incarnation
         group = rendezvous(self._ranks, self.model, self._proposal, who, together(self._given))
         (self.id, self.incarnation), spec = group.learner, group.spec
         shares = Shares(layout_of(spec.tensors), group.held)
         folder = partial(RankFolder, whole=shares.layout.trained, held=group.held, rank=group.rank)
         training = self._training(spec, shares.local(group.rank), folder)
         training.ranks = len(group.held)
-        return training, RankThread(self._url, self._given.run, training, group, shares, self._stopping)
+        return RankThread(*run, training, group, shares, self._stopping)
 
     def _check_ranks(self) -> None:
         if ranks_of(self.model, self._mesh) != self._ranks:
@@ -332,25 +335,51 @@ class Learner(BaseLearner):
         if self._adopted is None:
             check_adoptions(self.model, optimizers)
 
-    def _training(
-        self, spec: Spec, own: Layout | None = None, folder: Callable[[Path, Layout], StateFolder] = StateFolder
-    ) -> Training:
-        given = self.model, self._inner, self._given, self.device, self.times, own, folder, self._check_ranks
-        return make_training((self.id, self.incarnation), spec, *given, self._adopted)
-
     def _proposed(self) -> TorchModel:
         return TorchModel(self.model)
 
+    def _training(self, spec: Spec, own: Layout, make_folder: Callable[[Path, Layout], StateFolder]) -> Training:
+        """own: layout of the part that this process holds: everything, unless it is one of several ranks."""
+        given, layout = self._given, layout_of(spec.tensors)
+        rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(self.model, own, self._adopted)
+        folder = None if given.state_dir is None else Path(given.state_dir)
+        moments = own_moments(
+            self.model,
+            self._inner,
+            own.trained,
+            run=given.run,
+            learner=self.id,
+            incarnation=self.incarnation,
+            options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
+            make_folder=make_folder,
+        )
+        names = {tensor.name for tensor in spec.tensors}
+        training = Training(
+            self.id,
+            self.incarnation,
+            spec,
+            layout,
+            rounds,
+            parameters,
+            Recovery(moments),
+            Keeper(moments, rounds),
+            self.times,
+            ModelWatch(self.model, names, check=self._check_ranks, optimizers=self._inner),
+        )
+        if given.encode_on == "device" or (given.encode_on == "auto" and self.device.type == "cuda"):
+            training.on_device, training.encoder = parameters.on_device, OnDevice(self.device)
+        return training
+
     def _leave(self, save_state: bool, error: BaseException | None = None) -> bool:
-        if self._life.is_here:
+        if self._is_here:
             attached, self._attached = self._attached, None
             if attached is not None:
                 attached.detach()
-                self._say_if_none_stepped()
+                self._warn_if_none_stepped()
         return super()._leave(save_state, error)
 
-    def _say_if_none_stepped(self) -> None:
-        joined = self._life.once_joined
+    def _warn_if_none_stepped(self) -> None:
+        joined = self._once_joined
         if joined.training.rounds.steps == 0 and not joined.late:
             detail = "none of the attached optimizers has stepped: if the loop has trained, it used another one"
             structlog.get_logger().warning("no_step_counted", learner=self.id, detail=f"{detail}, made after attach()")

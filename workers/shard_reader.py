@@ -12,8 +12,8 @@ from diloco.pipeline.errors import UsageError
 from diloco.pipeline.messages.shards import ClaimedShard, DataOrder
 from diloco.workers.batches import Batches, Turns, whole_number
 from diloco.workers.checks.own_process import OwnIterator
-from diloco.workers.exchange.exchange_thread import JoinedLearner
 from diloco.workers.exchange.work_queue import STEPS_PER_SHARD, ShardsInTurn, read_blocks
+from diloco.workers.joined import JoinedLearner
 from diloco.workers.ranks.rank_learner import JoinedRank
 from diloco.workers.ranks.shard_broadcast import FollowingShards, LeadingShards, loader_arguments
 from diloco.workers.stopping import Stopping

@@ -1,28 +1,61 @@
-"""The training thread's part of a learner: counters, parameters, moments."""
+"""The training thread's part of a learner (counters, parameters, moments), and what a framework must do for it."""
 
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any, Protocol
 
 import torch
-from torch import nn
 
-from diloco.pipeline.fragments import Layout, layout_of
+from diloco.pipeline.fragments import Layout
 from diloco.pipeline.messages.run import LearnerReport
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.process.cores import usable_cores
-from diloco.workers.checks.arguments import Arguments
 from diloco.workers.checks.model_watch import ModelWatch
 from diloco.workers.copies.losses import Losses
+from diloco.workers.encoding import AT_ONCE, Encoder, Float32, OnHost
 from diloco.workers.moments.keeper import Keeper
-from diloco.workers.moments.local_state import RecoveryOptions, own_moments
 from diloco.workers.moments.recovery import Recovery
-from diloco.workers.moments.state_folder import StateFolder
-from diloco.workers.parameters import Adopted, FragmentParameters
 from diloco.workers.rounds import Rounds
 from diloco.workers.step_times import StepTimes
+
+# A copy of a fragment: returns the vector (elements,), of the encoder's kind. The caller may overwrite the vector. The
+# call may wait for a device, so never make it in the training thread.
+Snapshot = Callable[[], Any]
+
+
+class Device(Protocol):
+    """The place of a model, named for reports by `str`."""
+
+    @property
+    def type(self) -> str:
+        """Such as "cpu", where torch trains with threads of the host."""
+
+
+class Copied(Protocol):
+    """A fragment's values at one moment, perhaps still on a device."""
+
+    def numpy(self) -> Float32:
+        """Return the flat vector (elements,), which the caller may overwrite; waits for the device."""
+
+
+class Parameters(Protocol):
+    """A model's tensors, fragment by fragment: all that the exchange needs to know of a framework.
+
+    `FragmentParameters` implements it for torch, also for one rank's shards, and `PytreeParameters` for JAX. Used by
+    the training thread, and by the exchange thread while the training thread waits for it to join.
+    """
+
+    @property
+    def device(self) -> Device:
+        """Where the tensors are."""
+
+    def snapshot(self, p: int) -> Copied:
+        """Copy fragment p; later steps do not change the copy. Does not wait for a device."""
+
+    def overwrite(self, p: int, flat: Any) -> None:
+        """Put a global's vector (elements,), of the encoder's kind, into fragment p."""
 
 
 @dataclass(slots=True)
@@ -39,14 +72,16 @@ class Training:
     """This learner's proposal; a learner joins only if the run's spec agrees with it."""
     layout: Layout
     rounds: Rounds
-    parameters: FragmentParameters
-    encode_on_device: bool
-    """True if deltas are encoded on the model's device."""
-    watch: ModelWatch
+    parameters: Parameters
     recovery: Recovery
     """Belongs to the exchange thread."""
     keeper: Keeper
     times: StepTimes
+    watch: ModelWatch | None = None
+    """None: the framework's learner itself checks at each step that the model is still the one that joined."""
+    on_device: Callable[[int], Snapshot] | None = None
+    """Copies a fragment as the encoder on its device takes it; None: deltas are encoded in host memory."""
+    encoder: Encoder = field(default_factory=lambda: OnHost(AT_ONCE))
     losses: Losses = field(default_factory=Losses)
     ranks: int = 1
     """Number of processes of this learner."""
@@ -72,51 +107,3 @@ class Training:
             moments=self.keeper.source,
             threads=(torch.get_num_threads(), usable_cores()) if device.type == "cpu" else (0, 0),
         )
-
-
-def make_training(
-    who: tuple[str, str],
-    spec: Spec,
-    model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
-    given: Arguments,
-    device: torch.device,
-    times: StepTimes,
-    own: Layout | None = None,
-    make_folder: Callable[[Path, Layout], StateFolder] = StateFolder,
-    check: Callable[[], object] = lambda: None,
-    adopted: Adopted | None = None,
-) -> Training:
-    """Make the training side of a learner that is about to join.
-
-    Args:
-        who: learner and incarnation.
-        spec: see `Training.spec`.
-        model: already checked by `model_checks`.
-        optimizers: already checked as well.
-        given: the learner's arguments.
-        device: where the trained tensors are.
-        times: the learner's.
-        own: layout of the part that this process holds, if it is one of several ranks; None: it holds everything.
-        make_folder: see `own_moments`.
-        check: see `ModelWatch`.
-        adopted: see `FragmentParameters`.
-    """
-    layout = layout_of(spec.tensors)
-    own = layout if own is None else own
-    rounds, parameters = Rounds(layout, spec.sync), FragmentParameters(model, own, adopted)
-    folder = None if given.state_dir is None else Path(given.state_dir)
-    moments = own_moments(
-        model,
-        optimizers,
-        own.trained,
-        run=given.run,
-        learner=who[0],
-        incarnation=who[1],
-        options=RecoveryOptions(given.recover, folder, given.state_every_s, given.log_losses),
-        make_folder=make_folder,
-    )
-    on_device = given.encode_on == "device" or (given.encode_on == "auto" and device.type == "cuda")
-    watch = ModelWatch(model, {tensor.name for tensor in spec.tensors}, check=check, optimizers=optimizers)
-    recovery, keeper = Recovery(moments), Keeper(moments, rounds)
-    return Training(*who, spec, layout, rounds, parameters, on_device, watch, recovery, keeper, times)

@@ -187,7 +187,7 @@ else:
     whole = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
 heads = learner.globals()
 if taken:
-    held = learner._life.once_joined._shares.layout.whole(taken)
+    held = learner._once_joined._shares.layout.whole(taken)
     heads = {key: torch.from_numpy(value) for key, value in held.items()}
 print(f"alike {all(torch.equal(whole[key], heads[key]) for key in heads)} {len(heads)}", flush=True)
 for one in taken:

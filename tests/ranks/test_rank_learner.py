@@ -68,9 +68,7 @@ def learner(interval: int, told: list[tuple[Publication, tuple[int, int]]], sums
     part: Any = SimpleNamespace(
         pulled={(0, 1): (0, np.zeros(2))}, adopted=lambda p, number: None, send=lambda items: None
     )
-    exchange = SimpleNamespace(
-        publishing=SimpleNamespace(queue=told.extend), reporting=SimpleNamespace(soon=lambda: None)
-    )
+    exchange = SimpleNamespace(publishing=SimpleNamespace(queue=lambda items, adopted: told.extend(items)))
     rank: Any = SimpleNamespace(
         transfers=part,
         shared=shared,

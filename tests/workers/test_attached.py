@@ -15,7 +15,7 @@ from torch import nn
 
 from diloco.pipeline.errors import UsageError
 from diloco.workers import attached
-from diloco.workers.attached import Attached, StepTokens, say_replaced
+from diloco.workers.attached import Attached, StepTokens, warn_replaced
 from diloco.workers.learner import Learner
 from diloco.workers.stopping import Stopped
 from tests import HANGING_S
@@ -162,10 +162,10 @@ def test_a_step_that_took_the_place_of_the_optimizers_own_is_told_at_once(redis_
         assert log == []
     optimizer.step = torch.compile(optimizer.step, backend="eager")
     with capture_logs() as log:
-        say_replaced([optimizer])
+        warn_replaced([optimizer])
         assert log == []
         optimizer.step = lambda closure=None: None
-        say_replaced([optimizer])
+        warn_replaced([optimizer])
     (said,) = log
     assert (said["event"], said["optimizers"]) == ("step_replaced", ["AdamW"])
 

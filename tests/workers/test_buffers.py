@@ -181,14 +181,14 @@ def test_a_buffer_that_is_no_longer_the_runs_is_found() -> None:
     watch = ModelWatch(model, [tensor.name for tensor in tensor_table(model, SYNC)])
     model[1].running_mean = torch.ones(8)
     model[1].register_buffer("later", torch.ones(3))
-    watch.look(math.inf)
+    watch.inspect(math.inf)
     model[1].running_mean = torch.ones(8).double()
     with pytest.raises(UsageError, match=r"buffer 1.running_mean was torch.float32 .* and is torch.float64"):
-        watch.look(math.inf)
+        watch.inspect(math.inf)
     model[1].running_mean = torch.ones(8)
     model[1].running_var = None
     with pytest.raises(UsageError, match=r"buffer 1.running_var is no longer in the module where it was"):
-        watch.look(math.inf)
+        watch.inspect(math.inf)
 
 
 def a_learner(url: str, run: str, name: str, **more: Any) -> Learner:

@@ -42,7 +42,7 @@ def heads(url: str, run: str, learner: Learner) -> list[np.ndarray]:
     """As an evaluator reads them."""
 
     async def read(bus: Any) -> list[np.ndarray]:
-        spec, layout = learner.spec, learner._life.once_joined.training.layout
+        spec, layout = learner.spec, learner._once_joined.training.layout
         return [
             await pull_exact(bus, head, layout.fragments[head.fragment].elements, spec.sync, asyncio.to_thread)
             for head in await bus.read_heads(range(2))
@@ -53,7 +53,7 @@ def heads(url: str, run: str, learner: Learner) -> list[np.ndarray]:
 
 
 def flat(learner: Learner) -> list[np.ndarray]:
-    parameters = learner._life.once_joined.training.parameters
+    parameters = learner._once_joined.training.parameters
     return [parameters.snapshot(p).numpy().copy() for p in range(2)]
 
 

@@ -165,13 +165,13 @@ def test_a_learner_is_opened_once(redis_server: str) -> None:
 def test_a_learner_is_of_the_process_that_made_it(redis_server: str) -> None:
     """A fork has none of its threads: it is told so, and does not hang or end the parent's run by leaving."""
     with a_syncer(redis_server, "fork"), learner_of(redis_server, "fork") as learner:
-        parents = learner._life._pid
-        learner._life._pid = -1  # as a child sees it
+        parents = learner._pid
+        learner._pid = -1  # as a child sees it
         for use in (lambda: learner.step(1), lambda: learner.__enter__(), lambda: next(learner.blocks(8, 4))):
             with pytest.raises(UsageError, match="another process"):
                 use()
         learner.close()
-        learner._life._pid = parents
+        learner._pid = parents
         learner.step(1)
         assert [seen.report.left for seen in reports(redis_server, "fork")] == [False]
 
@@ -225,7 +225,7 @@ def test_a_learner_that_has_left_holds_no_bases(redis_server: str, encode_on: An
             del carrier, vectors
         gc.collect()
         assert all(one() is None for one in held)
-        assert learner._life.once_joined.training.rounds.versions >= versions
+        assert learner._once_joined.training.rounds.versions >= versions
         learner.load_globals()
         assert not learner.over
 

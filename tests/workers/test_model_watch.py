@@ -78,10 +78,10 @@ def test_each_change_is_seen_and_named(change: Callable[[Net], None]) -> None:
     """With what to do about it."""
     model = Net()
     watch = watched(model)
-    watch.look(1e9)
+    watch.inspect(1e9)
     change(model)
     with pytest.raises(UsageError, match=f"{CHANGES[change]}.*before `with`"):
-        watch.look(1e18)
+        watch.inspect(1e18)
 
 
 def test_what_training_does_to_a_model_is_no_change() -> None:
@@ -95,7 +95,7 @@ def test_what_training_does_to_a_model_is_no_change() -> None:
     model.dropout = nn.Dropout(0.1)
     model.added = nn.Parameter(torch.zeros(3), requires_grad=False)
     model.eval()
-    watch.look(1e18)
+    watch.inspect(1e18)
 
 
 def test_looks_take_a_thousandth_of_the_time() -> None:
@@ -109,7 +109,7 @@ def test_looks_take_a_thousandth_of_the_time() -> None:
 
     watch._compare = compare  # type: ignore[method-assign]
     while now[0] < 10_000:
-        watch.look(now[0])
+        watch.inspect(now[0])
         now[0] += 0.5
     assert len(looks) == pytest.approx(10_000 * SHARE, abs=1)
 
@@ -122,10 +122,10 @@ def test_networks_that_take_turns_are_no_change() -> None:
     for turn, other in ((model.body, model.table), (model.table, model.body)):
         turn.requires_grad_(True)
         other.requires_grad_(False)
-        watch.look(1e18)
+        watch.inspect(1e18)
     model.body.weight.requires_grad_(True)
     with pytest.raises(UsageError, match=r"parameter body.bias was frozen, and not all that its optimizer trains"):
-        watch.look(1e36)
+        watch.inspect(1e36)
 
 
 # --- copies -----------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ def test_an_evaluation_is_no_change_of_a_sharded_model(tmp_path: Path) -> None:
         fragments, watch = fragments_of(model, 1), watched(model)
         for now in (1e9, 0.0):
             evaluated(model)
-            watch.look(now)
+            watch.inspect(now)
             assert holds_shards(model)
         evaluated(model)
         fragments.overwrite(0, np.full(4, 3, np.float32))

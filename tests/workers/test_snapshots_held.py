@@ -14,8 +14,8 @@ from diloco.pipeline.bus.ports import Bus
 from diloco.pipeline.errors import BusUnavailable
 from diloco.pipeline.fragments import layout_of
 from diloco.pipeline.messages.tape import Committed
-from diloco.workers.exchange.exchange_thread import JoinedLearner
 from diloco.workers.exchange.joining import Joining
+from diloco.workers.joined import JoinedLearner
 from diloco.workers.rounds import Base, Rounds
 from diloco_studies.virtual.virtual_time import in_virtual_time, inline
 from tests.virtual_run import VirtualLearner, VirtualRun, end, sync_spec
@@ -69,7 +69,7 @@ class Training(VirtualLearner):
         bus: Any = self.cut
         joining = Joining(bus, self.world.clock, self.name, self.incarnation, self.report, offload=inline)
         exchange = await joining.join(spec, layout, lambda p: self.values[p].copy())
-        training: Any = SimpleNamespace(layout=layout, rounds=self.rounds, parameters=self, encode_on_device=False)
+        training: Any = SimpleNamespace(layout=layout, rounds=self.rounds, parameters=self, on_device=None)
         thread: Any = SimpleNamespace(call=lambda what, *args: what(*args))
         joined, running = JoinedLearner(training, exchange, thread), asyncio.create_task(exchange.work())
         joined.hand_over((), joined.adopt())

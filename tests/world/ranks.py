@@ -57,10 +57,10 @@ class Joined(JoinedRank):
 
     party: "WorldRank"
 
-    def _told(self, items: Iterable[tuple[Publication, Any]], adopted: bool) -> None:
+    def _queue(self, items: Iterable[tuple[Publication, Any]], adopted: bool) -> None:
         for publication, (tag, _) in items:
             self.party.alike.published(publication, tag, self.party.final)
-        super()._told(items, adopted)  # type: ignore[arg-type]
+        super()._queue(items, adopted)
 
     def _left(self, leaving: Any) -> Any:
         return leaving

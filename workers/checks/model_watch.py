@@ -53,7 +53,7 @@ class ModelWatch:
             model: in the form in which it joins.
             names: of the parameters and buffers that are synchronised.
             clock: s.
-            check: called at each look; may raise.
+            check: called at each inspection; may raise.
             optimizers: those that train it; there may be others.
         """
         self._model, self._clock, self._check = model, clock, check
@@ -68,7 +68,7 @@ class ModelWatch:
         self._reshard = resharding(model)
         self._next_s = clock()
 
-    def look(self, now: float) -> None:
+    def inspect(self, now: float) -> None:
         """Inspect the model if it is time to. A sharded model holds its shards afterwards, inspected or not.
 
         Ranks inspect at different times, but must reshard after the same steps.

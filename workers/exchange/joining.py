@@ -16,8 +16,9 @@ import structlog
 from diloco.pipeline.bus.ports import Bus, Clock
 from diloco.pipeline.errors import BadMessage, BusError, BusFull, BusUnavailable, DilocoError, NotPermitted
 from diloco.pipeline.fragments import Layout
+from diloco.pipeline.liveness import live_learners
 from diloco.pipeline.messages.head import Head
-from diloco.pipeline.messages.run import Event, LearnerReport
+from diloco.pipeline.messages.run import Event, LearnerReport, RunState
 from diloco.pipeline.messages.spec import Spec
 from diloco.pipeline.payload import codec
 from diloco.pipeline.retry import Outages
@@ -118,7 +119,7 @@ class Joining:
         fragments = range(len(layout.fragments))
         await self._identity.acquire(self._reporting.write)
         reporting = self._outages.forever(self._reporting.keep_reporting)
-        async with meanwhile(reporting, say_why(self._bus, fragments, self._log)):
+        async with meanwhile(reporting, log_why(self._bus, fragments, self._log)):
             await version_0.ensure(self._incarnation, trained=False)
             while missing := [p for p in fragments if p not in pulling.latest]:
                 heads = dict(zip(missing, await retry(self._bus.read_heads, missing), strict=True))
@@ -163,16 +164,33 @@ class Joining:
                     await self._reporting.write()
 
 
-async def say_why(bus: Bus, fragments: Sequence[int], log: Any) -> None:
+async def log_joined(bus: Bus, learner: str, incarnation: str, versions: Sequence[int], state: RunState | None) -> None:
+    """Log that a learner has joined its run, with its versions and the number of live learners."""
+    live = None
+    with suppress(BusError):  # the number is only for the log line
+        live = len(live_learners(await bus.read_reports(), state))
+    least, most = min(versions), max(versions)
+    structlog.get_logger().info(
+        "learner_joined",
+        run=bus.keys.run,
+        learner=learner,
+        incarnation=incarnation,
+        version=least if least == most else f"{least} to {most}",
+        fragments=len(versions),
+        learners_live=live,
+    )
+
+
+async def log_why(bus: Bus, fragments: Sequence[int], log: Any) -> None:
     """Log what joining waits for if it takes long, once for each reason; runs until cancelled."""
-    said = ""
+    logged = ""
     while True:
         await asyncio.sleep(PATIENCE_S)
         with suppress(BusError):  # the calls that need the bus log its outages
             why = await reason(bus, fragments)
-            if why and why != said:
+            if why and why != logged:
                 log.warning("joining_delayed", detail=why)
-            said = why
+            logged = why
 
 
 async def reason(bus: Bus, fragments: Sequence[int]) -> str:

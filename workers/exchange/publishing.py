@@ -56,8 +56,11 @@ class Publishing:
         self.all_sent = asyncio.Event()
         self.all_sent.set()
 
-    def queue(self, publications: Iterable[tuple[Publication, Values]]) -> None:
-        """Queue deltas for publication; each replaces a queued one on the same base of which nothing was sent yet."""
+    def queue(self, publications: Iterable[tuple[Publication, Values]], adopted: bool = False) -> None:
+        """Queue deltas for publication; each replaces a queued one on the same base of which nothing was sent yet.
+
+        adopted: the learner has adopted fragments, which others should learn soon.
+        """
         for item in publications:
             base = item[0].base
             self.newest[base.fragment] = (base.version, item[0].attempt)
@@ -66,6 +69,8 @@ class Publishing:
             self._headers[key] = item
             self.all_sent.clear()
             self._header_wakes[base.fragment % self._carrier.lanes].set()
+        if adopted:
+            self._reporting.soon()
 
     async def offer(self) -> None:
         """Send queued headers on all lanes, and queue each one's payload for `upload`; runs until cancelled."""

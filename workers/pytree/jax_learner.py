@@ -11,7 +11,7 @@ alone: they are kept when a fragment is adopted, and no peer is asked for moment
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from diloco.pipeline.settings import LEAVE_S, SyncSettings
 from diloco.workers.base_learner import BaseLearner
 from diloco.workers.checks.arguments import check_arguments, one_loss, whole_tokens
 from diloco.workers.copies.losses import Loss
-from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.joined import LearnerThread
 from diloco.workers.moments.keeper import Keeper
 from diloco.workers.moments.local_state import OwnMoments, RecoveryOptions
 from diloco.workers.moments.recovery import Recovery
@@ -165,7 +165,7 @@ class Learner(BaseLearner):
             UsageError: the learner has not joined its run yet.
             SpecMismatch, BusError, BadPayload: the run is no longer there, or could not be read for a minute.
         """
-        flats = self._life.once_joined.newest(self._read)
+        flats = self._once_joined.newest(self._read)
         assert self._parameters is not None, "joined without parameters"  # noqa: S101
         return self._parameters.whole(flats)
 
@@ -185,28 +185,20 @@ class Learner(BaseLearner):
     def _proposed(self) -> PytreeModel:
         return PytreeModel(self._tree)
 
-    def _prepare(self) -> tuple[Training, ExchangeThread]:
+    def _prepare(self) -> LearnerThread:
         leaves = arrays(self._tree.flatten(self._params))
         spec = self._proposal()
         layout = layout_of(spec.tensors)
-        parameters = self._parameters = PytreeParameters(self._tree, layout, leaves)
-        rounds = Rounds(layout, spec.sync)
-        told = self._given.run, self.id, self.incarnation, layout.trained, RecoveryOptions()
-        moments = OwnMoments(*told, state=None, held=self._moments_kept, folder=None)
-        training = Training(
-            self.id,
-            self.incarnation,
-            spec,
-            layout,
-            rounds,
-            parameters=cast(Any, parameters),  # only `snapshot` and `overwrite` are used
-            encode_on_device=False,
-            watch=cast(Any, parameters),
-            recovery=Recovery(moments),
-            keeper=Keeper(moments, rounds),
-            times=self.times,
+        rounds, parameters = Rounds(layout, spec.sync), PytreeParameters(self._tree, layout, leaves)
+        self._parameters = parameters
+        who = self.id, self.incarnation
+        options = RecoveryOptions()
+        moments = OwnMoments(
+            self._given.run, *who, layout.trained, options, state=None, held=self._moments_kept, folder=None
         )
-        return training, ExchangeThread(self._url, self._given.run, training)
+        recovery, keeper = Recovery(moments), Keeper(moments, rounds)
+        training = Training(*who, spec, layout, rounds, parameters, recovery, keeper, self.times)
+        return LearnerThread(self._url, self._given.run, training)
 
 
 NAMES_HINT = (

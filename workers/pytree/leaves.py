@@ -106,9 +106,6 @@ class PytreeParameters:
                 new = placed(part, old)
             self._leaves[leaf.at] = new
 
-    def look(self, now: float) -> None:
-        """Do nothing, in place of `ModelWatch.look`: `Tree.flatten` checks the leaves at each step."""
-
     def whole(self, flats: Sequence[Float32]) -> Any:
         """Return the pytree with other values. flats: the vector (elements,) of each fragment."""
         leaves = list(self._leaves)

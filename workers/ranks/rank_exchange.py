@@ -29,8 +29,8 @@ from diloco.workers.background import offload
 from diloco.workers.encoding import AT_ONCE, OnHost
 from diloco.workers.exchange.carrier import Carrier
 from diloco.workers.exchange.exchange import Exchange
-from diloco.workers.exchange.exchange_thread import LOOK_S, say_joined
-from diloco.workers.exchange.joining import Joining
+from diloco.workers.exchange.exchange_thread import CHECK_S
+from diloco.workers.exchange.joining import Joining, log_joined
 from diloco.workers.exchange.member import Member
 from diloco.workers.exchange.shared import Shared
 from diloco.workers.moments.recovery import Found, Source
@@ -285,7 +285,7 @@ class RankExchange:
             rank = Rank(transport, transfers[0], training, shared, self._joined, exchange, carriers[0], in_flight)
             async with meanwhile(self._until_left(exchange), rank.exit_barrier.watch()):
                 versions = tuple(base.version for base in shared.adoptions.values())
-                await say_joined(bus, *who, versions, shared.state)
+                await log_joined(bus, *who, versions, shared.state)
                 await self._enter_all(rank, versions, shared.state)
                 await self._tell_which_run(shared)
         finally:
@@ -314,7 +314,7 @@ class RankExchange:
                 told = state.started_unix_s
                 for rank in range(1, self._transport.ranks):
                     self._transport.tell(rank, "know", codec.encode(state))
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_S)
 
     async def _enter_all(self, rank: Rank, versions: Sequence[int], state: RunState | None) -> None:
         transport, ranks = self._transport, range(self._transport.ranks)

@@ -5,7 +5,7 @@ exchange thread, in particular how that ends after another rank is gone (`RankTh
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +21,10 @@ from diloco.pipeline.waiting import meanwhile
 from diloco.workers.background import OwnThread
 from diloco.workers.exchange import redis_access
 from diloco.workers.exchange.exchange import Exchange
-from diloco.workers.exchange.exchange_thread import ExchangeThread, JoinedLearner, Read
+from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.joined import JoinedLearner, Read, is_over, progress_of
+from diloco.workers.moments.recovery import Found
+from diloco.workers.parameters import FragmentParameters
 from diloco.workers.ranks.gather import Float32, Samples, TakeSnapshot, own_of, sample_layout
 from diloco.workers.ranks.placement import Shares
 from diloco.workers.ranks.rank_exchange import GOODBYE_S, Rank, RankExchange
@@ -63,7 +66,7 @@ class JoinedRank(JoinedLearner):
         self,
         training: Training,
         rank: Rank,
-        thread: ExchangeThread,
+        thread: ExchangeThread[object],
         group: Collectives,
         shares: Shares,
         stopping: Stopping,
@@ -149,7 +152,7 @@ class JoinedRank(JoinedLearner):
     def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
         """Tell the exchange what was adopted when training begins."""
         if self._rank.exchange is not None:
-            self.thread.call(self._told, [], adopted)
+            self.thread.call(self._queue, [], adopted)
 
     def stepped(self, tokens: int) -> int:
         """Count a step of `tokens` on this rank; return the tokens that all ranks trained in the step before.
@@ -185,8 +188,8 @@ class JoinedRank(JoinedLearner):
         bases = {p: shared.adoptions.pop(p) for p in adoptions}
         self._bases |= bases
         self._request_due()
-        over, progress = JoinedLearner.over.fget(self), JoinedLearner.progress.fget(self)  # type: ignore[attr-defined]
-        return Decisions(over, progress, {p: base.values for p, base in bases.items()})
+        values = {p: base.values for p, base in bases.items()}
+        return Decisions(is_over(shared.state), progress_of(shared.state), values)
 
     def _request_due(self) -> None:
         """Request snapshots of the fragments to publish. The exchange thread calls this too, when it sees a window
@@ -268,7 +271,11 @@ class JoinedRank(JoinedLearner):
             items.append((rounds.publication(p, shared.windows), taken))
         rank.in_flight.counted([*agreed.snapshots, *(base.fragment for base in step.adopted)])
         if items or step.adopted:
-            self.thread.call(self._told, items, bool(step.adopted))
+            self.thread.call(self._queue, items, bool(step.adopted))
+
+    def _queue(self, items: Iterable[tuple[Publication, Any]], adopted: bool) -> None:
+        """Publish; runs in the exchange's thread of rank 0."""
+        self.exchange.publishing.queue(items, adopted)
 
     # --- leaving ------------------------------------------------------------------------------------------
 
@@ -301,7 +308,7 @@ class JoinedRank(JoinedLearner):
         else:
             for publication in last:
                 server = self._servers[publication.base.fragment]
-                self.thread.call(self._told, [(publication, (None, server))], False)
+                self.thread.call(self._queue, [(publication, (None, server))], False)
             leaving = self.thread.ask(self._leave_all(rank.exchange, within_s))
         training.keeper.close(self.shared, save_state, within_s)
         return self._left(leaving)
@@ -321,7 +328,7 @@ class JoinedRank(JoinedLearner):
 ABORT_S = 2.0
 
 
-class RankThread(ExchangeThread):
+class RankThread(ExchangeThread[Rank]):
     """The exchange thread of one rank."""
 
     def __init__(
@@ -335,10 +342,14 @@ class RankThread(ExchangeThread):
         self._exchange: RankExchange | None = None
         stopping.step_s, stopping.report = lambda: training.times.step_s, self._report_end
 
-    def _entered(self, exchange: Any) -> JoinedRank:
-        training, layout = self._training, sample_layout(self._shares)
-        samples = None if layout is None else Samples(training.parameters, layout)
-        return JoinedRank(training, exchange, self, self._group, self._shares, self._stopping, samples)
+    def join_run(self, check: Callable[[], None]) -> tuple[JoinedRank, Found]:
+        """Join, as `ExchangeThread.start` does; return the joined rank and the moments found."""
+        rank, found = self.start(check)
+        parameters, layout = self._training.parameters, sample_layout(self._shares)
+        assert isinstance(parameters, FragmentParameters)  # noqa: S101  # ranks are torch's
+        samples = None if layout is None else Samples(parameters, layout)
+        given = self._group, self._shares, self._stopping, samples
+        return JoinedRank(self._training, rank, self, *given), found
 
     @override
     def notice(self) -> None:

@@ -1,0 +1,216 @@
+"""A learner in its run, as its training thread uses it: count, adopt, snapshot, hand over; and its exchange thread.
+
+Theory of operation. Two threads work for a learner, and the training thread never waits for the other one, except when
+it joins and leaves.
+
+| thread | owns |
+|---|---|
+| training | the model, its optimizer, and `Training`: counters, parameters, the moments' keeper |
+| exchange | the bus, and `Exchange`: queued deltas, bases, encoding errors, reports, shards |
+
+They meet in three places. `Shared` has fields with one writer each, so it needs no lock. `ExchangeThread.call` passes
+deltas on. The exchange thread reads the counters for reports, which `Rounds` replaces as a whole.
+
+A delta's way from `Learner.step` to the bus leads through five objects: `JoinedLearner` orders a step, `Rounds` decides
+what is published, `ExchangeThread` carries the snapshot over, `Publishing` sends the header, and a `Carrier` encodes
+and sends the payload. A carrier is one process's, or the ranks' (`ranks.rank_carrier`).
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import CancelledError, Future
+
+import structlog
+
+from diloco.pipeline.errors import UsageError
+from diloco.pipeline.messages.run import Phase, RunState
+from diloco.pipeline.waiting import meanwhile
+from diloco.workers.encoding import Float32
+from diloco.workers.exchange import redis_access
+from diloco.workers.exchange.exchange import Exchange
+from diloco.workers.exchange.exchange_thread import ExchangeThread
+from diloco.workers.exchange.joining import Joining, log_joined
+from diloco.workers.moments.recovery import Found
+from diloco.workers.rounds import Publication
+from diloco.workers.stopping import Stopping
+from diloco.workers.training import Training
+
+Read = Callable[[Iterable[int]], list[Float32]]  # returns the newest globals (elements,) of these fragments
+
+
+def is_over(state: RunState | None) -> bool:
+    """Return whether a run drains or is finished."""
+    return state is not None and state.phase is not Phase.RUNNING
+
+
+def progress_of(state: RunState | None) -> float:
+    """Return the trained tokens of a whole run / its budget, in 0..1."""
+    return 0.0 if state is None else min(1.0, state.counted_tokens / state.budget_tokens)
+
+
+class JoinedLearner:
+    """A learner in its run, for the training thread."""
+
+    def __init__(self, training: Training, exchange: Exchange, thread: ExchangeThread[object]) -> None:
+        """exchange: runs in `thread`; it is only called through `thread`. Both threads use `exchange.shared`."""
+        self.training, self.thread, self.shared = training, thread, exchange.shared
+        self._exchange = exchange
+        self.late = self.over  # the run was over when it joined, so its training counts for nothing
+
+    @property
+    def exchange(self) -> Exchange:
+        """The exchange, which runs in its own thread."""
+        return self._exchange
+
+    @property
+    def over(self) -> bool:
+        """True if the run drains or is finished."""
+        return is_over(self.shared.state)
+
+    @property
+    def progress(self) -> float:
+        """Trained tokens of the whole run / its budget, in 0..1."""
+        return progress_of(self.shared.state)
+
+    def stepped(self, tokens: int) -> int:
+        """Count an inner step, adopt what has arrived, publish what is due; return the tokens to be reported.
+
+        tokens: trained in this step.
+        """
+        rounds, shared = self.training.rounds, self.shared
+        # The order matters: the step is counted on the bases that it was trained on, then bases are replaced, and
+        # deltas are taken last, from the bases now in force. So no delta mixes two bases.
+        rounds.trained(tokens)
+        adopted = self.adopt()
+        if healed := shared.heal:
+            shared.heal = False
+            self._heal()
+        if shared.offer_again:
+            shared.offer_again = False
+            rounds.offer_again()
+        due = rounds.publications(shared.windows, shared.uploaded, shared.released)
+        self.hand_over(() if healed else due, adopted)  # a healed model equals its bases: there is no delta yet
+        return tokens
+
+    def _heal(self) -> None:
+        """Reset the parameters to their bases, and the moments to fresh ones if they can be dropped safely.
+
+        The counters are kept: an attempt contains all that was trained on its base, and so will the next one, which can
+        be merged.
+        """
+        for base in self.training.rounds.bases:
+            self.training.parameters.overwrite(base.fragment, base.values)
+        dropped = self.training.keeper.drop()
+        moments = (
+            "with fresh moments" if dropped else "and its optimizer keeps its state, which cannot be emptied safely"
+        )
+        detail = f"it goes on from the globals, {moments}"
+        structlog.get_logger().warning("learner_healed", learner=self.training.learner, detail=detail)
+
+    def ended(self, stopping: Stopping) -> bool:
+        """Return whether the loop is to be left: the run is over, or the process was asked to end."""
+        return stopping.asked or self.over
+
+    def adopt(self) -> bool:
+        """Overwrite the fragments for which newer globals have arrived; return whether there were any."""
+        adoptions, training = self.shared.adoptions, self.training
+        # The order matters. `in_part` comes before the adoptions, since it counts by the bases of the previous part of
+        # the run. What has arrived is listed before the state is read: the exchange stores the state of a new part
+        # before it stores globals of that part (`Pulling.look`).
+        arrived = sorted(adoptions)
+        training.rounds.in_part(self.shared.state)
+        for p in arrived:
+            base = adoptions.pop(p)
+            training.parameters.overwrite(p, base.values)
+            training.rounds.adopt(base)
+        return bool(arrived)
+
+    def newest(self, read: Read) -> list[Float32]:
+        """Return this process's part of the newest global of each fragment. read: reads whole fragments now."""
+        return read(range(len(self.training.layout.fragments)))
+
+    def hand_over(self, publications: Iterable[Publication], adopted: bool) -> None:
+        """Snapshot what is to be published and pass it to the exchange, all of a step at once: waking its thread costs.
+
+        adopted: fragments were adopted in this step, which others should learn soon.
+        """
+        training = self.training
+        snapshot = training.on_device or (lambda p: training.parameters.snapshot(p).numpy)
+        items = [(publication, snapshot(publication.base.fragment)) for publication in publications]
+        if items or adopted:
+            self.thread.call(self._exchange.publishing.queue, items, adopted)
+
+    def breaks_off(self, error: BaseException) -> bool:
+        """Return whether this error of the loop ends the learner without `leave`; ranks cannot leave one by one."""
+        return False
+
+    def leave(self, within_s: float, save_state: bool) -> bool:
+        """Publish what is unpublished, flush it, say goodbye; return whether everything was flushed in time.
+
+        This holds even if an error has ended the training: what was trained until then counts.
+
+        Raises:
+            LearnerReplaced: another process took this learner's place meanwhile.
+        """
+        training, whole = self.training, True
+        for publication in training.rounds.last(self.shared.windows, due=self.over):
+            try:  # one by one: a fragment that cannot be copied keeps no other from going out
+                self.hand_over([publication], adopted=False)
+            except Exception as error:  # the model was changed, or its device has failed or has no room for a copy
+                whole = False
+                structlog.get_logger().warning("last_delta_withheld", learner=training.learner, error=str(error))
+        # The exchange flushes while this thread saves the moments.
+        leaving = self.thread.ask(self.exchange.leave(within_s))
+        training.keeper.close(self.shared, save_state, within_s)
+        return self._left(leaving) and whole
+
+    def _left(self, leaving: Future[bool]) -> bool:
+        """Wait until the exchange has left; return and raise as `leave` does."""
+        try:
+            in_order = self.thread.result_of(leaving)
+        except CancelledError:  # the thread failed meanwhile
+            self.thread.join()
+            raise self.thread.failure or UsageError("the learner's exchange thread ended before it had left") from None
+        self.thread.left = True
+        if not in_order:
+            structlog.get_logger().warning("leave_overrun", learner=self.training.learner, safe="all that was uploaded")
+        return in_order
+
+    def forget(self) -> None:
+        """Release the bases and residuals of a learner that has left, once its thread has ended."""
+        self.training.rounds.forget()
+        self.shared.adoptions.clear()
+        self.thread.forget()
+        del self._exchange
+
+
+class LearnerThread(ExchangeThread[Exchange]):
+    """The exchange thread of a learner that is one process."""
+
+    def join_run(self, check: Callable[[], None]) -> tuple[JoinedLearner, Found]:
+        """Join, as `ExchangeThread.start` does; return the joined learner and the moments found."""
+        exchange, found = self.start(check)
+        return JoinedLearner(self._training, exchange, self), found
+
+    async def _join_and_work(self) -> None:
+        training = self._training
+        who = training.learner, training.incarnation
+        bus, scripts = await redis_access.reach(self._url, self._run_name, training.learner)
+        joining = Joining(bus, bus.clock, *who, training.report, encoder=training.encoder)
+        try:
+            initial = training.parameters.snapshot
+            exchange = await joining.join(training.spec, training.layout, lambda p: initial(p).numpy())
+            async with meanwhile(exchange.work(), scripts.watch()):  # from here on the exchange follows the heads
+                shared, recovery = exchange.shared, training.recovery
+                peers = recovery.peers(bus, bus.clock, training.spec.sync.chunk_bytes, lambda: shared.state)
+                versions = tuple(base.version for base in shared.adoptions.values())
+                found = await recovery.find(peers, versions, shared.state)
+                await log_joined(bus, *who, versions, shared.state)
+                self._joined.set_result((exchange, found))
+                if peers is not None:
+                    await peers.answer(lambda: training.rounds.steps, recovery.copy)
+                await asyncio.Event().wait()
+        finally:
+            if self._abandoned or not self._joined.done():
+                await joining.abandon()
+            await bus.close()
